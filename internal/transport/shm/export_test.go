@@ -25,15 +25,15 @@ const (
 )
 
 // SetHead and SetTail write the words that this rank's peer to checks.
-func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).ring.outHead, v) }
+func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
-func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).ring.inTail, v) }
+func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }
 
-// Sleepers returns what keeps peers ringing, and whether they see it.
+// Sleepers returns the number of parked goroutines, and whether the peers see that there are any.
 func (m *Mesh) Sleepers() (int, bool) {
-	m.bell.mu.Lock()
-	defer m.bell.mu.Unlock()
-	return m.bell.sleepers, atomic.LoadUint32(m.bell.word) != 0
+	m.waker.mu.Lock()
+	defer m.waker.mu.Unlock()
+	return m.waker.sleepers, atomic.LoadUint32(m.waker.word) != 0
 }
 
 // Loopback returns the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
@@ -41,8 +41,8 @@ func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}
 	own, theirs := make([]byte, layout.bytes()), make([]byte, layout.bytes())
-	b := &bell{fd: -1, word: word32(own, restsAt)}
-	p := &peer{rank: 1, index: index, bell: doorbell{fd: -1, rests: word32(theirs, restsAt)}}
+	b := &waker{fd: -1, word: word32(own, parkedAt)}
+	p := &peer{rank: 1, index: index, waker: peerWaker{fd: -1, parked: word32(theirs, parkedAt)}}
 	conn := newConn(b, new(atomic.Bool), p, own, theirs, 0, layout, layout)
 	return conn, func(head, tail uint64) {
 		atomic.StoreUint64(conn.inHead, head)

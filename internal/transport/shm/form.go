@@ -44,11 +44,11 @@ func (m *Mesh) dissolve() error {
 			errs = append(errs, p.uc.Close())
 		}
 	}
-	if m.bell != nil {
-		errs = append(errs, m.bell.close())
+	if m.waker != nil {
+		errs = append(errs, m.waker.close())
 	}
-	errs = append(errs, m.letGo())
-	m.peers, m.bell, m.control = nil, nil, nil
+	errs = append(errs, m.freeControl())
+	m.peers, m.waker, m.control = nil, nil, nil
 	return errors.Join(errs...)
 }
 
@@ -74,7 +74,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	s.index = slices.Index(s.group, s.ep.Rank)
 	s.peers = make([]*peer, len(s.ep.Hosts))
 	s.claimed = make(map[topo.Rank]bool)
-	who := make([]*Offer, len(s.ep.Hosts)) // the ranks that dial this one
+	dialers := make([]*Offer, len(s.ep.Hosts)) // the ranks that dial this one
 	for i, r := range s.group {
 		if i == s.index {
 			continue
@@ -85,7 +85,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 		s.peers[r] = p
 		s.m.peers = append(s.m.peers, p)
 		if i < s.index {
-			who[r] = &s.ep.Offers[r]
+			dialers[r] = &s.ep.Offers[r]
 		}
 	}
 	control, err := shmem.Create("gohvd-control", int64(s.layout.bytes()))
@@ -100,7 +100,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 		}
 		s.m.reserved[id] = seg
 	}
-	if s.m.bell, err = newBell(word32(control.Bytes(), restsAt)); err != nil {
+	if s.m.waker, err = newWaker(word32(control.Bytes(), parkedAt)); err != nil {
 		return err
 	}
 
@@ -108,9 +108,9 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	results := make(chan error, len(s.group))
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	defer func() { err = errors.Join(err, s.e.Close()) }() // ends accept
+	defer func() { err = errors.Join(err, s.e.Close()) }() // closes the listener, which ends accept
 	defer cancel()
-	wg.Go(func() { s.accept(ctx, &wg, who, results) })
+	wg.Go(func() { s.accept(ctx, &wg, dialers, results) })
 	for i, r := range s.group {
 		if i > s.index {
 			wg.Go(func() { results <- s.dial(ctx, s.peers[r]) })
@@ -139,10 +139,10 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	uc := nc.(*net.UnixConn)
 	p.uc = uc
 	defer interrupt(ctx, uc)()
-	if err := greet(uc, s.ep, &s.e.offer, p.rank); err != nil {
+	if err := dialHandshake(uc, s.ep, &s.e.offer, p.rank); err != nil {
 		return fmt.Errorf("handshake with rank %d: %w", p.rank, err)
 	}
-	return s.swap(p)
+	return s.exchangeDescriptors(p)
 }
 
 // interrupt makes calls on uc fail when ctx ends, until end is called.
@@ -150,7 +150,7 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(done)
-		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if it is closed
+		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if uc is closed, and then calls on it fail anyway
 	})
 	return func() {
 		if !stop() {
@@ -161,40 +161,41 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 
 // accept receives the lower ranks until the listener is closed. It returns after the goroutines that it has
 // started.
-func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, who []*Offer, results chan<- error) {
+func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
 		if err != nil {
-			// Out of descriptors or memory: then this rank cannot share, and says so.
+			// This process has no descriptors or no memory left, so this rank cannot share memory.
 			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}
-		wg.Go(func() { s.receive(ctx, uc, who, results) })
+		wg.Go(func() { s.receive(ctx, uc, dialers, results) })
 	}
 }
 
-// receive identifies a process that has connected. It refuses strangers without any other effect.
-func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, results chan<- error) {
+// receive runs the handshake with a process that has connected. If that fails, it closes the connection, which
+// has no other effect.
+func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer, results chan<- error) {
 	refuse := func(err error) {
 		switch {
 		case ctx.Err() != nil:
 		case errors.Is(err, io.EOF):
-			// Another job, which looked whether the socket is one that nobody listens on any more.
+			// Another job has checked whether a process still listens at this socket (see abandoned).
 			s.e.log.Debug("shm: a process connected and disconnected without a hello")
 		default:
 			s.e.log.Warn("shm: connection refused", zap.Error(err))
 		}
-		_ = uc.Close() // nothing is expected of it
+		_ = uc.Close() // the connection is not used any more
 	}
 	if err := uc.SetDeadline(time.Now().Add(s.e.cfg.HandshakeTimeout)); err != nil {
 		refuse(err)
 		return
 	}
 	defer interrupt(ctx, uc)()
-	from, err := welcome(uc, s.ep, &s.e.offer, who)
+	from, err := acceptHandshake(uc, s.ep, &s.e.offer, dialers)
 	if err != nil {
 		refuse(err)
 		return
@@ -209,23 +210,23 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, who []*Offer, res
 	}
 	p := s.peers[from]
 	p.uc = uc
-	results <- s.swap(p)
+	results <- s.exchangeDescriptors(p)
 }
 
-// swap exchanges descriptors with a peer that has proved its identity.
-func (s *setup) swap(p *peer) error {
-	if err := s.give(p); err != nil {
+// exchangeDescriptors exchanges descriptors with a peer that has proved its identity.
+func (s *setup) exchangeDescriptors(p *peer) error {
+	if err := s.sendDescriptors(p); err != nil {
 		return fmt.Errorf("send descriptors to rank %d: %w", p.rank, err)
 	}
-	if err := s.get(p); err != nil {
+	if err := s.receiveDescriptors(p); err != nil {
 		return fmt.Errorf("receive descriptors from rank %d: %w", p.rank, err)
 	}
 	return nil
 }
 
-func (s *setup) give(p *peer) error {
+func (s *setup) sendDescriptors(p *peer) error {
 	var fds []int
-	for _, fd := range []int{s.m.control.FD(), s.m.bell.fd} {
+	for _, fd := range []int{s.m.control.FD(), s.m.waker.fd} {
 		dup, err := duplicate(fd)
 		if err != nil {
 			closeAll(fds)
@@ -237,7 +238,7 @@ func (s *setup) give(p *peer) error {
 	return msg.write(p.uc)
 }
 
-func (s *setup) get(p *peer) error {
+func (s *setup) receiveDescriptors(p *peer) error {
 	msg, err := readMessage(p.uc)
 	if err != nil {
 		return err
@@ -248,8 +249,8 @@ func (s *setup) get(p *peer) error {
 		return fmt.Errorf("%w: got a message of kind %d, index %d, rings of %d bytes, want kind %d, index %d, a power of two from %d to %d",
 			errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index, minRingBytes, maxRingBytes)
 	}
-	bell := msg.fds[1]
-	if err := checkBell(bell); err != nil {
+	eventfd := msg.fds[1]
+	if err := checkEventfd(eventfd); err != nil {
 		msg.close()
 		return err
 	}
@@ -260,11 +261,11 @@ func (s *setup) get(p *peer) error {
 		err = errors.Join(fmt.Errorf("%w: got a control segment of %d bytes, want at least %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())
 	}
 	if err != nil {
-		closeAll([]int{bell})
+		closeAll([]int{eventfd})
 		return err
 	}
 	p.control = seg
-	p.bell = doorbell{bell, word32(seg.Bytes(), restsAt)}
-	p.ring = newConn(s.m.bell, &s.m.quiet, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
+	p.waker = peerWaker{eventfd, word32(seg.Bytes(), parkedAt)}
+	p.conn = newConn(s.m.waker, &s.m.deferNotify, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
 	return nil
 }

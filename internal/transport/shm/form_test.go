@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// say exchanges a word on a lane between two ranks of meshes.
-func say(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
+// exchange exchanges a word on a lane between two ranks of meshes.
+func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	t.Helper()
 	done := make(chan error, 2)
 	half := func(r, p int) {
@@ -67,8 +67,8 @@ func TestGroups(t *testing.T) {
 					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.Why(), want)
 				}
 				for p := range r {
-					say(t, meshes, transport.Control, p, r)
-					say(t, meshes, 1, p, r)
+					exchange(t, meshes, transport.Control, p, r)
+					exchange(t, meshes, 1, p, r)
 					c, err := m.Conn(t.Context(), transport.Control, topo.Rank(p))
 					if err != nil {
 						t.Fatal(err)
@@ -82,8 +82,8 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// Whatever keeps a rank from sharing dissolves the group of its host and no other, at once, and everybody there says
-// which rank and why.
+// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do. Why names the rank and the
+// reason at all ranks of the host.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)
@@ -113,7 +113,7 @@ func TestDissolved(t *testing.T) {
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // what everybody believes to be its token
+			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // the token that all other ranks receive
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {
 			j.epoch = func(r int, ep *shm.Epoch) {
@@ -175,8 +175,8 @@ func dissolved(t *testing.T, j *job, why []string) {
 			t.Errorf("rank %d: got a segment of a rank outside its group", r)
 		}
 	}
-	say(t, meshes, transport.Control, 0, 2)
-	say(t, meshes, 1, 0, 4)
+	exchange(t, meshes, transport.Control, 0, 2)
+	exchange(t, meshes, 1, 0, 4)
 }
 
 // A rank that gets no memory says so, with the size; nobody waits for it.
@@ -229,7 +229,7 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// A rank that dies while the others form a group is named at all of them; they do not wait for it.
+// If a rank dies while the others form a group, Why names it at all of them, and they do not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -250,17 +250,17 @@ func TestDeathWhileForming(t *testing.T) {
 	}
 }
 
-// Processes that connect and talk nonsense, or nothing, change nothing.
+// Processes that connect and send arbitrary bytes, or nothing, change nothing.
 func TestStrangers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
-	for _, say := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
+	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
 		nc, err := net.Dial("unixpacket", j.offers[1].Socket)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer nc.Close()
-		if say != nil {
-			if _, err := nc.Write(say); err != nil {
+		if sent != nil {
+			if _, err := nc.Write(sent); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -342,7 +342,7 @@ func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	}
 }
 
-// A Listen removes sockets whose processes are gone, and neither living ones nor what is not its own.
+// Listen removes sockets that no process listens at, but neither sockets in use nor other files.
 func TestSweep(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	live, err := shm.Listen(shm.Config{Dir: dir})

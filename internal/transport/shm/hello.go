@@ -48,8 +48,8 @@ func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *Offer) (key 
 	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
 }
 
-// greet does the handshake of the dialer.
-func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
+// dialHandshake does the handshake of the dialer.
+func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	if err := sameUser(c); err != nil {
 		return err
 	}
@@ -64,9 +64,9 @@ func greet(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	return err
 }
 
-// welcome does the handshake of the acceptor. who has the offers of the ranks that may connect, by rank; the
-// others are nil.
-func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, error) {
+// acceptHandshake does the handshake of the acceptor, and returns the rank of the dialer. dialers has the offers
+// of the ranks that may connect, by rank, and nil for all other ranks.
+func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err
 	}
@@ -79,10 +79,10 @@ func welcome(c *net.UnixConn, ep *Epoch, own *Offer, who []*Offer) (topo.Rank, e
 	if err != nil {
 		return 0, err
 	}
-	if from < 0 || int(from) >= len(who) || who[from] == nil {
+	if from < 0 || int(from) >= len(dialers) || dialers[from] == nil {
 		return 0, fmt.Errorf("rank %d is not a lower rank of this host, and only those dial", from)
 	}
-	key, purpose, err := proofOf(ep, from, ep.Rank, who[from], own)
+	key, purpose, err := proofOf(ep, from, ep.Rank, dialers[from], own)
 	if err == nil {
 		_, err = key.Accept(&packets{UnixConn: c}, purpose)
 	}

@@ -26,23 +26,23 @@ type Mesh struct {
 	under  transport.Mesh
 	group  []topo.Rank // ascending, with rank
 	why    string
-	unable []topo.Rank // which why names
+	unable []topo.Rank // the ranks that why names
 	peers  []*peer     // the group without this rank
 	// byRank has the peers by rank, nil for other ranks.
 	byRank []*peer
 
-	control *shmem.Segment // this rank's; nil without peers, as is bell
-	// reserved are the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
+	control *shmem.Segment // of this rank; control and waker are nil if there are no peers
+	// reserved has the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
 	reserved map[transport.Lane]*shmem.Segment
-	bell     *bell
+	waker    *waker
 	wg       sync.WaitGroup
-	unwatch  func() // ends the watching of arenas
+	unwatch  func() // ends the calls of offer and withdraw by package arena
 
-	// parked is set between Park and Unpark; notifyPoller is what OnNotify was given.
+	// parked is set between Park and Unpark. notifyPoller is the function that was passed to OnNotify.
 	parked       atomic.Bool
 	notifyPoller atomic.Pointer[func()]
-	// quiet is set by OnNotify.
-	quiet atomic.Bool
+	// deferNotify is set by OnNotify: Send then does not notify the peer, because NotifyPeers does.
+	deferNotify atomic.Bool
 	// reachesOut says that some ranks are not peers, so the mesh underneath has Control channels too.
 	reachesOut bool
 
@@ -53,7 +53,7 @@ type Mesh struct {
 
 	// mu is locked before the locks of conns and outboxes, and never together with that of package arena.
 	mu       sync.Mutex
-	changed  chan struct{} // closed when something has changed that await may wait for; nil if nobody does
+	changed  chan struct{} // closed when something has changed that await may wait for; nil if no goroutine waits
 	released transport.LaneSet
 	closed   bool
 	ended    chan struct{} // closed when Close is done
@@ -75,11 +75,11 @@ func (m *Mesh) begin() error {
 		return nil
 	}
 	for _, p := range m.peers {
-		if err := p.uc.SetDeadline(time.Time{}); err != nil { // that of the handshake
+		if err := p.uc.SetDeadline(time.Time{}); err != nil { // removes the deadline of the handshake
 			return fmt.Errorf("shm: connect: %w", err)
 		}
 	}
-	m.wg.Go(func() { m.bell.hear(m.rung) })
+	m.wg.Go(func() { m.waker.watch(m.wakeAll) })
 	for _, p := range m.peers {
 		m.wg.Go(func() { p.send(m) })
 		m.wg.Go(func() { p.receive(m) })
@@ -141,10 +141,10 @@ func (m *Mesh) announce() {
 	m.notify()
 }
 
-// rung handles the bell: every sleeping goroutine looks again.
-func (m *Mesh) rung() {
+// wakeAll wakes every parked goroutine, so that it checks again what it waits for. The waker calls it.
+func (m *Mesh) wakeAll() {
 	for _, p := range m.peers {
-		p.ring.stir()
+		p.conn.wake()
 	}
 	m.announce()
 	m.wakePoller()
@@ -172,7 +172,7 @@ func (m *Mesh) lose(p *peer, err error) {
 	if !errors.Is(err, io.ErrUnexpectedEOF) {
 		m.log.Warn(fmt.Sprintf("shm: lost the connection to rank %d: %v", p.rank, err))
 	}
-	p.ring.lose(err)
+	p.conn.lose(err)
 	m.wakePoller()
 }
 
@@ -183,17 +183,17 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (tra
 		return m.under.Conn(ctx, id, rank)
 	}
 	err := m.await(ctx, func() (bool, error) {
-		switch cause := p.ring.cause.Load(); {
+		switch cause := p.conn.cause.Load(); {
 		case m.closed:
 			return false, transport.ErrClosed
 		case cause != nil:
 			return false, *cause
 		case m.rank < rank:
-			if !p.ring.taken.Load() {
-				p.ring.open()
+			if !p.conn.taken.Load() {
+				p.conn.open()
 			}
 			return true, nil
-		case p.ring.isOpen():
+		case p.conn.isOpen():
 			return true, nil
 		}
 		if gone := p.gone.Load(); gone != nil {
@@ -202,8 +202,8 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, rank topo.Rank) (tra
 		return false, nil
 	})
 	if err == nil {
-		p.ring.taken.Store(true)
-		return p.ring, nil
+		p.conn.taken.Store(true)
+		return p.conn, nil
 	}
 	if err == ctx.Err() {
 		err = fmt.Errorf("shm: connect lane %d to rank %d: %w", id, rank, err)
@@ -225,9 +225,9 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	m.mu.Unlock()
 	if id == transport.Control {
 		for _, p := range m.peers {
-			p.ring.fail(err)
+			p.conn.fail(err)
 		}
-		m.announce() // those who wait for a Conn look at its cause
+		m.announce() // wakes the calls of Conn, which then find the cause of the failure
 		m.wakePoller()
 	}
 	m.under.Abort(id, err)
@@ -298,7 +298,7 @@ func (m *Mesh) Close() error {
 		m.unwatch()
 	}
 	for _, p := range m.peers {
-		p.ring.fail(transport.ErrClosed)
+		p.conn.fail(transport.ErrClosed)
 		p.outbox.close()
 	}
 	m.wakePoller()
@@ -306,15 +306,15 @@ func (m *Mesh) Close() error {
 	for _, p := range m.peers {
 		errs = append(errs, p.uc.Close())
 	}
-	if m.bell != nil {
-		errs = append(errs, m.bell.close())
+	if m.waker != nil {
+		errs = append(errs, m.waker.close())
 	}
 	m.wg.Wait()
 	errs = append(errs, m.under.Close(), m.unmap())
 	return errors.Join(errs...)
 }
 
-// unmap frees all memory and the peers' descriptors. Nobody uses them any more.
+// unmap frees all memory and the descriptors of the peers. No goroutine uses them any more.
 func (m *Mesh) unmap() error {
 	var errs []error
 	for _, l := range *m.lanes.Load() {
@@ -330,21 +330,22 @@ func (m *Mesh) unmap() error {
 			errs = append(errs, s.Close())
 		}
 	}
-	errs = append(errs, m.letGo())
+	errs = append(errs, m.freeControl())
 	return errors.Join(errs...)
 }
 
-// letGo frees the control segments and doorbells, whatever state forming the group has reached.
-func (m *Mesh) letGo() error {
+// freeControl frees the control segments and the eventfds of the peers. Forming the group may have stopped at
+// any step.
+func (m *Mesh) freeControl() error {
 	var errs []error
 	for _, p := range m.peers {
 		if p.control != nil {
 			errs = append(errs, p.control.Close())
-			closeAll([]int{p.bell.fd})
+			closeAll([]int{p.waker.fd})
 		}
 	}
-	if m.bell != nil {
-		m.bell.forget()
+	if m.waker != nil {
+		m.waker.forget()
 	}
 	if m.control != nil {
 		errs = append(errs, m.control.Close())
@@ -358,27 +359,27 @@ func (m *Mesh) letGo() error {
 // OnNotify implements transport.Poller.
 func (m *Mesh) OnNotify(notify func()) {
 	m.notifyPoller.Store(&notify)
-	m.quiet.Store(true)
+	m.deferNotify.Store(true)
 	m.under.OnNotify(notify)
 }
 
 // NotifyPeers implements transport.Poller.
 func (m *Mesh) NotifyPeers() {
 	for _, p := range m.peers {
-		p.ring.tell()
+		p.conn.notify()
 	}
 	if m.reachesOut {
 		m.under.NotifyPeers()
 	}
 }
 
-// Park implements transport.Poller. Conns that nobody has asked for do not count.
+// Park implements transport.Poller. It ignores Conns that have not been requested from Mesh.Conn.
 func (m *Mesh) Park() bool {
-	if !m.parked.Swap(true) && m.bell != nil {
-		m.bell.rest()
+	if !m.parked.Swap(true) && m.waker != nil {
+		m.waker.park()
 	}
 	for _, p := range m.peers {
-		if p.ring.taken.Load() && p.ring.waiting() {
+		if p.conn.taken.Load() && p.conn.waiting() {
 			m.Unpark()
 			return false
 		}
@@ -392,8 +393,8 @@ func (m *Mesh) Park() bool {
 
 // Unpark implements transport.Poller.
 func (m *Mesh) Unpark() {
-	if m.parked.Swap(false) && m.bell != nil {
-		m.bell.wake()
+	if m.parked.Swap(false) && m.waker != nil {
+		m.waker.unpark()
 	}
 	if m.reachesOut {
 		m.under.Unpark()

@@ -34,7 +34,7 @@ func (o *Offer) check() error {
 	case len(o.Token) != tokenBytes:
 		return fmt.Errorf("has a token of %d bytes, want %d", len(o.Token), tokenBytes)
 	case len(o.Socket) > maxPathBytes || !filepath.IsAbs(o.Socket):
-		// Not absolute could also be a name in the abstract namespace, which anybody can take.
+		// A path that is not absolute can be a name in the abstract namespace, at which any user can listen.
 		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket, maxPathBytes)
 	}
 	return nil

@@ -21,8 +21,8 @@ const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
 	maxSegmentBytes = 1 << 44
-	// maxStaleBytes is how much address space is kept for chunks that are gone. It bounds nothing but itself: kept chunks
-	// take no memory.
+	// maxStaleBytes is how much address space is kept for chunks that the peer has given up. Kept chunks take no
+	// memory.
 	maxStaleBytes = 1 << 37
 )
 
@@ -31,13 +31,13 @@ type peer struct {
 	rank  topo.Rank
 	index int // in the group
 	uc    *net.UnixConn
-	// control is its control segment.
+	// control is the control segment of the peer.
 	control *shmem.Segment
-	bell    doorbell
-	ring    *conn
+	waker   peerWaker
+	conn    *conn
 	outbox  outbox
 
-	gone atomic.Pointer[error] // why, without the rank
+	gone atomic.Pointer[error] // the reason why the peer is lost, without its rank; nil while it is connected
 	// arenas has the chunks of the peer by ID. The map is replaced and never changed in place.
 	arenas atomic.Pointer[map[uint32]chunk]
 	// stale are chunks that the peer has given up, oldest first, and staleBytes their size. An operation that
@@ -115,7 +115,7 @@ func (p *peer) send(m *Mesh) {
 			return
 		}
 		if err := msg.write(p.uc); err != nil {
-			// If it has gone, the receiver learns so in its turn, after what the peer had said before.
+			// If the peer has gone, receive finds that out, after it has handled all messages that the peer had sent.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
 				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}
@@ -130,7 +130,7 @@ func (p *peer) receive(m *Mesh) {
 		msg, err := readMessage(p.uc)
 		if err == nil {
 			err = p.handle(m, &msg)
-			msg.close() // a mapping needs no descriptor
+			msg.close() // a mapping stays valid without its descriptor
 		}
 		if err != nil {
 			m.lose(p, err)
@@ -174,7 +174,7 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	seg, err := shmem.Map(fd)
 	var denied unix.Errno
 	if err != nil && (!errors.As(err, &denied) || denied == unix.EINVAL) {
-		return nil, fmt.Errorf("%w: %w", errBreach, err) // not sealed, or no memfd
+		return nil, fmt.Errorf("%w: %w", errBreach, err) // the file is not sealed or is no memfd
 	}
 	return seg, err
 }
@@ -184,7 +184,7 @@ func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
 	_, twice := old[id]
 	if twice || id == 0 || len(old) >= maxChunks {
 		if c.seg != nil {
-			_ = c.seg.Close() // the breach is the error
+			_ = c.seg.Close() // the violation of the protocol is the error to report
 		}
 		return fmt.Errorf("%w: got arena chunk %d in addition to %d others, want a number from 1, each once, at most %d", errBreach, id, len(old), maxChunks)
 	}
@@ -208,7 +208,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 		return nil
 	}
 	if err := c.seg.Blank(); err != nil {
-		m.log.Warn(err.Error()) // its memory stays until Close
+		m.log.Warn(err.Error()) // the memory stays in use until Close
 	}
 	p.stale = append(p.stale, c.seg)
 	p.staleBytes += int64(len(c.seg.Bytes()))

@@ -23,15 +23,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child returns a rank in a process of its own, whose socket is in dir, and which waits no longer than is said. The test
-// gives it lines and reads what it says:
+// child starts a rank in a process of its own, with its socket in dir and the given time limit. The test writes lines to the
+// process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
 //	< rank, the store of the job, addresses and offers of all
 //	> joined
-//	< anything
+//	< any line
 //	> formed
-//	< something it is to do
+//	< the name of an action (see act)
 func child(dir, waits string) error {
 	limit, err := time.ParseDuration(waits)
 	if err != nil {
@@ -112,7 +112,7 @@ func offerOf(text string) (o shm.Offer, err error) {
 	return o, err
 }
 
-// join has a rank check in.
+// join makes a rank check in.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(), HostID: "host"},
@@ -135,7 +135,7 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act does what the test tells a child.
+// act runs the action that the test has sent to a child.
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 	peer := 1 - rank // for two ranks
 	switch what {
@@ -238,14 +238,14 @@ func (p *process) kill() {
 	_ = p.cmd.Wait()         // with whatever status
 }
 
-func (p *process) say(tb testing.TB, line string) {
+func (p *process) send(tb testing.TB, line string) {
 	tb.Helper()
 	if _, err := fmt.Fprintln(p.in, line); err != nil {
 		tb.Fatalf("%v\n%s", err, p.err.String())
 	}
 }
 
-func (p *process) hear(tb testing.TB) string {
+func (p *process) receive(tb testing.TB) string {
 	tb.Helper()
 	if !p.out.Scan() {
 		p.kill()
@@ -254,7 +254,7 @@ func (p *process) hear(tb testing.TB) string {
 	return p.out.Text()
 }
 
-// launch starts size ranks up to their offers, and returns what each is to be told to connect.
+// launch starts size ranks, which publish their offers, and returns the line that each needs to connect.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
 	_, kv := serve(tb)
@@ -263,7 +263,7 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	for range size {
 		p := start(tb, dir, limit)
 		ranks = append(ranks, p)
-		all.WriteString(" " + p.hear(tb))
+		all.WriteString(" " + p.receive(tb))
 	}
 	for r := range size {
 		epoch = append(epoch, fmt.Sprint(r)+all.String())
@@ -271,14 +271,14 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	return ranks, epoch
 }
 
-// meetAll has ranks check in.
+// meetAll makes ranks check in.
 func meetAll(tb testing.TB, ranks []*process, epoch []string) {
 	tb.Helper()
 	for r, p := range ranks {
-		p.say(tb, epoch[r])
+		p.send(tb, epoch[r])
 	}
 	for r, p := range ranks {
-		if got := p.hear(tb); got != "joined" {
+		if got := p.receive(tb); got != "joined" {
 			tb.Fatalf("rank %d: got %q", r, got)
 		}
 	}
@@ -289,10 +289,10 @@ func form(tb testing.TB, dir string, size int) []*process {
 	ranks, epoch := launch(tb, dir, size, patience)
 	meetAll(tb, ranks, epoch)
 	for _, p := range ranks {
-		p.say(tb, "connect")
+		p.send(tb, "connect")
 	}
 	for r, p := range ranks {
-		if got, want := p.hear(tb), fmt.Sprintf("formed %d ", size); got != want {
+		if got, want := p.receive(tb), fmt.Sprintf("formed %d ", size); got != want {
 			tb.Fatalf("rank %d: got %q, want %q", r, got, want)
 		}
 	}
@@ -306,27 +306,27 @@ func empty(t *testing.T, when, dir string) {
 	}
 }
 
-// Processes share memory; whoever is killed is gone for the others at once, what it shared stays, and nothing is left
-// behind.
+// Processes share memory. If one is killed, the others notice at once and can still read what it shared, and nothing stays
+// in the file system.
 func TestKill(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks := form(t, dir, 3)
 	empty(t, "formed", dir)
 	for _, p := range ranks {
-		p.say(t, "share")
+		p.send(t, "share")
 	}
 	for _, p := range ranks {
-		if got := p.hear(t); got != "shared" {
+		if got := p.receive(t); got != "shared" {
 			t.Fatalf("got %q", got)
 		}
 	}
 	for _, p := range ranks[:2] { // 0 waits for 1 and then 2, 1 for 0 and then 2
-		p.say(t, "watch")
+		p.send(t, "watch")
 	}
 	began := time.Now()
 	ranks[2].kill()
 	ranks[1].kill()
-	if got := ranks[0].hear(t); got != "gone 1 2 101" {
+	if got := ranks[0].receive(t); got != "gone 1 2 101" {
 		t.Errorf("got %q, want both", got)
 	}
 	if took := time.Since(began); took > 20*time.Second {
@@ -344,7 +344,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// A socket whose owner was killed before Connect is there until the next Listen.
+// If a rank was killed before Connect, its socket stays until the next Listen.
 func TestKillBeforeConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, _ := launch(t, dir, 2, patience)
@@ -367,13 +367,13 @@ func TestKillBeforeConnect(t *testing.T) {
 	empty(t, "closed", dir)
 }
 
-// A rank that is killed before it has connected to anybody is named at the others, which do not wait for it.
+// If a rank is killed before it has connected to any peer, the others report it and do not wait for it.
 func TestKillInConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, epoch := launch(t, dir, 3, patience)
 	meetAll(t, ranks, epoch)
 	for _, r := range []int{0, 1} {
-		ranks[r].say(t, "connect")
+		ranks[r].send(t, "connect")
 	}
 	ranks[2].kill()
 	for _, r := range []int{0, 1} {
@@ -390,7 +390,7 @@ func TestKillInConnect(t *testing.T) {
 func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")
 	other := start(b, dir, patience)
-	words := strings.Fields(other.hear(b))
+	words := strings.Fields(other.receive(b))
 	offer, err := offerOf(words[1])
 	if err != nil {
 		b.Fatal(err)
@@ -405,14 +405,14 @@ func BenchmarkProcesses(b *testing.B) {
 	}
 	addrs := []string{under.Addr(), words[0]}
 	kv, at := serve(b)
-	other.say(b, fmt.Sprintf("1 %s %s %s %s %s", at, addrs[0], offerText(e.Offer()), words[0], words[1]))
+	other.send(b, fmt.Sprintf("1 %s %s %s %s %s", at, addrs[0], offerText(e.Offer()), words[0], words[1]))
 	s, err := join(b.Context(), kv, 0, 2)
 	if err != nil {
 		b.Fatal(err)
 	}
 	defer s.Close()
-	other.hear(b)
-	other.say(b, "connect")
+	other.receive(b)
+	other.send(b, "connect")
 	mesh, err := under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: 0, Addrs: addrs})
 	if err != nil {
 		b.Fatal(err)
@@ -424,12 +424,12 @@ func BenchmarkProcesses(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer m.Close()
-	other.hear(b)
-	other.say(b, "pong")
+	other.receive(b)
+	other.send(b, "pong")
 	c, err := m.Conn(b.Context(), transport.Control, 1)
 	if err != nil {
 		b.Fatal(err)
 	}
-	other.hear(b)
+	other.receive(b)
 	measure(b, c, 64)
 }

@@ -11,21 +11,23 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Layout of a control segment, in bytes. Words that different ranks look at stand on lines of their own; 128 bytes,
-// because processors fetch lines in pairs.
+// Layout of a control segment, in bytes. Words that different ranks access are on different cache lines. lineBytes is
+// two lines, because processors fetch lines in pairs.
 const (
 	lineBytes = 128
-	// restsAt is the word u32 that says that its owner sleeps and wants the bell to be rung.
-	restsAt = 0
-	// slotsAt is where the slots begin, one for each rank of the group, by index. The own is not used.
+	// parkedAt is the word u32 that is 1 while a goroutine of its owner is parked, so that a peer must write to the
+	// eventfd of the owner.
+	parkedAt = 0
+	// slotsAt is where the slots begin, one for each rank of the group, by index. The owner's slot is not used.
 	slotsAt = lineBytes
-	// headAt is the word u64 that counts the bytes written for that rank, in a slot. Beside it is fullAt, the word u32
-	// that says that more wait for room, and openAt, the word u32 that says that the owner has asked for the Conn.
+	// headAt is the word u64 in a slot that counts the bytes written for that rank. fullAt, beside it, is the word u32
+	// that says that more bytes wait for room. openAt is the word u32 that says that the owner has asked for the Conn.
 	headAt, fullAt, openAt = 0, 8, 12
 	// tailAt is the word u64 that counts the bytes read from that rank.
 	tailAt    = lineBytes
 	slotBytes = 2 * lineBytes
-	// pageBytes is where the rings begin, after the slots: they are whole pages from each other if they are whole pages.
+	// pageBytes is the alignment of the first ring, which is after the slots. So a ring of whole pages shares no page
+	// with another ring.
 	pageBytes = 4096
 )
 
@@ -47,37 +49,37 @@ func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : 
 // conn is the Control channel to a peer of the group. It consists of two rings, each in the segment of the
 // rank that writes it, and of words that each rank writes.
 //
-// The words are accessed only by sync/atomic, whose operations are in one order over all processors. Both
-// sides of "I sleep" and "there is something" are therefore a store followed by a load of the other's word,
-// and at least one of the two sees the other (Dekker).
+// The words are accessed only by sync/atomic, whose operations are in one order over all processors.
+// A rank that parks stores that it is parked and then loads the head. A rank that sends stores the head and then
+// loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker).
 type conn struct {
-	peer topo.Rank
-	bell *bell     // of this rank
-	ring *doorbell // of the peer
-	lane transport.Lane
+	peer      topo.Rank
+	waker     *waker     // of this rank
+	peerWaker *peerWaker // of the peer
+	lane      transport.Lane
 
-	// cause is why this rank gave the Conn up; gone is why the peer did.
+	// cause is the reason why this rank gave up the Conn; gone is the reason why the peer did.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
-	taken       atomic.Bool  // Mesh.Conn has given it out
-	quiet       *atomic.Bool // of the Mesh: Send does not ring
-	unrung      atomic.Bool  // the peer was given something and not told
+	taken       atomic.Bool  // Mesh.Conn has returned it
+	deferNotify *atomic.Bool // of the Mesh: Send does not notify the peer
+	notifyDue   atomic.Bool  // the peer was not notified of the last bytes
 
-	reading sync.Mutex
-	arrived sync.Cond // something may have
-	in      []byte    // of the peer's segment
-	inHead  *uint64   // of the peer's segment
-	inFull  *uint32   // of the peer's segment
-	inOpen  *uint32   // of the peer's segment
-	inTail  *uint64   // of this rank's segment
-	tail    uint64
-	seen    uint64 // the greatest head
-	rung    uint64 // tail when the peer was told of room
-	rerr    error
-	told    bool // of cause, rerr
+	reading      sync.Mutex
+	arrived      sync.Cond // signals that bytes or an error may have arrived
+	in           []byte    // of the peer's segment
+	inHead       *uint64   // of the peer's segment
+	inFull       *uint32   // of the peer's segment
+	inOpen       *uint32   // of the peer's segment
+	inTail       *uint64   // of this rank's segment
+	tail         uint64
+	seen         uint64 // the greatest head
+	notifiedTail uint64 // tail when the peer was last notified of room
+	rerr         error
+	errReturned  bool // a call has returned cause or rerr
 
 	writing sync.Mutex
-	emptied sync.Cond // queue was emptied
+	emptied sync.Cond // signals that queue is empty
 	out     []byte    // of this rank's segment
 	outHead *uint64   // of this rank's segment
 	outFull *uint32   // of this rank's segment
@@ -85,16 +87,16 @@ type conn struct {
 	outTail *uint64   // of the peer's segment
 	head    uint64
 	freed   uint64   // the greatest tail
-	queue   [][]byte // from first on, unwritten
+	queue   [][]byte // unwritten from first on
 	first   int
-	full    bool // what outFull says
+	full    bool // the value of outFull
 	werr    error
 }
 
-func newConn(bell *bell, quiet *atomic.Bool, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
+func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
 	mine, its := layout.slot(p.index), other.slot(index)
 	c := &conn{
-		peer: p.rank, bell: bell, ring: &p.bell, lane: transport.Control, quiet: quiet,
+		peer: p.rank, waker: w, peerWaker: &p.waker, lane: transport.Control, deferNotify: deferNotify,
 		in:     theirs[other.ring(index):][:other.ringBytes],
 		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt), inOpen: word32(theirs, its+openAt),
 		inTail:  word64(own, mine+tailAt),
@@ -114,8 +116,8 @@ func (c *conn) Read(p []byte) (int, error) {
 	if n > 0 || err != nil || len(p) == 0 {
 		return n, err
 	}
-	c.bell.rest()
-	defer c.bell.wake()
+	c.waker.park()
+	defer c.waker.unpark()
 	for {
 		if n, err = c.take(p); n > 0 || err != nil {
 			return n, err
@@ -131,27 +133,27 @@ func (c *conn) TryRead(p []byte) (int, error) {
 	return c.take(p)
 }
 
-// take reads what is there. The caller holds reading.
+// take reads the bytes that have arrived, at most len(p). The caller holds reading.
 func (c *conn) take(p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
-		c.told = true
+		c.errReturned = true
 		return 0, *cause
 	}
 	if c.rerr != nil || len(p) == 0 {
 		return 0, c.rerr
 	}
-	// Before head: what the peer wrote before it died is there when its death is.
+	// gone is loaded before head. So if gone is set, head counts all bytes that the peer wrote before it died.
 	gone := c.gone.Load()
 	head := atomic.LoadUint64(c.inHead)
 	used := head - c.tail
 	if head < c.seen || used > uint64(len(c.in)) {
-		c.rerr, c.told = c.breach("ring head", head, c.seen, c.tail+uint64(len(c.in))), true
+		c.rerr, c.errReturned = c.breach("ring head", head, c.seen, c.tail+uint64(len(c.in))), true
 		return 0, c.rerr
 	}
 	c.seen = head
 	if used == 0 {
 		if gone != nil {
-			c.rerr, c.told = *gone, true
+			c.rerr, c.errReturned = *gone, true
 		}
 		return 0, c.rerr
 	}
@@ -163,18 +165,18 @@ func (c *conn) take(p []byte) (int, error) {
 	c.tail += uint64(len(p))
 	atomic.StoreUint64(c.inTail, c.tail)
 	if atomic.LoadUint32(c.inFull) != 0 {
-		c.tellRoom()
+		c.notifyRoom()
 	}
 	return len(p), nil
 }
 
-// tellRoom rings the bell of a writer that waits for room, when half of the ring is free. A writer that was
-// notified fills all of it before it waits again, so it need not be notified for each quarter.
-func (c *conn) tellRoom() {
+// notifyRoom wakes a writer that waits for room when half of the ring is free. The writer fills all of the free
+// room before it waits again, so notifyRoom does not wake it again before a quarter of the ring was read.
+func (c *conn) notifyRoom() {
 	size := uint64(len(c.in))
-	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.rung >= size/4 {
-		c.rung = c.tail
-		c.ring.ring()
+	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.notifiedTail >= size/4 {
+		c.notifiedTail = c.tail
+		c.peerWaker.wake()
 	}
 }
 
@@ -185,8 +187,8 @@ func (c *conn) Send(p []byte) error {
 	if err := c.sendErr(); err != nil {
 		return err
 	}
-	if !c.quiet.Load() {
-		defer c.tellNow()
+	if !c.deferNotify.Load() {
+		defer c.notifyLocked()
 	}
 	if c.first == len(c.queue) {
 		p = p[c.put(p):]
@@ -202,22 +204,22 @@ func (c *conn) Send(p []byte) error {
 	return c.werr
 }
 
-// tell rings the peer's bell if it sleeps and has not read what was written since it was last notified.
-func (c *conn) tell() {
-	if !c.unrung.Load() {
+// notify wakes the peer if it is parked and has not read all bytes that were written since it was last notified.
+func (c *conn) notify() {
+	if !c.notifyDue.Load() {
 		return
 	}
 	c.writing.Lock()
 	defer c.writing.Unlock()
 	if c.cause.Load() == nil {
-		c.tellNow()
+		c.notifyLocked()
 	}
 }
 
-// tellNow is tell for a caller that holds writing.
-func (c *conn) tellNow() {
-	if c.unrung.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
-		c.ring.ringIfRests()
+// notifyLocked does what notify does, for a caller that holds writing.
+func (c *conn) notifyLocked() {
+	if c.notifyDue.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
+		c.peerWaker.wakeIfParked()
 	}
 }
 
@@ -260,7 +262,7 @@ func (c *conn) put(p []byte) int {
 	c.head += uint64(len(p))
 	atomic.StoreUint64(c.outHead, c.head)
 	c.sent.Add(uint64(len(p)))
-	c.unrung.Store(true)
+	c.notifyDue.Store(true)
 	return len(p)
 }
 
@@ -281,7 +283,7 @@ func (c *conn) pump() {
 		case c.full:
 			return
 		default:
-			c.setFull(1) // and look once more
+			c.setFull(1) // the next round checks for room once more, because the peer may have missed this
 		}
 	}
 	c.dropQueue()
@@ -295,7 +297,7 @@ func (c *conn) setFull(v uint32) {
 	atomic.StoreUint32(c.outFull, v)
 }
 
-// dropQueue drops what is in the queue. The caller holds writing.
+// dropQueue empties the queue. The caller holds writing.
 func (c *conn) dropQueue() {
 	clear(c.queue)
 	c.queue, c.first = c.queue[:0], 0
@@ -320,18 +322,18 @@ func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
 }
 
-// waiting reports whether a reader has something to take: bytes, or an error that it has not returned yet.
+// waiting reports whether a read would return bytes, or an error that no read has returned yet.
 func (c *conn) waiting() bool {
 	c.reading.Lock()
 	defer c.reading.Unlock()
-	if c.told {
+	if c.errReturned {
 		return false
 	}
 	return c.cause.Load() != nil || c.gone.Load() != nil || atomic.LoadUint64(c.inHead) != c.tail
 }
 
-// stir has a reader and the queue look again.
-func (c *conn) stir() {
+// wake wakes the reader, and writes from the queue if there is room.
+func (c *conn) wake() {
 	c.reading.Lock()
 	c.arrived.Broadcast()
 	c.reading.Unlock()
@@ -341,12 +343,12 @@ func (c *conn) stir() {
 		c.dropQueue()
 	} else {
 		c.pump()
-		c.tellNow() // nobody else may
+		c.notifyLocked() // the sender does not notify the peer of bytes that were in the queue
 	}
 }
 
-// fail gives the Conn up. When it returns nobody uses the queue any more and, if err is transport.ErrClosed,
-// nor the memory.
+// fail gives up the Conn. When it returns, no goroutine uses the queue any more. If err is transport.ErrClosed, no
+// goroutine uses the memory either.
 func (c *conn) fail(err error) {
 	for {
 		old := c.cause.Load()
@@ -358,16 +360,16 @@ func (c *conn) fail(err error) {
 		}
 	}
 	c.reading.Lock()
-	c.told = false
+	c.errReturned = false
 	c.reading.Unlock()
-	c.stir()
+	c.wake()
 }
 
-// lose fails the Conn because of the peer.
+// lose fails the Conn because the peer has gone.
 func (c *conn) lose(err error) {
 	err = &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
 	c.gone.CompareAndSwap(nil, &err)
-	c.stir()
+	c.wake()
 }
 
 // open tells the peer that this rank, the lower one, has asked for the Conn. It may be called after the peer
@@ -377,7 +379,7 @@ func (c *conn) open() {
 	defer c.writing.Unlock()
 	if c.cause.Load() == nil {
 		atomic.StoreUint32(c.outOpen, 1)
-		c.ring.ring()
+		c.peerWaker.wake()
 	}
 }
 

@@ -114,24 +114,24 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// The looking goroutine is called when something comes while it rests, and only then; what came before it rests keeps it
-// from that.
-func TestRest(t *testing.T) {
+// The polling goroutine is notified if bytes arrive while it is parked, and only then. It cannot park if bytes have arrived
+// before.
+func TestPark(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
 	polls := meshes[1]
-	rang := make(chan struct{}, 100)
-	polls.OnNotify(func() { rang <- struct{}{} })
+	notified := make(chan struct{}, 100)
+	polls.OnNotify(func() { notified <- struct{}{} })
 
 	if err := zero.Send([]byte("a")); err != nil {
 		t.Fatal(err)
 	}
 	got := make([]byte, 10)
 	if polls.Park() {
-		t.Error("rests though something has come")
+		t.Error("parked though bytes have arrived")
 	}
 	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
-		t.Errorf("after a refused rest: %d sleepers, seen by peers: %v", n, at)
+		t.Errorf("after Park returned false: %d sleepers, seen by peers: %v", n, at)
 	}
 	if err := poll(one, got[:1]); err != nil {
 		t.Fatal(err)
@@ -141,16 +141,16 @@ func TestRest(t *testing.T) {
 	}
 	for range 2 { // the second changes nothing
 		if !polls.Park() {
-			t.Error("does not rest though nothing has come")
+			t.Error("cannot park though nothing has arrived")
 		}
 	}
 	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 1 || !at {
-		t.Errorf("at rest: %d sleepers, seen by peers: %v", n, at)
+		t.Errorf("parked: %d sleepers, seen by peers: %v", n, at)
 	}
 	if err := zero.Send([]byte("b")); err != nil {
 		t.Fatal(err)
 	}
-	<-rang
+	<-notified
 	if err := poll(one, got[:1]); err != nil || got[0] != 'b' {
 		t.Fatalf("got %q, %v", got[:1], err)
 	}
@@ -159,8 +159,8 @@ func TestRest(t *testing.T) {
 	if n, at := shm.Inner(meshes[1]).Sleepers(); n != 0 || at {
 		t.Errorf("awake: %d sleepers, seen by peers: %v", n, at)
 	}
-	for len(rang) > 0 {
-		<-rang
+	for len(notified) > 0 {
+		<-notified
 	}
 	if err := zero.Send([]byte("c")); err != nil {
 		t.Fatal(err)
@@ -168,53 +168,53 @@ func TestRest(t *testing.T) {
 	if err := poll(one, got[:1]); err != nil {
 		t.Fatal(err)
 	}
-	if len(rang) > 0 {
-		t.Error("it rang though nobody rests")
+	if len(notified) > 0 {
+		t.Error("notified though no goroutine is parked")
 	}
 
-	// A channel that nobody asked for does not count, nor does an error that was told.
+	// A channel that is not in use does not prevent parking, nor does an error that a read has returned.
 	if !polls.Park() {
-		t.Error("does not rest")
+		t.Error("cannot park")
 	}
 	if err := meshes[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-rang // it may ring too often
+	<-notified // there may be more notifications than necessary
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
 	polls.Unpark()
 	if !polls.Park() {
-		t.Error("does not rest because of a channel that is not used")
+		t.Error("cannot park because of a channel that is not used")
 	}
-	for len(rang) > 0 {
-		<-rang
+	for len(notified) > 0 {
+		<-notified
 	}
 	if err := meshes[0].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-rang
+	<-notified
 	polls.Unpark()
 	if polls.Park() {
-		t.Error("rests though a channel has failed")
+		t.Error("parked though a channel has failed")
 	}
 	_, err := one.TryRead(got)
 	wantPeer(t, "try to read", err, transport.Control, 0)
 	if !polls.Park() {
-		t.Error("does not rest because of an error that was told")
+		t.Error("cannot park because of an error that a read has returned")
 	}
 }
 
-// Sender and looker miss nothing when they meet at the moment of resting.
-func TestRestRace(t *testing.T) {
+// A polling goroutine that parks while a peer sends misses no bytes.
+func TestParkRace(t *testing.T) {
 	const rounds = 20_000
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 	zero, one := controls(t, meshes)
 	var wg sync.WaitGroup
 	for r, c := range []transport.Conn{zero, one} {
 		polls := meshes[r]
-		rang := make(chan struct{}, 1)
+		notified := make(chan struct{}, 1)
 		polls.OnNotify(func() {
 			select {
-			case rang <- struct{}{}:
+			case notified <- struct{}{}:
 			default:
 			}
 		})
@@ -236,7 +236,7 @@ func TestRestRace(t *testing.T) {
 					}
 					if got += n; n == 0 && polls.Park() {
 						select {
-						case <-rang:
+						case <-notified:
 						case <-time.After(patience):
 							t.Errorf("rank %d sleeps for ever in round %d", r, i)
 							return
@@ -257,7 +257,7 @@ func TestRestRace(t *testing.T) {
 	wg.Wait()
 }
 
-// Words that no peer writes are an accusation, on the half that they belong to.
+// A word with a value that no peer writes fails the half of the channel that it belongs to, with a *PeerError.
 func TestImpossibleWords(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(m *shm.Mesh)
@@ -319,7 +319,7 @@ func FuzzRingWords(f *testing.F) {
 	})
 }
 
-// In steady state nothing is allocated, whether or not the peer keeps up.
+// In the steady state no call allocates, whether or not the peer reads as fast as this rank sends.
 func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -340,7 +340,7 @@ func TestRingAllocatesNothing(t *testing.T) {
 	}
 }
 
-// Ranks that wait use no processor time, whether they rest, read or have sent what nobody reads.
+// Ranks that wait use no processor time, whether they are parked, read, or have sent bytes that are not read.
 func TestIdle(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
 	zero, one := controls(t, meshes)
@@ -348,7 +348,7 @@ func TestIdle(t *testing.T) {
 		polls := m
 		polls.OnNotify(func() {})
 		if !polls.Park() {
-			t.Error("does not rest")
+			t.Error("cannot park")
 		}
 	}
 	done := make(chan error, 1)
@@ -368,7 +368,7 @@ func TestIdle(t *testing.T) {
 	}
 	runtime.GC() // not to count a collection that would come
 	const idle = 300 * time.Millisecond
-	for tries := 1; ; tries++ { // a busy machine may take longer to come to rest
+	for tries := 1; ; tries++ { // a busy machine may take longer until all ranks wait
 		before := used()
 		<-time.After(idle) // the time is what is measured
 		took := used() - before
@@ -388,19 +388,19 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// Who polls decides when a peer that rests is told of what was sent, and one that has seen it by itself is not told.
-func TestWhoSendsDecidesWhenToRing(t *testing.T) {
+// After OnNotify only NotifyPeers notifies a parked peer, and it does not if the peer has read the bytes already.
+func TestNotifyPeers(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
-	teller, looker := meshes[0], meshes[1]
-	teller.OnNotify(func() {})
-	rang := make(chan struct{}, 10)
-	looker.OnNotify(func() { rang <- struct{}{} })
-	// The bell was rung for the Conns as well.
+	sender, looker := meshes[0], meshes[1]
+	sender.OnNotify(func() {})
+	notified := make(chan struct{}, 10)
+	looker.OnNotify(func() { notified <- struct{}{} })
+	// Connecting has notified the looker as well.
 	looker.Park()
 	for settled := false; !settled; {
 		select {
-		case <-rang:
+		case <-notified:
 		case <-time.After(300 * time.Millisecond):
 			settled = true
 		}
@@ -409,7 +409,7 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 	var b [10]byte
 	for i := range 3 {
 		if !looker.Park() {
-			t.Fatal("does not rest")
+			t.Fatal("cannot park")
 		}
 		if err := zero.Send([]byte("seen")); err != nil {
 			t.Fatal(err)
@@ -417,16 +417,16 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 		if err := poll(one, b[:4]); err != nil {
 			t.Fatal(err)
 		}
-		teller.NotifyPeers()
+		sender.NotifyPeers()
 		if err := zero.Send([]byte("new")); err != nil {
 			t.Fatal(err)
 		}
-		<-time.After(time.Millisecond) // for a bell that was rung too early
-		if n := len(rang); n != 0 {
-			t.Errorf("round %d: rang %d times before Ring", i, n)
+		<-time.After(time.Millisecond) // for a notification that comes too early
+		if n := len(notified); n != 0 {
+			t.Errorf("round %d: notified %d times before NotifyPeers", i, n)
 		}
-		teller.NotifyPeers()
-		<-rang
+		sender.NotifyPeers()
+		<-notified
 		looker.Unpark()
 		if err := poll(one, b[:3]); err != nil {
 			t.Fatal(err)
@@ -434,7 +434,7 @@ func TestWhoSendsDecidesWhenToRing(t *testing.T) {
 	}
 }
 
-// Close while everything is in use: calls fail, and nobody touches memory that has gone.
+// Close while everything is in use: calls fail, and no call accesses memory that was unmapped.
 func TestCloseWhileInUse(t *testing.T) {
 	for i := range 20 {
 		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -473,7 +473,7 @@ func TestCloseWhileInUse(t *testing.T) {
 	}
 }
 
-// Every message that was sent arrives also from a rank that closes at once, and then its end.
+// All messages arrive from a rank that closes right after sending, followed by the end.
 func TestLastWords(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -528,12 +528,12 @@ func measure(b *testing.B, c transport.Conn, size int) {
 			took = append(took, time.Since(began))
 		}
 	}
-	// The mean says more about who else uses the machine.
+	// The mean depends on the load of the machine more than the median does.
 	slices.Sort(took)
 	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
 }
 
-// ping sends p and waits for as much, without giving the processor away.
+// ping sends p and polls, without yielding the processor, until it has received as many bytes.
 func ping(c transport.Conn, p []byte) error {
 	if err := c.Send(p); err != nil {
 		return err

@@ -27,7 +27,7 @@ type lane struct {
 	// Guarded by the Mesh's mu.
 	own     *shmem.Segment
 	sharing bool
-	theirs  []chunk // by index in the group; without segment and error it has not come
+	theirs  []chunk // by index in the group; zero until the segment or an error has come
 }
 
 // fail sets why the lane has failed, unless it has failed for a stronger reason. The caller holds mu.
@@ -195,7 +195,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	l, none := m.lane(id)
-	if none != nil { // too late for this rank
+	if none != nil { // this rank has released the lane, or has closed the mesh
 		if seg != nil {
 			return seg.Close()
 		}
@@ -203,7 +203,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	}
 	if c := l.theirs[p.index]; c != (chunk{}) || p.shares >= maxShares {
 		if seg != nil {
-			_ = seg.Close() // the breach is the error
+			_ = seg.Close() // the violation of the protocol is the error to report
 		}
 		return fmt.Errorf("%w: got a segment for lane %d in addition to those of %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
 	}
@@ -252,11 +252,11 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 	return b, nil
 }
 
-// offer announces a chunk of this process to all peers, and withdraw its end. Package arena calls them under
-// its lock; they only queue.
+// offer shares a chunk of this process with all peers. Package arena calls offer and withdraw while it holds
+// its lock, so they only queue messages.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
-	sealed := c.Segment.Seal() // before anybody who must not write it has it
+	sealed := c.Segment.Seal() // before a peer, which must not write the chunk, gets a descriptor of it
 	for _, p := range m.peers {
 		fd, err := -1, sealed
 		if err == nil {
@@ -273,6 +273,7 @@ func (m *Mesh) offer(c arena.Chunk) {
 	}
 }
 
+// withdraw tells all peers that a chunk of this process is no longer shared.
 func (m *Mesh) withdraw(id uint32) {
 	for _, p := range m.peers {
 		p.outbox.put(message{kind: dropMessage, id: id})

@@ -34,7 +34,7 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within waits for what nothing announces.
+// within polls until a condition is true that no notification tells of.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
@@ -44,7 +44,7 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Every rank reads what the others write, whoever shares first, and only those it was given to.
+// Every rank reads the segments that were shared with it, and no other, whichever rank shares first.
 func TestShare(t *testing.T) {
 	const size = 3
 	meshes := onOneHost(t, shm.Config{}, size)
@@ -115,7 +115,7 @@ func TestShare(t *testing.T) {
 	}
 }
 
-// Whatever ends the waiting for a lane does so for those who wait and for those who come, and Err says the same.
+// Each event that ends the waiting for a lane ends pending and later calls, and Err returns the same error.
 func TestLaneEnds(t *testing.T) {
 	boom := errors.New("boom")
 	for name, c := range map[string]struct {
@@ -180,7 +180,8 @@ func TestLaneEnds(t *testing.T) {
 	}
 }
 
-// Release is stronger than Close, that than Abort, that than a death.
+// ErrReleased has precedence over ErrClosed, which has precedence over the error of Abort, which has precedence over that of
+// a death.
 func TestErrOrder(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	boom := errors.New("boom")
@@ -215,7 +216,7 @@ func TestErrCosts(t *testing.T) {
 	}
 }
 
-// Chunks that exist, that come late and that go; a chunk that has gone reads as zeros where it was mapped.
+// Arena returns chunks that were shared before and later. A chunk that is no longer shared reads as zeros.
 func TestArena(t *testing.T) {
 	const large = 65 << 20 // a chunk of its own
 	early := mustAlloc(t, large)
@@ -282,10 +283,10 @@ func mustAlloc(t *testing.T, n int) []byte {
 	return b
 }
 
-// Allocation does not wait for a peer that reads nothing: everything is queued, here behind a socket that is full.
+// Allocation does not wait for a peer that does not read: messages are queued behind a full socket.
 func TestAllocDoesNotWait(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
-	// A peer that does not read is one whose receiver waits for the lock that this test cannot take; so many messages do.
+	// This test cannot stop the receiver of a peer, so it sends more messages than the socket holds.
 	m := shm.Inner(meshes[0])
 	for i := range uint32(5000) {
 		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
@@ -302,7 +303,7 @@ func TestAllocDoesNotWait(t *testing.T) {
 	}
 }
 
-// After Release and Close nothing is mapped and no descriptor open that was not before.
+// After Release and Close no more memory is mapped and no more descriptors are open than before.
 func TestNothingIsLeft(t *testing.T) {
 	b := mustAlloc(t, 100)
 	defer func() {
@@ -389,7 +390,7 @@ func count(t *testing.T, dir string) int {
 	return len(names)
 }
 
-// mappings returns those of memfds of this project.
+// mappings returns the mappings of this process that are memfds of this project.
 func mappings(t *testing.T) int {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/maps")
@@ -399,7 +400,7 @@ func mappings(t *testing.T) int {
 	return strings.Count(string(text), "/memfd:gohvd-")
 }
 
-// What breaks the protocol ends the listening to that rank, with an accusation, and closes nothing.
+// A message that violates the protocol fails the channels to its sender with a *PeerError, and closes nothing.
 func TestBreaches(t *testing.T) {
 	segment := func(t *testing.T) (int, uint64) {
 		s, err := shmem.Create("test", 1)
@@ -494,16 +495,16 @@ func TestBreaches(t *testing.T) {
 				t.Fatal(err)
 			}
 			if err := c.Send([]byte("hello")); err != nil {
-				t.Errorf("the sender was told: %v", err)
+				t.Errorf("the sender noticed: %v", err)
 			}
 			if err := meshes[0].Err(9, 1); err != nil {
-				t.Errorf("the sender was told: %v", err)
+				t.Errorf("the sender noticed: %v", err)
 			}
 		})
 	}
 }
 
-// The allocator leaves its chunks open to be written by one who works for this process; what peers are given is sealed before.
+// The allocator makes chunks that a sidecar can still write. A chunk is sealed before its descriptor is sent to peers.
 func TestArenaIsSealed(t *testing.T) {
 	seals := func() (all []int) {
 		arena.Watch(func(c arena.Chunk) {

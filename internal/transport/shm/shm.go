@@ -118,7 +118,7 @@ func lock(dir string) (unlock func() error, err error) {
 	for end := time.Now().Add(lockTimeout); time.Now().Before(end); {
 		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if err != unix.EWOULDBLOCK && err != unix.EINTR {
-			break // it is ours, or this file system has no locks
+			break // this process has the lock, or the file system has no locks
 		}
 		<-time.After(lockPause)
 	}
@@ -177,7 +177,7 @@ func (e *Endpoint) listen() error {
 	if err := os.Chmod(path, permSocket); err != nil {
 		return errors.Join(err, ln.Close())
 	}
-	ln.SetUnlinkOnClose(false) // Close removes it, and says so if it cannot
+	ln.SetUnlinkOnClose(false) // Close removes it, and reports an error of that
 	e.ln, e.offer.Socket = ln, path
 	return nil
 }
@@ -246,7 +246,7 @@ func (e *Endpoint) Close() error {
 	e.closed = true
 	err := os.Remove(e.offer.Socket)
 	if errors.Is(err, os.ErrNotExist) {
-		err = nil // somebody cleaned up
+		err = nil // another process has removed it
 	}
 	if err = errors.Join(err, e.ln.Close()); err != nil {
 		err = fmt.Errorf("shm: close: %w", err)
@@ -314,9 +314,9 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	if again {
 		return nil, errors.New("shm: connect: the endpoint already serves an epoch or is closed: an endpoint serves one epoch")
 	}
-	doomed := meet(ep)
+	excluded := checkOffers(ep)
 	m := newMesh(e, ep)
-	if d, bad := doomed[ep.Hosts[ep.Rank]]; bad {
+	if d, bad := excluded[ep.Hosts[ep.Rank]]; bad {
 		m.why, m.unable = d.why, d.ranks
 	}
 	var group []topo.Rank
@@ -326,20 +326,21 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 		}
 	}
 	if m.why != "" || len(group) == 1 {
-		return m, nil // there is nothing to agree on
+		return m, nil // no rank of this host calls Agree
 	}
 	return m, m.form(ctx, e, ep, group)
 }
 
-// doom is why the ranks of a host cannot share memory, and because of which of them.
-type doom struct {
+// exclusion says why the ranks of a host cannot share memory, and which of them are the reason.
+type exclusion struct {
 	why   string
 	ranks []topo.Rank
 }
 
-// meet checks the offers. doomed has the hosts whose ranks cannot share; it is the same at all ranks.
-func meet(ep *Epoch) (doomed map[string]doom) {
-	doomed = make(map[string]doom)
+// checkOffers checks the offers, and returns the hosts whose ranks cannot share memory. The result is the same
+// at all ranks.
+func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
+	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)
 	for r := range ep.Offers {
 		host, reason := ep.Hosts[r], ""
@@ -353,19 +354,19 @@ func meet(ep *Epoch) (doomed map[string]doom) {
 			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", uid, lowest, other.UID)
 		}
 		if reason != "" {
-			d := doomed[host]
-			doomed[host] = doom{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
+			d := excluded[host]
+			excluded[host] = exclusion{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
 		}
 	}
-	for host := range doomed {
+	for host := range excluded {
 		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool { return h != host })); n == 1 {
-			delete(doomed, host) // there is nobody to share with
+			delete(excluded, host) // the rank is the only one of its host
 		}
 	}
-	return doomed
+	return excluded
 }
 
-// join appends what is wrong with a rank to what is wrong with others.
+// join appends the reason why rank r cannot share memory to text, which has the reasons of other ranks.
 func join(text string, r topo.Rank, reason string) string {
 	if text != "" {
 		text += "; "

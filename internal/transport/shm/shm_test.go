@@ -55,7 +55,7 @@ func overMem(_ testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// job is what the ranks of a test are given.
+// job has the inputs of Connect for the ranks of a test.
 type job struct {
 	cfg       shm.Config
 	hosts     []string
@@ -67,7 +67,7 @@ type job struct {
 	after     func() error                  // is called when Connect has returned at all ranks, if not nil
 }
 
-// noOffer has a rank without an offer call no Connect and use the mesh underneath.
+// noOffer makes ranks without an offer not call Connect and use the mesh underneath.
 func (j *job) noOffer(tb testing.TB, rank int) {
 	tb.Helper()
 	if err := j.endpoints[rank].Close(); err != nil {
@@ -95,7 +95,7 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 	return j
 }
 
-// meet has ranks on the given hosts check in. Their sessions end with the test, or earlier.
+// meet makes ranks on the given hosts check in. Their sessions end with the test, or earlier.
 func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	tb.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -119,7 +119,8 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	return sessions
 }
 
-// leave ends sessions, as often as it is called. Their errors are those of the connections between them.
+// leave ends sessions. It may be called several times. It ignores errors, which the ends of the connections between the
+// sessions cause.
 func leave(sessions []*rendezvous.Session) {
 	for _, s := range sessions {
 		_ = s.Close()
@@ -150,7 +151,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	return meshes, errs
 }
 
-// mustConnect closes the meshes when the test ends.
+// mustConnect is connect for a test that expects no error. It closes the meshes when the test ends.
 func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), patience)
@@ -186,7 +187,7 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped has a lane of the contract's tests run as the Control lane, and Control as that.
+// swapped exchanges a lane of the contract's tests with the Control lane.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane
@@ -212,7 +213,7 @@ func (s swapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 
 func (s swapped) Abort(lane transport.Lane, err error) { s.Mesh.Abort(s.other(lane), err) }
 
-// blame puts the test's lane into an accusation.
+// blame replaces the lane in a *PeerError by that of the test.
 func (s swapped) blame(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -252,7 +253,7 @@ func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) trans
 	}
 }
 
-// The mesh keeps the contract on every lane, also where some Control channels are in memory and others are not.
+// The mesh keeps the contract on every lane, also if only some Control channels are in shared memory.
 func TestContract(t *testing.T) {
 	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
 		t.Run(name, func(t *testing.T) {
@@ -261,8 +262,8 @@ func TestContract(t *testing.T) {
 	}
 }
 
-// The channels in memory keep the contract, also with rings so small that everything waits for room. Only one clause is
-// about lane 3 alone.
+// The channels in memory keep the contract, also with rings so small that all sends wait for room. Only one clause uses only
+// lane 3.
 func TestContractInMemory(t *testing.T) {
 	for _, c := range []struct {
 		ringBytes int
@@ -275,7 +276,7 @@ func TestContractInMemory(t *testing.T) {
 	}
 }
 
-// TestMain is also a rank in a process of its own.
+// TestMain also runs a rank in a process of its own (see child).
 func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "rank" {
 		if err := child(os.Args[2], os.Args[3]); err != nil {

@@ -15,16 +15,16 @@ import (
 //
 //	kind u32 | id u32 | size u64      (little-endian), and the descriptors that the kind has
 const (
-	// controlMessage comes first, once: the control segment and the doorbell. id is the index of the sender in the group,
-	// size that of its rings.
+	// controlMessage is the first message and is sent once. It has the control segment and the eventfd of the sender.
+	// id is the index of the sender in the group, size the number of bytes of one of its rings.
 	controlMessage = 1 + iota
 	// shareMessage gives the segment of lane id, of size bytes.
 	shareMessage
-	// arenaMessage gives chunk id, of size bytes.
+	// arenaMessage gives arena chunk id, of size bytes.
 	arenaMessage
-	// keptMessage says that chunk id cannot be given, because of the error number in size.
+	// keptMessage says that arena chunk id cannot be given. size is the error number (errno) of the reason.
 	keptMessage
-	// dropMessage says that chunk id has gone.
+	// dropMessage says that arena chunk id is no longer shared.
 	dropMessage
 
 	messageBytes = 16

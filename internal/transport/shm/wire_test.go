@@ -64,7 +64,7 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// Each side finds out by itself that the other does not know its token, or is of another epoch or job.
+// Each side detects that the other does not know its token, or belongs to another epoch or job.
 func TestHandshake(t *testing.T) {
 	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
 	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
@@ -99,7 +99,7 @@ func TestHandshake(t *testing.T) {
 				defer uc.Close()
 				ep := c.acceptor
 				ep.Rank = 1
-				from, err := welcome(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
+				from, err := acceptHandshake(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
 				if err == nil && from != c.rank {
 					err = fmt.Errorf("welcomed rank %d", from)
 				}
@@ -112,7 +112,7 @@ func TestHandshake(t *testing.T) {
 			ep := c.dialer
 			ep.Rank = c.rank
 			ep.Offers = []Offer{{}, c.ofAcceptor}
-			err = greet(uc, &ep, &good[0], 1)
+			err = dialHandshake(uc, &ep, &good[0], 1)
 			if closing := uc.Close(); closing != nil {
 				t.Error(closing)
 			}
