@@ -12,19 +12,19 @@ func TestLaneSetAgainstMap(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		base := []Lane{0, math.MaxUint32 - 99}[seed%2]
 		var set LaneSet
-		twin := make(map[Lane]bool)
+		reference := make(map[Lane]bool)
 		for range 80 {
 			lane := base + Lane(r.IntN(100))
 			set.Add(lane)
-			twin[lane] = true
+			reference[lane] = true
 			for i := range Lane(100) {
-				if got := set.Has(base + i); got != twin[base+i] {
-					t.Fatalf("seed %d: lane %d after %d: got %v, want %v", seed, base+i, lane, got, twin[base+i])
+				if got := set.Has(base + i); got != reference[base+i] {
+					t.Fatalf("seed %d: lane %d after %d: got %v, want %v", seed, base+i, lane, got, reference[base+i])
 				}
 			}
 			runs := 0
 			for i := range Lane(100) {
-				if twin[base+i] && (i == 0 || !twin[base+i-1]) {
+				if reference[base+i] && (i == 0 || !reference[base+i-1]) {
 					runs++
 				}
 			}

@@ -50,7 +50,7 @@ type mesh struct {
 	released transport.LaneSet
 	control  []*conn
 
-	bell bell
+	waker waker
 }
 
 // New makes a cluster of size ranks. Bytes arrive as soon as they are sent.

@@ -91,17 +91,17 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	bell     *bell       // bell of the receiver; bell and own are nil on lanes other than Control
-	own      *bell       // bell of the sender
-	unrung   atomic.Bool // bytes were sent without a notification by bell
-	mu       sync.Mutex
-	changed  sync.Cond
-	queue    []piece // unread from head on
-	head     int
-	drops    bool // sent bytes are dropped
-	told     bool // a read has returned the receiver's error
-	sender   side
-	receiver side
+	receiverWaker *waker // both wakers are nil on lanes other than Control
+	senderWaker   *waker
+	notifyDue     atomic.Bool // bytes were sent, and receiverWaker was not called
+	mu            sync.Mutex
+	changed       sync.Cond
+	queue         []piece // unread from head on
+	head          int
+	drops         bool // sent bytes are dropped
+	errReturned   bool // a read has returned the receiver's error
+	sender        side
+	receiver      side
 }
 
 // piece is the unread part of a buffer in flight.
@@ -154,8 +154,8 @@ func (p *pipe) send(b []byte) error {
 		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
 	}
 	p.queue = append(p.queue, piece{b, p.clock.arrival()})
-	if p.own != nil && p.own.notify.Load() != nil && p.clock.latency == 0 {
-		p.unrung.Store(true)
+	if p.senderWaker != nil && p.senderWaker.notify.Load() != nil && p.clock.latency == 0 {
+		p.notifyDue.Store(true)
 		p.changed.Broadcast()
 		return nil
 	}
@@ -165,13 +165,13 @@ func (p *pipe) send(b []byte) error {
 
 // notify notifies the receiver of a send that did not, unless the receiver has read the bytes since.
 func (p *pipe) notify() {
-	if !p.unrung.Load() {
+	if !p.notifyDue.Load() {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.unrung.Swap(false) && p.head < len(p.queue) {
-		p.bell.ring()
+	if p.notifyDue.Swap(false) && p.head < len(p.queue) {
+		p.receiverWaker.wake()
 	}
 }
 
@@ -196,7 +196,7 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	}
 	if p.receiver.own != nil || !p.arrived(now) {
 		err := p.receiver.err(now)
-		p.told = err != nil
+		p.errReturned = err != nil
 		return 0, err
 	}
 	total := 0
@@ -223,13 +223,13 @@ func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
 }
 
-// stirs reports whether a read would return bytes, or an error for the first time.
-func (p *pipe) stirs() bool {
+// hasUnread reports whether a read would return bytes, or an error for the first time.
+func (p *pipe) hasUnread() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.clock.now()
 	err := p.receiver.err(now)
-	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.told
+	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
 // leave fails the sender with own and, unless other is nil, the receiver with other after it has read all
@@ -282,8 +282,8 @@ func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 // the other end. The caller holds mu.
 func (p *pipe) announce() {
 	p.changed.Broadcast()
-	if p.bell != nil {
-		p.bell.ring()
+	if p.receiverWaker != nil {
+		p.receiverWaker.wake()
 	}
 	if p.clock.latency > 0 {
 		time.AfterFunc(p.clock.latency, p.wake)
@@ -294,7 +294,7 @@ func (p *pipe) wake() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.changed.Broadcast()
-	if p.bell != nil {
-		p.bell.ring()
+	if p.receiverWaker != nil {
+		p.receiverWaker.wake()
 	}
 }

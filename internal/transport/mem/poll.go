@@ -2,30 +2,30 @@ package mem
 
 import "sync/atomic"
 
-// bell notifies a parked rank when something arrives on its Control lane.
-type bell struct {
+// waker notifies a parked rank when something arrives on its Control lane.
+type waker struct {
 	notify atomic.Pointer[func()]
 	parked atomic.Bool
 }
 
-// ring calls notify if the rank is parked, once for each Park.
-func (b *bell) ring() {
-	if !b.parked.CompareAndSwap(true, false) {
+// wake calls notify if the rank is parked, once for each Park.
+func (w *waker) wake() {
+	if !w.parked.CompareAndSwap(true, false) {
 		return
 	}
-	if notify := b.notify.Load(); notify != nil {
+	if notify := w.notify.Load(); notify != nil {
 		(*notify)()
 	}
 }
 
-// attach makes the pipes of c use the bell of this rank. The caller holds the Cluster's mu.
+// attach makes the pipes of c use the waker of this rank. The caller holds the Cluster's mu.
 func (m *mesh) attach(c *conn) {
-	c.in.bell, c.out.own = &m.bell, &m.bell
+	c.in.receiverWaker, c.out.senderWaker = &m.waker, &m.waker
 	m.control = append(m.control, c)
 }
 
 // OnNotify implements transport.Poller.
-func (m *mesh) OnNotify(notify func()) { m.bell.notify.Store(&notify) }
+func (m *mesh) OnNotify(notify func()) { m.waker.notify.Store(&notify) }
 
 // NotifyPeers implements transport.Poller.
 func (m *mesh) NotifyPeers() {
@@ -39,11 +39,11 @@ func (m *mesh) NotifyPeers() {
 // Park implements transport.Poller. It sets parked before it checks for bytes, and senders check parked after
 // they have sent, so at least one of the two notices the other.
 func (m *mesh) Park() bool {
-	m.bell.parked.Store(true)
+	m.waker.parked.Store(true)
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
 	for _, c := range m.control {
-		if c.in.stirs() {
+		if c.in.hasUnread() {
 			m.Unpark()
 			return false
 		}
@@ -52,7 +52,7 @@ func (m *mesh) Park() bool {
 }
 
 // Unpark implements transport.Poller.
-func (m *mesh) Unpark() { m.bell.parked.Store(false) }
+func (m *mesh) Unpark() { m.waker.parked.Store(false) }
 
 // EntersKernel implements transport.Poller.
 func (m *mesh) EntersKernel() bool { return false }

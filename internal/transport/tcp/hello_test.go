@@ -73,7 +73,7 @@ func FuzzReadHello(f *testing.F) {
 		case err == nil:
 			t.Fatalf("%x is a hello", b)
 		case !ours && used > 4:
-			t.Fatalf("read %d bytes of a stranger, want at most 4", used)
+			t.Fatalf("read %d bytes of an unauthenticated peer, want at most 4", used)
 		}
 	})
 }
@@ -100,7 +100,7 @@ func TestSecret(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			timeout := patience
+			timeout := hangTimeout
 			if test.want != nil {
 				timeout = 3 * time.Second // another process may have the port, and ours may still come
 			}
@@ -108,7 +108,7 @@ func TestSecret(t *testing.T) {
 			b := listen(t, Config{Secret: test.one})
 			zero := join(t, a, Epoch{Rank: 0, Addrs: addrsOf(a, b)})
 			one := join(t, b, Epoch{Rank: 1, Addrs: addrsOf(a, b)})
-			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 			defer cancel()
 			if test.want == nil {
 				pair(t, zero, one, transport.Control)

@@ -212,13 +212,13 @@ func (m *Mesh) Release(id transport.Lane) {
 	l.end()
 	for _, c := range l.conns {
 		if c != nil {
-			m.letGo(c)
+			m.startLinger(c)
 		}
 	}
 }
 
-// letGo starts a goroutine that ends an aborted connection gracefully. The caller holds mu.
-func (m *Mesh) letGo(c *conn) {
+// startLinger starts a goroutine that ends an aborted connection gracefully. The caller holds mu.
+func (m *Mesh) startLinger(c *conn) {
 	m.e.loose[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
 		c.linger(m.e.cfg.LingerTimeout)
@@ -300,7 +300,7 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 	}
 	if l.err == transport.ErrReleased {
 		c.abort(l.err)
-		m.letGo(c)
+		m.startLinger(c)
 		return nil
 	}
 	if l.id == transport.Control {
@@ -360,7 +360,7 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 		hangUp(nc)
 		return transport.ErrClosed
 	}
-	if err := m.introduce(ctx, l, peer, nc); err != nil {
+	if err := m.dialHandshake(ctx, l, peer, nc); err != nil {
 		m.e.untrack(nc)
 		hangUp(nc)
 		return err
@@ -368,8 +368,8 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	return nil
 }
 
-// introduce runs the dialing side of the handshake, and publishes the channel.
-func (m *Mesh) introduce(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
+// dialHandshake runs the dialing side of the handshake, and publishes the channel.
+func (m *Mesh) dialHandshake(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
 		deadline = end

@@ -18,7 +18,7 @@ import (
 // eventually polls is until it returns true, for a condition that nothing notifies of.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !is(); runtime.Gosched() {
+	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
 		if time.Now().After(end) {
 			t.Fatalf("it does not come to pass that %s", what)
 		}
@@ -198,7 +198,7 @@ func TestReleaseDuringHandshake(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer hangUp(nc)
-	if err := nc.SetDeadline(time.Now().Add(patience)); err != nil {
+	if err := nc.SetDeadline(time.Now().Add(hangTimeout)); err != nil {
 		t.Fatal(err)
 	}
 	if h, err := readHello(nc); err != nil || h != goodHello(7) {

@@ -238,7 +238,7 @@ func (e *Endpoint) accept() {
 		}
 		if err != nil {
 			if dial.IsExhausted(err) {
-				e.starve(dial.ExplainLimit(fmt.Errorf("tcp: accept: %w", err)))
+				e.failWaits(dial.ExplainLimit(fmt.Errorf("tcp: accept: %w", err)))
 			}
 			e.log.Warn("tcp: accept failed", zap.Error(err), zap.Duration("pause", pause))
 			select {
@@ -259,8 +259,8 @@ func (e *Endpoint) accept() {
 	}
 }
 
-// starve fails the calls of Conn that wait for a peer to dial. A later Conn waits again.
-func (e *Endpoint) starve(err error) {
+// failWaits fails the calls of Conn that wait for a peer to dial. A later Conn waits again.
+func (e *Endpoint) failWaits(err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.mesh == nil {
@@ -296,7 +296,7 @@ func (e *Endpoint) handshake(nc *socket) error {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	slot := e.limiter.Acquire(nc)
-	over, h, err := e.meet(nc)
+	over, h, err := e.authenticate(nc)
 	if !slot.Release() {
 		return fmt.Errorf("tcp: handshake: %w", dial.ErrEvicted)
 	}
@@ -320,15 +320,15 @@ func (e *Endpoint) handshake(nc *socket) error {
 	if err != nil {
 		return refuse(over, err)
 	}
-	if err := e.welcome(m, l, h.from, nc, over); err != nil {
+	if err := e.acceptHello(m, l, h.from, nc, over); err != nil {
 		m.unreserve(l, h.from)
 		return err
 	}
 	return nil
 }
 
-// meet lets the dialer prove the secret, and reads its hello.
-func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
+// authenticate makes the dialer prove the secret, and reads its hello.
+func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error) {
 	if over, err = seal(e.cfg.Secret, nc, secret.Secret.Accept); err != nil {
 		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
 	}
@@ -336,9 +336,9 @@ func (e *Endpoint) meet(nc net.Conn) (over net.Conn, h hello, err error) {
 	return over, h, err
 }
 
-// welcome accepts a hello whose channel is reserved, and publishes the channel. nc and over are as for
+// acceptHello accepts a hello whose channel is reserved, and publishes the channel. nc and over are as for
 // newConn.
-func (e *Endpoint) welcome(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
+func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
 	}

@@ -32,8 +32,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is the time after which a test treats a call as hung. No test waits for it to pass.
-const patience = time.Minute
+// hangTimeout is the time after which a test treats a call as hung. No test waits for it to pass.
+const hangTimeout = time.Minute
 
 // overBoth runs a test over plain connections without a secret, and over encrypted ones.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
@@ -111,9 +111,9 @@ func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
 
-// ctx returns a context that ends with the test, or after patience.
+// ctx returns a context that ends with the test, or after hangTimeout.
 func ctx(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -152,7 +152,7 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { hangUp(nc) })
-	if err := nc.SetDeadline(time.Now().Add(patience)); err != nil {
+	if err := nc.SetDeadline(time.Now().Add(hangTimeout)); err != nil {
 		t.Fatal(err)
 	}
 	return say(t, secret.Secret{}, nc, b)
@@ -225,12 +225,12 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// Strangers that send arbitrary bytes get the right answer and are logged, and real ranks are not affected.
+// Processes that are not ranks and send arbitrary bytes get the right answer and are logged, and real ranks are not affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	// The silent strangers are connected for a second. By then the deadlines of the real ranks' handshakes
+	// The silent connections are connected for a second. By then the deadlines of the real ranks' handshakes
 	// have passed too (for the dialer, twice its timeout): these deadlines must not remain after the
 	// handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
@@ -305,26 +305,26 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A stranger costs only the memory of a handshake, however much it sends.
+// A process that is not a rank costs only the memory of a handshake, however much it sends.
 func TestStrangersCostLittle(t *testing.T) {
-	const strangers, limit = 16, 16 << 10 // of more not all are logged
+	const otherJobs, limit = 16, 16 << 10 // of more not all are logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
 	say := append(hello{version: version, job: hashJob("another")}.encode(), make([]byte, 1<<20)...)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	for range strangers {
+	for range otherJobs {
 		nc := dialRaw(t, e.Addr(), say)
 		hangUp(nc)
 		book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
 		book.TakeAll()
 	}
 	runtime.ReadMemStats(&after)
-	if got := (after.TotalAlloc - before.TotalAlloc) / strangers; got > limit {
-		t.Errorf("a stranger made us allocate %d bytes, its own side and the log included; want at most %d", got, limit)
+	if got := (after.TotalAlloc - before.TotalAlloc) / otherJobs; got > limit {
+		t.Errorf("a otherJob made us allocate %d bytes, its own side and the log included; want at most %d", got, limit)
 	} else {
-		t.Logf("%d bytes allocated per stranger", got)
+		t.Logf("%d bytes allocated per otherJob", got)
 	}
 }
 
@@ -517,7 +517,7 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	log, book := newLog()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key, Log: log})
 	nc := say(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
-	stranger := say(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
+	otherJob := say(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 3, 0)
 	if err != nil {
@@ -531,8 +531,8 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 		t.Errorf("got %q, %v", got, err)
 	}
 	book.wait(t, "tcp: connection refused", "error", "wrong job")
-	if got, want := untilClosed(t, stranger), encodeAnswer(WrongJob); !bytes.Equal(got, want) {
-		t.Errorf("stranger's answer: got %x, want %x", got, want)
+	if got, want := untilClosed(t, otherJob), encodeAnswer(WrongJob); !bytes.Equal(got, want) {
+		t.Errorf("otherJob's answer: got %x, want %x", got, want)
 	}
 }
 

@@ -191,7 +191,7 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// A stranger that uses TLS, or seems to, costs little memory too.
+// A process without the secret that uses TLS, or seems to, costs little memory too.
 func TestStrangersWithTLSCostLittle(t *testing.T) {
 	const strangers, limit = 16, 64 << 10 // of more not all are logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
@@ -212,9 +212,9 @@ func TestStrangersWithTLSCostLittle(t *testing.T) {
 		}
 		runtime.ReadMemStats(&after)
 		if got := (after.TotalAlloc - before.TotalAlloc) / strangers; got > limit {
-			t.Errorf("%s: a stranger made us allocate %d bytes, its own side and the log included; want at most %d", name, got, limit)
+			t.Errorf("%s: one connection without the secret made this process allocate %d bytes, including its other end and the log, want at most %d", name, got, limit)
 		} else {
-			t.Logf("%s: %d bytes allocated per stranger", name, got)
+			t.Logf("%s: %d bytes allocated for each connection", name, got)
 		}
 	}
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// unread is more than the kernel takes of a stream that nobody reads.
+// unread is more bytes than the kernel buffers of a stream that is not read.
 const unread = 64 << 20
 
 // sendPieces sends data in pieces of random size, some of them empty.
@@ -47,7 +47,7 @@ func readPieces(c transport.Conn, want []byte, seed uint64) error {
 			return fmt.Errorf("at byte %d: read nothing without an error", pos)
 		}
 		if !bytes.Equal(buf[:n], want[pos:pos+n]) {
-			return fmt.Errorf("wrong bytes in %d to %d", pos, pos+n)
+			return fmt.Errorf("wrong bytes from %d to %d", pos, pos+n)
 		}
 		pos += n
 	}
@@ -105,7 +105,7 @@ func testAllSendFirst(s *suite) {
 				if p == r {
 					continue
 				}
-				// Each peer gets the bytes from another place on, so that a mixup shows.
+				// Each peer gets the bytes from another offset on, so that the test detects swapped streams.
 				if err := errors.Join(conns[r][p].Send(data[r][p+1:]), conns[r][p].Send(data[r][:p+1])); err != nil {
 					return err
 				}
@@ -160,7 +160,7 @@ func testManySmallSends(s *suite) {
 	}
 }
 
-// testSteadyBacklog keeps as much waiting as more than fills the kernel's buffers, while the stream moves on.
+// testSteadyBacklog keeps more bytes in flight than the buffers of the kernel hold, while the receiver reads.
 func testSteadyBacklog(s *suite) {
 	const pieceBytes, backlog, rounds = 1000, 16_000, 40_000
 	zero, one := s.pair(s.open(2), 1)
@@ -309,11 +309,11 @@ func testSent(s *suite) {
 	)
 }
 
-// waitSent watches Sent, which nothing announces.
+// waitSent polls Sent, because no notification tells of its changes.
 func waitSent(c transport.Conn, want int) error {
-	for end := time.Now().Add(patience); c.Sent() < uint64(want); runtime.Gosched() {
+	for end := time.Now().Add(hangTimeout); c.Sent() < uint64(want); runtime.Gosched() {
 		if time.Now().After(end) {
-			return fmt.Errorf("sent: stays at %d, want %d", c.Sent(), want)
+			return fmt.Errorf("sent: got %d, want %d", c.Sent(), want)
 		}
 	}
 	return nil
@@ -358,7 +358,7 @@ func testContext(s *suite) {
 	s.exchange(s.pair(meshes, 1))
 }
 
-// testUnblocks has rank 1 wait in Read, Flush and Conn on lane 1 until end, which must fail these calls,
+// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1 until end, which must fail these calls,
 // and all later ones, with want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
@@ -434,12 +434,12 @@ func testAbortIsSilent(s *suite) {
 	s.together(func() error { return wantErr("send", zero.Send([]byte{1}), errBoom) })
 }
 
-// silent checks that c's peer is neither heard nor seen to be gone; read is a pending Read of c.
+// silent checks that c gets neither bytes nor an error from its peer. read is a pending Read of c.
 func (s *suite) silent(c transport.Conn, read <-chan error) {
 	s.Helper()
 	select {
 	case err := <-read:
-		s.Fatalf("the peer was told of the abort: %v", err)
+		s.Fatalf("the peer noticed the abort: %v", err)
 	default:
 	}
 	s.together(func() error { return c.Send([]byte("anyone?")) })
@@ -529,7 +529,7 @@ func testPeerCloses(s *suite) {
 	s.await(waiting)
 	s.together(func() error {
 		var err error
-		for end := time.Now().Add(patience); err == nil && time.Now().Before(end); runtime.Gosched() {
+		for end := time.Now().Add(hangTimeout); err == nil && time.Now().Before(end); runtime.Gosched() {
 			err = one.Send([]byte{1})
 		}
 		return errors.Join(wantPeer(err, 1, 0), wantPeer(one.Send([]byte{1}), 1, 0), wantPeer(one.Flush(), 1, 0))

@@ -46,13 +46,13 @@ func (p *polling) send(b []byte) error {
 	return err
 }
 
-// next polls the first Conn, and parks whenever that has nothing, until it gives something.
+// next polls the first Conn until it returns bytes or an error, and parks while it returns nothing.
 func (p *polling) next(b []byte) (int, error) {
-	hung := time.NewTimer(patience)
+	hung := time.NewTimer(hangTimeout)
 	defer hung.Stop()
 	for {
 		p.mesh.Unpark()
-		for range 3 { // the last may find what the others did not
+		for range 3 { // bytes may arrive between the polls
 			if n, err := p.conns[0].TryRead(b); n > 0 || err != nil {
 				return n, err
 			}
@@ -63,37 +63,37 @@ func (p *polling) next(b []byte) (int, error) {
 		select {
 		case <-p.notified:
 		case <-hung.C:
-			return 0, errors.New("parked, and nobody notifies")
+			return 0, errors.New("parked, and no notification has come")
 		}
 	}
 }
 
-// rest parks. It must be possible when nothing is left to read.
-func (p *polling) rest() error {
-	for end := time.Now().Add(patience); !p.mesh.Park(); runtime.Gosched() {
+// park parks the rank. That must succeed when nothing is left to read.
+func (p *polling) park() error {
+	for end := time.Now().Add(hangTimeout); !p.mesh.Park(); runtime.Gosched() {
 		for _, c := range p.conns {
 			if n, err := c.TryRead(make([]byte, 1)); n > 0 {
-				return fmt.Errorf("park: %d bytes have come, and error %v, want nothing", n, err)
+				return fmt.Errorf("park: read %d bytes and error %v, want nothing", n, err)
 			}
 		}
 		if time.Now().After(end) {
-			return errors.New("park: it stays impossible though there is nothing to read")
+			return errors.New("park: returned false each time though there is nothing to read")
 		}
 	}
 	return nil
 }
 
-// awaken waits for the notification of a parked rank.
-func (p *polling) awaken() error {
+// awaitNotify waits until the parked rank is notified.
+func (p *polling) awaitNotify() error {
 	select {
 	case <-p.notified:
 		return nil
-	case <-time.After(patience):
-		return errors.New("parked, and nobody notifies")
+	case <-time.After(hangTimeout):
+		return errors.New("parked, and no notification has come")
 	}
 }
 
-// testTryRead reads a stream without waiting, on a lane of either kind, from a sender that is often late.
+// testTryRead reads a stream with TryRead, on the Control lane and on another one, from a sender that is often late.
 func testTryRead(s *suite) {
 	meshes := s.open(2)
 	for _, lane := range []transport.Lane{transport.Control, 1} {
@@ -113,7 +113,7 @@ func testTryRead(s *suite) {
 				for pos := 0; pos < len(data); {
 					n, err := one.TryRead(buf[:min(1+r.IntN(len(buf)), len(data)-pos)])
 					if err != nil || !bytes.Equal(buf[:n], data[pos:pos+n]) {
-						return fmt.Errorf("at byte %d: got %d bytes, wrong ones or with error %v", pos, n, err)
+						return fmt.Errorf("at byte %d: got %d bytes and error %v, want the bytes that were sent", pos, n, err)
 					}
 					if pos += n; n == 0 {
 						runtime.Gosched()
@@ -122,11 +122,11 @@ func testTryRead(s *suite) {
 				return nil
 			},
 		)
-		s.exchange(zero, one) // Read goes on where TryRead has stopped
+		s.exchange(zero, one) // Read continues at the byte at which TryRead has stopped
 		if n, err := one.TryRead(make([]byte, 1)); n != 0 || err != nil {
 			s.Fatalf("after all was read: got %d, %v, want 0, nil", n, err)
 		}
-		// And TryRead where Read has.
+		// TryRead continues at the byte at which Read has stopped.
 		s.together(
 			func() error { return errors.Join(zero.Send([]byte("somemore")), zero.Flush()) },
 			func() error {
@@ -134,13 +134,13 @@ func testTryRead(s *suite) {
 				if _, err := io.ReadFull(one, b); err != nil {
 					return err
 				}
-				for got, end := 0, time.Now().Add(patience); got < len(b); runtime.Gosched() {
+				for got, end := 0, time.Now().Add(hangTimeout); got < len(b); runtime.Gosched() {
 					n, err := one.TryRead(b[got:])
 					if err != nil {
 						return err
 					}
 					if got += n; time.Now().After(end) {
-						return fmt.Errorf("lane %d: after Read, TryRead gives %d bytes of what has come, want %d", lane, got, len(b))
+						return fmt.Errorf("lane %d: after Read, TryRead got %d bytes, want %d", lane, got, len(b))
 					}
 				}
 				return nil
@@ -148,12 +148,12 @@ func testTryRead(s *suite) {
 		)
 		b := make([]byte, 10)
 		if n := testing.AllocsPerRun(100, func() { _, _ = one.TryRead(b) }); n != 0 {
-			s.Errorf("lane %d: TryRead makes %v allocations where nothing has arrived", lane, n)
+			s.Errorf("lane %d: TryRead makes %v allocations if nothing has arrived, want none", lane, n)
 		}
 	}
 }
 
-// testPollPingPong has two ranks wait for each other, now polling, now parked. A notification that is lost ends it.
+// testPollPingPong makes two ranks wait for each other, polling or parked. A lost notification makes the test fail.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
 	const rounds = 2000
@@ -185,8 +185,8 @@ func testPollPingPong(s *suite) {
 	s.together(play(zero, true), play(one, false))
 }
 
-// testPollParks has a rank notified each time that it is parked and something comes, on the Control lane only, from peers that
-// poll and from one that does not.
+// testPollParks checks that a parked rank is notified of bytes on the Control lane, and only of those, from a peer that polls
+// and from one that does not.
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
@@ -199,14 +199,14 @@ func testPollParks(s *suite) {
 		if c == two {
 			from = p.conns[1]
 		}
-		s.together(p.rest)
+		s.together(p.park)
 		s.together(func() error { return other.Send([]byte("on another lane")) })
 		s.together(func() error {
 			if err := c.Send([]byte("word")); err != nil {
 				return err
 			}
 			meshes[0].NotifyPeers()
-			return p.awaken()
+			return p.awaitNotify()
 		})
 		s.together(func() error {
 			b := make([]byte, 10)
@@ -224,14 +224,15 @@ func testPollParks(s *suite) {
 	}
 }
 
-// testPollPeerCloses has the end of a peer come after its bytes, notify, and once it was told keep nobody from parking.
+// testPollPeerCloses checks that the end of a peer comes after its bytes and notifies, and that a rank to which the error was
+// returned can park.
 func testPollPeerCloses(s *suite) {
 	meshes, zero, one := s.polls()
-	s.together(one.rest)
+	s.together(one.park)
 	s.together(func() error {
 		return errors.Join(zero.send([]byte("last")), zero.conns[0].Flush(), meshes[0].Close())
 	}, func() error {
-		if err := one.awaken(); err != nil {
+		if err := one.awaitNotify(); err != nil {
 			return err
 		}
 		b := make([]byte, 10)
@@ -239,17 +240,17 @@ func testPollPeerCloses(s *suite) {
 			return fmt.Errorf("got %q, %v, want the last bytes", b[:n], err)
 		}
 		if n, err := one.next(b); n != 0 || err == nil {
-			return fmt.Errorf("got %d, %v, want 0 and that the peer is gone", n, err)
+			return fmt.Errorf("got %d, %v, want 0 and an error", n, err)
 		} else if err := wantPeer(err, transport.Control, 0); err != nil {
 			return err
 		}
 		_, err := one.conns[0].TryRead(b)
 		return wantPeer(err, transport.Control, 0)
 	})
-	s.together(one.rest)
+	s.together(one.park)
 }
 
-// testPollOwnEnd has what a rank does to itself notify: it may be parked in one goroutine and be closed by another.
+// testPollOwnEnd checks that Close and Abort notify the parked goroutine of the same rank.
 func testPollOwnEnd(s *suite) {
 	for want, end := range map[error]func(transport.Mesh) error{
 		transport.ErrClosed: func(m transport.Mesh) error { return m.Close() },
@@ -259,13 +260,13 @@ func testPollOwnEnd(s *suite) {
 		},
 	} {
 		meshes, _, one := s.polls()
-		s.together(one.rest)
+		s.together(one.park)
 		s.together(func() error { return end(meshes[1]) })
-		s.together(one.awaken)
+		s.together(one.awaitNotify)
 		s.together(func() error {
 			n, err := one.conns[0].TryRead(make([]byte, 1))
 			if n != 0 {
-				return fmt.Errorf("got %d bytes", n)
+				return fmt.Errorf("got %d bytes, want 0", n)
 			}
 			return wantErr("try", err, want)
 		})

@@ -16,8 +16,8 @@ func testReleaseUnblocks(s *suite) {
 	testUnblocks(s, func(m transport.Mesh) { m.Release(1) }, transport.ErrReleased)
 }
 
-// testReleaseDeliversAll has a peer that is still reading when the lane is released, and that has sent what nobody
-// read: neither may cost it a byte.
+// testReleaseDeliversAll checks that a peer that is still reading when the lane is released, and that has sent bytes
+// that were not read, gets all bytes.
 func testReleaseDeliversAll(s *suite) {
 	meshes := s.open(2)
 	zero, one := s.pair(meshes, 1)
@@ -102,7 +102,7 @@ func testReleaseIsFinal(s *suite) {
 	})
 }
 
-// testReleaseEndsLateChannels opens channels, before and after, that the peer never asked for.
+// testReleaseEndsLateChannels opens channels that the peer never asks for, before and after its release.
 func testReleaseEndsLateChannels(s *suite) {
 	meshes := s.open(2)
 	for lane, open := range map[transport.Lane]bool{1: true, 2: false} {
@@ -142,12 +142,12 @@ func testReleaseOfControl(s *suite) {
 	s.await(read)
 }
 
-// testReleaseWhileInUse is a misuse, and yet ends well.
+// testReleaseWhileInUse releases a lane that is in use, which is a misuse. All calls still end.
 func testReleaseWhileInUse(s *suite) {
 	meshes := s.open(2)
 	for lane := range transport.Lane(20) {
 		zero, one := s.pair(meshes, lane+1)
-		// Whoever is second is told of the first, perhaps.
+		// The rank that releases second may get an error because of the first.
 		until := func(peer topo.Rank, op func() error) func() error {
 			return func() error {
 				err := op()
@@ -184,7 +184,7 @@ func testReleaseWhileInUse(s *suite) {
 	}
 }
 
-// testReleaseFreesAll makes, uses and releases many lanes, after which the process holds what it held before.
+// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process holds no more than before.
 func testReleaseFreesAll(s *suite) {
 	meshes := s.open(2)
 	s.exchange(s.pair(meshes, transport.Control))
@@ -203,14 +203,14 @@ func testReleaseFreesAll(s *suite) {
 		meshes[i%2].Release(lane)
 		meshes[1-i%2].Release(lane)
 	}
-	for end := time.Now().Add(patience); runtime.NumGoroutine() > goroutines || openFiles(s) > files; runtime.Gosched() {
+	for end := time.Now().Add(hangTimeout); runtime.NumGoroutine() > goroutines || openFiles(s) > files; runtime.Gosched() {
 		if time.Now().After(end) {
 			s.Fatalf("got %d goroutines and %d open files, want at most %d and %d", runtime.NumGoroutine(), openFiles(s), goroutines, files)
 		}
 	}
 }
 
-// openFiles returns the number of the file descriptors of this process, where the system tells.
+// openFiles returns the number of the file descriptors of this process, if the system reports it.
 func openFiles(s *suite) int {
 	s.Helper()
 	fds, err := os.ReadDir("/proc/self/fd")

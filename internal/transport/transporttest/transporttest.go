@@ -18,11 +18,11 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Factory makes the meshes of ranks 0 to size-1 of a fresh epoch. Who calls it closes them.
+// Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes them.
 type Factory func(tb testing.TB, size int) []transport.Mesh
 
-// patience is how long a test waits before it takes a call for hung. No test waits for it to pass.
-const patience = time.Minute
+// hangTimeout is the time after which a test treats a call as hung. No test waits for it to pass.
+const hangTimeout = time.Minute
 
 // Run runs the contract against the meshes of f, each clause as a subtest.
 func Run(t *testing.T, f Factory) {
@@ -31,8 +31,8 @@ func Run(t *testing.T, f Factory) {
 	}
 }
 
-// RunUnreleased is Run without the clauses about Release and Park, for meshes that have the lanes of the tests stand for
-// the Control lane, which cannot be released and which alone is polled by goroutines that park.
+// RunUnreleased is Run without the clauses about Release and Park, for meshes that use the Control lane for a lane
+// of the tests. The Control lane cannot be released, and it is the only one that goroutines poll and park for.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -42,8 +42,8 @@ func RunUnreleased(t *testing.T, f Factory) {
 	}
 }
 
-// RunInBubble is Run with each clause in a testing/synctest bubble, for meshes that do no I/O. There a call
-// that hangs is found at once.
+// RunInBubble is Run with each clause in a testing/synctest bubble, for meshes that do no I/O. In a
+// bubble a call that hangs is found at once.
 func RunInBubble(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) {
@@ -98,7 +98,7 @@ type suite struct {
 	factory Factory
 }
 
-// open makes meshes that are closed, and looked after for leaked goroutines, when the clause ends.
+// open makes meshes. When the clause ends they are closed, and the suite checks for leaked goroutines.
 func (s *suite) open(size int) []transport.Mesh {
 	s.Helper()
 	before := goleak.IgnoreCurrent()
@@ -120,7 +120,7 @@ func (s *suite) together(fns ...func() error) {
 	s.await(s.begin(fns...))
 }
 
-// begin starts fns. Their first error, or nil, comes when all have returned.
+// begin starts fns. The channel gets their joined errors, or nil, when all have returned.
 func (s *suite) begin(fns ...func() error) <-chan error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(fns))
@@ -145,13 +145,13 @@ func (s *suite) await(done <-chan error) {
 // result returns what came through done.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
-	hung := time.NewTimer(patience)
+	hung := time.NewTimer(hangTimeout)
 	defer hung.Stop()
 	select {
 	case err := <-done:
 		return err
 	case <-hung.C:
-		s.Fatal("a call hangs")
+		s.Fatalf("a call has not returned within %v", hangTimeout)
 		return nil
 	}
 }
@@ -171,20 +171,20 @@ func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane
 	}
 }
 
-// exchange has both ends send a word and receive the other's.
+// exchange sends a word from each end and receives it at the other.
 func (s *suite) exchange(a, b transport.Conn) {
 	s.Helper()
-	half := func(c transport.Conn, say, hear string) func() error {
+	half := func(c transport.Conn, send, want string) func() error {
 		return func() error {
-			if err := c.Send([]byte(say)); err != nil {
+			if err := c.Send([]byte(send)); err != nil {
 				return err
 			}
-			got := make([]byte, len(hear))
+			got := make([]byte, len(want))
 			if _, err := io.ReadFull(c, got); err != nil {
 				return err
 			}
-			if string(got) != hear {
-				return fmt.Errorf("got %q, want %q", got, hear)
+			if string(got) != want {
+				return fmt.Errorf("got %q, want %q", got, want)
 			}
 			return c.Flush()
 		}
@@ -192,14 +192,14 @@ func (s *suite) exchange(a, b transport.Conn) {
 	s.together(half(a, "ping from a", "pong from b"), half(b, "pong from b", "ping from a"))
 }
 
-// random returns n bytes that depend on seed alone.
+// random returns n bytes that depend only on seed.
 func random(seed byte, n int) []byte {
 	b := make([]byte, n)
 	_, _ = rand.NewChaCha8([32]byte{seed}).Read(b) // never fails
 	return b
 }
 
-// wantPeer checks that err accuses peer on lane.
+// wantPeer checks that err is a PeerError for peer on lane.
 func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	var pe *transport.PeerError
 	if !errors.As(err, &pe) || pe.Peer != peer || pe.Lane != lane {
