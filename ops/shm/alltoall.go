@@ -22,7 +22,7 @@ func (b *Backend) startAlltoall() error {
 		return fmt.Errorf("got %d ranks, want at most %d", n, maxMembers)
 	}
 	if total := b.plan.ends[n-1]; total != int64(len(in)) {
-		return fmt.Errorf("got blocks of %d bytes in all, want %d", total, len(in))
+		return fmt.Errorf("got blocks of %d bytes together, want %d", total, len(in))
 	}
 	copy(b.counts[b.me], counts)
 	if n == 1 {
@@ -102,7 +102,7 @@ func (b *Backend) readCounts() error {
 			for k := range b.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
-					return b.blame(i, fmt.Errorf("a block of %d bytes", c))
+					return b.blame(i, fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c, int64(math.MaxInt64)))
 				}
 				total += c
 				b.counts[i][k] = c
@@ -112,7 +112,7 @@ func (b *Backend) readCounts() error {
 				return b.blame(i, err)
 			}
 			if n := len(b.layouts[i].extents); n > 1 { // the first would be taken for all of the buffer
-				return b.blame(i, fmt.Errorf("a table of %d extents, want 1 for an alltoall", n))
+				return b.blame(i, fmt.Errorf("got a table of %d extents, want 1 for an alltoall", n))
 			}
 		}
 		for k, c := range b.counts[i] {
@@ -137,7 +137,7 @@ func (b *Backend) allocate() error {
 			continue
 		}
 		if rest := math.MaxInt64 - total; c > rest {
-			return b.blame(i, fmt.Errorf("a block of %d bytes for this rank, want at most %d", c, rest))
+			return b.blame(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c, rest))
 		}
 		total += c
 	}

@@ -41,7 +41,7 @@ func TestDeadPeer(t *testing.T) {
 				switch again := op(t.Context(), r); {
 				case !errors.As(err, &p):
 					t.Errorf("rank %d: got %v, want a PeerError", r.me, err)
-				case p.Peer != 2 && !strings.Contains(err.Error(), "gave the operation up"):
+				case p.Peer != 2 && !strings.Contains(err.Error(), "gave up the operation"):
 					t.Errorf("rank %d: got %v, want it to blame rank 2", r.me, err)
 				case again == nil || !errors.Is(again, err):
 					t.Errorf("rank %d: got %v after a failure, want that failure", r.me, again)
@@ -119,7 +119,7 @@ func TestAbandonedBuffer(t *testing.T) {
 				return nil
 			}
 			switch err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); {
-			case gaveUp && (err == nil || !strings.Contains(err.Error(), "gave the operation up")):
+			case gaveUp && (err == nil || !strings.Contains(err.Error(), "gave up the operation")):
 				t.Errorf("got %v, want that rank 1 gave up", err)
 			case !gaveUp && err != nil:
 				t.Error(err)

@@ -105,7 +105,7 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
 	if n > maxExtents {
-		return fmt.Errorf("a table of %d extents, want at most %d", n, maxExtents)
+		return fmt.Errorf("got a table of %d extents, want at most %d", n, maxExtents)
 	}
 	at := table[tableHeader:]
 	var begin int64
@@ -117,10 +117,10 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 		e.out.offset = int64(binary.LittleEndian.Uint64(at[24:]))
 		at = at[extentBytes:]
 		if e.end <= begin || e.end > total {
-			return fmt.Errorf("an extent from byte %d to %d of %d", begin, e.end, total)
+			return fmt.Errorf("got an extent from byte %d to byte %d of %d bytes", begin, e.end, total)
 		}
 		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
-			return fmt.Errorf("an extent to byte %d at offsets %d and %d, want multiples of %d", e.end, e.in.offset, e.out.offset, elem)
+			return fmt.Errorf("got an extent to byte %d at offsets %d and %d, want multiples of %d", e.end, e.in.offset, e.out.offset, elem)
 		}
 		for _, p := range []*place{&e.in, &e.out} {
 			if p.staged() {
@@ -132,14 +132,14 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 				return err
 			}
 			if p.offset < 0 || p.offset > int64(len(p.mem)) || e.end-begin > int64(len(p.mem))-p.offset {
-				return fmt.Errorf("%d bytes at offset %d of arena %d, which has %d", e.end-begin, p.offset, p.chunk, len(p.mem))
+				return fmt.Errorf("got an extent of %d bytes at offset %d of arena chunk %d, which has %d bytes", e.end-begin, p.offset, p.chunk, len(p.mem))
 			}
 		}
 		begin = e.end
 		l.extents = append(l.extents, e)
 	}
 	if begin != total {
-		return fmt.Errorf("a buffer of %d bytes, want %d", begin, total)
+		return fmt.Errorf("got a table for a buffer of %d bytes, want %d", begin, total)
 	}
 	return nil
 }
@@ -202,7 +202,7 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 	o.tensors, o.ends, o.last = o.tensors[:0], o.ends[:0], 0
 	for _, t := range tensors {
 		if len(t.In) != len(t.Out) {
-			return 0, fmt.Errorf("a tensor of %d bytes with a result of %d", len(t.In), len(t.Out))
+			return 0, fmt.Errorf("got a tensor of %d bytes with a result of %d bytes, want the same length", len(t.In), len(t.Out))
 		}
 		if len(t.In) == 0 {
 			continue

@@ -35,7 +35,7 @@ type reducer struct {
 func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
 	r.wide = dt.IsHalf() && n > 2 && (op == tensor.Sum || op == tensor.Product)
 	if s.Divisor > 1 && kernel.Divide(dt) == nil {
-		return fmt.Errorf("division of %v, want integers", dt)
+		return fmt.Errorf("got a division of %v, want an integer type", dt)
 	}
 	if r.op == op && r.dt == dt && r.into != nil {
 		r.s = s

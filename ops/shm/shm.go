@@ -204,7 +204,7 @@ func (b *Backend) Open() error {
 	others := slices.Delete(slices.Clone(b.ranks), b.me, b.me+1)
 	segment, err := b.mem.Share(b.lane, b.SegmentBytes(), others)
 	if err != nil {
-		return fmt.Errorf("ops/shm: lane %d: %w", b.lane, err)
+		return fmt.Errorf("ops/shm: share memory for lane %d: %w", b.lane, err)
 	}
 	b.segment = segment
 	b.progress, b.rest = word(segment, progressAt), flag(segment, restAt)
@@ -230,7 +230,7 @@ func (b *Backend) connect() error {
 			return err
 		}
 		if int64(len(segment)) < b.SegmentBytes() {
-			return b.blame(i, fmt.Errorf("a segment of %d bytes, want %d", len(segment), b.SegmentBytes()))
+			return b.blame(i, fmt.Errorf("got a segment of %d bytes, want at least %d", len(segment), b.SegmentBytes()))
 		}
 		b.peers[i] = peerOf(segment)
 	}
@@ -249,14 +249,14 @@ func (b *Backend) blame(i int, err error) error {
 
 // errGaveUp is the error for a peer that has failed and whose callers' buffers may have changed while they
 // were read.
-var errGaveUp = errors.New("it gave the operation up")
+var errGaveUp = errors.New("the peer gave up the operation")
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads what it needs.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
 		if r.Op.Base() == tensor.Adasum {
-			return message.NoAlgorithm, fmt.Errorf("no method for %v by %v", r.Kind, r.Op)
+			return message.NoAlgorithm, fmt.Errorf("%v by %v is not supported", r.Kind, r.Op)
 		}
 		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
 			return message.NoAlgorithm, err
@@ -265,13 +265,13 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	case message.Allgather, message.Broadcast, message.Alltoall:
 		return message.Direct, nil
 	}
-	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
+	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
 // fail ends the backend. It returns the error of the operation that ends it, or that comes after the end.
 func (b *Backend) fail(kind message.Kind, err error) error {
 	if b.err != nil {
-		return fmt.Errorf("ops/shm: %v: after a failure: %w", kind, b.err)
+		return fmt.Errorf("ops/shm: %v: after an earlier failure: %w", kind, b.err)
 	}
 	b.own.clear()
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
@@ -303,7 +303,7 @@ func (b *Backend) columns() {
 func (b *Backend) cut(counts []int64) error {
 	var total int64
 	if len(counts) != len(b.ranks) {
-		return fmt.Errorf("got %d blocks, want one for each of %d ranks", len(counts), len(b.ranks))
+		return fmt.Errorf("got the lengths of %d blocks, want one for each of %d ranks", len(counts), len(b.ranks))
 	}
 	for i, c := range counts {
 		total += c

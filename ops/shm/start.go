@@ -82,7 +82,7 @@ func (b *Backend) begin() error {
 	case message.Alltoall:
 		return b.startAlltoall()
 	default:
-		return fmt.Errorf("no method for %v", op.Kind)
+		return fmt.Errorf("%v is not supported", op.Kind)
 	}
 	if err == nil {
 		b.exchange()
@@ -93,7 +93,7 @@ func (b *Backend) begin() error {
 func (b *Backend) beginAllreduce() error {
 	op := &b.op
 	if op.Op == tensor.Adasum {
-		return errors.New("no method for adasum")
+		return errors.New("allreduce by adasum is not supported")
 	}
 	total, err := b.own.set(op.Tensors)
 	if err != nil {
@@ -181,7 +181,7 @@ var noTime = func() context.Context {
 
 var (
 	// errUnderWay is a call between the steps of an operation.
-	errUnderWay = errors.New("the operation before it is not finished")
+	errUnderWay = errors.New("the previous operation has not finished")
 	// errNotStarted is a step of an operation that was not started.
-	errNotStarted = errors.New("nothing was started")
+	errNotStarted = errors.New("no operation was started")
 )

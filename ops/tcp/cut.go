@@ -30,17 +30,17 @@ func (c cut) even(numBytes, size int) error {
 // by cuts a buffer of numBytes, with elements of size bytes, into parts of counts bytes.
 func (c cut) by(counts []int64, numBytes, size int) error {
 	if len(counts) != len(c)-1 {
-		return fmt.Errorf("got %d counts, want %d", len(counts), len(c)-1)
+		return fmt.Errorf("got the lengths of %d parts, want %d", len(counts), len(c)-1)
 	}
 	for i, k := range counts {
 		if rest := int64(numBytes) - c[i]; k < 0 || k > rest || k%int64(size) != 0 {
-			return fmt.Errorf("got a count of %d bytes for part %d, want whole elements of %d bytes and at most %d, which are left of %d",
+			return fmt.Errorf("got %d bytes for part %d, want whole elements of %d bytes and at most %d, which are left of %d",
 				k, i, size, rest, numBytes)
 		}
 		c[i+1] = c[i] + k
 	}
 	if last := c[len(counts)]; last != int64(numBytes) {
-		return fmt.Errorf("got counts of %d bytes together, want %d", last, numBytes)
+		return fmt.Errorf("got parts of %d bytes together, want %d", last, numBytes)
 	}
 	return nil
 }

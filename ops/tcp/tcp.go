@@ -152,7 +152,7 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	case message.Alltoall:
 		return message.Direct, nil
 	}
-	return message.NoAlgorithm, fmt.Errorf("no method for %v", r.Kind)
+	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
 // planReduction is Plan for reductions. It chooses the ring if every order of additions gives the same bits.
@@ -165,7 +165,7 @@ func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) 
 	case op == tensor.Adasum && r.Kind == message.Allreduce:
 		return message.HalvingDoubling, nil
 	case op == tensor.Adasum:
-		return message.NoAlgorithm, fmt.Errorf("no method for %v by %v", r.Kind, op)
+		return message.NoAlgorithm, fmt.Errorf("%v by %v is not supported", r.Kind, op)
 	case !dt.IsFloat() || op == tensor.Min || op == tensor.Max:
 		return message.Ring, nil
 	case dt.IsHalf() || b.deterministic:
@@ -178,9 +178,9 @@ func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) 
 func (b *Backend) Start(op ops.Operation) error {
 	switch {
 	case b.err != nil:
-		return fmt.Errorf("ops/tcp: %v %v: after a failure: %w", op.Kind, op.Algorithm, b.err)
+		return fmt.Errorf("ops/tcp: %v %v: after an earlier failure: %w", op.Kind, op.Algorithm, b.err)
 	case b.started:
-		return b.fail(errors.New("another operation was started before its end"))
+		return b.fail(errors.New("another operation was started before this one had finished"))
 	}
 	b.op, b.started = op, true
 	return nil
@@ -190,7 +190,7 @@ func (b *Backend) Start(op ops.Operation) error {
 func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err error) {
 	switch {
 	case b.err != nil:
-		return ops.Waiting, fmt.Errorf("ops/tcp: step after a failure: %w", b.err)
+		return ops.Waiting, fmt.Errorf("ops/tcp: step after an earlier failure: %w", b.err)
 	case !b.started:
 		return ops.Waiting, errors.New("ops/tcp: step of an operation that was not started")
 	}
@@ -248,7 +248,7 @@ func (b *Backend) run() error {
 	case kind == message.Alltoall:
 		return b.alltoall()
 	default:
-		return fmt.Errorf("no method for %v", kind)
+		return fmt.Errorf("%v is not supported", kind)
 	}
 }
 
