@@ -167,7 +167,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize), o.ForClient
 		if r.session.Memory != nil {
-			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Crowded: shm.Crowded(ecfg.LocalProcesses)}))
+			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Oversubscribed: shm.Oversubscribed(ecfg.LocalProcesses)}))
 		}
 	}
 	if err := r.at.Met(ctx); err != nil {

@@ -254,7 +254,7 @@ func (c *cluster) start() error {
 			}
 			if c.memory != nil {
 				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
-					StageBytes: int64(c.o.SegmentBytes), Crowded: opsshm.Crowded(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
+					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: opsshm.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
 				}))
 			}
 			cfg.Backends = append(cfg.Backends, opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic}))

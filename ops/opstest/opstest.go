@@ -10,13 +10,13 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// Blocking calls the operations of a backend, and returns when they have ended. Steps says that it does not wait for
-// other ranks where the backend allows that, but tries again and again.
+// Blocking calls the operations of a backend, and returns when they have ended. If Steps
+// is set, it polls Step instead of waiting for other ranks, unless the backend returns ops.Blocked.
 type Blocking struct {
 	ops.Backend
 	Steps bool
 
-	one [1]ops.Tensor // of the running operation: steady state allocates nothing
+	one [1]ops.Tensor // the tensor of the running operation, kept so that steady state allocates nothing
 }
 
 func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
@@ -34,7 +34,7 @@ func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
 		wait = p == ops.Blocked
 		if p == ops.Waiting {
 			if err := context.Cause(ctx); err != nil {
-				wait = true // it says so
+				wait = true // a step that waits returns the cause
 			}
 			runtime.Gosched()
 		}

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// startAlltoall starts an exchange in which every rank has a block for every other, of sizes that only their
-// owners know at first. In step t a rank stages the t-th part of each block that is for another.
+// startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the owner of a
+// block knows its size. In step t a rank stages part t of each block for another rank.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
 	if err := b.cut(counts); err != nil {
@@ -47,12 +47,12 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If it has to wait for others it waits if wait is set, and otherwise
-// reports that.
+// alltoallStep does the next step. If other ranks are not ready for it, alltoallStep waits if wait is set, and otherwise
+// returns Waiting.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
-	if x.leaving {
-		if ok, err := b.letGo(wait); !ok || err != nil {
+	if x.awaitsReaders {
+		if ok, err := b.awaitReaders(wait); !ok || err != nil {
 			return ops.Waiting, err
 		}
 		return ops.Finished, nil
@@ -64,7 +64,7 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if t == 0 {
 		if err := b.readCounts(); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				return ops.Waiting, nil // an arena is on its way
+				return ops.Waiting, nil // a peer has shared an arena chunk, and its descriptor has not arrived
 			}
 			return ops.Waiting, err
 		}
@@ -80,7 +80,7 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if x.next++; x.next < x.steps {
 		return ops.Moving, nil
 	}
-	if x.leaving = b.leave(x.base+uint64(max(x.steps, 1)), x.steps); x.leaving {
+	if x.awaitsReaders = b.finishRounds(x.base+uint64(max(x.steps, 1)), x.steps); x.awaitsReaders {
 		return ops.Moving, nil
 	}
 	return ops.Finished, nil
@@ -89,10 +89,10 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 // countsOf returns the part of a table that has the bytes for each member.
 func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 
-// maxMembers is how many members there may be for their counts to fit in a table.
+// maxMembers is the greatest number of members whose counts fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts reads how much every rank gives to every other, from which the number of steps follows.
+// readCounts reads how many bytes every rank sends to every other, and computes the number of steps from that.
 func (b *Backend) readCounts() error {
 	steps := 0
 	for i := range b.peers {
@@ -102,17 +102,17 @@ func (b *Backend) readCounts() error {
 			for k := range b.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
-					return b.blame(i, fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c, int64(math.MaxInt64)))
+					return b.peerError(i, fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c, int64(math.MaxInt64)))
 				}
 				total += c
 				b.counts[i][k] = c
 			}
-			b.asked = i
+			b.chunkOwner = i
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
-				return b.blame(i, err)
+				return b.peerError(i, err)
 			}
-			if n := len(b.layouts[i].extents); n > 1 { // the first would be taken for all of the buffer
-				return b.blame(i, fmt.Errorf("got a table of %d extents, want 1 for an alltoall", n))
+			if n := len(b.layouts[i].extents); n > 1 { // pullBlocks treats the first extent as the whole buffer
+				return b.peerError(i, fmt.Errorf("got a table of %d extents, want 1 for an alltoall", n))
 			}
 		}
 		for k, c := range b.counts[i] {
@@ -125,11 +125,11 @@ func (b *Backend) readCounts() error {
 	return nil
 }
 
-// allocate reads from the counts what this rank gets from each, makes the caller allocate the output, and
-// copies this rank's own block there.
+// allocate reads from the counts how many bytes this rank gets from each rank, makes the caller allocate the output,
+// and copies this rank's own block there.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
-	total := b.counts[b.me][b.me] // first: it is not to blame
+	total := b.counts[b.me][b.me] // counted first, so that an overflow is the error of a peer
 	for i := range b.counts {
 		c := b.counts[i][b.me]
 		b.received = append(b.received, c)
@@ -137,7 +137,7 @@ func (b *Backend) allocate() error {
 			continue
 		}
 		if rest := math.MaxInt64 - total; c > rest {
-			return b.blame(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c, rest))
+			return b.peerError(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c, rest))
 		}
 		total += c
 	}
@@ -149,19 +149,19 @@ func (b *Backend) allocate() error {
 		return err
 	}
 	b.running.out = out
-	copy(out[b.landing(b.me):][:b.received[b.me]], b.op.Buf[b.blockOf(b.me, b.me):])
+	copy(out[b.outputOffset(b.me):][:b.received[b.me]], b.op.Buf[b.blockOffset(b.me, b.me):])
 	return nil
 }
 
-// blockOf returns where the block of member i for member k begins in i's buffer.
-func (b *Backend) blockOf(i, k int) (begin int64) {
+// blockOffset returns where the block of member i for member k begins in i's buffer.
+func (b *Backend) blockOffset(i, k int) (begin int64) {
 	for _, c := range b.counts[i][:k] {
 		begin += c
 	}
 	return begin
 }
 
-// stageBlocks stages step t for all others that cannot read the block where it lies.
+// stageBlocks stages step t of all blocks for other ranks, unless they can read them in place.
 func (b *Backend) stageBlocks(t int) {
 	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]
@@ -178,7 +178,7 @@ func (b *Backend) stageBlocks(t int) {
 	}
 }
 
-// pullBlocks copies step t of what the others have for this rank.
+// pullBlocks copies step t of the blocks that the others have for this rank.
 func (b *Backend) pullBlocks(t int) {
 	out, column := b.running.out, b.plan.column
 	n := len(b.ranks)
@@ -192,14 +192,14 @@ func (b *Backend) pullBlocks(t int) {
 		size := min(column, c-from)
 		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.stageBytes+int64(b.me)*column:]
 		if e := &b.layouts[i].extents[0]; !e.in.staged() {
-			src = e.in.mem[e.in.offset+b.blockOf(i, b.me)+from:]
+			src = e.in.mem[e.in.offset+b.blockOffset(i, b.me)+from:]
 		}
-		copy(out[b.landing(i)+from:][:size], src)
+		copy(out[b.outputOffset(i)+from:][:size], src)
 	}
 }
 
-// landing returns where the block of member i begins in this rank's result.
-func (b *Backend) landing(i int) (begin int64) {
+// outputOffset returns where the block of member i begins in this rank's result.
+func (b *Backend) outputOffset(i int) (begin int64) {
 	for _, c := range b.received[:i] {
 		begin += c
 	}

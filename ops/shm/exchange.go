@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is the size from which results that a peer has reduced are written past the caches: they would
-// evict each other.
+// streamBytes is the size from which results of peers are written past the caches, because they do not fit: they
+// would evict each other.
 const streamBytes = 8 << 20
 
 // plan describes an exchange. The buffer is cut into blocks, one for each rank.
@@ -50,8 +50,8 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
-// nowhere finds nothing in arenas.
-func nowhere([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
+// findNone finds nothing in arenas.
+func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
 // running is an exchange in progress.
 type running struct {
@@ -61,17 +61,17 @@ type running struct {
 	lag           int // of the copying
 	next          int // round
 	base          uint64
-	leaving       bool   // all rounds are done, and the others may still read this rank's buffers
+	awaitsReaders bool   // all rounds are done, and the others may still read this rank's buffers
 	out           []byte // of an alltoall
 }
 
-// An exchange goes by rounds over this rank's tensors, which b.own has: a rank begins round r when all others have finished
-// round r-1. In round r it stages step r, reduces step r-1 and, after it has said so, copies the results of step r-2: of the
-// step before, if there is nothing to reduce. So whatever a rank reads lies in the caches, and it has a round of time to be
-// late. The stages of three steps are in use, and a rank that has finished its round but not its copying may still read a
+// An exchange runs in rounds over this rank's tensors, which b.own has. A rank begins round r when all others have finished
+// round r-1. In round r it stages step r, reduces step r-1, posts its progress, and copies the results of step r-2, or of step
+// r-1 if there is nothing to reduce. So the data that a rank reads is in the caches, and a rank may be late by one round without
+// delaying the others. The stages of three steps are in use. A rank that has posted its round and still copies may read a
 // fourth.
 
-// start begins an exchange and does the first round, which waits for nobody.
+// start begins an exchange and does the first round, which does not wait for other ranks.
 func (b *Backend) start(p *plan) {
 	x := &b.running
 	*x = running{total: p.ends[len(p.ends)-1], steps: p.steps(), base: b.rounds, next: 1}
@@ -89,8 +89,8 @@ func (b *Backend) start(p *plan) {
 		x.rounds = x.steps + x.lag
 	}
 	find := b.find
-	if p.reduce && !b.crowded && x.total < b.directBytes {
-		find = nowhere
+	if p.reduce && !b.oversubscribed && x.total < b.directBytes {
+		find = findNone
 	}
 	b.layouts[b.me].describe(b.own.tensors, find)
 	b.layouts[b.me].write(b.table())
@@ -98,13 +98,13 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If it has to wait for others it waits if wait is set, and otherwise reports
-// that.
+// round does the next round. If other ranks are not ready for it, round waits if wait is set, and otherwise returns
+// Waiting.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
-	if x.leaving {
-		if ok, err := b.letGo(wait); !ok || err != nil {
+	if x.awaitsReaders {
+		if ok, err := b.awaitReaders(wait); !ok || err != nil {
 			return ops.Waiting, err
 		}
 		x.plan = nil
@@ -116,12 +116,12 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if r == 1 {
 		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				return ops.Waiting, nil // an arena is on its way
+				return ops.Waiting, nil // a peer has shared an arena chunk, and its descriptor has not arrived
 			}
 			return ops.Waiting, err
 		}
-		if !p.reduce && !b.stages(p) {
-			// Steps are for the stages. Without them everything can be copied at once.
+		if !p.reduce && !b.anyStaged(p) {
+			// Only staging needs several steps. Without it all data can be copied in one step.
 			p.column = x.total
 			x.steps, x.rounds = 1, 2
 		}
@@ -140,16 +140,16 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if x.next < x.rounds {
 		return ops.Moving, nil
 	}
-	if x.leaving = b.leave(x.base+uint64(x.rounds), x.steps); x.leaving {
+	if x.awaitsReaders = b.finishRounds(x.base+uint64(x.rounds), x.steps); x.awaitsReaders {
 		return ops.Moving, nil
 	}
 	x.plan = nil
 	return ops.Finished, nil
 }
 
-// stages reports whether any rank stages data in an exchange without a reduction: whether some rank's own
-// block cannot be read where it lies. The answer is the same at all ranks.
-func (b *Backend) stages(p *plan) bool {
+// anyStaged reports whether any rank stages data in an exchange without a reduction, because its own block cannot be
+// read in place. The answer is the same at all ranks.
+func (b *Backend) anyStaged(p *plan) bool {
 	begin := int64(0)
 	for i, end := range p.ends {
 		for k := range b.layouts[i].extents {
@@ -167,9 +167,9 @@ func (b *Backend) stages(p *plan) bool {
 	return false
 }
 
-// leave ends the rounds of an exchange after the last one. If peers may still read a caller's buffer, no
-// caller may get its buffer back before all peers have finished; then leave returns true.
-func (b *Backend) leave(round uint64, steps int) bool {
+// finishRounds ends the rounds of an exchange after the last one. If peers may still read a caller's buffer, it returns
+// true: the operation then ends only when all peers have finished.
+func (b *Backend) finishRounds(round uint64, steps int) bool {
 	b.stage += steps
 	b.rounds = round
 	b.turn ^= 1
@@ -183,21 +183,21 @@ func (b *Backend) leave(round uint64, steps int) bool {
 	return false
 }
 
-// letGo reports whether all others have finished reading. If wait is set it waits for that.
-func (b *Backend) letGo(wait bool) (bool, error) {
+// awaitReaders reports whether all others have finished reading. If wait is set it waits for that.
+func (b *Backend) awaitReaders(wait bool) (bool, error) {
 	if ok, err := b.arrived(b.rounds, wait); !ok {
 		return false, err
 	}
-	return true, b.sound()
+	return true, b.checkAborts()
 }
 
-// sound reports whether the callers' buffers that were read belonged to the operation all the time: a rank
-// that gives a buffer up early announces that before.
-func (b *Backend) sound() error {
-	shmem.Fence() // the reads came first
+// checkAborts returns an error if a peer has given up the operation. A rank announces that before it gives its buffers
+// back to its caller. So without an error, all buffers that this rank has read were unchanged.
+func (b *Backend) checkAborts() error {
+	shmem.Fence() // orders the reads of the buffers before those of the abort words
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].abort) != 0 {
-			return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: errGaveUp}
+			return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: errGivenUp}
 		}
 	}
 	return nil
@@ -220,21 +220,22 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 		if i == b.me {
 			continue
 		}
-		b.asked = i
+		b.chunkOwner = i
 		if err := b.layouts[i].read(tableOf(b.peers[i].segment, b.turn), total, elem, b.chunk); err != nil {
-			return b.blame(i, err)
+			return b.peerError(i, err)
 		}
 	}
 	return nil
 }
 
-// staged returns where member i stages the bytes from v on of block j, of which step t begins at from.
+// staged returns the place where member i stages n bytes from byte v on of block j. Step t of the block begins at
+// byte from.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 
-// contribution returns what member i has from byte v on, at most n bytes, in block j.
+// contribution returns the contribution of member i from byte v on, at most n bytes, in block j.
 func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	if i == b.me {
 		in, _ := b.own.at(v, n)
@@ -267,11 +268,12 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	return at.mem[at.offset+v-begin:][:n]
 }
 
-// stageStep copies to the stage what peers will read in step t and cannot read where it lies.
+// stageStep copies the data that peers will read in step t and cannot read in place to the stage.
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
-			continue // own block: reduced from where it lies; nothing to reduce: only the own one is read
+			// In a reduction no peer reads this rank's contribution to its own block. Otherwise peers read only that block.
+			continue
 		}
 		from, to := p.block(j, t)
 		b.stageRange(p, j, t, from, to)
@@ -293,8 +295,7 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 	}
 }
 
-// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it
-// where it lies.
+// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it in place.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)
@@ -330,7 +331,7 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 func (b *Backend) pullStep(p *plan, t int, total int64) {
 	n := len(p.ends)
 	for k := 1; k < n; k++ {
-		i := (b.me + k) % n // not all from the same at once
+		i := (b.me + k) % n // each rank begins with another peer
 		from, to := p.block(i, t)
 		for v := from; v < to; {
 			_, out := b.own.at(v, to-v)

@@ -19,7 +19,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// A rank that never comes is waited for until its process is given up, whatever the operation. Then the backend is dead.
+// In all operations a rank waits for a rank that does not come until the mesh reports that its process is gone. Then the
+// backend fails.
 func TestDeadPeer(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -42,7 +43,7 @@ func TestDeadPeer(t *testing.T) {
 				case !errors.As(err, &p):
 					t.Errorf("rank %d: got %v, want a PeerError", r.me, err)
 				case p.Peer != 2 && !strings.Contains(err.Error(), "gave up the operation"):
-					t.Errorf("rank %d: got %v, want it to blame rank 2", r.me, err)
+					t.Errorf("rank %d: got %v, want a *PeerError for rank 2", r.me, err)
 				case again == nil || !errors.Is(again, err):
 					t.Errorf("rank %d: got %v after a failure, want that failure", r.me, again)
 				}
@@ -63,7 +64,7 @@ func TestContextEnds(t *testing.T) {
 			ctx, cancel := context.WithCancelCause(t.Context())
 			timer := time.AfterFunc(50*time.Millisecond, func() { cancel(why) })
 			defer timer.Stop()
-			run(t, 2, shm.Config{Crowded: true}, func(r *rank) error {
+			run(t, 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
 				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil || r.me == 1 {
 					return err
 				}
@@ -104,7 +105,7 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 	}
 }
 
-// A rank that gives up a buffer which others may be reading says so first: who has read it does not report success.
+// A rank that gives up a buffer that others may be reading announces that first, so no rank that has read it succeeds.
 func TestAbandonedBuffer(t *testing.T) {
 	const size = 8 << 10
 	for _, gaveUp := range []bool{false, true} {
@@ -132,7 +133,7 @@ func TestAbandonedBuffer(t *testing.T) {
 	}
 }
 
-// What a peer says about its memory is held against what there is.
+// The table of a peer is checked against its memory.
 func TestPeersTables(t *testing.T) {
 	for name, change := range map[string]func(table []byte){
 		"too many extents":     func(table []byte) { table[3] = 0xff },
@@ -157,7 +158,7 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
-// The same for an alltoall, whose table has one extent and the counts. Nothing is allocated for what cannot be.
+// The same for an alltoall, the table of which has one extent and the counts. Nothing is allocated for impossible counts.
 func TestPeersCounts(t *testing.T) {
 	put := func(table []byte, words ...uint64) {
 		for i, w := range words {
@@ -183,7 +184,7 @@ func TestPeersCounts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			besidePretender(t, change, func(ctx context.Context, r *rank) error {
 				return r.Alltoall(ctx, message.Direct, aligned(2*own), []int64{own, own}, func(counts []int64) ([]byte, error) {
-					t.Errorf("asked for %d bytes", counts)
+					t.Errorf("allocate was called with %d bytes, want no call", counts)
 					return aligned(int(sum(counts))), nil
 				})
 			})
@@ -191,14 +192,14 @@ func TestPeersCounts(t *testing.T) {
 	}
 }
 
-// pretended is what a pretender has in its arena, of twice the size.
+// pretended is the size of the tensor of the pretending rank. Its arena has twice that size.
 const pretended = 8 << 10
 
-// besidePretender runs op at rank 0 beside a rank 1 that says it has come, with a table of our making, and wants a
-// PeerError of that.
+// besidePretender runs op at rank 0. Rank 1 pretends to have come, with a table that the test writes. op must return a
+// *PeerError for it.
 func besidePretender(t *testing.T, change func(table []byte), op func(ctx context.Context, r *rank) error) {
 	t.Helper()
-	err := try(newHost(), 2, shm.Config{Crowded: true}, func(r *rank) error {
+	err := try(newHost(), 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
 		if r.me == 1 {
 			seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
 			if err != nil {
@@ -221,7 +222,7 @@ func besidePretender(t *testing.T, change func(table []byte), op func(ctx contex
 	}
 }
 
-// An output of another length than was asked for is an error.
+// An output with a wrong length is an error.
 func TestAlltoallOutput(t *testing.T) {
 	for n := 1; n <= 2; n++ {
 		for _, wrong := range []int{-1, 1} {
@@ -239,7 +240,7 @@ func TestAlltoallOutput(t *testing.T) {
 	}
 }
 
-// Wrong arguments are refused before anything is said to the peers, and end the backend all the same: the others run the
+// Wrong arguments are refused before the peers see any of them. They end the backend, because the others run the
 // operation.
 func TestRefused(t *testing.T) {
 	for name, op := range map[string]func(r *rank) error{
@@ -296,7 +297,7 @@ func TestPlan(t *testing.T) {
 	})
 }
 
-// A failed operation leaves nothing that writes to its buffers, not even when the rank that it lacked comes at last.
+// After a failed operation nothing writes to its buffers, even if the rank that it waited for comes late.
 func TestBuffersAreLetGo(t *testing.T) {
 	failed, over := make(chan struct{}), make(chan struct{})
 	run(t, 2, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
@@ -312,7 +313,7 @@ func TestBuffersAreLetGo(t *testing.T) {
 		defer cancel()
 		buf := r.mem.alloc(64 << 10)
 		if err := r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, buf); err == nil {
-			t.Error("rank 0 succeeded alone")
+			t.Error("rank 0 succeeded without rank 1")
 		}
 		want := bytes.Repeat([]byte{7}, len(buf))
 		copy(buf, want)

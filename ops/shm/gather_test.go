@@ -28,7 +28,7 @@ func sum(counts []int64) (total int64) {
 	return total
 }
 
-// buffer is numBytes of memory, of an arena or not by turns that differ between the ranks.
+// buffer returns numBytes of memory, in turn from an arena and ordinary. The turns differ between the ranks.
 func (r *rank) buffer(round int, numBytes int64) []byte {
 	if numBytes > 0 && (round/2+r.me)%2 == 0 {
 		return r.mem.alloc(int(numBytes))
@@ -36,7 +36,7 @@ func (r *rank) buffer(round int, numBytes int64) []byte {
 	return aligned(int(numBytes))
 }
 
-// fill is what rank from has for rank to.
+// fill returns the block of rank from for rank to.
 func fill(dst []byte, from, to, round int) {
 	for i := range dst {
 		dst[i] = byte(i + 31*from + 7*to + round)
@@ -125,7 +125,7 @@ func TestAlltoall(t *testing.T) {
 				return c[rank%2:][:n]
 			}
 			for round := range 14 {
-				r.Steps = (round+r.me)%3 == 0 // else it waits
+				r.Steps = (round+r.me)%3 == 0 // the other ranks wait
 				c := gives(r.me, round)
 				in := r.buffer(round, sum(c))
 				at := int64(0)

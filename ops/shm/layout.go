@@ -11,25 +11,24 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at
-// 0, each other where the one before it ends.
+// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at byte 0,
+// and each other one at the end of the one before.
 type extent struct {
 	end     int64 // exclusive
 	in, out place
 }
 
-// place is where a peer finds an extent: at this offset of this chunk, or without a chunk in the staging
-// area.
+// place is the place where a peer reads an extent: at offset in an arena chunk, or in the staging area if chunk is 0.
 type place struct {
 	chunk  uint32
 	offset int64
-	mem    []byte // of the chunk, in this process; nil at its owner
+	mem    []byte // the chunk as it is mapped in this process; nil at its owner
 }
 
 func (p *place) staged() bool { return p.chunk == 0 }
 
 // A table is u32 number of extents | u32 0, then for each: u64 end | u32 chunk of in | u32 chunk of out | u64 offset of in |
-// u64 offset of out. An alltoall has one extent, and behind it u64 bytes for each member of the set.
+// u64 offset of out. An alltoall has one extent, and after it u64 bytes for each member of the set.
 const (
 	tableHeader = 8
 	extentBytes = 32
@@ -53,8 +52,8 @@ func (l *layout) find(v int64) (i int, begin int64) {
 	return i, begin
 }
 
-// describe makes the layout of this rank's tensors. Tensors in arenas are read there, if the table has room
-// for so many places.
+// describe makes the layout of this rank's tensors. Tensors in arenas are read in place, as long as the table has
+// room for their extents.
 func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bool)) {
 	l.extents, l.direct = l.extents[:0], false
 	var end int64
@@ -98,7 +97,7 @@ func (l *layout) write(table []byte) {
 	}
 }
 
-// read takes the layout of a peer from its table and maps what it names. total is the size that the buffer
+// read reads the layout of a peer from its table, and maps the chunks that it names. total is the size that the buffer
 // should have. elem is the size of an element, a power of two, for kernels that need aligned elements, or 1
 // if the bytes are only copied.
 func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
@@ -144,20 +143,21 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	return nil
 }
 
-// own has this rank's tensors, found by their place in the buffer.
+// own has this rank's tensors, and finds them by their position in the buffer.
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
-	last    int // where at was
+	last    int // the tensor that at found last
 
-	room   []byte // of what pack has packed
+	room   []byte // memory of the packed tensors
 	packed []ops.Tensor
 }
 
 const (
-	// packedBytes is up to which size a tensor is packed: to copy it costs less than to treat it by itself in every step.
+	// packedBytes is the greatest size of a tensor that is packed. Copying such a tensor costs less than handling it
+	// separately in every step.
 	packedBytes = 2 << 10
-	// roomBytes bounds what is packed, so that it stays in the cache.
+	// roomBytes bounds the packed bytes, so that they stay in the cache.
 	roomBytes = 512 << 10
 )
 
@@ -169,7 +169,7 @@ func (o *own) pack() {
 	if o.room == nil {
 		o.room = make([]byte, roomBytes)
 	}
-	n, used, begin := 0, 0, -1 // begin is where in room the last tensor begins, if it is packed
+	n, used, begin := 0, 0, -1 // begin is the offset in room at which the last tensor begins, or -1 if it is not packed
 	for i, t := range o.tensors {
 		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
 			at := o.room[used:end]
@@ -221,12 +221,12 @@ func (o *own) clear() {
 	o.tensors, o.packed = o.tensors[:0], o.packed[:0]
 }
 
-// at returns what lies from byte v on, at most n bytes: the contribution, and the place of the result.
+// at returns the contribution and the memory of the result from byte v on, at most n bytes.
 func (o *own) at(v, n int64) (in, out []byte) {
 	i := o.last
 	t := &o.tensors[i]
 	if begin := o.ends[i] - int64(len(t.In)); v < begin || v >= o.ends[i] {
-		if i++; v != o.ends[i-1] { // mostly it is the next
+		if i++; v != o.ends[i-1] { // in most calls it is the next tensor
 			i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
 		}
 		o.last, t = i, &o.tensors[i]

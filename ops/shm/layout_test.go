@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// A peer's table is as long as a table is, whatever it says.
+// Reading a table stays within its memory, whatever the peer has written.
 func FuzzReadLayout(f *testing.F) {
 	table := make([]byte, tableBytes)
 	(&layout{extents: []extent{{end: 64, in: place{chunk: 1, offset: 64}}, {end: 128}}}).write(table)

@@ -25,38 +25,39 @@ type Memory interface {
 	Err(lane transport.Lane, rank topo.Rank) error
 }
 
-// A segment is one rank's part of a lane: written by it alone, read by all members. In it lie, each on cache lines of
-// its own:
+// A segment is one rank's memory for a lane. Only that rank writes it, and all members read it. It has these parts,
+// each on cache lines of its own:
 //
 //	progressAt    u64  rounds that the rank has finished, over all operations (small ones not counted)
-//	abortAt       u32  not 0: the rank has failed, and its callers' buffers may change from now on
-//	restAt        u32  not 0: the rank sleeps, or is about to: who posts must wake
-//	tablesAt      two tables, for operations in turn: where the rank's tensors lie
-//	slotsAt       two slots, for small operations in turn: u64 number of the operation, contribution of a few bytes
-//	ringAt        contributions of more bytes to small operations, one behind the other, round and round
-//	stagingAt     stages × stageBytes: what the peers cannot read where it lies
+//	abortAt       u32  not 0: the rank has failed, and its buffers may change from now on
+//	parkedAt      u32  not 0: the rank sleeps or is about to, so a rank that posts must wake it
+//	tablesAt      two tables, used by operations in turn: where the rank's tensors lie
+//	slotsAt       two slots, used by small operations in turn: u64 number of the operation, contribution of a few bytes
+//	ringAt        ring buffer of the contributions of more bytes to small operations
+//	stagingAt     stages × stageBytes: data that the peers cannot read in place
 //
-// Two of each are enough because an operation does not end before all ranks have begun it: who fills a table or slot
-// anew has seen all others come to the operation between, so they are through with the one before.
+// Two of each are enough because an operation does not end before all ranks have begun it. A rank that writes a table or
+// slot again has finished the operation in between. So all others have begun that one, and have finished the one before.
 const (
 	progressAt = 0
 	abortAt    = 128
-	restAt     = 256
+	parkedAt   = 256
 	tablesAt   = 512
 	slotsAt    = tablesAt + 2*tableBytes
 	ringAt     = (slotsAt + 2*slotBytes + pageBytes - 1) / pageBytes * pageBytes
 	stagingAt  = ringAt + ringBytes
 
 	lineBytes = 64
-	// pageBytes is where the large parts begin. Buffers mostly begin on a page too: a copy whose ends lie differently in
-	// theirs takes some loads for dependent on stores that are in flight.
+	// pageBytes is the alignment of the large parts. Most buffers are aligned to a page too. If source and destination of
+	// a copy are at different offsets in their pages, the processor takes some loads for dependent on stores in flight.
 	pageBytes  = 4096
 	tableBytes = 64 << 10
 	slotBytes  = lineBytes
-	// smallBytes is the most that the other ranks together give to a rank at once, to be reduced by everyone for himself.
+	// smallBytes is the most that the other ranks together may contribute to a small operation, which every rank reduces
+	// completely.
 	smallBytes = 64 << 10
-	// ringBytes is so much that what was written there is in nobody's second-level cache any more when its place is written
-	// anew: to write a line that another processor holds takes four times as long.
+	// ringBytes is so large that a line of the ring has left the second-level caches of all processors before it is written
+	// again: writing a line that another processor holds takes four times as long.
 	ringBytes = 4 << 20
 	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from the one
 	// before it and copy from the two before that.

@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// host is memory that the ranks of one process share because it is one: the protocol of the backends without files and
-// mappings, where the race detector sees every access.
+// host implements Memory for the ranks of one process, without files and mappings, so that the race detector sees every
+// access.
 type host struct {
 	mu       sync.Mutex
 	changed  *sync.Cond
@@ -90,7 +90,7 @@ func (m *rankMemory) Err(lane transport.Lane, rank topo.Rank) error {
 	return m.dead[rank]
 }
 
-// kill makes all ranks take rank for dead.
+// kill makes Err report the death of rank at all ranks.
 func (h *host) kill(rank topo.Rank, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

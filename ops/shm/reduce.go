@@ -8,12 +8,11 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// blockBytes is how much is reduced at a time: few enough bytes that all steps find them in the first-level
-// cache.
+// blockBytes is how many bytes are reduced at a time. All buffers of a block fit in the first-level cache.
 const blockBytes = 8 << 10
 
-// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result
-// depend neither on the rank that computes it nor on what lies beside it.
+// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result depend
+// neither on the rank that computes it nor on the other tensors of the operation.
 type reducer struct {
 	op    tensor.ReduceOp
 	dt    tensor.DType
@@ -26,7 +25,7 @@ type reducer struct {
 	narrow  kernel.ConvertFunc
 	combine kernel.Func // of the wide type
 
-	sum     [2 * blockBytes]byte // what is reduced so far, wide if need be
+	sum     [2 * blockBytes]byte // the reduction of the first sources; of twice the size if wide is set
 	scaled  [2][blockBytes]byte
 	widened [2 * blockBytes]byte
 }
@@ -113,7 +112,7 @@ func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	return scaled
 }
 
-// finish applies to a result what comes after the reduction.
+// finish applies Divisor and Post to the result of a reduction.
 func (r *reducer) finish(dst []byte) {
 	if r.s.Divisor > 1 {
 		kernel.Divide(r.dt)(dst, r.s.Divisor)
@@ -123,8 +122,8 @@ func (r *reducer) finish(dst []byte) {
 	}
 }
 
-// alone applies to buf what a reduction of one rank does.
-func (r *reducer) alone(buf []byte) {
+// reduceOne applies to buf what a reduction of one rank does: the scaling.
+func (r *reducer) reduceOne(buf []byte) {
 	if r.s.Pre != 1 && r.scale != nil {
 		r.scale(buf, r.s.Pre)
 	}

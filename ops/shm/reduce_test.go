@@ -13,9 +13,9 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input returns what rank has in tensor number t: small numbers, so that the bits do not depend on the order.
+// input returns the contribution of rank to tensor number t: small numbers, so that the bits do not depend on the order.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
-	const period = 10 // of the numbers; to set each by itself takes the race detector minutes
+	const period = 10 // of the numbers; with the race detector, setting each number takes minutes
 	b := aligned(numElems * dt.Size())
 	v := make([]float64, min(numElems, period))
 	for i := range v {
@@ -61,7 +61,7 @@ func encode(dt tensor.DType, dst []byte, v []float64) {
 	}
 }
 
-// reduced returns what n ranks' inputs reduce to.
+// reduced returns the reduction of the inputs of n ranks.
 func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	f, err := kernel.Reduce(op, dt)
 	if err != nil {
@@ -76,10 +76,10 @@ func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 
 var one = ops.Scaling{Pre: 1, Post: 1}
 
-// Sizes about the places where something changes: a cache line, the small path, one step and several, the last block.
+// Sizes around each limit: a cache line, the greatest small operation, one step, several steps, the last block.
 var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
 
-// Every type, operation, size and number of ranks, from ordinary memory, from arenas, and some ranks so and others so.
+// All types, operations, sizes and numbers of ranks, with tensors in ordinary memory, in arenas, or mixed between the ranks.
 func TestAllreduce(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		for _, dt := range tensor.DTypes() {
@@ -119,7 +119,7 @@ func difference(got, want []byte) string {
 	return "the lengths differ"
 }
 
-// Tensors in any mixture of memory, cut otherwise at every rank, out of place and in place, give what one tensor does.
+// Tensors in any mixture of memory, divided differently at every rank, in place or not, give the same result as one tensor.
 func TestAllreduceFused(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -162,7 +162,7 @@ func TestAllreduceFused(t *testing.T) {
 	}
 }
 
-// tensor returns one with this content, in memory of any kind.
+// tensor returns a tensor with this content, in ordinary memory or in an arena.
 func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	memory := func() []byte {
 		if len(content) > 0 && rng.IntN(2) == 0 {
@@ -178,7 +178,7 @@ func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	return ops.Tensor{In: in, Out: memory()}
 }
 
-// Scaling rounds as it does before and after a reduction of its own.
+// Scaling in an operation rounds in the same way as scaling before and after it.
 func TestScaling(t *testing.T) {
 	for n := 1; n <= 4; n++ {
 		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64, tensor.Int32, tensor.Uint8} {

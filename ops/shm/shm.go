@@ -1,7 +1,7 @@
 // Package shm runs collectives between the ranks of one host, on each other's memory.
 //
 // Every rank has a segment for a lane and may have tensors in arenas. It reads those of its peers and writes
-// only its own, so a rank that is late, stopped or broken corrupts nobody. Data in ordinary memory, which
+// only its own, so a rank that is late, stopped or broken corrupts no other rank. Data in ordinary memory, which
 // peers cannot read where it lies, passes through the staging area of its owner's segment, in steps that fit
 // the caches. There is no fusion buffer.
 //
@@ -12,12 +12,12 @@
 //	from arenas             nB read, nB written
 //	from ordinary memory    nB read, nB written; the staging areas stay in the caches
 //
-// If a rank pushed its parts, or with a fusion buffer, it would see half as much again, or more.
+// Pushing the parts to their owners, or a fusion buffer, would cost at least half as much again.
 // Contributions are reduced in the order of the ranks whatever the size, so the result of an element depends
 // only on the values of the ranks, and the deterministic mode costs nothing.
 //
-// Few bytes take another path: each rank shows all of them to all others beside the number of the operation,
-// and every rank reduces all of them.
+// Small operations take another path: each rank writes all its bytes and the number of the operation to its
+// segment, and every rank reduces all bytes.
 //
 // A waiting rank spins for a short while, then yields the core, then sleeps on a futex. With more ranks than
 // cores it does not spin. docs/arena.md has the rules for shared memory.
@@ -61,8 +61,8 @@ type Config struct {
 	// they have left the caches. With 1 MiB between two ranks it took 85 us instead of 50. Default 1.5 MiB.
 	SmallBytes, DirectBytes int64
 
-	// Crowded says that the host has more ranks than cores, so that waiting must yield.
-	Crowded bool
+	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must yield its core.
+	Oversubscribed bool
 
 	// Find returns where a buffer lies in this process's arenas. Default arena.Find.
 	Find func([]byte) (arena.Ref, bool)
@@ -80,56 +80,56 @@ type Backend struct {
 	me    int
 	find  func([]byte) (arena.Ref, bool)
 
-	stageBytes    int64
-	smallBytes    int64
-	directBytes   int64
-	looks, yields int
-	crowded       bool
+	stageBytes     int64
+	smallBytes     int64
+	directBytes    int64
+	spins, yields  int
+	oversubscribed bool
 
 	ctx     context.Context // of the running operation
-	err     error           // what ended the backend
+	err     error           // the error that ended the backend
 	segment []byte          // of this rank; nil before the first operation
 	peers   []peer          // by rank of the set, with this one
-	// connected says that the peers' segments are known.
+	// connected says that the segments of all peers are mapped.
 	connected bool
-	// progress and rest are this rank's words.
+	// progress and parked are words in the segment of this rank (see Memory).
 	progress *uint64
-	rest     *uint32
+	parked   *uint32
 
-	op    ops.Operation // under way
+	op    ops.Operation // in progress
 	state state
 
-	rounds uint64 // that all ranks have come to, or will when the operation is over
-	smalls uint64 // small operations
+	rounds     uint64 // rounds of the operations before this one, which all ranks have finished or will finish
+	smallCount uint64 // small operations that were started
 	// smallTotal is the number of bytes of the small operation in progress.
 	smallTotal int64
-	running    running // the exchange under way
-	stage      int     // steps staged over all operations
-	turn       int     // of the tables
+	running    running // the exchange in progress
+	stage      int     // steps staged in the operations before this one
+	turn       int     // the table that this operation uses, 0 or 1
 	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd that of the
 	// next one's.
 	ringPos, ringEnd int64
 
-	// What follows is kept because steady state allocates nothing.
-	own      own
-	one      [1]ops.Tensor
-	layouts  []layout // by rank of the set
-	sources  [][]byte
-	plan     plan
-	counts   [][]int64 // alltoall: from, to
-	received []int64
-	reducer  reducer
-	scratch  [smallBytes]byte
-	chunk    func(id uint32) ([]byte, error) // of member asked
-	asked    int
+	// The fields below are kept between operations so that steady state allocates nothing.
+	own        own
+	one        [1]ops.Tensor
+	layouts    []layout // by rank of the set
+	sources    [][]byte
+	plan       plan
+	counts     [][]int64 // for alltoall: bytes that member i sends to member k
+	received   []int64
+	reducer    reducer
+	scratch    [smallBytes]byte
+	chunk      func(id uint32) ([]byte, error) // maps a chunk of member chunkOwner
+	chunkOwner int
 }
 
-// peer is what this rank reads from a member of the set.
+// peer has the parts of a member's segment that this rank reads.
 type peer struct {
 	segment  []byte
 	progress *uint64
 	abort    *uint32
-	rest     *uint32
+	parked   *uint32
 }
 
 // New returns the backend of rank ranks[me] for the process set ranks, all of which share memory, on a lane
@@ -139,7 +139,7 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	b := &Backend{
 		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
 		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
-		looks: looks, yields: yields,
+		spins: spins, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
 		counts: make([][]int64, n),
 		plan:   plan{ends: make([]int64, n)},
@@ -156,10 +156,10 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	if b.directBytes <= 0 {
 		b.directBytes = defaultDirectBytes
 	}
-	if cfg.Crowded {
-		b.looks, b.yields, b.crowded = crowdedLooks, crowdedYields, true
+	if cfg.Oversubscribed {
+		b.spins, b.yields, b.oversubscribed = oversubscribedSpins, oversubscribedYields, true
 	}
-	b.chunk = func(id uint32) ([]byte, error) { return b.mem.Arena(b.ctx, b.ranks[b.asked], id) }
+	b.chunk = func(id uint32) ([]byte, error) { return b.mem.Arena(b.ctx, b.ranks[b.chunkOwner], id) }
 	return b
 }
 
@@ -192,9 +192,11 @@ func Register(mem Memory, cfg Config) ops.Registration {
 	}}
 }
 
-// Crowded reports whether this host has more processes of the job than processors for them, so that a waiting
-// rank must yield.
-func Crowded(processes int) bool { return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0)) }
+// Oversubscribed reports whether this host has more processes of the job than processors for them, so that a
+// waiting rank must yield its core.
+func Oversubscribed(processes int) bool {
+	return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
+}
 
 // Open shares this rank's memory, so that operations need not do it.
 func (b *Backend) Open() error {
@@ -207,13 +209,13 @@ func (b *Backend) Open() error {
 		return fmt.Errorf("ops/shm: share memory for lane %d: %w", b.lane, err)
 	}
 	b.segment = segment
-	b.progress, b.rest = word(segment, progressAt), flag(segment, restAt)
+	b.progress, b.parked = word(segment, progressAt), flag(segment, parkedAt)
 	b.peers[b.me] = peerOf(segment)
 	return nil
 }
 
 func peerOf(segment []byte) peer {
-	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt), rest: flag(segment, restAt)}
+	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt), parked: flag(segment, parkedAt)}
 }
 
 // connect shares this rank's memory and maps that of all members.
@@ -230,7 +232,7 @@ func (b *Backend) connect() error {
 			return err
 		}
 		if int64(len(segment)) < b.SegmentBytes() {
-			return b.blame(i, fmt.Errorf("got a segment of %d bytes, want at least %d", len(segment), b.SegmentBytes()))
+			return b.peerError(i, fmt.Errorf("got a segment of %d bytes, want at least %d", len(segment), b.SegmentBytes()))
 		}
 		b.peers[i] = peerOf(segment)
 	}
@@ -238,8 +240,8 @@ func (b *Backend) connect() error {
 	return nil
 }
 
-// blame returns err as the fault of member i.
-func (b *Backend) blame(i int, err error) error {
+// peerError returns err as a *transport.PeerError for member i, unless err wraps one already.
+func (b *Backend) peerError(i int, err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
 		return err
@@ -247,11 +249,10 @@ func (b *Backend) blame(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGaveUp is the error for a peer that has failed and whose callers' buffers may have changed while they
-// were read.
-var errGaveUp = errors.New("the peer gave up the operation")
+// errGivenUp is the error for a peer that has failed and may have changed its buffers while this rank read them.
+var errGivenUp = errors.New("the peer gave up the operation")
 
-// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads what it needs.
+// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all other ranks.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
@@ -277,7 +278,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
 		atomic.StoreUint32(flag(b.segment, abortAt), 1)
-		shmem.Fence() // before the callers' buffers change
+		shmem.Fence() // peers see the abort word before the caller changes its buffers
 	}
 	return b.err
 }
@@ -318,13 +319,13 @@ func (b *Backend) single() []ops.Tensor {
 	return b.one[:]
 }
 
-// alone does an allreduce of one rank.
-func (b *Backend) alone() {
+// reduceSingle does an allreduce of one rank.
+func (b *Backend) reduceSingle() {
 	for _, t := range b.own.tensors {
 		if &t.In[0] != &t.Out[0] {
 			copy(t.Out, t.In)
 		}
-		b.reducer.alone(t.Out)
+		b.reducer.reduceOne(t.Out)
 	}
 }
 

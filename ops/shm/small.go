@@ -2,27 +2,27 @@ package shm
 
 import "github.com/gohvd/gohvd/ops"
 
-// Few bytes are reduced in one step: each rank gives all to all others, and everybody reduces everything. The number of
-// the operation stands beside the contribution, so that few bytes cost one cache line.
+// A small operation takes one step: each rank publishes its whole contribution, and every rank reduces all of them. The
+// number of the operation is beside the contribution, so that a few bytes cost one cache line.
 
-// isSmall reports whether an operation of total bytes takes the path of small ones.
+// isSmall reports whether an operation of total bytes is run as a small operation.
 func (b *Backend) isSmall(total int64) bool {
 	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
-// startSmall shows this rank's contribution to the others.
+// startSmall publishes this rank's contribution to the others.
 func (b *Backend) startSmall(total int64) {
 	b.smallTotal = total
-	b.smalls++
-	mine := slotOf(b.segment, b.turnOfSmall())
+	b.smallCount++
+	mine := slotOf(b.segment, b.smallSlot())
 	b.advance(total)
-	gather(b.shown(b.segment, total), b.own.tensors)
-	b.post(word(mine, 0), b.smalls)
+	gather(b.smallBuffer(b.segment, total), b.own.tensors)
+	b.post(word(mine, 0), b.smallCount)
 }
 
-// turnOfSmall returns which slot the running small operation uses. A rank begins the operation after the next
+// smallSlot returns which slot the running small operation uses. A rank begins the operation after the next
 // only when all ranks have begun the next one, and so have finished this one.
-func (b *Backend) turnOfSmall() int { return int(b.smalls & 1) }
+func (b *Backend) smallSlot() int { return int(b.smallCount & 1) }
 
 // awaitSmall waits for the contributions of the others.
 func (b *Backend) awaitSmall() error {
@@ -30,31 +30,31 @@ func (b *Backend) awaitSmall() error {
 		if i == b.me {
 			continue
 		}
-		if err := b.await(i, word(slotOf(b.peers[i].segment, b.turnOfSmall()), 0), b.smalls); err != nil {
+		if err := b.await(i, word(slotOf(b.peers[i].segment, b.smallSlot()), 0), b.smallCount); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// smallArrived reports whether the contributions of the others are there.
+// smallArrived reports whether the contributions of the others have arrived.
 func (b *Backend) smallArrived() bool {
 	for i := range b.peers {
-		if i != b.me && !reached(word(slotOf(b.peers[i].segment, b.turnOfSmall()), 0), b.smalls) {
+		if i != b.me && !reached(word(slotOf(b.peers[i].segment, b.smallSlot()), 0), b.smallCount) {
 			return false
 		}
 	}
 	return true
 }
 
-// finishSmall reduces the contributions, which are there.
+// finishSmall reduces the contributions, which have arrived.
 func (b *Backend) finishSmall() {
 	total := b.smallTotal
 	for i := range b.peers {
-		b.sources[i] = b.shown(b.peers[i].segment, total)
+		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}
 	if len(b.own.tensors) == 1 {
-		b.sources[b.me] = b.own.tensors[0].In // a line that others read is slow to come back
+		b.sources[b.me] = b.own.tensors[0].In // reading it from the segment is slower, because other processors hold its lines
 	}
 	out := b.own.tensors[0].Out
 	if len(b.own.tensors) > 1 {
@@ -75,15 +75,15 @@ func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// shown returns the given number of bytes of the running small operation in a segment.
-func (b *Backend) shown(segment []byte, total int64) []byte {
+// smallBuffer returns the contribution of total bytes to the running small operation in a segment.
+func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
-		return slotOf(segment, b.turnOfSmall())[flagBytes:][:total]
+		return slotOf(segment, b.smallSlot())[flagBytes:][:total]
 	}
 	return segment[ringAt+b.ringPos:][:total]
 }
 
-// advance finds a place in the ring for total bytes. It is the same at all ranks.
+// advance reserves total bytes in the ring. The position is the same at all ranks.
 func (b *Backend) advance(total int64) {
 	if total <= slotBytes-flagBytes {
 		return

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// Contributions lie one behind the other in a ring, which comes round several times here.
+// Contributions follow each other in a ring, which wraps around several times in this test.
 func TestSmallRoundTheRing(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		run(t, n, shm.Config{SmallBytes: 64 << 10}, func(r *rank) error {

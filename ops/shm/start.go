@@ -10,13 +10,13 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// Operations are done in steps, each of which needs the other ranks' step before.
+// An operation runs in steps. A step needs the previous step of all other ranks.
 
-// Start implements ops.Backend. Once the peers' segments are known it shows the peers what they need first
-// from this rank.
+// Start implements ops.Backend. If the peers' segments are mapped, it already writes what the first step of the
+// peers reads.
 func (b *Backend) Start(op ops.Operation) error {
 	if b.err != nil || b.state != idle {
-		return b.fail(op.Kind, errUnderWay)
+		return b.fail(op.Kind, errNotFinished)
 	}
 	b.op, b.state = op, started
 	if !b.connected && len(b.ranks) > 1 {
@@ -28,12 +28,12 @@ func (b *Backend) Start(op ops.Operation) error {
 	return nil
 }
 
-// Step implements ops.Backend. It does one round if there are several.
+// Step implements ops.Backend. It does at most one round.
 func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if b.err != nil || b.state == idle {
 		return ops.Waiting, b.fail(b.op.Kind, errNotStarted)
 	}
-	b.ctx = noTime
+	b.ctx = endedContext
 	if wait {
 		b.ctx = ctx
 	}
@@ -48,22 +48,22 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	return p, nil
 }
 
-// Close implements ops.Backend. The memory belongs to the lane.
+// Close implements ops.Backend. It does nothing: the mesh frees the memory when the lane is released.
 func (b *Backend) Close() {}
 
-// state is how far an operation has come.
+// state is the state of the operation.
 type state uint8
 
 const (
 	idle    state = iota
-	started       // and not begun
+	started       // Start was called, and begin was not
 	exchanging
 	small
 	alltoall
 	done
 )
 
-// begin does the first round, which waits for nobody.
+// begin does the first round, which does not wait for other ranks.
 func (b *Backend) begin() error {
 	op := &b.op
 	if op.Algorithm != message.Direct {
@@ -108,7 +108,7 @@ func (b *Backend) beginAllreduce() error {
 	}
 	switch {
 	case len(b.ranks) == 1:
-		b.alone()
+		b.reduceSingle()
 		b.state = done
 	case b.isSmall(total):
 		b.startSmall(total)
@@ -123,7 +123,7 @@ func (b *Backend) beginAllreduce() error {
 	return nil
 }
 
-// exchange begins the exchange that is planned. A single rank has finished with that.
+// exchange begins the exchange that b.plan describes. If there is only one rank, the operation is then done.
 func (b *Backend) exchange() {
 	b.state = done
 	if len(b.ranks) == 1 {
@@ -135,7 +135,8 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If it has to wait it waits if wait is set, and otherwise reports that.
+// step does the next step. If other ranks are not ready for it, step waits if wait is set, and otherwise returns
+// Waiting or Blocked.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {
@@ -172,16 +173,16 @@ func (b *Backend) step(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// noTime is the context of a step that does not wait: it has ended.
-var noTime = func() context.Context {
+// endedContext is the context of a step that does not wait: it has ended.
+var endedContext = func() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	return ctx
 }()
 
 var (
-	// errUnderWay is a call between the steps of an operation.
-	errUnderWay = errors.New("the previous operation has not finished")
-	// errNotStarted is a step of an operation that was not started.
+	// errNotFinished is the error of Start while an operation is in progress.
+	errNotFinished = errors.New("the previous operation has not finished")
+	// errNotStarted is the error of Step if no operation was started.
 	errNotStarted = errors.New("no operation was started")
 )

@@ -34,7 +34,7 @@ func start(r *rank, buf []byte) error {
 	})
 }
 
-// connect has an operation behind it, whose first step must wait, because the others' memory is not known.
+// connect runs an operation. Its first step must wait, because the memory of the others is not mapped yet.
 func connect(r *rank) error {
 	buf := input(tensor.Float32, r.me, 0, 1)
 	if err := start(r, buf); err != nil {
@@ -46,7 +46,7 @@ func connect(r *rank) error {
 	return finish(r, 0)
 }
 
-// finish does the steps that are left, the last of them by waiting if so many tries are too few.
+// finish does the remaining steps. If the given number of tries is not enough, it waits in the last step.
 func finish(r *rank, tries int) error {
 	for i := 0; ; i++ {
 		p, err := r.Step(context.Background(), i >= tries)
@@ -59,8 +59,8 @@ func finish(r *rank, tries int) error {
 	}
 }
 
-// What was started is finished by trying, or by waiting, or by both, and between other operations: in one step or in many,
-// from private memory or from arenas.
+// A started operation can be finished by steps that wait, by steps that do not, or by both, between other operations: in one
+// step or in many, from ordinary memory or from arenas.
 func TestStart(t *testing.T) {
 	const n = 3
 	for _, elems := range []int{100, 5000, 50_000} {
@@ -138,7 +138,7 @@ func TestStartGather(t *testing.T) {
 	}
 }
 
-// A rank that has started does not wait for another that has not, unless told to, and then no longer than it is told to.
+// A rank that has started does not wait for another that has not, unless wait is set, and then only until its context ends.
 func TestStartDoesNotWait(t *testing.T) {
 	for _, elems := range []int{1, 5000} {
 		var waited atomic.Bool
@@ -174,7 +174,7 @@ func TestStartDoesNotWait(t *testing.T) {
 	}
 }
 
-// Nothing comes between the steps, and there are none without a start.
+// Start fails while an operation is in progress, and Step fails if none was started.
 func TestStepsOfAStart(t *testing.T) {
 	begun := func(r *rank, elems int) bool {
 		return start(r, input(tensor.Float32, r.me, 0, elems)) == nil

@@ -9,34 +9,35 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// A rank that waits looks, then looks and offers its core by turns, and then sleeps. Looking is quick where each rank has a
-// core to itself; where not, it takes the core from the rank that is waited for. That can happen anywhere: the kernel may put
-// two ranks on one core though another is idle. So nobody looks for longer than a yield or two take.
+// A waiting rank first spins, that is, it loads the word again and again. Then it alternates between spinning and yielding its
+// core, and at last it sleeps. Spinning is fastest if each rank has a core of its own. Otherwise it takes the core from the rank
+// that it waits for. That can happen on every machine: the kernel may put two ranks on one core though another core is idle. So
+// a rank never spins for longer than one or two yields take.
 const (
-	// looks is how often a rank looks before it yields, and between two yields: for about 2 us.
-	looks = 60
-	// crowdedLooks is that where there are more ranks than cores: as long as it takes to see a word that is being written.
-	crowdedLooks = 2
-	// yields is how often a rank offers its core before it sleeps, and crowdedYields that with more ranks than cores,
-	// where each may run another rank for a while, and where to be woken takes longest.
-	yields        = 30
-	crowdedYields = 100
-	// yieldsPerGosched keeps small what it costs to offer the processor to other goroutines: three times a yield.
+	// spins is how often a rank loads the word before it yields, and between two yields: about 2 us.
+	spins = 60
+	// oversubscribedSpins is the same number if there are more ranks than cores: enough to see a word that is being written.
+	oversubscribedSpins = 2
+	// yields is how often a rank yields its core before it sleeps, and oversubscribedYields the same number if there are more
+	// ranks than cores. Then each yield may run another rank for a while, and waking takes longest.
+	yields               = 30
+	oversubscribedYields = 100
+	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, which costs three times as much as a yield.
 	yieldsPerGosched = 16
-	// maxYielding bounds the time of all yields together: each may run another process for milliseconds, in which a rank that sleeps would
-	// have been woken.
+	// maxYielding bounds the time of all yields together. A yield may run another process for milliseconds. A rank that sleeps
+	// would be woken sooner.
 	maxYielding = time.Millisecond
-	// nap bounds a sleep. Nobody wakes a rank because its context has ended.
-	nap = 20 * time.Millisecond
+	// maxSleep bounds a sleep, because the end of a context wakes no rank: the rank checks its context after each sleep.
+	maxSleep = 20 * time.Millisecond
 )
 
-// post publishes word v of this rank's segment, with all that was written before, and wakes ranks that sleep.
+// post stores v in a word of this rank's segment, which publishes all that was written before, and wakes ranks that sleep.
 func (b *Backend) post(word *uint64, v uint64) {
 	atomic.StoreUint64(word, v)
-	// This load comes after that store, and a sleeper's look at the word after the store of its rest word: one of the two
-	// sees the other (Dekker). Both are sequentially consistent.
+	// This rank stores word and then loads parked. A rank that goes to sleep stores parked and then loads word. All are
+	// sequentially consistent, so at least one of the two sees the store of the other (Dekker).
 	for i := range b.peers {
-		if i != b.me && atomic.LoadUint32(b.peers[i].rest) != 0 {
+		if i != b.me && atomic.LoadUint32(b.peers[i].parked) != 0 {
 			shmem.Wake(lowHalf(word))
 			return
 		}
@@ -47,7 +48,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 func (b *Backend) await(i int, word *uint64, want uint64) error {
 	var began time.Time
 	for k := 0; ; k++ {
-		for range b.looks {
+		for range b.spins {
 			if reached(word, want) {
 				return nil
 			}
@@ -56,7 +57,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		if k == b.yields {
 			break
 		}
-		if b.crowded && k%yieldsPerGosched == yieldsPerGosched-1 {
+		if b.oversubscribed && k%yieldsPerGosched == yieldsPerGosched-1 {
 			runtime.Gosched() // the loop of this rank, or another rank of this process, may need the processor
 		}
 		if k == 0 {
@@ -66,17 +67,17 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		}
 		shmem.Yield()
 	}
-	atomic.StoreUint32(b.rest, 1)
-	defer atomic.StoreUint32(b.rest, 0)
+	atomic.StoreUint32(b.parked, 1)
+	defer atomic.StoreUint32(b.parked, 0)
 	for {
 		v := atomic.LoadUint64(word)
 		if int64(v-want) >= 0 {
 			return nil
 		}
-		if err := b.inVain(i); err != nil {
+		if err := b.waitError(i); err != nil {
 			return err
 		}
-		shmem.Wait(lowHalf(word), uint32(v), nap)
+		shmem.Wait(lowHalf(word), uint32(v), maxSleep)
 	}
 }
 
@@ -107,8 +108,8 @@ func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	return true, nil
 }
 
-// inVain returns why waiting for member i is useless, or nil.
-func (b *Backend) inVain(i int) error {
+// waitError returns the reason why member i will not come, or nil if waiting for it still makes sense.
+func (b *Backend) waitError(i int) error {
 	if err := b.mem.Err(b.lane, b.ranks[i]); err != nil {
 		return err
 	}
@@ -117,6 +118,6 @@ func (b *Backend) inVain(i int) error {
 
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
-// lowHalf returns the half of a word that changes with every step, because a futex has 32 bits. On the
-// processors that gohvd supports it comes first.
+// lowHalf returns the low half of a word, which changes with every step. A futex has only 32 bits. gohvd supports
+// only little-endian processors, on which the low half comes first.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }

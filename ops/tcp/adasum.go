@@ -51,9 +51,9 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	if b.me >= p {
 		return b.delegate(b.me-p, seg, buf)
 	}
-	guest := b.me + p // the rank that delegates to this one, if it exists
-	if guest < n {
-		if err := b.takeIn(guest, seg, buf); err != nil {
+	sender := b.me + p // the rank that sends its vector to this one, if it exists
+	if sender < n {
+		if err := b.combineFrom(sender, seg, buf); err != nil {
 			return err
 		}
 	}
@@ -67,8 +67,8 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 			return err
 		}
 	}
-	if guest < n {
-		return exchange(b.conns[guest], buf, nil, seg)
+	if sender < n {
+		return exchange(b.conns[sender], buf, nil, seg)
 	}
 	return nil
 }
@@ -85,9 +85,10 @@ func (b *Backend) delegate(host, seg int, buf []byte) error {
 	return exchange(c, nil, buf, seg)
 }
 
-// takeIn combines buf, as the vector of the lower side, with the vector that rank guest of the set delegates.
-func (b *Backend) takeIn(guest, seg int, buf []byte) error {
-	c, err := b.conn(guest)
+// combineFrom combines buf, as the vector of the lower side, with the vector that rank sender of the set sends with
+// delegate.
+func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
+	c, err := b.conn(sender)
 	if err != nil {
 		return err
 	}

@@ -56,9 +56,9 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 	return bufs[0]
 }
 
-// adasumTwin is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in the
+// adasumReference is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in the
 // tree of the package comment.
-func adasumTwin(dt tensor.DType, in [][]byte, tensors []int) []byte {
+func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0
 	for _, k := range tensors {
@@ -77,8 +77,8 @@ func adasumTwin(dt tensor.DType, in [][]byte, tensors []int) []byte {
 func combineAll(dt tensor.DType, in [][]byte) []byte {
 	p := 1 << (bits.Len(uint(len(in))) - 1)
 	v := slices.Clone(in[:p])
-	for i, guest := range in[p:] {
-		v[i] = combinePair(dt, v[i], guest)
+	for i, sent := range in[p:] {
+		v[i] = combinePair(dt, v[i], sent)
 	}
 	for ; len(v) > 1; v = v[:len(v)/2] {
 		for i := range len(v) / 2 {
@@ -150,7 +150,7 @@ func checkAdasum(t *testing.T, c *cluster, tensors []int) {
 	for _, dt := range floatTypes {
 		in := alike(dt, len(c.backends), tensors)
 		got := adasum(t, c, dt, in, tensors)
-		wantClose(t, fmt.Sprintf("adasum of %v × %v", tensors, dt), dt, in, tensors, got, adasumTwin(dt, in, tensors))
+		wantClose(t, fmt.Sprintf("adasum of %v × %v", tensors, dt), dt, in, tensors, got, adasumReference(dt, in, tensors))
 	}
 }
 
@@ -232,7 +232,7 @@ func TestAdasumNotFinite(t *testing.T) {
 		}
 		for _, dt := range floatTypes {
 			finite := alike(dt, n, tensors)
-			want := adasumTwin(dt, finite, tensors)
+			want := adasumReference(dt, finite, tensors)
 			for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
 				in := alike(dt, n, tensors)
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
