@@ -50,7 +50,7 @@ func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error
 	if c.Monotonic, err = monotonic(start); err != nil {
-		log.Warn("times of this rank cannot be compared with others' of its host", zap.Error(err))
+		log.Warn("reading the monotonic clock failed: times of this rank are not comparable with times of other ranks of the host", zap.Error(err))
 		c.Domain = ""
 	}
 	return c

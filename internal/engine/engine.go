@@ -169,7 +169,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.MaxResultBytes == 0 {
 		var host unix.Sysinfo_t
 		if err := unix.Sysinfo(&host); err != nil {
-			return nil, errors.Join(fmt.Errorf("engine: memory of the host: %w", err), cfg.Mesh.Close())
+			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err), cfg.Mesh.Close())
 		}
 		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
@@ -198,7 +198,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 	}
 	if cfg.Ready != nil {
-		e.log.Debug("init: connected, waiting for the other ranks to be")
+		e.log.Debug("init: connected, waiting until all ranks are connected")
 		if err := cfg.Ready(ctx); err != nil {
 			return nil, e.quit(err)
 		}
@@ -264,7 +264,7 @@ func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend mes
 		case backend == message.NoBackend:
 			backend, algorithm = b, a
 		case b != backend:
-			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend for all types of the group: %v for some, %v for others", backend, b)
+			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend supports all element types of the group: got %v for %v, but %v for another type", b, dt, backend)
 		case a != algorithm:
 			algorithm = message.Direct
 		}
@@ -304,7 +304,7 @@ func (e *Engine) connect(ctx context.Context) error {
 	}
 	wg.Wait()
 	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("engine: rank %d: control channel: %w", e.cfg.Rank, err)
+		return fmt.Errorf("engine: rank %d: opening the control connections: %w", e.cfg.Rank, err)
 	}
 	return nil
 }

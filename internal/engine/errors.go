@@ -11,14 +11,14 @@ import (
 
 // ErrShutDown is the error of operations that do not run anymore because this rank has shut down, or because
 // every rank that could have submitted them has.
-var ErrShutDown = errors.New("shut down before every rank had submitted it")
+var ErrShutDown = errors.New("shut down before every rank had submitted the operation")
 
 // ErrClosed is the error of an epoch that Close has ended.
 var ErrClosed = errors.New("the engine was closed")
 
 // ErrCutShort is the error of a shutdown that was cut short because operations that were still running made
 // no progress.
-var ErrCutShort = fmt.Errorf("%w; operations that were still running were cut off", ErrShutDown)
+var ErrCutShort = fmt.Errorf("%w: running operations were aborted because they made no progress", ErrShutDown)
 
 // StallError is the error of a job that was shut down because a tensor waited too long for ranks that did not
 // submit it. It matches ErrShutDown.

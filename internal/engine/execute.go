@@ -105,7 +105,7 @@ func (l *lane) start(w *work) (err error) {
 	case message.Reducescatter:
 		err = l.startReducescatter()
 	default:
-		err = fmt.Errorf("engine: granted operation %v is unknown", kind)
+		err = fmt.Errorf("engine: rank 0 granted an operation of the unknown kind %v", kind)
 	}
 	if err != nil {
 		return err
@@ -210,7 +210,7 @@ func (l *lane) isBrief(w *work, waitedFor bool) bool {
 // maxResultBytes, so that it must not be allocated.
 func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	if k.Ragged() && numBytes > l.maxResultBytes {
-		return fmt.Errorf("the result has %d bytes, want at most %d, the memory of the host", numBytes, l.maxResultBytes)
+		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes, l.maxResultBytes)
 	}
 	return nil
 }
@@ -231,14 +231,14 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 // refuseSize ends tensor i with an error because its output has no room for a result of numBytes.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
-	place := "in place"
+	place := "the tensor, which is in place,"
 	if !e.InPlace {
-		place = "in the output"
+		place = "the output"
 	}
-	text := fmt.Sprintf("%v %q: the result has %d bytes, %s there is room for %d: not all ranks contributed as much as this one",
+	text := fmt.Sprintf("%v %q: the result has %d bytes, but %s has %d bytes: not all ranks contributed as many rows as this rank",
 		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output))
 	if rows := w.grant.Responses[i].FirstDims; rows != nil {
-		text += fmt.Sprintf(", but %v rows", rows)
+		text += fmt.Sprintf(": rows by rank %v", rows)
 	}
 	w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: text})
 }

@@ -66,10 +66,10 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
+		return fmt.Errorf("%w: got %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxUnsent {
-		return fmt.Errorf("%w: %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxUnsent)
+		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxUnsent)
 	}
 	var buf []byte
 	if k := len(l.free); k > 0 {
@@ -92,7 +92,7 @@ func (l *link) flush() error { return l.conn.Flush() }
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
-		return 0, fmt.Errorf("%w: number %d of %d bytes, want number %d of at most %d", errFrame, got, n, seq, message.MaxFrameBytes)
+		return 0, fmt.Errorf("%w: got frame number %d with %d bytes, want frame number %d with at most %d bytes", errFrame, got, n, seq, message.MaxFrameBytes)
 	}
 	return int(n), nil
 }
@@ -120,7 +120,7 @@ var errFrame = errors.New("malformed frame")
 
 // errHungUp is the error of the end of a stream: the process has ended, or has closed its connections without
 // a shutdown.
-var errHungUp = errors.New("the process hung up")
+var errHungUp = errors.New("the process exited or closed it")
 
 // event is a frame from a peer, or the error that ended the connection.
 type event struct {

@@ -227,7 +227,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 // heartbeats.
 func (n *lockstep) expire() {
 	n.deadline = never
-	reason := fmt.Sprintf("it has not entered a collective of the negotiation for %v", 2*n.e.cfg.LivenessTimeout)
+	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", 2*n.e.cfg.LivenessTimeout)
 	for _, r := range n.via.missing() {
 		if n.e.coordinator != nil {
 			n.e.coordinator.Fault(r, reason)
@@ -343,7 +343,7 @@ func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch
 	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil && (len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
-		err = fmt.Errorf("vectors of %d and %d words, want %d and %d: do all ranks have the same HOROVOD_CACHE_CAPACITY?",
+		err = fmt.Errorf("got vectors of %d and %d words, want %d and %d: HOROVOD_CACHE_CAPACITY must be the same at all ranks",
 			len(v.and), len(v.or), len(s.and), len(s.or))
 	}
 	if err != nil {

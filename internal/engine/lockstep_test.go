@@ -119,7 +119,7 @@ func TestLockstepDeadline(t *testing.T) {
 				}
 			}
 			return nil
-		}), "it has not entered a collective of the negotiation for 20s")
+		}), "it has not entered a negotiation cycle for 20s, although it sends heartbeats")
 		if took := time.Since(began); took < 20*time.Second || took > 21*time.Second {
 			t.Errorf("took %v, want 20s", took)
 		}

@@ -49,7 +49,7 @@ func (e *Engine) BackgroundThreadLoop() {
 		<-e.stop
 	}
 	if err := e.cfg.Mesh.Close(); err != nil {
-		e.log.Warn("closing connections", zap.Error(err))
+		e.log.Warn("closing the connections failed", zap.Error(err))
 	}
 	connected.Wait()
 }
@@ -156,7 +156,8 @@ func (e *Engine) takeFinished() {
 			continue // the control connections report it too
 		}
 		if f.err != nil {
-			e.log.Warn("an operation failed", zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
+			e.log.Warn("an operation failed", zap.Stringer("operation", f.w.grant.Responses[0].Kind),
+				zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
 			e.member.Suspect(blame(f.err, e.cfg.Rank))
 			continue
 		}
@@ -291,13 +292,13 @@ func (e *Engine) match(w *work) error {
 			l.voted.drop(entry)
 		}
 		if entry == nil {
-			return fmt.Errorf("it granted %v %q, which this rank has not submitted", r.Kind, r.Name)
+			return fmt.Errorf("rank 0 granted %v %q, which rank %d has not submitted", r.Kind, r.Name, e.cfg.Rank)
 		}
 		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, l.me) {
-			return fmt.Errorf("it granted %v %q with other parameters than this rank submitted", r.Kind, r.Name)
+			return fmt.Errorf("rank 0 granted %v %q with other parameters than rank %d submitted", r.Kind, r.Name, e.cfg.Rank)
 		}
 		if entry.Times.Granted.Load() != 0 {
-			return fmt.Errorf("it granted %v %q twice", r.Kind, r.Name)
+			return fmt.Errorf("rank 0 granted %v %q twice", r.Kind, r.Name)
 		}
 		w.granted = max(w.granted, time.Duration(entry.Times.Sent.Load()))
 		entry.Times.Grant.Store(w.grant.Number<<8 | uint64(w.grant.Backend))

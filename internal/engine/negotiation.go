@@ -126,7 +126,7 @@ func (e *Engine) speak() (spoke bool) {
 
 // suspect fails a rank, possibly this one, because of an error that this rank has detected.
 func (e *Engine) suspect(r topo.Rank, err error) {
-	e.log.Error("cannot go on", zap.Error(err))
+	e.log.Error("negotiation failed", zap.Int("suspect", int(r)), zap.Error(err))
 	e.member.Suspect(r, err.Error())
 	e.sched.notify()
 }

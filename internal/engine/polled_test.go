@@ -340,7 +340,7 @@ func TestManyFramesAtOnce(t *testing.T) {
 			t.Error(err)
 		}
 		<-e.Ended()
-		if took := time.Since(began); took != 0 || !strings.Contains(e.Err().Error(), "want number 500") {
+		if took := time.Since(began); took != 0 || !strings.Contains(e.Err().Error(), "want frame number 500") {
 			t.Errorf("ended after %v with %v", took, e.Err())
 		}
 		e.Close()

@@ -45,7 +45,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						}
 						a := c.Run(o)
 						if r == 1 {
-							refused(t, o.Name, a, classMismatch, "the result has 8 bytes, in the output there is room for")
+							refused(t, o.Name, a, classMismatch, "the result has 8 bytes, but the output has ")
 							if result[0] != -1 || result[1] != -1 || result[2] != -1 {
 								t.Errorf("%s: %v was written where there is no room", o.Name, result[:3])
 							}
@@ -60,7 +60,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
 				if a := c.Run(rows); r == 1 {
-					refused(t, "rows", a, classMismatch, "the result has 0 bytes, in the output there is room for 4")
+					refused(t, "rows", a, classMismatch, "the result has 0 bytes, but the output has 4 bytes")
 				} else if a.Error != nil {
 					t.Error(a)
 				}
