@@ -70,20 +70,20 @@ func (e *Engine) probe() {
 		return
 	}
 	c.left, c.any = probesAtOnce, false
-	e.ask()
+	e.sendProbe()
 }
 
-// ask sends a probe. It ignores errors: the reader of the connection or a later frame reports them.
-func (e *Engine) ask() {
+// sendProbe sends a probe. It ignores errors: the reader of the connection or a later frame reports them.
+func (e *Engine) sendProbe() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
 	e.scratch.frame = frame
 	_ = e.send(e.links[0], frame)
 }
 
-// hearProbe answers a probe at rank 0, and evaluates an answer at other ranks. It returns an error if the
+// handleProbe answers a probe at rank 0, and evaluates an answer at other ranks. It returns an error if the
 // frame cannot be decoded, which is the sender's fault.
-func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
+func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	at := e.observer.since()
 	p, err := message.DecodeProbe(frame)
 	if err != nil {
@@ -96,31 +96,31 @@ func (e *Engine) hearProbe(from topo.Rank, frame []byte) error {
 		_ = e.send(e.links[from-1], answer)
 		return nil
 	}
-	e.measured(at, &p)
+	e.handleProbeReply(at, &p)
 	return nil
 }
 
-// measured evaluates an answer that arrived at the time at. It sends the next probe of the series or, after
-// the last, records the best measurement. An answer with impossible times ends the series.
-func (e *Engine) measured(at time.Duration, p *message.Probe) {
+// handleProbeReply evaluates an answer that arrived at the time at. It sends the next probe of the series or,
+// after the last, records the best measurement. An answer with impossible times ends the series.
+func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	c := &e.clock
 	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)
 	m := trace.Offset{At: at}
-	switch way := (at - sent) - (replied - received); {
+	switch roundTrip := (at - sent) - (replied - received); {
 	case p.Domain == c.Domain && c.Domain != "":
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
 		c.due, c.left = never, 0 // the offset does not change
-	case sent < 0 || sent > at || received < 0 || replied < received || way < 0:
+	case sent < 0 || sent > at || received < 0 || replied < received || roundTrip < 0:
 		return // impossible times
 	default:
 		m.Offset = (received - sent + replied - at) / 2
-		m.Error = (way + 1) / 2
+		m.Error = (roundTrip + 1) / 2
 	}
 	if !c.any || m.Error < c.best.Error {
 		c.best, c.any = m, true
 	}
 	if c.left > 0 {
-		e.ask()
+		e.sendProbe()
 		return
 	}
 	c.best.Job = trace.Clock{Domain: p.Domain, Monotonic: time.Duration(p.Monotonic)}.Job()

@@ -16,12 +16,12 @@ func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 		return err
 	}
 	for i, t := range b.tensors {
-		var of loss
+		var key lossKey
 		if b.losses != nil {
-			of = b.losses[i]
+			key = b.losses[i]
 		}
 		wide := t.In
-		if s.pre != 1 || of.name != "" {
+		if s.pre != 1 || key.name != "" {
 			wide = l.scratch.wide.Bytes(len(t.In))
 			copy(wide, t.In)
 			if err := s.before(wide); err != nil {
@@ -30,11 +30,11 @@ func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 		}
 		part := buf[:b.counts[i]]
 		buf = buf[len(part):]
-		if of.name == "" {
+		if key.name == "" {
 			narrow(part, wide)
 			continue
 		}
-		lost, err := l.residual(of, len(t.In), s)
+		lost, err := l.residual(key, len(t.In), s)
 		if err != nil {
 			return err
 		}
@@ -59,14 +59,14 @@ type residual struct {
 // residual returns the accumulated compression loss of a tensor, scaled as s scales the tensor. It has
 // numBytes of elements of s.dt. It is zero for a new tensor, or if type or length of the tensor have changed.
 // The lane owns the memory; the caller updates it in place.
-func (l *lane) residual(of loss, numBytes int, s scaling) ([]byte, error) {
-	r := l.scratch.residuals[of]
+func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
+	r := l.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
 		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (numBytes+7)/8))[:numBytes]}
 		if l.scratch.residuals == nil {
-			l.scratch.residuals = make(map[loss]*residual)
+			l.scratch.residuals = make(map[lossKey]*residual)
 		}
-		l.scratch.residuals[of] = r
+		l.scratch.residuals[key] = r
 	}
 	if r.pre == s.pre {
 		return r.buf, nil

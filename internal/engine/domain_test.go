@@ -30,7 +30,7 @@ func TestProcessesShareADomain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	domain, shown := ask(t, exec.Command(os.Args[0], "-test.run=^TestClockOfAChild$"))
+	domain, shown := childClock(t, exec.Command(os.Args[0], "-test.run=^TestClockOfAChild$"))
 	after, err := monotonic(time.Now())
 	if err != nil {
 		t.Fatal(err)
@@ -69,7 +69,7 @@ func TestTimeNamespace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	domain, shown := ask(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0], "-test.run=^TestClockOfAChild$"))
+	domain, shown := childClock(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0], "-test.run=^TestClockOfAChild$"))
 	if domain == clockDomain() {
 		t.Errorf("both are in domain %s", domain)
 	}
@@ -78,7 +78,7 @@ func TestTimeNamespace(t *testing.T) {
 	}
 }
 
-func ask(t *testing.T, cmd *exec.Cmd) (domain string, shown time.Duration) {
+func childClock(t *testing.T, cmd *exec.Cmd) (domain string, shown time.Duration) {
 	t.Helper()
 	cmd.Env = append(os.Environ(), clockChild+"=1")
 	out, err := cmd.Output()

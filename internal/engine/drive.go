@@ -82,7 +82,7 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	// A caller that waits has time for many steps. If other ranks are late for one of them, or the caller's
 	// context ends, the lane continues. A barrier must not complete before the operations that were granted
 	// before it.
-	if !e.sched.drivable || moves && !l.isBrief(w, !e.sched.background.Load()) || !l.claim(!moves) {
+	if !e.sched.drivable || moves && !l.fitsInTurn(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
 	e.observer.begin(w, e.now)

@@ -143,7 +143,7 @@ type Engine struct {
 	stopped     bool          // the coordinator's stop was applied
 	stopCause   error         // why, unless this rank has asked for the stop: a *StallError or a *PeerError
 	due         time.Duration // the earliest deadline of the operations in flight
-	complaints  complaints
+	stallLog    stallLog
 	works       []*work // free list
 	scratch     struct {
 		entries  []*tensorqueue.Entry

@@ -19,10 +19,10 @@ type scratch struct {
 	tensors []ops.Tensor
 	wide    fusion.Buffer // buffers of compression
 	back    fusion.Buffer
-	losses  []loss
+	losses  []lossKey
 	types   []tensor.DType // types of a group
 	// residuals are the accumulated losses of tensors with error feedback.
-	residuals map[loss]*residual
+	residuals map[lossKey]*residual
 }
 
 // execution is the progress of a lane with a piece of work. The work is done in parts, one after another.
@@ -157,7 +157,7 @@ func (l *lane) unpack() error {
 	x := &l.execution
 	switch x.op.Kind {
 	case message.Allgather:
-		l.ungather(x.work, x.buf)
+		l.unpackAllgather(x.work, x.buf)
 	case message.Broadcast:
 		buf := x.buf
 		for _, e := range x.work.entries {
@@ -179,9 +179,9 @@ const (
 	maxDriveBytes = 4 << 20
 )
 
-// isBrief reports whether turns of the loop may execute the work, some steps at a time. waitedFor says that
-// the goroutine that runs the turns waits for the work.
-func (l *lane) isBrief(w *work, waitedFor bool) bool {
+// fitsInTurn reports whether turns of the loop may execute the work, some steps at a time. waitedFor says
+// that the goroutine that runs the turns waits for the work.
+func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
 	numBytes := total(w)
 	if r.Kind == message.Alltoall && !w.absent {

@@ -82,8 +82,8 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 				t.Fatalf("cut at %d: got %q, %v, want %q", at, got, err, want)
 			}
 			a.end = &transport.PeerError{Peer: 3, Err: io.ErrUnexpectedEOF}
-			if _, err := take(f, a); !errors.Is(err, errHungUp) {
-				t.Errorf("cut at %d: the connection ended with %v, want %v", at, err, errHungUp)
+			if _, err := take(f, a); !errors.Is(err, errPeerClosed) {
+				t.Errorf("cut at %d: the connection ended with %v, want %v", at, err, errPeerClosed)
 			}
 			a.tries = 0
 			if ev, ok := f.next(); ok || f.fill() || a.tries > 0 {
@@ -99,8 +99,8 @@ func TestFramesCutShort(t *testing.T) {
 	for _, short := range []int{1, 9, 10, 16} {
 		a := &arrivals{pieces: [][]byte{stream[:len(stream)-short]}, end: &transport.PeerError{Err: io.ErrUnexpectedEOF}}
 		got, err := take(&frames{conn: a}, a)
-		if len(got) != 1 || got[0] != "whole" || !errors.Is(err, errHungUp) {
-			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err, errHungUp)
+		if len(got) != 1 || got[0] != "whole" || !errors.Is(err, errPeerClosed) {
+			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err, errPeerClosed)
 		}
 	}
 }
@@ -152,8 +152,8 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 	if ev, ok := f.next(); !ok || string(ev.frame) != "next" {
 		t.Errorf("then came %q, %v", ev.frame, ev.err)
 	}
-	if _, ok := f.next(); ok || cap(f.buf) > maxKept {
-		t.Errorf("%d bytes are kept, want at most %d", cap(f.buf), maxKept)
+	if _, ok := f.next(); ok || cap(f.buf) > maxKeptBytes {
+		t.Errorf("%d bytes are kept, want at most %d", cap(f.buf), maxKeptBytes)
 	}
 }
 

@@ -56,9 +56,9 @@ func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	}
 }
 
-// ungather copies the gathered blocks to the outputs of w. A tensor whose output has another size ends with
-// an error.
-func (l *lane) ungather(w *work, from []byte) {
+// unpackAllgather copies the gathered blocks to the outputs of w. A tensor whose output has another size ends
+// with an error.
+func (l *lane) unpackAllgather(w *work, from []byte) {
 	outs := make([][]byte, len(w.entries))
 	for t, e := range w.entries {
 		numBytes := int(w.grant.Responses[t].NumBytes())
@@ -85,7 +85,7 @@ func (l *lane) startBroadcast() {
 	w := x.work
 	x.op.Root = l.root(w)
 	if len(w.entries) == 1 {
-		x.op.Buf = l.offer(w)
+		x.op.Buf = l.broadcastBuffer(w)
 		return
 	}
 	x.buf = l.scratch.fused.Bytes(int(total(w)))
@@ -102,8 +102,9 @@ func (l *lane) startBroadcast() {
 // root returns the position of a broadcast's root in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
-// offer returns the buffer of a broadcast of one tensor. At the root it first copies the input there.
-func (l *lane) offer(w *work) []byte {
+// broadcastBuffer returns the buffer of a broadcast of one tensor. At the root it first copies the input
+// there.
+func (l *lane) broadcastBuffer(w *work) []byte {
 	e := w.entries[0]
 	if l.root(w) == l.me {
 		copyUnlessSame(e.Output, e.Input)

@@ -13,18 +13,18 @@ import (
 )
 
 const (
-	// maxUnsent caps the send backlog for a peer that does not read. If the backlog exceeds it, the peer has
-	// failed.
-	maxUnsent = 64 << 20
+	// maxBacklogBytes caps the send backlog for a peer that does not read. If the backlog exceeds it, the
+	// peer has failed.
+	maxBacklogBytes = 64 << 20
 	// headerBytes is the size of a frame's header: u32 length of the frame | u32 its number on this
 	// connection.
 	headerBytes = 8
 	// readStep caps what is allocated for a frame before its bytes have arrived.
 	readStep = 64 << 10
-	// maxKept caps the size of a buffer that is kept for later frames, and mostKept the number of such
-	// buffers.
-	maxKept  = 1 << 20
-	mostKept = 64
+	// maxKeptBytes caps the size of a buffer that is kept for later frames, and maxKeptBuffers the number of
+	// such buffers.
+	maxKeptBytes   = 1 << 20
+	maxKeptBuffers = 64
 )
 
 // link sends negotiation frames over a control connection.
@@ -57,7 +57,7 @@ func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
 	for n < len(l.queued) && l.queued[n].end <= sent {
-		if b := l.queued[n].buf; cap(b) <= maxKept && len(l.free) < mostKept {
+		if b := l.queued[n].buf; cap(b) <= maxKeptBytes && len(l.free) < maxKeptBuffers {
 			l.free = append(l.free, b[:0])
 		}
 		n++
@@ -68,8 +68,8 @@ func (l *link) send(frame []byte) error {
 	if len(frame) > message.MaxFrameBytes {
 		return fmt.Errorf("%w: got %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
 	}
-	if l.total-sent > maxUnsent {
-		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxUnsent)
+	if l.total-sent > maxBacklogBytes {
+		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxBacklogBytes)
 	}
 	var buf []byte
 	if k := len(l.free); k > 0 {
@@ -98,7 +98,7 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 }
 
 // cause returns err without what the reader of a verdict knows already: the peer, the lane and the addresses.
-// At the end of a stream it returns errHungUp.
+// At the end of a stream it returns errPeerClosed.
 func cause(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -109,7 +109,7 @@ func cause(err error) error {
 		err = op.Err
 	}
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return errHungUp
+		return errPeerClosed
 	}
 	return err
 }
@@ -118,9 +118,9 @@ func cause(err error) error {
 // other direction.
 var errFrame = errors.New("malformed frame")
 
-// errHungUp is the error of the end of a stream: the process has ended, or has closed its connections without
-// a shutdown.
-var errHungUp = errors.New("the process exited or closed it")
+// errPeerClosed is the error of the end of a stream: the process has ended, or has closed its connections
+// without a shutdown.
+var errPeerClosed = errors.New("the process exited or closed it")
 
 // event is a frame from a peer, or the error that ended the connection.
 type event struct {

@@ -32,17 +32,17 @@ func TestLinkKeepsLittle(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	send(2 * maxKept)
-	for range 2 * mostKept {
+	send(2 * maxKeptBytes)
+	for range 2 * maxKeptBuffers {
 		send(100)
 	}
 	p.sent = p.taken
 	send(100)
-	if n := len(l.free); n != mostKept-1 { // one is used again
-		t.Errorf("keeps %d buffers, want %d", n, mostKept-1)
+	if n := len(l.free); n != maxKeptBuffers-1 { // one is used again
+		t.Errorf("keeps %d buffers, want %d", n, maxKeptBuffers-1)
 	}
 	for _, b := range l.free {
-		if cap(b) > maxKept {
+		if cap(b) > maxKeptBytes {
 			t.Errorf("keeps a buffer of %d bytes", cap(b))
 		}
 	}

@@ -51,9 +51,9 @@ const (
 // sent and received as in the negotiation by events, which lockstep embeds.
 type lockstep struct {
 	events
-	core *controller.Lockstep
-	via  collectives
-	star *star // via, if it uses the control connections
+	core        *controller.Lockstep
+	collectives collectives
+	star        *star // collectives, if it uses the control connections
 
 	phase    phase
 	and, or  []uint64      // vectors of this cycle
@@ -66,9 +66,9 @@ type lockstep struct {
 func newLockstep(e *Engine) *lockstep {
 	n := &lockstep{
 		events: events{e}, core: controller.NewLockstep(e.member, e.coordinator, e.cfg.CacheCapacity),
-		star: &star{e: e, came: make([][][]byte, e.cfg.Size)},
+		star: &star{e: e, arrived: make([][][]byte, e.cfg.Size)},
 	}
-	n.via = n.star
+	n.collectives = n.star
 	return n
 }
 
@@ -76,16 +76,16 @@ func newLockstep(e *Engine) *lockstep {
 // refers to the contents that the cache has between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
-func (n *lockstep) hear(from topo.Rank, frame []byte) {
+func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
 	ofCycle := byte(message.DownCycle)
 	if n.e.cfg.Rank == 0 {
 		ofCycle = byte(message.UpNews)
 	}
 	if message.IsVectors(frame) || len(frame) > 0 && frame[0] == ofCycle {
-		n.star.came[from] = append(n.star.came[from], slices.Clone(frame))
+		n.star.arrived[from] = append(n.star.arrived[from], slices.Clone(frame))
 		return
 	}
-	n.events.hear(from, frame)
+	n.events.handleFrame(from, frame)
 }
 
 func (n *lockstep) turn() error {
@@ -98,7 +98,7 @@ func (n *lockstep) turn() error {
 	n.last = n.e.now
 	for n.step() {
 	}
-	n.conclude()
+	n.sendReplies()
 	return nil
 }
 
@@ -129,10 +129,10 @@ func (n *lockstep) step() bool {
 		}
 		n.begin(combining)
 		n.and, n.or = n.core.Vectors()
-		n.via.andOr(n.and, n.or)
+		n.collectives.andOr(n.and, n.or)
 		return true
 	}
-	frames, done := n.via.test()
+	frames, done := n.collectives.test()
 	if !done {
 		if e.now >= n.deadline {
 			n.expire()
@@ -183,7 +183,7 @@ func (n *lockstep) combined() {
 			return
 		}
 		n.begin(gathering)
-		n.via.gather(frame)
+		n.collectives.gather(frame)
 	case broadcast:
 		n.decide(nil)
 	default:
@@ -197,7 +197,7 @@ func (n *lockstep) gathered(frames [][]byte) {
 	for r, frame := range frames { // at rank 0
 		up := new(message.Up)
 		if err := message.DecodeUp(frame, up); err != nil {
-			n.e.breach(topo.Rank(r), err)
+			n.e.failSender(topo.Rank(r), err)
 			return
 		}
 		ups = append(ups, up)
@@ -220,7 +220,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 		}
 	}
 	n.begin(broadcasting)
-	n.via.broadcast(frame)
+	n.collectives.broadcast(frame)
 }
 
 // expire fails the ranks without which the pending collective does not complete, although they send
@@ -228,7 +228,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 func (n *lockstep) expire() {
 	n.deadline = never
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", 2*n.e.cfg.LivenessTimeout)
-	for _, r := range n.via.missing() {
+	for _, r := range n.collectives.missing() {
 		if n.e.coordinator != nil {
 			n.e.coordinator.Fault(r, reason)
 		} else {
@@ -240,7 +240,7 @@ func (n *lockstep) expire() {
 // star implements collectives over the control connections, with rank 0 in the center.
 type star struct {
 	e       *Engine
-	came    [][][]byte // by rank: frames of collectives that have arrived and were not used yet
+	arrived [][][]byte // by rank: frames of collectives that have arrived and were not used yet
 	phase   phase      // the pending collective
 	and, or []uint64   // vectors that it combines
 	own     []byte     // frame of this rank
@@ -285,7 +285,7 @@ func (s *star) down(frame []byte) {
 func (s *star) missing() (ranks []topo.Rank) {
 	for r := range s.e.cfg.Size {
 		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering && s.e.cfg.Rank != 0 && r == 0
-		if waits && len(s.came[r]) == 0 {
+		if waits && len(s.arrived[r]) == 0 {
 			ranks = append(ranks, topo.Rank(r))
 		}
 	}
@@ -332,8 +332,8 @@ func (s *star) test() (frames [][]byte, done bool) {
 
 // take removes and returns the oldest frame of a rank.
 func (s *star) take(from topo.Rank) []byte {
-	frame := s.came[from][0]
-	s.came[from] = slices.Delete(s.came[from], 0, 1)
+	frame := s.arrived[from][0]
+	s.arrived[from] = slices.Delete(s.arrived[from], 0, 1)
 	return frame
 }
 
@@ -347,7 +347,7 @@ func (s *star) decode(from topo.Rank) bool {
 			len(v.and), len(v.or), len(s.and), len(s.or))
 	}
 	if err != nil {
-		s.e.breach(from, err)
+		s.e.failSender(from, err)
 	}
 	return err == nil
 }

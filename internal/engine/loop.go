@@ -59,7 +59,7 @@ const flushTimeout = time.Second
 
 // answer ends the lanes and all operations that are left: with err, or with ErrShutDown if err is nil.
 func (e *Engine) answer(err error) {
-	e.closeComplaints()
+	e.closeStallLog()
 	reason := err
 	if err == nil {
 		reason = ErrShutDown
@@ -138,7 +138,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
 	}
-	return min(next, e.due, e.clock.due, e.complaints.due()), false, nil
+	return min(next, e.due, e.clock.due, e.stallLog.due()), false, nil
 }
 
 func (e *Engine) takeFinished() {

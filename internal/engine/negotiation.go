@@ -21,8 +21,8 @@ type negotiation interface {
 	// turn sends the output of the member and the coordinator, and applies the frames that have arrived. An
 	// error ends the epoch at once.
 	turn() error
-	// hear applies a frame that arrived on a control connection and is not a clock probe.
-	hear(from topo.Rank, frame []byte)
+	// handleFrame applies a frame that arrived on a control connection and is not a clock probe.
+	handleFrame(from topo.Rank, frame []byte)
 	// next returns when the next turn is due at the latest.
 	next() time.Duration
 }
@@ -33,32 +33,32 @@ type events struct{ e *Engine }
 func (n events) accepts() bool { return true }
 
 func (n events) turn() error {
-	n.e.speak()
-	if err := n.e.listen(); err != nil {
+	n.e.memberReady()
+	if err := n.e.receive(); err != nil {
 		return err
 	}
-	n.conclude()
+	n.sendReplies()
 	return nil
 }
 
-// conclude sends what follows from the frames that have arrived and from the grants in them.
-func (n events) conclude() {
+// sendReplies sends what follows from the frames that have arrived and from the grants in them.
+func (n events) sendReplies() {
 	e := n.e
 	for again := true; again; {
 		if e.coordinator != nil {
-			e.announce()
+			e.coordinatorReady()
 		}
-		// Frames may have brought grants, or a stop, which may be followed by a bye.
-		spoke := e.speak()
+		// The frames may have brought grants, or a stop. A bye may follow a stop.
+		sent := e.memberReady()
 		if e.stopped && e.granted == 0 {
 			e.member.Drained()
-			spoke = e.speak() || spoke
+			sent = e.memberReady() || sent
 		}
-		again = spoke && e.coordinator != nil // the coordinator has received that after announce
+		again = sent && e.coordinator != nil // coordinatorReady has run before the coordinator received that
 	}
 }
 
-func (n events) hear(from topo.Rank, frame []byte) {
+func (n events) handleFrame(from topo.Rank, frame []byte) {
 	if n.e.coordinator != nil {
 		n.e.coordinatorStep(from, frame)
 	} else {
@@ -74,8 +74,9 @@ func (n events) next() time.Duration {
 	return next
 }
 
-// speak sends the frames and dispatches the grants of the member, and reports whether it has sent something.
-func (e *Engine) speak() (spoke bool) {
+// memberReady sends the frames and dispatches the grants of the member, and reports whether it has sent
+// something.
+func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
 	var failed error // by this rank, or by a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
@@ -83,7 +84,7 @@ func (e *Engine) speak() (spoke bool) {
 		if up == nil {
 			continue
 		}
-		spoke = true
+		sent = true
 		e.traceUp(up)
 		frame, err := message.AppendUp(e.scratch.frame[:0], up)
 		if err != nil {
@@ -112,7 +113,7 @@ func (e *Engine) speak() (spoke bool) {
 	}
 	e.member.Advance()
 	if failed != nil {
-		// Only after Advance, which drops the output of Ready.
+		// suspect must follow Advance, which drops the output of Ready.
 		e.suspect(suspect, failed)
 	}
 	if stop {
@@ -121,7 +122,7 @@ func (e *Engine) speak() (spoke bool) {
 			l.refuse(reason)
 		}
 	}
-	return spoke
+	return sent
 }
 
 // suspect fails a rank, possibly this one, because of an error that this rank has detected.
@@ -157,8 +158,8 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	return 0, nil // see sendUp
 }
 
-// hear applies a frame or the end of a control connection. An error ends the epoch at once.
-func (e *Engine) hear(ev *event) error {
+// handleEvent applies a frame or the end of a control connection. An error ends the epoch at once.
+func (e *Engine) handleEvent(ev *event) error {
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
 		// Connections that this process closed itself say nothing about the peers.
@@ -166,21 +167,21 @@ func (e *Engine) hear(ev *event) error {
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
 		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
 	case ev.err == nil && message.IsProbe(ev.frame):
-		if err := e.hearProbe(ev.from, ev.frame); err != nil {
-			e.breach(ev.from, err)
+		if err := e.handleProbe(ev.from, ev.frame); err != nil {
+			e.failSender(ev.from, err)
 		}
 	case e.coordinator != nil && ev.err != nil:
 		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
 	case ev.err != nil:
 		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
 	default:
-		e.negotiation.hear(ev.from, ev.frame)
+		e.negotiation.handleFrame(ev.from, ev.frame)
 	}
 	return nil
 }
 
-// breach fails a peer that sent a malformed frame.
-func (e *Engine) breach(from topo.Rank, err error) {
+// failSender fails a peer that sent a malformed frame.
+func (e *Engine) failSender(from topo.Rank, err error) {
 	if e.coordinator != nil {
 		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
 		return
@@ -190,7 +191,7 @@ func (e *Engine) breach(from topo.Rank, err error) {
 
 func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 	if err := message.DecodeUp(frame, &e.scratch.up); err != nil {
-		e.breach(from, err)
+		e.failSender(from, err)
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
@@ -208,15 +209,15 @@ func (e *Engine) memberStep(frame []byte) {
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
-	// Grants accumulate in the member. The next speak dispatches them and sends what the step allows.
+	// Grants accumulate in the member. The next memberReady dispatches them and sends what the step allows.
 	if err := e.member.Step(&e.scratch.down); err != nil {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 }
 
-// announce sends the decisions of the coordinator. Rank 0's own member receives them in the same encoding,
-// and last, so that its work does not delay the other ranks.
-func (e *Engine) announce() {
+// coordinatorReady sends the decisions of the coordinator. Rank 0's own member receives them in the same
+// encoding, and last, so that its work does not delay the other ranks.
+func (e *Engine) coordinatorReady() {
 	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
@@ -238,7 +239,7 @@ func (e *Engine) announce() {
 		}
 	}
 	e.coordinator.Advance()
-	// Only after Advance, which drops the output of Ready and would drop a verdict with it.
+	// Fault must follow Advance, which drops the output of Ready and would drop the verdict with it.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
 		e.sched.notify()

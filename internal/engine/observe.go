@@ -97,8 +97,8 @@ func (w *work) enter(a activity) {
 	}
 }
 
-// exchanges has the names of the activity exchanging, by backend and kind.
-var exchanges = func() (names [message.NumBackends][message.NumKinds]string) {
+// exchangeNames has the names of the activity exchanging, by backend and kind.
+var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST", message.Alltoall: "ALLTOALL",
 		message.Reducescatter: "REDUCESCATTER",
@@ -121,7 +121,7 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	case r.Op == tensor.Adasum:
 		return "TCP_ADASUM_ALLREDUCE" // no other backend has it
 	}
-	return exchanges[b][r.Kind]
+	return exchangeNames[b][r.Kind]
 }
 
 // ended records that w has ended, before its tensors are answered. err is the reason if it has failed.

@@ -27,8 +27,8 @@ func (e *Engine) openPolled() {
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 
-// listen applies the frames that have arrived on the control connections.
-func (e *Engine) listen() error {
+// receive applies the frames that have arrived on the control connections.
+func (e *Engine) receive() error {
 	for _, f := range e.polled {
 		for n := 0; ; n++ {
 			if n == framesPerTurn {
@@ -39,7 +39,7 @@ func (e *Engine) listen() error {
 			if !ok {
 				break
 			}
-			if err := e.hear(&ev); err != nil {
+			if err := e.handleEvent(&ev); err != nil {
 				return err
 			}
 		}
@@ -79,7 +79,7 @@ func (f *frames) fill() bool {
 	}
 	switch {
 	case f.at == len(f.buf):
-		if f.buf, f.at = f.buf[:0], 0; cap(f.buf) > maxKept {
+		if f.buf, f.at = f.buf[:0], 0; cap(f.buf) > maxKeptBytes {
 			f.buf = nil
 		}
 	case len(f.buf) == cap(f.buf) && f.at > 0:

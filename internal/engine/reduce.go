@@ -23,7 +23,7 @@ type reduction struct {
 	// what compression loses of each; it is nil if no tensor has error feedback.
 	tensors []ops.Tensor
 	counts  []int64
-	losses  []loss
+	losses  []lossKey
 	next    int // index of the first tensor after this part
 	batch   batch
 	staged  bool // the part is reduced in buf: its output, or the fusion buffer
@@ -34,7 +34,7 @@ type reduction struct {
 type batch struct {
 	tensors []ops.Tensor
 	counts  []int64
-	losses  []loss
+	losses  []lossKey
 }
 
 // startAllreduce starts with the first type of an allreduce.
@@ -60,7 +60,7 @@ func (l *lane) nextPart() error {
 		dt := x.types[0]
 		x.types = x.types[1:]
 		x.scaling = scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
-		x.staged = !x.lists || !fusible(w, x.scaling)
+		x.staged = !x.lists || !reducibleInPlace(w, x.scaling)
 		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
 		if x.staged || len(w.grant.Absent) > 0 {
 			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
@@ -158,10 +158,10 @@ func (l *lane) finishPart() error {
 	return nil
 }
 
-// fusible reports whether a backend can reduce the tensors of an allreduce in place. The backend scales all
-// contributions by the same factor. So if there is a prescale factor, no rank may be absent, because neutral
-// elements must not be scaled.
-func fusible(w *work, s scaling) bool {
+// reducibleInPlace reports whether a backend can reduce the tensors of an allreduce in place. The backend
+// scales all contributions by the same factor. So if there is a prescale factor, no rank may be absent,
+// because neutral elements must not be scaled.
+func reducibleInPlace(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
@@ -227,16 +227,16 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	return counts
 }
 
-// loss identifies what compression loses of a tensor: by the tensor's name and, in a group of that name, by
-// the tensor's index and the number of tensors. Without a name the tensor has no error feedback.
-type loss struct {
-	name  string
-	i, of int
+// lossKey identifies what compression loses of a tensor: by the tensor's name and, in a group of that name,
+// by the tensor's index and the number of tensors. Without a name the tensor has no error feedback.
+type lossKey struct {
+	name         string
+	index, count int
 }
 
 // losses returns the losses of the tensors of a type, in memory of the lane; nil if no tensor has error
 // feedback.
-func (l *lane) losses(w *work, dt tensor.DType) []loss {
+func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
 	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool { return e.ErrorFeedback }) {
 		return nil
 	}
@@ -247,12 +247,12 @@ func (l *lane) losses(w *work, dt tensor.DType) []loss {
 			name = q.Name
 		}
 		if len(q.Parts) == 0 {
-			all = append(all, loss{name: name})
+			all = append(all, lossKey{name: name})
 		}
 		i := 0
 		for each := range q.Parts.All() {
 			if each == dt {
-				all = append(all, loss{name, i, len(e.Parts)})
+				all = append(all, lossKey{name, i, len(e.Parts)})
 			}
 			i++
 		}

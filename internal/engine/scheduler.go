@@ -121,7 +121,7 @@ type pollLimits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
 	pinned                        bool // to a thread, so that only another thread can run a lane
-	tight                         bool // a lane that executes needs the processor that polling would take
+	oversubscribed                bool // a lane that executes needs the processor that polling would take
 	onlyAfterDrive                bool // BackgroundThreadLoop does not extend its polling because of its own work
 }
 
@@ -146,7 +146,7 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	// The kernel may put two threads on one processor although another is idle, so there are always some
 	// yields. Yielding to a goroutine may wake a thread for it, which is expensive if that thread has no
 	// processor of its own to look for work.
-	l := pollLimits{pinned: pinned, tight: busy > cores, onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
+	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
@@ -390,7 +390,7 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 		if s.loop.arrived() {
 			return true
 		}
-		if s.now >= s.busyUntil || s.tight && s.loop.executing() || quit() {
+		if s.now >= s.busyUntil || s.oversubscribed && s.loop.executing() || quit() {
 			return false
 		}
 		if n%p.pollsPerYield == 0 {
@@ -457,9 +457,9 @@ func (s *scheduler) notifyPeers() {
 }
 
 // A caller that submits many operations one after another needs the processor for that. If the loop would
-// take it away (pollLimits.tight), notifyLater defers the notification until nothing was queued for a while,
-// or the caller polls or waits for an operation (flush, drive). So the operations are also negotiated
-// together, and fused.
+// take it away (pollLimits.oversubscribed), notifyLater defers the notification until nothing was queued for
+// a while, or the caller polls or waits for an operation (flush, drive). So the operations are also
+// negotiated together, and fused.
 
 const (
 	// deferralPeriod is longer than queuing an operation takes, and too short to matter for a caller.
@@ -482,7 +482,7 @@ type deferred struct {
 func (s *scheduler) notifyLater() {
 	driven := !s.parked.Load() && !s.background.Load()
 	switch d := &s.deferred; {
-	case !s.drivable || !s.tight || driven:
+	case !s.drivable || !s.oversubscribed || driven:
 		s.notify()
 	case !d.armed.Load() && d.armed.CompareAndSwap(false, true):
 		d.timer.Reset(d.period)

@@ -389,7 +389,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 // latest after some periods, and at once if the caller flushes.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
-		s.tight = true
+		s.oversubscribed = true
 		queue := func() {
 			l.work.Add(1)
 			s.notifyLater()
@@ -427,7 +427,7 @@ func TestSchedulerDefers(t *testing.T) {
 		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may set its alarm
 			t.Errorf("turns at %v for what was driven", got)
 		}
-		s.tight = false
+		s.oversubscribed = false
 		at = l.clock()
 		queue()
 		if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
@@ -450,13 +450,13 @@ func TestPollLimits(t *testing.T) {
 		{"polling enters the kernel", 0, false, true, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64}, drivePace: pace{1, 256}}},
 		{"room for one thread each", 0, false, false, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
 		{"alone on one processor", 0, false, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, tight: true, drivePace: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, oversubscribed: true, drivePace: pace{16, 256}}},
 		{"the same with a thread each", 0, false, false, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"more ranks than processors", 0, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
-		{"the program is another process", 0, false, false, true, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, tight: true, onlyAfterDrive: true, drivePace: pace{1, 64}}},
+		{"more ranks than processors", 0, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, oversubscribed: true, drivePace: pace{1, 64}}},
+		{"the program is another process", 0, false, false, true, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, oversubscribed: true, onlyAfterDrive: true, drivePace: pace{1, 64}}},
 		{"the same with room for all", 0, false, false, true, 4, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
 		{"pinned", 0, true, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, tight: true, drivePace: pace{1, 64}}},
+		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, oversubscribed: true, drivePace: pace{1, 64}}},
 		{"no budget", -1, false, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
 	} {
 		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores, test.threads); got != test.want {

@@ -40,16 +40,16 @@ func search(all []*lane, id topo.ProcessSetID) (int, bool) {
 
 func (t *laneTable) add(l *lane) {
 	i, _ := search(t.all, l.set.ID)
-	t.become(slices.Insert(slices.Clone(t.all), i, l))
+	t.replace(slices.Insert(slices.Clone(t.all), i, l))
 }
 
 func (t *laneTable) drop(id topo.ProcessSetID) {
 	if i, ok := search(t.all, id); ok {
-		t.become(slices.Delete(slices.Clone(t.all), i, i+1))
+		t.replace(slices.Delete(slices.Clone(t.all), i, i+1))
 	}
 }
 
-func (t *laneTable) become(all []*lane) {
+func (t *laneTable) replace(all []*lane) {
 	t.all = all
 	t.shared.Store(&all)
 }
@@ -85,17 +85,17 @@ func (e *Engine) addSet(set controller.Set) error {
 // to be answered. A removal is answered on the lane of the removed set, after its last operation, although
 // its entry is in the queue of the global set.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
-	here := e.lanes.find(g.Set)
+	answering := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
 	case message.AddProcessSet:
-		return here, e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks})
+		return answering, e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks})
 	case message.RemoveProcessSet:
 		if l := e.lanes.find(r.Set); l != nil {
 			l.refuse(ErrNoProcessSet)
 			return l, nil
 		}
 	}
-	return here, nil
+	return answering, nil
 }
 
 // dropSet releases a set whose last work is done. Ranks that are not members release the lane too: the mesh

@@ -13,9 +13,9 @@ import (
 // never is a time that is never reached.
 const never = time.Duration(math.MaxInt64)
 
-// complainAgain is the time between two reports of a rank about one expired operation. The coordinator
-// ignores the first if its answer was on the way.
-const complainAgain = time.Second
+// timeoutReportInterval is the time between two reports of a rank about one expired operation. The
+// coordinator ignores the first if its answer was on the way.
+const timeoutReportInterval = time.Second
 
 // expire reports operations whose deadline has passed to the coordinator. It searches the operations in
 // flight only when the earliest known deadline has passed, so operations that are in time cost nothing.
@@ -30,7 +30,7 @@ func (e *Engine) expire() {
 			case entry.Deadline == 0:
 			case entry.Deadline <= e.now:
 				e.member.Timeout(entry.Set, entry.Request.Name, entry.Timeout)
-				entry.Deadline = e.now + complainAgain
+				entry.Deadline = e.now + timeoutReportInterval
 				fallthrough
 			default:
 				e.due = min(e.due, entry.Deadline)
@@ -48,14 +48,14 @@ const (
 	stallWindow         = time.Second
 )
 
-// complaints counts the stalls of a window. The first stall opens the window.
-type complaints struct {
+// stallLog counts the stalls of a window. The first stall opens the window.
+type stallLog struct {
 	named, unnamed int
 	end            time.Duration // end of the window; meaningless if named is 0
 }
 
 // due returns when the number of unnamed stalls is to be logged.
-func (c *complaints) due() time.Duration {
+func (c *stallLog) due() time.Duration {
 	if c.unnamed == 0 {
 		return never
 	}
@@ -64,9 +64,9 @@ func (c *complaints) due() time.Duration {
 
 // reportStalls logs the stalls that the stall inspector has found, and calls OnStall for each.
 func (e *Engine) reportStalls(events []controller.Event) {
-	c := &e.complaints
+	c := &e.stallLog
 	if e.now >= c.end {
-		e.closeComplaints()
+		e.closeStallLog()
 	}
 	lines := stallLines
 	if len(events) > 0 && e.cfg.StallsExplained != nil && e.cfg.StallsExplained() {
@@ -92,12 +92,12 @@ func (e *Engine) reportStalls(events []controller.Event) {
 	}
 }
 
-// closeComplaints ends the window and logs the number of unnamed stalls.
-func (e *Engine) closeComplaints() {
-	if n := e.complaints.unnamed; n > 0 {
+// closeStallLog ends the window and logs the number of unnamed stalls.
+func (e *Engine) closeStallLog() {
+	if n := e.stallLog.unnamed; n > 0 {
 		e.log.Warn("stalled: more tensors", zap.Int("tensors", n))
 	}
-	e.complaints = complaints{}
+	e.stallLog = stallLog{}
 }
 
 func (e *Engine) logStall(s *controller.Stall) {

@@ -32,8 +32,8 @@ type reports struct {
 	list  []string
 }
 
-// hear makes the engine of cfg report its stalls to r.
-func (r *reports) hear(cfg *engine.Config) {
+// attach makes the engine of cfg report its stalls to r.
+func (r *reports) attach(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
 		// Times are as precise as the cycles of lock-step.
 		const precision = 100 * time.Millisecond
@@ -58,7 +58,7 @@ func TestStallReports(t *testing.T) {
 			c := start(t, 3, func(cfg *engine.Config) {
 				cfg.Lockstep, cfg.StallWarning = lockstep, patience
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
-				r.hear(cfg)
+				r.attach(cfg)
 			})
 			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} { // each the second time from the cache
 				r.began = time.Now()
@@ -109,7 +109,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 			c := start(t, 2, func(cfg *engine.Config) {
 				cfg.StallWarning, cfg.Log = patience, zap.New(core)
 				cfg.StallsExplained = func() bool { return q.explained }
-				r.hear(cfg)
+				r.attach(cfg)
 			})
 			r.began = time.Now()
 			c.each(func(rank int) {
@@ -158,7 +158,7 @@ func TestStallReportsOfExecution(t *testing.T) {
 			var r reports
 			c := start(t, 2, func(cfg *engine.Config) {
 				cfg.Lockstep, cfg.StallWarning = lockstep, patience
-				r.hear(cfg)
+				r.attach(cfg)
 			})
 			r.began = time.Now()
 			zero := c.gather(0, allocate)
@@ -453,7 +453,7 @@ func TestRepeatedNameIsNoStall(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			var heard reports
 			c := start(t, 2, func(cfg *engine.Config) {
-				heard.hear(cfg)
+				heard.attach(cfg)
 				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, 30*time.Second, 30*time.Second
 			})
 			c.each(func(r int) {
