@@ -258,9 +258,9 @@ func (v *voices) absence() string {
 	case len(refuse) == 0:
 		return ""
 	case changesSets(v.first.Kind):
-		return v.say("%s joined, and all ranks have to ask for it", have(refuse))
+		return v.say("%s joined, but every rank has to call this operation", have(refuse))
 	}
-	return v.say("%s joined, and it needs every rank; a join with empty contributions would allow it", have(refuse))
+	return v.say("%s joined, but this operation needs data of every rank, unless ranks join with empty contributions", have(refuse))
 }
 
 // whoSaid groups the members by what they sent, so that the odd one out is visible: "ranks 0, 1 and 3 sent

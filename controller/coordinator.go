@@ -179,7 +179,7 @@ func (c *Coordinator) failSilent() {
 	silent := c.silent(long)
 	text := fmt.Sprintf("silent for %v", c.cfg.LivenessTimeout)
 	if len(silent) > 1 {
-		text = fmt.Sprintf("silent, for up to %v", c.cfg.LivenessTimeout)
+		text = fmt.Sprintf("silent for up to %v", c.cfg.LivenessTimeout)
 	}
 	c.fail(silent, text)
 }
@@ -188,7 +188,7 @@ func (c *Coordinator) failSilent() {
 // regardless of ranks that still work.
 func (c *Coordinator) giveUp() {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		c.fail(silent, fmt.Sprintf("silent while the job was shut down, which has made no progress for %v", closeTimeout))
+		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v", closeTimeout))
 		return
 	}
 	c.close()
@@ -202,7 +202,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	k := &c.ranks[from]
 	k.heard = c.now
 	if up.Seen < k.seen || up.Seen > c.cycle {
-		c.breach(from, fmt.Errorf("it has seen cycle %d after cycle %d of %d", up.Seen, k.seen, c.cycle))
+		c.breach(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d", up.Seen, k.seen, c.cycle))
 		return
 	}
 	if up.Seen > k.seen {
@@ -217,7 +217,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpBye:
 		switch {
 		case k.stop == 0 || up.Seen != k.stop: // which is the last cycle that it gets
-			c.breach(from, fmt.Errorf("bye without a stop"))
+			c.breach(from, fmt.Errorf("bye before the coordinator has stopped the rank"))
 			return
 		case k.bye:
 			c.breach(from, fmt.Errorf("second bye"))
@@ -226,7 +226,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.sayBye(from)
 	case message.UpReleased:
 		if int(up.Suspect) >= len(c.ranks) {
-			c.breach(from, fmt.Errorf("it released rank %d of %d ranks", up.Suspect, len(c.ranks)))
+			c.breach(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
 			return
 		}
 		c.released(up.Suspect, from)
@@ -251,7 +251,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 			continue
 		}
 		if s == nil {
-			return fmt.Errorf("news of process set %d, of which it is no member", u.Set)
+			return fmt.Errorf("requests for process set %d, of which rank %d is not a member", u.Set, from)
 		}
 		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
 			if err := s.vote(member, bit, up.Seen); err != nil {
@@ -274,10 +274,10 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 		}
 		if u.Done > 0 {
 			if member != 0 {
-				return fmt.Errorf("finished responses of process set %d, which rank %d has to report", u.Set, s.Ranks[0])
+				return fmt.Errorf("report of finished responses of process set %d, which only rank %d sends", u.Set, s.Ranks[0])
 			}
 			if unfinished := s.granted - s.done; uint64(u.Done) > unfinished {
-				return fmt.Errorf("finished %d responses of process set %d, want at most the %d that are granted and unfinished", u.Done, u.Set, unfinished)
+				return fmt.Errorf("got a report of %d finished responses of process set %d, want at most %d, the number of unfinished grants", u.Done, u.Set, unfinished)
 			}
 			s.done += uint64(u.Done)
 		}
@@ -339,7 +339,7 @@ func (c *Coordinator) Fault(r topo.Rank, reason string) {
 
 // breach fails a rank that broke the protocol.
 func (c *Coordinator) breach(r topo.Rank, err error) {
-	c.fail([]topo.Rank{r}, fmt.Sprintf("it broke the protocol: %v", err))
+	c.fail([]topo.Rank{r}, fmt.Sprintf("protocol error: %v", err))
 }
 
 // suspect records a suspicion. A death usually ends the control connection too. Waiting for that avoids
@@ -347,7 +347,7 @@ func (c *Coordinator) breach(r topo.Rank, err error) {
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
-		c.breach(by, fmt.Errorf("it suspects rank %d of %d ranks", up.Suspect, len(c.ranks)))
+		c.breach(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
 	case up.Suspect == by:
 		c.fail([]topo.Rank{by}, up.Reason)
 	case c.suspicion == nil:
@@ -364,7 +364,7 @@ func (c *Coordinator) judge(s *suspicion) {
 		ranks = append(ranks, s.by)
 		slices.Sort(ranks)
 	}
-	c.fail(ranks, fmt.Sprintf("rank %d lost its channel to rank %d: %s", s.by, s.suspect, s.reason))
+	c.fail(ranks, fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspect, s.reason))
 }
 
 // fail gives the verdict. It is called once.

@@ -188,7 +188,7 @@ func (c *Coordinator) Abandon() {
 	stay := c.present()
 	stay = slices.DeleteFunc(stay, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
 	if len(stay) > 0 {
-		c.Fault(0, "it coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(stay)+" had shut down")
+		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(stay)+" had shut down")
 	}
 }
 

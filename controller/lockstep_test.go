@@ -553,14 +553,14 @@ func TestLockstepErrors(t *testing.T) {
 		err  error
 		want string
 	}{
-		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: it broke the protocol: responsecache: vote for bit 0, which stood for nothing"},
-		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 failed: it broke the protocol: request for allreduce "a" of process set 0 after it has joined`},
+		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: protocol error: responsecache: vote for bit 0, which stood for nothing"},
+		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 failed: protocol error: request for allreduce "a" of process set 0, which the rank has joined`},
 		{"set that is there", step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
 			{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
-		}}}}}}), "process set 1 is added, which is there"},
-		{"ready bit that is free", decide(1), "rank 0 failed: it broke the protocol: responsecache: vote for bit 0, which stood for nothing"},
-		{"news of another's set", decide(0, up(0), up(1, q)), "rank 1 failed: it broke the protocol: news of process set 1, of which it is no member"},
-		{"second request", decide(0, up(0, q, q)), `rank 0 failed: it broke the protocol: second request for allreduce "a"`},
+		}}}}}}), "added process set 1, which exists already"},
+		{"ready bit that is free", decide(1), "rank 0 failed: protocol error: responsecache: vote for bit 0, which stood for nothing"},
+		{"news of another's set", decide(0, up(0), up(1, q)), "rank 1 failed: protocol error: requests for process set 1, of which rank 1 is not a member"},
+		{"second request", decide(0, up(0, q, q)), `rank 0 failed: protocol error: second request for allreduce "a"`},
 		{"submit to another's set", newLockstepJob(t, cfg).ranks[1].Submit(1, &q), "rank 1 is not a member of process set 1"},
 		{"submit to no set", newLockstepJob(t, cfg).ranks[0].Submit(7, &q), "rank 0 is not a member of process set 7"},
 	} {
@@ -579,7 +579,7 @@ func TestLockstepJoin(t *testing.T) {
 	j.submit(2, join)
 	j.submit(0, request{q: allreduce("a", 1)})
 	j.cycle()
-	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err == nil || !strings.Contains(err.Error(), "this rank has joined process set 0; wait for the join") {
+	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err == nil || !strings.Contains(err.Error(), "this rank has joined process set 0: wait for the join to end") {
 		t.Errorf("submit after a join: got error %v", err)
 	}
 	j.submit(1, request{q: allreduce("a", 1)})

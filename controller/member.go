@@ -92,9 +92,9 @@ func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me:
 func (s *memberSet) admit(q *message.Request) error {
 	switch {
 	case s.join != "":
-		return fmt.Errorf("%v %q: this rank has joined process set %d; wait for the join", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("%v %q: this rank has joined process set %d: wait for the join to end", q.Kind, q.Name, s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("%v %q: on process set %d, want the global one", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("%v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
 	}
 	return nil
 }
@@ -261,7 +261,7 @@ func (m *Member) Step(d *message.Down) error {
 	switch d.Type {
 	case message.DownFail:
 		if len(d.Ranks) == 0 {
-			err = fmt.Errorf("a verdict that names no rank")
+			err = fmt.Errorf("got a verdict without ranks")
 		} else {
 			m.fail(&Verdict{Ranks: append([]topo.Rank(nil), d.Ranks...), Reason: d.Reason})
 		}
@@ -269,7 +269,7 @@ func (m *Member) Step(d *message.Down) error {
 		m.left = append(m.left, d.Ranks...)
 	case message.DownClose:
 		if m.state == memberRunning {
-			err = fmt.Errorf("close without a stop")
+			err = fmt.Errorf("close before a stop")
 		} else {
 			m.state = memberClosed
 		}
@@ -277,23 +277,23 @@ func (m *Member) Step(d *message.Down) error {
 		err = m.apply(d)
 	}
 	if err != nil {
-		m.fail(&Verdict{Ranks: []topo.Rank{0}, Reason: fmt.Sprintf("it broke the protocol: %v", err)})
+		m.fail(&Verdict{Ranks: []topo.Rank{0}, Reason: fmt.Sprintf("protocol error: %v", err)})
 	}
 	return err
 }
 
 func (m *Member) apply(d *message.Down) error {
 	if d.Cycle <= m.seen {
-		return fmt.Errorf("cycle %d after cycle %d", d.Cycle, m.seen)
+		return fmt.Errorf("got cycle %d after cycle %d", d.Cycle, m.seen)
 	}
 	if m.state != memberRunning {
-		return fmt.Errorf("cycle %d after the stop", d.Cycle)
+		return fmt.Errorf("got cycle %d after the stop", d.Cycle)
 	}
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := m.set(ds.Set)
 		if s == nil {
-			return fmt.Errorf("cycle %d has process set %d, of which rank %d is no member", d.Cycle, ds.Set, m.cfg.Rank)
+			return fmt.Errorf("cycle %d has process set %d, of which rank %d is not a member", d.Cycle, ds.Set, m.cfg.Rank)
 		}
 		if s.me < 0 {
 			continue
@@ -330,7 +330,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {
-				return grants, fmt.Errorf("grant of bit %d, which is free", bit)
+				return grants, fmt.Errorf("grant of cache bit %d, which stands for no response", bit)
 			}
 			s.answered(bit)
 			g.Responses = append(g.Responses, r)
@@ -370,24 +370,24 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 // broken.
 func checkGrant(s *memberSet, g *Grant) error {
 	if len(g.Responses) == 0 {
-		return fmt.Errorf("grant of nothing")
+		return fmt.Errorf("grant without a response")
 	}
 	first := g.Responses[0]
 	for i, r := range g.Absent {
 		if s.index(r) < 0 || i > 0 && r <= g.Absent[i-1] {
-			return fmt.Errorf("grant of %v %q without ranks %v, want members of process set %d, ascending", first.Kind, first.Name, g.Absent, s.ID)
+			return fmt.Errorf("grant of %v %q with absent ranks %v, want members of process set %d in ascending order", first.Kind, first.Name, g.Absent, s.ID)
 		}
 	}
 	for i, r := range g.Responses {
 		if i > 0 && !fusion.Compatible(first, r) {
-			return fmt.Errorf("grant of %v %q together with %v %q, which one operation cannot serve", r.Kind, r.Name, first.Kind, first.Name)
+			return fmt.Errorf("grant of %v %q together with %v %q, which must not be fused", r.Kind, r.Name, first.Kind, first.Name)
 		}
 		if err := checkResponse(s, g, r); err != nil {
 			return err
 		}
 	}
 	if first.Kind != message.Error && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
-		return fmt.Errorf("grant of %v %q without rank %d, which has not joined", first.Kind, first.Name, s.Ranks[s.me])
+		return fmt.Errorf("grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name, s.Ranks[s.me])
 	}
 	return nil
 }
@@ -397,27 +397,27 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 	switch r.Kind {
 	case message.Allgather:
 		if len(r.FirstDims) != len(s.Ranks) {
-			return fmt.Errorf("allgather %q with %d first dimensions for %d ranks", r.Name, len(r.FirstDims), len(s.Ranks))
+			return fmt.Errorf("allgather %q: got %d first dimensions, want %d, one for each rank", r.Name, len(r.FirstDims), len(s.Ranks))
 		}
 		for _, a := range g.Absent {
 			if n := r.FirstDims[s.index(a)]; n != 0 {
-				return fmt.Errorf("allgather %q with %d rows of rank %d, which is absent", r.Name, n, a)
+				return fmt.Errorf("allgather %q: got %d rows of rank %d, which is absent", r.Name, n, a)
 			}
 		}
 	case message.Broadcast:
 		if s.index(r.Root) < 0 {
-			return fmt.Errorf("broadcast %q with root %d, which is no member of process set %d", r.Name, r.Root, s.ID)
+			return fmt.Errorf("broadcast %q: root rank %d is not a member of process set %d", r.Name, r.Root, s.ID)
 		}
 		if slices.Contains(g.Absent, r.Root) {
-			return fmt.Errorf("broadcast %q with root %d, which is absent", r.Name, r.Root)
+			return fmt.Errorf("broadcast %q: root rank %d is absent", r.Name, r.Root)
 		}
 	case message.Join:
 		if s.join == "" {
-			return fmt.Errorf("join of process set %d is answered, which this rank has not joined", s.ID)
+			return fmt.Errorf("got the end of a join of process set %d, which rank %d has not joined", s.ID, s.Ranks[s.me])
 		}
 	case message.AddProcessSet, message.RemoveProcessSet:
 		if s.ID != topo.Global {
-			return fmt.Errorf("%v %q on process set %d", r.Kind, r.Name, s.ID)
+			return fmt.Errorf("%v %q: got process set %d, want process set 0", r.Kind, r.Name, s.ID)
 		}
 	}
 	return nil

@@ -42,30 +42,30 @@ func TestMemberRefuses(t *testing.T) {
 		want string
 	}{
 		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
-		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, of which rank 1 is no member"},
-		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of bit 1, which is free"},
-		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant of nothing"},
+		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, of which rank 1 is not a member"},
+		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of cache bit 1, which stands for no response"},
+		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant without a response"},
 		{"two kinds", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" together with allreduce "a"`},
 		{"rows of one rank too few", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
 			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4},
-		})}}), `allgather "r" with 1 first dimensions for 2 ranks`},
+		})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
 		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase bit 5, which is free"},
 		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good" as bit 0, which stands for "a"`},
 		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a" as bit 1, but it has bit 0`},
-		{"absent ranks that are no members", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{2}, Full: good.Full}}}), `allreduce "good" without ranks [2], want members of process set 0`},
-		{"absent ranks in disorder", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "without ranks [1 0]"},
+		{"absent ranks that are no members", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{2}, Full: good.Full}}}), `allreduce "good" with absent ranks [2], want members of process set 0`},
+		{"absent ranks in disorder", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "with absent ranks [1 0]"},
 		{"rows of an absent rank", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{
 			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4, 3},
-		}}}}}), `allgather "r" with 3 rows of rank 1, which is absent`},
-		{"a root that is no member", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}), `broadcast "w" with root 2, which is no member`},
-		{"an absent root", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}), `broadcast "w" with root 1, which is absent`},
-		{"absent without a join", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" without rank 1, which has not joined`},
+		}}}}}), `allgather "r": got 3 rows of rank 1, which is absent`},
+		{"a root that is no member", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}), `broadcast "w": root rank 2 is not a member`},
+		{"an absent root", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}), `broadcast "w": root rank 1 is absent`},
+		{"absent without a join", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" with absent rank 1, which has not joined`},
 		{"two roots", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w"}, &message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}), `broadcast "v" together with broadcast "w"`},
 		{"two barriers", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Barrier, Name: "b"}, &message.Response{Kind: message.Barrier, Name: "c"})}}), `barrier "c" together with barrier "b"`},
-		{"a set that is there", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5, Ranks: []topo.Rank{1}})}}), "process set 5 is added, which is there"},
-		{"a set from another set", cycle(2, message.DownSet{Set: 5, Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})}}), `remove process set "s" on process set 5`},
-		{"a join that is not its own", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Join, Name: "j"})}}), "join of process set 0 is answered, which this rank has not joined"},
-		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close without a stop"},
+		{"a set that is there", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5, Ranks: []topo.Rank{1}})}}), "added process set 5, which exists already"},
+		{"a set from another set", cycle(2, message.DownSet{Set: 5, Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})}}), `remove process set "s": got process set 5, want process set 0`},
+		{"a join that is not its own", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Join, Name: "j"})}}), "got the end of a join of process set 0, which rank 1 has not joined"},
+		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close before a stop"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := controller.NewMember(controller.MemberConfig{
@@ -80,7 +80,7 @@ func TestMemberRefuses(t *testing.T) {
 				t.Fatalf("got error %v, want %q", err, c.want)
 			}
 			v := m.Verdict()
-			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Error(), "rank 0 failed: it broke the protocol: ") {
+			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Error(), "rank 0 failed: protocol error: ") {
 				t.Errorf("verdict %v, want rank 0", v)
 			}
 			if r := m.Ready(); len(r.Grants) > 0 || len(r.Ups) > 0 || r.Stop {
@@ -443,7 +443,7 @@ func TestTooManySets(t *testing.T) {
 		}}}})
 	}
 	got := c.Ready()[0].Down.Sets[0].Grants[0].Full[0]
-	if want := `add process set "s": the job has 1024 process sets, want at most that many`; got.Text != want {
+	if want := `add process set "s": the job already has 1024 process sets, which is the maximum`; got.Text != want {
 		t.Errorf("got %v %q, want %q", got.Kind, got.Text, want)
 	}
 }

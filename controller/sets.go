@@ -79,7 +79,7 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 		}
 	}
 	if len(t.sets) >= message.MaxSets {
-		return 0, fmt.Sprintf("the job has %d process sets, want at most that many", len(t.sets))
+		return 0, fmt.Sprintf("the job already has %d process sets, which is the maximum", len(t.sets))
 	}
 	id = t.next
 	t.next++
@@ -118,7 +118,7 @@ func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:
 		if m.set(r.Set) != nil {
-			return fmt.Errorf("process set %d is added, which is there", r.Set)
+			return fmt.Errorf("added process set %d, which exists already", r.Set)
 		}
 		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 || m.cfg.Lockstep {
 			m.sets = append(m.sets, s)

@@ -107,7 +107,7 @@ func newSetState(s Set, cacheCapacity int, w *waits) *setState {
 // that member.
 func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.joined.has(member) {
-		return fmt.Errorf("vote for bit %d of process set %d after it has joined", bit, s.ID)
+		return fmt.Errorf("vote for cache bit %d of process set %d, which the rank has joined", bit, s.ID)
 	}
 	late, err := s.cache.Vote(member, bit, seen)
 	switch {
@@ -146,9 +146,9 @@ func (s *setState) bitWait(bit uint32) *wait {
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
-		return fmt.Errorf("request for %v %q of process set %d after it has joined", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("request for %v %q of process set %d, which the rank has joined", q.Kind, q.Name, s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("request for %v %q on process set %d", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("request for %v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
 	case q.Kind == message.Join:
 		s.join(member, &q)
 		return nil
@@ -156,7 +156,7 @@ func (s *setState) request(member int, q message.Request) error {
 	// No name is both cached and in the table: the votes for it are requests from now on.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
-			return fmt.Errorf("request for %v %q, for which its vote is not answered", q.Kind, q.Name)
+			return fmt.Errorf("request for %v %q, for which a vote of the rank is pending", q.Kind, q.Name)
 		}
 		if err := s.invalidate(bit); err != nil {
 			return err
@@ -174,7 +174,7 @@ func (s *setState) ask(member int, q message.Request) error {
 		s.rows = append(s.rows, row)
 	}
 	if row.requests[member].Kind != message.NoKind {
-		return fmt.Errorf("second request for %v %q, which is not answered", q.Kind, q.Name)
+		return fmt.Errorf("second request for %v %q, for which a request of the rank is pending", q.Kind, q.Name)
 	}
 	row.requests[member] = q
 	row.count++
@@ -260,11 +260,11 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	case err != nil:
 		return err
 	case s.joined.has(member):
-		return fmt.Errorf("bit %d, %q, is invalid after it has joined process set %d", bit, name, s.ID)
+		return fmt.Errorf("invalidation of cache bit %d (%q) of process set %d, which the rank has joined", bit, name, s.ID)
 	case !current:
 		return nil
 	case s.cache.Voted(member, bit):
-		return fmt.Errorf("bit %d, %q, is invalid, for which its vote is not answered", bit, name)
+		return fmt.Errorf("invalidation of cache bit %d (%q), for which a vote of the rank is pending", bit, name)
 	}
 	return s.invalidate(bit)
 }

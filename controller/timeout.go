@@ -112,7 +112,7 @@ func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank
 		}
 	}
 	if oldest == never {
-		return []topo.Rank{by}, "it is granted and not finished"
+		return []topo.Rank{by}, "the operation was granted and has not finished"
 	}
 	said := make(map[string]bool)
 	for r := range c.ranks {

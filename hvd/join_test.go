@@ -301,7 +301,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 				if op == "join" {
 					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v already", e.ProcessSets()[0]))
 				} else {
-					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v; wait for the join", e.ProcessSets()[0]))
+					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v: wait for the join to end", e.ProcessSets()[0]))
 				}
 			}
 			_, err = hvd.GroupedAllreduceAsync([][]float32{{1}}, hvd.On(e))

@@ -210,13 +210,13 @@ var contradictions = []contradiction{
 
 	// 6, 9 and 11: the last rank has joined.
 	{"allgather under a join", func(p *part) error { return p.joined(func() error { return p.allgather(1) }) },
-		`hvd: allgather %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+		`hvd: allgather %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
-		`hvd: alltoall %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+		`hvd: alltoall %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"reducescatter under a join", func(p *part) error { return p.joined(func() error { return p.reducescatter(1) }) },
-		`hvd: reducescatter %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+		`hvd: reducescatter %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"broadcast under a join", func(p *part) error { return p.joined(func() error { return p.broadcast(1, 0) }) },
-		`hvd: broadcast %q: ODD has joined, and it needs every rank; a join with empty contributions would allow it`},
+		`hvd: broadcast %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"broadcast from a rank that joined with Empty", func(p *part) error {
 		return p.joined(func() error { return p.broadcast(1, p.e.Size()-1) }, hvd.Empty())
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
@@ -433,8 +433,8 @@ func TestMismatchedProcessSets(t *testing.T) {
 			{func() error { return addAgain(e.ProcessSets()[0].Ranks()...) }, `hvd: add process set "process_set.add": duplicate process set: process set 0 has ALL already`},
 			{func() error { return addAgain(pick(p, []int{0, 1}, []int{1})...) }, `hvd: add process set "process_set.add": mismatched members: MOST named ranks 0 and 1, ODD named rank 1`},
 			{func() error { return remove(pick(p, zero, one)) }, `hvd: remove process set "process_set.remove": mismatched process sets: MOST named process set 1, ODD named process set 2`},
-			{func() error { return p.joined(func() error { return addAgain(0, 1) }) }, `hvd: add process set "process_set.add": ODD has joined, and all ranks have to ask for it`},
-			{func() error { return p.joined(func() error { return remove(zero) }, hvd.Empty()) }, `hvd: remove process set "process_set.remove": ODD has joined, and all ranks have to ask for it`},
+			{func() error { return p.joined(func() error { return addAgain(0, 1) }) }, `hvd: add process set "process_set.add": ODD has joined, but every rank has to call this operation`},
+			{func() error { return p.joined(func() error { return remove(zero) }, hvd.Empty()) }, `hvd: remove process set "process_set.remove": ODD has joined, but every rank has to call this operation`},
 		} {
 			err := c.do()
 			var mismatch *hvd.MismatchError

@@ -154,7 +154,7 @@ func TestJoinUntilSeen(t *testing.T) {
 				runtime.Gosched()
 			}
 			_, err = hvd.AllreduceAsync([]int32{1}, hvd.On(e))
-			wantMisuse(t, err, "allreduce", "wait for the join")
+			wantMisuse(t, err, "allreduce", "wait for the join to end")
 			if _, joined := j.Wait(ctx); joined != nil || err == nil {
 				t.Error(joined)
 				return

@@ -169,7 +169,7 @@ func TestSubmitBehindAJoin(t *testing.T) {
 			}
 			joined := c.submit(r, join)
 			var misuse *engine.UsageError
-			const want = `hvd: allreduce "behind": this rank has joined process set 0; wait for the join`
+			const want = `hvd: allreduce "behind": this rank has joined process set 0: wait for the join to end`
 			if err := c.wait(c.allreduce(r, "behind", make([]byte, 8))); !errors.As(err, &misuse) || err.Error() != want {
 				t.Errorf("got error %v, want a UsageError: %s", err, want)
 			}

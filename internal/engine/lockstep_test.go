@@ -84,8 +84,8 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 		want   string
 	}{
 		"second request":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice}, "second request"},
-		"broken news":      {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice[:len(twice)-1]}, "broke the protocol"},
-		"broken vectors":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]}, "broke the protocol"},
+		"broken news":      {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice[:len(twice)-1]}, "protocol error"},
+		"broken vectors":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]}, "protocol error"},
 		"another capacity": {[][]byte{message.AppendVectors(nil, []uint64{0, 0}, []uint64{0, 0, 0})}, "vectors of 2 and 3 words, want 1 and 2"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -165,7 +165,7 @@ func (e *Engine) handleEvent(ev *event) error {
 		// Connections that this process closed itself say nothing about the peers.
 		return ErrClosed
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
-		e.coordinator.Fault(ev.from, fmt.Sprintf("it broke the protocol: %v", ev.err))
+		e.coordinator.Fault(ev.from, fmt.Sprintf("protocol error: %v", ev.err))
 	case ev.err == nil && message.IsProbe(ev.frame):
 		if err := e.handleProbe(ev.from, ev.frame); err != nil {
 			e.failSender(ev.from, err)
@@ -183,7 +183,7 @@ func (e *Engine) handleEvent(ev *event) error {
 // failSender fails a peer that sent a malformed frame.
 func (e *Engine) failSender(from topo.Rank, err error) {
 	if e.coordinator != nil {
-		e.coordinator.Fault(from, fmt.Sprintf("it broke the protocol: %v", err))
+		e.coordinator.Fault(from, fmt.Sprintf("protocol error: %v", err))
 		return
 	}
 	e.member.Lost(fmt.Sprintf("malformed frame: %v", err))
@@ -211,7 +211,7 @@ func (e *Engine) memberStep(frame []byte) {
 	}
 	// Grants accumulate in the member. The next memberReady dispatches them and sends what the step allows.
 	if err := e.member.Step(&e.scratch.down); err != nil {
-		e.log.Error("the coordinator broke the protocol", zap.Error(err))
+		e.log.Error("protocol error of the coordinator", zap.Error(err))
 	}
 }
 

@@ -120,7 +120,7 @@ func (c *Call) Check() error {
 	case c.ErrorFeedback && c.Name == "":
 		return c.Misuse("error feedback needs a name: what was lost is made up for in the next tensor of the same name")
 	case c.Set.joined.Load() && c.Kind != message.Join:
-		return c.Misuse("this rank has joined %v; wait for the join", c.Set)
+		return c.Misuse("this rank has joined %v: wait for the join to end", c.Set)
 	}
 	if c.Timeout == 0 && c.Kind != message.Join {
 		c.Timeout = c.Rank.timeout
