@@ -21,7 +21,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Wire: first.Wire, Root: first.Root,
 		Group: first.Group, GroupSize: first.GroupSize, Parts: first.Parts, Ranks: first.Ranks, Set: first.Set,
 	}
-	v := &voices{set: set, requests: requests, joined: joined, first: first}
+	v := &requestSet{set: set, requests: requests, joined: joined, first: first}
 	text := v.disagreement()
 	if text == "" && first.Kind.Ragged() {
 		r.Shape = append(r.Shape[:0:0], r.Shape...)
@@ -35,7 +35,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 			}
 		}
 		if _, err := r.NumElems(); err != nil {
-			text = v.say("the result is too large: first dimensions %v of shape %v", r.FirstDims, r.Shape)
+			text = v.errorText("the result is too large: first dimensions %v of shape %v", r.FirstDims, r.Shape)
 		}
 	}
 	if text != "" {
@@ -54,20 +54,20 @@ func firstOf(requests []message.Request) *message.Request {
 	return nil
 }
 
-// voices are the requests for one name while they are compared.
-type voices struct {
+// requestSet has the requests for one name while they are compared.
+type requestSet struct {
 	set      *Set
 	requests []message.Request
 	joined   *joinState
 	first    *message.Request
 }
 
-func (v *voices) say(format string, args ...any) string {
+func (v *requestSet) errorText(format string, args ...any) string {
 	return fmt.Sprintf("%v %q: %s", v.first.Kind, v.first.Name, fmt.Sprintf(format, args...))
 }
 
 // differ reports whether same is false for some request.
-func (v *voices) differ(same func(q *message.Request) bool) bool {
+func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	for i := range v.requests {
 		if q := &v.requests[i]; q.Kind != message.NoKind && !same(q) {
 			return true
@@ -78,11 +78,11 @@ func (v *voices) differ(same func(q *message.Request) bool) bool {
 
 // mismatch returns a text that says what differs and which rank sent what, or "" if all requests are the
 // same.
-func (v *voices) mismatch(what, verb string, said func(q *message.Request) string, same func(q *message.Request) bool) string {
+func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string, same func(q *message.Request) bool) string {
 	if !v.differ(same) {
 		return ""
 	}
-	return v.say("mismatched %s: %s", what, v.whoSaid(verb, said))
+	return v.errorText("mismatched %s: %s", what, v.valuesByRank(verb, format))
 }
 
 // tensorOf formats a tensor. The first dimension of an alltoall concerns no other rank, and is not known of a
@@ -99,11 +99,11 @@ func tensorOf(q *message.Request) string {
 }
 
 // disagreement returns how requests for one name contradict each other, or why they cannot be served, or "".
-func (v *voices) disagreement() string {
+func (v *requestSet) disagreement() string {
 	first := v.first
 	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
 		return fmt.Sprintf("tensor %q: mismatched operations: %s", first.Name,
-			v.whoSaid("called", func(q *message.Request) string { return q.Kind.String() }))
+			v.valuesByRank("called", func(q *message.Request) string { return q.Kind.String() }))
 	}
 	var checks []func() string
 	switch first.Kind {
@@ -130,7 +130,7 @@ func (v *voices) disagreement() string {
 
 // parts compares groups that are one request: first the number of tensors, then the first tensor that
 // differs.
-func (v *voices) parts() string {
+func (v *requestSet) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
 		if len(q.Parts) == 0 {
@@ -160,21 +160,21 @@ func (v *voices) parts() string {
 	if v.differ(func(q *message.Request) bool { return at(q).DType == first.DType }) {
 		what = "data types"
 	}
-	return v.say("mismatched %s of tensor %d of %d: %s", what, differs+1, size(v.first), v.whoSaid("sent", func(q *message.Request) string {
+	return v.errorText("mismatched %s of tensor %d of %d: %s", what, differs+1, size(v.first), v.valuesByRank("sent", func(q *message.Request) string {
 		one := at(q)
 		return tensorOf(&one)
 	}))
 }
 
-func (v *voices) types() string {
+func (v *requestSet) types() string {
 	return v.mismatch("data types", "sent", tensorOf, func(q *message.Request) bool { return q.DType == v.first.DType })
 }
 
-func (v *voices) shapes() string {
+func (v *requestSet) shapes() string {
 	return v.mismatch("shapes", "sent", tensorOf, func(q *message.Request) bool { return q.Shape.Equal(v.first.Shape) })
 }
 
-func (v *voices) factors() string {
+func (v *requestSet) factors() string {
 	return v.mismatch("scale factors", "asked for", func(q *message.Request) string {
 		return fmt.Sprintf("prescale %v and postscale %v", q.Prescale, q.Postscale)
 	}, func(q *message.Request) bool {
@@ -182,12 +182,12 @@ func (v *voices) factors() string {
 	})
 }
 
-func (v *voices) reductions() string {
+func (v *requestSet) reductions() string {
 	return v.mismatch("reductions", "asked for", func(q *message.Request) string { return q.Op.String() },
 		func(q *message.Request) bool { return q.Op == v.first.Op })
 }
 
-func (v *voices) compressions() string {
+func (v *requestSet) compressions() string {
 	return v.mismatch("compressions", "asked for", func(q *message.Request) string {
 		if !q.Wire.Valid() {
 			return "none"
@@ -196,7 +196,7 @@ func (v *voices) compressions() string {
 	}, func(q *message.Request) bool { return q.Wire == v.first.Wire })
 }
 
-func (v *voices) groups() string {
+func (v *requestSet) groups() string {
 	return v.mismatch("groups", "named", func(q *message.Request) string {
 		if q.Group == "" {
 			return "none"
@@ -205,23 +205,23 @@ func (v *voices) groups() string {
 	}, func(q *message.Request) bool { return q.Group == v.first.Group && q.GroupSize == v.first.GroupSize })
 }
 
-func (v *voices) scalars() string {
+func (v *requestSet) scalars() string {
 	if !v.differ(func(q *message.Request) bool { return len(q.Shape) > 0 }) {
 		return ""
 	}
-	return v.say("a scalar has no first dimension: %s", v.whoSaid("sent", tensorOf))
+	return v.errorText("a scalar has no first dimension: %s", v.valuesByRank("sent", tensorOf))
 }
 
-func (v *voices) dimensions() string {
+func (v *requestSet) dimensions() string {
 	return v.mismatch("numbers of dimensions", "sent", tensorOf, func(q *message.Request) bool { return len(q.Shape) == len(v.first.Shape) })
 }
 
-func (v *voices) rows() string {
+func (v *requestSet) rows() string {
 	return v.mismatch("shapes beyond the first dimension", "sent", tensorOf,
 		func(q *message.Request) bool { return q.Shape[1:].Equal(v.first.Shape[1:]) })
 }
 
-func (v *voices) roots() string {
+func (v *requestSet) roots() string {
 	text := v.mismatch("root ranks", "named", func(q *message.Request) string { return fmt.Sprintf("root %d", q.Root) },
 		func(q *message.Request) bool { return q.Root == v.first.Root })
 	if text != "" {
@@ -229,25 +229,25 @@ func (v *voices) roots() string {
 	}
 	switch root := v.set.index(v.first.Root); {
 	case root < 0:
-		return v.say("root rank %d is not in the process set of %s", v.first.Root, topo.FormatRanks(v.set.Ranks))
+		return v.errorText("root rank %d is not in the process set of %s", v.first.Root, topo.FormatRanks(v.set.Ranks))
 	case v.requests[root].Kind == message.NoKind:
-		return v.say("root rank %d has joined and sends nothing", v.first.Root)
+		return v.errorText("root rank %d has joined and sends nothing", v.first.Root)
 	}
 	return ""
 }
 
-func (v *voices) members() string {
+func (v *requestSet) members() string {
 	return v.mismatch("members", "named", func(q *message.Request) string { return topo.FormatRanks(q.Ranks) },
 		func(q *message.Request) bool { return slices.Equal(q.Ranks, v.first.Ranks) })
 }
 
-func (v *voices) ids() string {
+func (v *requestSet) ids() string {
 	return v.mismatch("process sets", "named", func(q *message.Request) string { return fmt.Sprintf("process set %d", q.Set) },
 		func(q *message.Request) bool { return q.Set == v.first.Set })
 }
 
 // absence returns a text if the operation cannot run without members that have joined and did not request it.
-func (v *voices) absence() string {
+func (v *requestSet) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {
 		if v.requests[m].Kind == message.NoKind && (changesSets(v.first.Kind) || !v.joined.empty[m]) {
@@ -258,17 +258,17 @@ func (v *voices) absence() string {
 	case len(refuse) == 0:
 		return ""
 	case changesSets(v.first.Kind):
-		return v.say("%s joined, but every rank has to call this operation", have(refuse))
+		return v.errorText("%s joined, but every rank has to call this operation", have(refuse))
 	}
-	return v.say("%s joined, but this operation needs data of every rank, unless ranks join with empty contributions", have(refuse))
+	return v.errorText("%s joined, but this operation needs data of every rank, unless ranks join with empty contributions", have(refuse))
 }
 
-// whoSaid groups the members by what they sent, so that the odd one out is visible: "ranks 0, 1 and 3 sent
-// float32[4], rank 2 sent float32[5]".
-func (v *voices) whoSaid(verb string, say func(*message.Request) string) string {
+// valuesByRank groups the members by what they sent, so that the odd one out is visible: "ranks 0, 1 and 3
+// sent float32[4], rank 2 sent float32[5]".
+func (v *requestSet) valuesByRank(verb string, format func(*message.Request) string) string {
 	const most = 4
 	type group struct {
-		said  string
+		value string
 		ranks []topo.Rank
 	}
 	var groups []group
@@ -277,14 +277,14 @@ next:
 		if v.requests[i].Kind == message.NoKind {
 			continue
 		}
-		said := say(&v.requests[i])
+		value := format(&v.requests[i])
 		for g := range groups {
-			if groups[g].said == said {
+			if groups[g].value == value {
 				groups[g].ranks = append(groups[g].ranks, v.set.Ranks[i])
 				continue next
 			}
 		}
-		groups = append(groups, group{said, []topo.Rank{v.set.Ranks[i]}})
+		groups = append(groups, group{value, []topo.Rank{v.set.Ranks[i]}})
 	}
 	var b strings.Builder
 	for i, g := range groups {
@@ -295,7 +295,7 @@ next:
 		if i > 0 {
 			b.WriteString(", ")
 		}
-		fmt.Fprintf(&b, "%s %s %s", topo.FormatRanks(g.ranks), verb, g.said)
+		fmt.Fprintf(&b, "%s %s %s", topo.FormatRanks(g.ranks), verb, g.value)
 	}
 	return b.String()
 }

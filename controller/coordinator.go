@@ -69,8 +69,8 @@ type Coordinator struct {
 	combined  time.Duration // when all ranks had last entered a cycle, in lock-step
 	leaving   int           // ranks that submit nothing more
 	stopSent  bool          // every rank was stopped
-	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that caused it by
-	// their shutdown.
+	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that
+	// caused it by their shutdown.
 	stopReason string
 	stopRanks  []topo.Rank
 	byes       int
@@ -90,10 +90,10 @@ type Coordinator struct {
 
 // rankState is what the coordinator knows of a rank.
 type rankState struct {
-	seen  uint64        // last cycle that it has applied
-	heard time.Duration // when its last frame came
-	spoke time.Duration // when the last frame to it was made
-	lost  bool          // its control connection ended
+	seen         uint64        // last cycle that it has applied
+	lastReceived time.Duration // when its last frame came
+	lastSent     time.Duration // when the last frame to it was made
+	lost         bool          // its control connection ended
 	// executing is what it has not finished for longest.
 	executing execution
 	departure
@@ -115,7 +115,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	}
 	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
 	for r := range c.ranks {
-		c.ranks[r].heard, c.ranks[r].spoke = now, now
+		c.ranks[r].lastReceived, c.ranks[r].lastSent = now, now
 	}
 	return c
 }
@@ -124,7 +124,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
 		for r := range c.ranks {
-			c.ranks[r].heard += g
+			c.ranks[r].lastReceived += g
 			c.ranks[r].executing.since += g
 		}
 		for _, s := range c.sets.sets {
@@ -143,7 +143,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 		return
 	}
 	if s := c.suspicion; s != nil && now-s.since >= suspectGrace {
-		c.judge(s)
+		c.decideSuspicion(s)
 		return
 	}
 	if len(c.silent(c.cfg.LivenessTimeout)) > 0 {
@@ -152,7 +152,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 	}
 	switch {
 	case c.state == stopping && now-c.progress >= closeTimeout:
-		c.giveUp()
+		c.endStuckShutdown()
 	case c.state == running:
 		c.checkStalls()
 	}
@@ -161,7 +161,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 // silent returns the ranks that have sent nothing for d.
 func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.bye && c.now-k.heard >= d {
+		if k := &c.ranks[r]; !k.bye && c.now-k.lastReceived >= d {
 			ranks = append(ranks, topo.Rank(r))
 		}
 	}
@@ -184,9 +184,9 @@ func (c *Coordinator) failSilent() {
 	c.fail(silent, text)
 }
 
-// giveUp ends a shutdown that makes no progress: with a verdict if ranks have missed their heartbeats, else
-// regardless of ranks that still work.
-func (c *Coordinator) giveUp() {
+// endStuckShutdown ends a shutdown that makes no progress: with a verdict if ranks have missed their
+// heartbeats, else regardless of ranks that still work.
+func (c *Coordinator) endStuckShutdown() {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v", closeTimeout))
 		return
@@ -200,9 +200,9 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		return
 	}
 	k := &c.ranks[from]
-	k.heard = c.now
+	k.lastReceived = c.now
 	if up.Seen < k.seen || up.Seen > c.cycle {
-		c.breach(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d", up.Seen, k.seen, c.cycle))
+		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d", up.Seen, k.seen, c.cycle))
 		return
 	}
 	if up.Seen > k.seen {
@@ -211,22 +211,22 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	}
 	switch up.Type {
 	case message.UpHeartbeat:
-		k.executing.hear(up, c.waits)
+		k.executing.handle(up, c.waits)
 	case message.UpTimeout:
 		c.timeout(from, up)
 	case message.UpBye:
 		switch {
-		case k.stop == 0 || up.Seen != k.stop: // which is the last cycle that it gets
-			c.breach(from, fmt.Errorf("bye before the coordinator has stopped the rank"))
+		case k.stop == 0 || up.Seen != k.stop: // the cycle of the stop is the last one that the rank receives
+			c.failSender(from, fmt.Errorf("bye before the coordinator has stopped the rank"))
 			return
 		case k.bye:
-			c.breach(from, fmt.Errorf("second bye"))
+			c.failSender(from, fmt.Errorf("second bye"))
 			return
 		}
-		c.sayBye(from)
+		c.handleBye(from)
 	case message.UpReleased:
 		if int(up.Suspect) >= len(c.ranks) {
-			c.breach(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
+			c.failSender(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
 			return
 		}
 		c.released(up.Suspect, from)
@@ -235,10 +235,10 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
-			return // crossed with STOP: the sender answers its requests itself
+			return // STOP was sent before this arrived: the sender answers its requests itself
 		}
 		if err := c.news(from, up); err != nil {
-			c.breach(from, err)
+			c.failSender(from, err)
 		}
 	}
 }
@@ -329,16 +329,15 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
-// Fault says that a rank cannot go on although its control connection works, so that the rank can be told the
-// verdict too.
+// Fault fails a rank although its control connection works, so the rank receives the verdict too.
 func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	if c.state == running || c.state == stopping {
 		c.fail([]topo.Rank{r}, reason)
 	}
 }
 
-// breach fails a rank that broke the protocol.
-func (c *Coordinator) breach(r topo.Rank, err error) {
+// failSender fails a rank that broke the protocol.
+func (c *Coordinator) failSender(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("protocol error: %v", err))
 }
 
@@ -347,7 +346,7 @@ func (c *Coordinator) breach(r topo.Rank, err error) {
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
-		c.breach(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
+		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
 	case up.Suspect == by:
 		c.fail([]topo.Rank{by}, up.Reason)
 	case c.suspicion == nil:
@@ -355,12 +354,12 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// judge gives the verdict about a suspect whose control connection has not ended, or has ended after its bye.
-// It names only the suspect if that has missed its heartbeat or is gone, else both ranks, because either may
-// be wrong.
-func (c *Coordinator) judge(s *suspicion) {
+// decideSuspicion gives the verdict about a suspect whose control connection has not ended, or has ended
+// after its bye. It names only the suspect if that has missed its heartbeat or is gone, else both ranks,
+// because either may be wrong.
+func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
-	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.heard < 2*heartbeatPeriod {
+	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
 		ranks = append(ranks, s.by)
 		slices.Sort(ranks)
 	}
@@ -370,7 +369,7 @@ func (c *Coordinator) judge(s *suspicion) {
 // fail gives the verdict. It is called once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// The decisions of this turn are dropped. A rank that has left is still told that it may close.
+	// Drop the decisions of this turn, but still notify ranks that have left that they may close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())
@@ -395,7 +394,7 @@ func (c *Coordinator) present() []topo.Rank {
 func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	c.out = append(c.out, Outgoing{To: to, Down: d})
 	for _, r := range to {
-		c.ranks[r].spoke = c.now
+		c.ranks[r].lastSent = c.now
 	}
 }
 
@@ -411,7 +410,7 @@ func (c *Coordinator) Ready() []Outgoing {
 		}
 	}
 	if c.state == running || c.state == stopping {
-		c.beat()
+		c.sendHeartbeats()
 	}
 	return c.out
 }
@@ -436,7 +435,8 @@ func (c *Coordinator) decide() {
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
-		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it better.
+		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it
+		// better.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
@@ -470,7 +470,7 @@ rank:
 		if len(c.mine) == 0 && !stops {
 			continue
 		}
-		if k.spoke = c.now; stops {
+		if k.lastSent = c.now; stops {
 			k.stop = next
 		}
 		for i := first; i < len(c.out); i++ {
@@ -515,11 +515,11 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 	return true
 }
 
-// beat sends a heartbeat to the ranks to which nothing was sent for heartbeatPeriod.
-func (c *Coordinator) beat() {
+// sendHeartbeats sends a heartbeat to the ranks to which nothing was sent for heartbeatPeriod.
+func (c *Coordinator) sendHeartbeats() {
 	var quiet []topo.Rank
 	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.lost && !k.closed && c.now-k.spoke >= heartbeatPeriod {
+		if k := &c.ranks[r]; !k.lost && !k.closed && c.now-k.lastSent >= heartbeatPeriod {
 			quiet = append(quiet, topo.Rank(r))
 		}
 	}
@@ -540,10 +540,10 @@ func (c *Coordinator) Next() time.Duration {
 	for r := range c.ranks {
 		k := &c.ranks[r]
 		if !k.lost && !k.closed {
-			next = min(next, k.spoke+heartbeatPeriod)
+			next = min(next, k.lastSent+heartbeatPeriod)
 		}
 		if !k.bye {
-			next = min(next, k.heard+c.cfg.LivenessTimeout)
+			next = min(next, k.lastReceived+c.cfg.LivenessTimeout)
 		}
 	}
 	if c.suspicion != nil {

@@ -49,7 +49,7 @@ type group struct {
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
-		// Of several, the one that does not depend on the order of arrival.
+		// Choose by name, which does not depend on the order of arrival.
 		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil || r.Name < failed.Name) {
 			failed = r
 		}
@@ -91,9 +91,9 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// lose fails a group of which a tensor is answered with an error elsewhere, because its first member names
-// another group or none. It returns what the group holds as errors.
-func (h *heldGroups) lose(key groupKey, reason string) []readyItem {
+// failGroup fails a group of which a tensor is answered with an error elsewhere, because its first member
+// names another group or none. It returns what the group holds as errors.
+func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {
 		g.failed = reason

@@ -185,16 +185,16 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 
 // Abandon fails rank 0 because it does not wait for the other ranks to shut down.
 func (c *Coordinator) Abandon() {
-	stay := c.present()
-	stay = slices.DeleteFunc(stay, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
-	if len(stay) > 0 {
-		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(stay)+" had shut down")
+	remaining := c.present()
+	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
+	if len(remaining) > 0 {
+		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(remaining)+" had shut down")
 	}
 }
 
-// sayBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
+// handleBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
 // rank has finished the grants that both execute. Rank 0, which coordinates, stays to the end.
-func (c *Coordinator) sayBye(r topo.Rank) {
+func (c *Coordinator) handleBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
 	c.progress = c.now
 	if c.byes++; c.byes == len(c.ranks) {

@@ -37,19 +37,19 @@ func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
 	return l
 }
 
-// ballot has the votes of a member in a process set, in lock-step, until they are answered.
-type ballot struct {
+// voteState has the votes of a member in a process set, in lock-step, until they are answered.
+type voteState struct {
 	votes     message.Bits
 	presented message.Bits // votes that were in the vectors of an earlier cycle
-	told      message.Bits // votes that rank 0 knows
-	joinTold  bool         // rank 0 knows that this rank has joined
+	known     message.Bits // votes that rank 0 knows
+	joinKnown bool         // rank 0 knows that this rank has joined
 }
 
 // answered drops the vote for a bit.
-func (b *ballot) answered(bit uint32) {
+func (b *voteState) answered(bit uint32) {
 	b.votes.Clear(bit)
 	b.presented.Clear(bit)
-	b.told.Clear(bit)
+	b.known.Clear(bit)
 }
 
 // Vectors returns what this rank contributes to the allreduce of the cycle. The lengths are the same at all
@@ -62,9 +62,9 @@ func (l *Lockstep) Vectors() (and, or []uint64) {
 	for _, s := range l.member.sets {
 		for w := range l.words {
 			votes := word(s.votes, w)
-			gather = gather || votes&word(s.presented, w)&^word(s.told, w) != 0
+			gather = gather || votes&word(s.presented, w)&^word(s.known, w) != 0
 			l.or = append(l.or, votes)
-			if s.me < 0 || s.joinTold {
+			if s.me < 0 || s.joinKnown {
 				votes = ^uint64(0)
 			}
 			l.and = append(l.and, votes)
@@ -90,8 +90,8 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
 	for i, s := range l.member.sets {
-		if s.join == "" { // else rank 0 is told of them with the join, after which it takes no votes
-			s.told.Or(ready[i*l.words:][:l.words])
+		if s.join == "" { // else rank 0 receives them with the join, and no votes after it
+			s.known.Or(ready[i*l.words:][:l.words])
 		}
 	}
 	if l.coordinator != nil {
@@ -101,7 +101,8 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	return gather, gather || ready.Any()
 }
 
-// readyBits returns the bits for which every member has voted or joined, and at least one has voted, of all sets.
+// readyBits returns the bits for which every member has voted or joined, and at least one has voted, of all
+// sets.
 func (l *Lockstep) readyBits() message.Bits {
 	ready := append(message.Bits(nil), l.combined.and...)
 	ready.And(l.combined.or[1:])
@@ -111,7 +112,8 @@ func (l *Lockstep) readyBits() message.Bits {
 // Quiet reports whether no rank had anything to say in the combined vectors. All ranks answer the same.
 func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 
-// Over reports whether this rank enters no more cycles: it has stopped, as all ranks have in the same cycle, or failed.
+// Over reports whether this rank enters no more cycles: it has stopped, as all ranks have in the same cycle,
+// or failed.
 func (l *Lockstep) Over() bool { return l.member.state != memberRunning }
 
 // Gather returns what this rank sends to rank 0: its news, and all votes that rank 0 does not know yet. It is
@@ -120,12 +122,12 @@ func (l *Lockstep) Gather() *message.Up {
 	m := l.member
 	for _, s := range m.sets {
 		for w := range s.votes {
-			if untold := s.votes[w] &^ word(s.told, w); untold != 0 {
-				m.up.At(s.ID).Hits.Or(append(make(message.Bits, w), untold))
+			if unsent := s.votes[w] &^ word(s.known, w); unsent != 0 {
+				m.up.At(s.ID).Hits.Or(append(make(message.Bits, w), unsent))
 			}
 		}
-		s.told.Or(s.votes)
-		s.joinTold = s.join != ""
+		s.known.Or(s.votes)
+		s.joinKnown = s.join != ""
 	}
 	m.completeNews()
 	l.up, m.up = m.up, l.up
@@ -141,7 +143,7 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	for r, up := range ups {
 		c.Step(topo.Rank(r), up)
 	}
-	// After the news: a rank that joins in this cycle has said there what it had voted for.
+	// Count these votes after the news, because the news of a rank that joins in this cycle has its votes.
 	for i, s := range sets {
 		c.voted(s, ready[i*l.words:][:l.words])
 	}
@@ -163,7 +165,7 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 				continue
 			}
 			if err := s.vote(m, bit, c.cycle); err != nil {
-				c.breach(r, err)
+				c.failSender(r, err)
 				return
 			}
 		}
@@ -180,7 +182,7 @@ func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down
 			continue // this cycle removes it
 		}
 		s.decide(d.AddSet(s.ID), c.cycle, &c.policy, pinned(i))
-		s.done = s.granted // the gate is open: the period of the cycles batches
+		s.done = s.granted // The gate stays open, because the cycle time batches tensors already.
 	}
 	if d.Stop {
 		c.stopSent = true

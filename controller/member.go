@@ -43,22 +43,22 @@ type Member struct {
 	sets  []*memberSet
 	state memberState
 
-	now   time.Duration
-	heard time.Duration // when the last frame came
-	spoke time.Duration // when the last frame was made
-	beat  time.Duration // when the last heartbeat was made
-	seen  uint64        // last cycle applied
+	now          time.Duration
+	lastReceived time.Duration // when the last frame came
+	lastSent     time.Duration // when the last frame was made
+	lastBeat     time.Duration // when the last heartbeat was made
+	seen         uint64        // last cycle applied
 
 	up           message.Up   // next frame
 	news         bool         // up holds something
 	shutdown     bool         // Shutdown was called
-	announced    bool         // and the coordinator was told
+	announced    bool         // the coordinator was notified of the shutdown
 	reason       string       // of Shutdown
 	operations   uint64       // responses that have finished
 	lastKind     message.Kind // of the last of them, which ended at lastAt
 	lastName     string
 	lastAt       time.Duration
-	stopAnnounce bool        // STOP was just applied
+	stopped      bool        // STOP was just applied
 	grants       []*Grant    // to run
 	running      grantList   // not finished; those to run among them
 	free         []*Grant    // released
@@ -79,11 +79,11 @@ type Member struct {
 // memberSet is a process set as a member sees it.
 type memberSet struct {
 	Set
-	me     int // position in the set, or -1
-	ballot     // in lock-step
-	cache  responsecache.Cache
-	join   string // what this rank calls the join that it waits for; else empty
-	grants uint64
+	me        int // position in the set, or -1
+	voteState     // in lock-step
+	cache     responsecache.Cache
+	join      string // what this rank calls the join that it waits for; else empty
+	grants    uint64
 }
 
 func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
@@ -116,7 +116,7 @@ type Ready struct {
 
 // NewMember returns the member for an epoch that begins at now.
 func NewMember(cfg MemberConfig, now time.Duration) *Member {
-	m := &Member{cfg: cfg, now: now, heard: now, spoke: now, beat: now}
+	m := &Member{cfg: cfg, now: now, lastReceived: now, lastSent: now, lastBeat: now}
 	for _, s := range cfg.Sets {
 		m.sets = append(m.sets, newMemberSet(s, cfg.Rank))
 	}
@@ -127,7 +127,7 @@ func NewMember(cfg MemberConfig, now time.Duration) *Member {
 // Tick sets the time.
 func (m *Member) Tick(now time.Duration) {
 	if g := gap(m.now, now); g > 0 {
-		m.heard += g
+		m.lastReceived += g
 		m.suspectedAt += g
 		for running := m.running.oldest; running != nil; running = running.newer {
 			running.since += g
@@ -141,7 +141,7 @@ func (m *Member) Tick(now time.Duration) {
 	switch {
 	case m.suspected != nil && now-m.suspectedAt >= verdictTimeout:
 		m.fail(m.suspected)
-	case now-m.heard >= m.cfg.LivenessTimeout:
+	case now-m.lastReceived >= m.cfg.LivenessTimeout:
 		m.Lost(fmt.Sprintf("silent for %v", m.cfg.LivenessTimeout))
 	}
 }
@@ -160,8 +160,8 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 		return err
 	}
 	if q.Kind == message.Join {
-		s.join = q.Name // it is no tensor: it has no bit, and takes none from a tensor of its name
-		m.ask(id, q)
+		s.join = q.Name // a join is no tensor: it is not looked up in the cache
+		m.addRequest(id, q)
 		return nil
 	}
 	switch bit, state := s.cache.Lookup(q, s.me); {
@@ -174,13 +174,13 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 		m.up.At(id).Invalid.Set(bit)
 		fallthrough
 	default:
-		m.ask(id, q)
+		m.addRequest(id, q)
 	}
 	return nil
 }
 
-// ask puts a request in full into the next frame.
-func (m *Member) ask(id topo.ProcessSetID, q *message.Request) {
+// addRequest puts a request in full into the next frame.
+func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 	u := m.up.At(id)
 	u.Requests = append(u.Requests, *q)
 	m.news = true
@@ -242,7 +242,7 @@ func (m *Member) Lost(reason string) {
 
 func (m *Member) fail(v *Verdict) {
 	m.state, m.verdict = memberFailed, v
-	// What a frame granted before its fault is not run either.
+	// Grants of the frame that precede the fault are not run either.
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
@@ -256,7 +256,7 @@ func (m *Member) Step(d *message.Down) error {
 	if m.news && d.Type == message.DownCycle {
 		panic("controller: Step while requests that were classified before wait in Ready")
 	}
-	m.heard = m.now
+	m.lastReceived = m.now
 	var err error
 	switch d.Type {
 	case message.DownFail:
@@ -312,7 +312,7 @@ func (m *Member) apply(d *message.Down) error {
 	}
 	m.seen = d.Cycle
 	if d.Stop {
-		m.state, m.stopAnnounce, m.stopReason = memberDraining, true, d.Reason
+		m.state, m.stopped, m.stopReason = memberDraining, true, d.Reason
 		m.stopRanks = append([]topo.Rank(nil), d.Ranks...)
 	}
 	return nil
@@ -346,14 +346,14 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			return grants, err
 		}
 		if r := g.Responses[0]; r.Kind == message.Join {
-			mine := *r // ranks may call theirs differently
-			mine.Name, s.join, s.joinTold = s.join, "", false
+			mine := *r // the names of joins may differ between ranks
+			mine.Name, s.join, s.joinKnown = s.join, "", false
 			g.Responses[0] = &mine
 		}
 		grants = append(grants, g)
 	}
 	for _, bit := range ds.Erase {
-		s.answered(bit) // the coordinator has made a request of the vote
+		s.answered(bit) // the coordinator has turned the vote into a request
 		if err := s.cache.Erase(bit); err != nil {
 			return grants, err
 		}
@@ -380,7 +380,7 @@ func checkGrant(s *memberSet, g *Grant) error {
 	}
 	for i, r := range g.Responses {
 		if i > 0 && !fusion.Compatible(first, r) {
-			return fmt.Errorf("grant of %v %q together with %v %q, which must not be fused", r.Kind, r.Name, first.Kind, first.Name)
+			return fmt.Errorf("grant of %v %q together with %v %q, which cannot be fused", r.Kind, r.Name, first.Kind, first.Name)
 		}
 		if err := checkResponse(s, g, r); err != nil {
 			return err
@@ -436,13 +436,13 @@ func (m *Member) newGrant() *Grant {
 func (m *Member) Ready() Ready {
 	m.ups = m.ups[:0]
 	if m.state != memberClosed && m.state != memberFailed {
-		m.speak()
+		m.appendFrames()
 	}
-	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopAnnounce, StopReason: m.stopReason, StopRanks: m.stopRanks}
+	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopped, StopReason: m.stopReason, StopRanks: m.stopRanks}
 }
 
-// speak makes the frames of a turn.
-func (m *Member) speak() {
+// appendFrames makes the frames of a turn.
+func (m *Member) appendFrames() {
 	if m.news && !m.cfg.Lockstep {
 		m.completeNews()
 		m.ups = append(m.ups, &m.up)
@@ -464,8 +464,8 @@ func (m *Member) speak() {
 		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen, Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
 	case m.bye:
 		m.ups = append(m.ups, &message.Up{Type: message.UpBye, Seen: m.seen})
-	case m.now >= m.nextBeat(len(m.ups) > 0):
-		m.ups = append(m.ups, m.beatFrame())
+	case m.now >= m.nextHeartbeat(len(m.ups) > 0):
+		m.ups = append(m.ups, m.heartbeatFrame())
 	}
 }
 
@@ -489,7 +489,7 @@ func (m *Member) newsTaken() {
 
 // lastOperation names the last response that has finished.
 func (m *Member) lastOperation() string {
-	if m.lastKind == message.Error { // of which the kind is not known
+	if m.lastKind == message.Error { // the kind of an error is unknown
 		return label(message.NoKind, m.lastName)
 	}
 	return label(m.lastKind, m.lastName)
@@ -498,7 +498,7 @@ func (m *Member) lastOperation() string {
 // executes reports whether a grant that is not finished may belong to a process set that contains r.
 func (m *Member) executes(r topo.Rank) bool {
 	for g := m.running.oldest; g != nil; g = g.newer {
-		// Of a process set that was removed the members are not known any more.
+		// The members of a removed process set are unknown, so r may be one of them.
 		if s := m.set(g.Set); s == nil || s.index(r) >= 0 {
 			return true
 		}
@@ -509,9 +509,9 @@ func (m *Member) executes(r topo.Rank) bool {
 // Advance says that the outputs of the last Ready were taken.
 func (m *Member) Advance() {
 	if len(m.ups) > 0 {
-		m.spoke = m.now
+		m.lastSent = m.now
 		if last := m.ups[len(m.ups)-1]; last.Type == message.UpHeartbeat {
-			m.beat, m.reported = m.now, last.Tensor != ""
+			m.lastBeat, m.reported = m.now, last.Tensor != ""
 		}
 	}
 	m.ups = m.ups[:0]
@@ -519,7 +519,7 @@ func (m *Member) Advance() {
 	if m.news && !m.cfg.Lockstep {
 		m.newsTaken()
 	}
-	m.suspectFrame, m.bye, m.stopAnnounce, m.stopReason, m.stopRanks = false, false, false, "", nil
+	m.suspectFrame, m.bye, m.stopped, m.stopReason, m.stopRanks = false, false, false, "", nil
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
@@ -535,7 +535,7 @@ func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never
 	}
-	next := min(m.nextBeat(false), m.heard+m.cfg.LivenessTimeout)
+	next := min(m.nextHeartbeat(false), m.lastReceived+m.cfg.LivenessTimeout)
 	if m.suspected != nil {
 		next = min(next, m.suspectedAt+verdictTimeout)
 	}

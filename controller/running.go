@@ -37,24 +37,25 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextBeat returns when a heartbeat is due. Other frames show that the rank lives too, but do not say what is
-// not finished. So heartbeats go on while a grant takes long, and one more follows when it has finished.
-func (m *Member) nextBeat(spoke bool) time.Duration {
-	next := m.spoke + heartbeatPeriod
-	if spoke {
+// nextHeartbeat returns when a heartbeat is due. Other frames show that the rank lives too, but do not say
+// what is not finished. So heartbeats go on while a grant takes long, and one more follows when it has
+// finished.
+func (m *Member) nextHeartbeat(sends bool) time.Duration {
+	next := m.lastSent + heartbeatPeriod
+	if sends {
 		next = never
 	}
 	if g := m.running.oldest; g != nil {
-		next = min(next, max(g.since, m.beat)+heartbeatPeriod)
+		next = min(next, max(g.since, m.lastBeat)+heartbeatPeriod)
 	}
 	if m.reported {
-		next = min(next, m.beat+heartbeatPeriod)
+		next = min(next, m.lastBeat+heartbeatPeriod)
 	}
 	return next
 }
 
-// beatFrame returns a heartbeat, which says what this rank has not finished for longest.
-func (m *Member) beatFrame() *message.Up {
+// heartbeatFrame returns a heartbeat, which says what this rank has not finished for longest.
+func (m *Member) heartbeatFrame() *message.Up {
 	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
 	if g := m.running.oldest; g != nil {
 		m.heartbeat.Tensor, m.heartbeat.Set = g.Responses[0].Name, g.Set

@@ -114,7 +114,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	case err != nil:
 		return err
 	case late != nil:
-		return s.ask(member, *late)
+		return s.addRequest(member, *late)
 	}
 	votes := s.cache.Votes(bit)
 	w := s.bitWait(bit)
@@ -124,7 +124,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
-	// Most votes are far from the last.
+	// The first comparison is cheap and false for most votes.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
 		s.waits.last(s.Ranks[member], w)
 		s.completeBit(bit)
@@ -153,7 +153,7 @@ func (s *setState) request(member int, q message.Request) error {
 		s.join(member, &q)
 		return nil
 	}
-	// No name is both cached and in the table: the votes for it are requests from now on.
+	// A name is never both cached and in the table. So the votes for it become requests.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
 			return fmt.Errorf("request for %v %q, for which a vote of the rank is pending", q.Kind, q.Name)
@@ -162,11 +162,11 @@ func (s *setState) request(member int, q message.Request) error {
 			return err
 		}
 	}
-	return s.ask(member, q)
+	return s.addRequest(member, q)
 }
 
-// ask puts a request into the table, including one that was sent as a vote before its member joined.
-func (s *setState) ask(member int, q message.Request) error {
+// addRequest puts a request into the table, including one that was sent as a vote before its member joined.
+func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
 		row = &tableRow{wait: s.waits.begin(), requests: make([]message.Request, len(s.Ranks))}
@@ -198,7 +198,7 @@ func (s *setState) completeRow(row *tableRow) {
 	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests), row: row}
 	s.complete(&item, groupOf(row.requests))
 	for _, key := range otherGroups(row.requests) {
-		s.ready = append(s.ready, s.held.lose(key, item.response.Text)...)
+		s.ready = append(s.ready, s.held.failGroup(key, item.response.Text)...)
 	}
 }
 
@@ -243,7 +243,8 @@ func (s *setState) absent(requests []message.Request) []topo.Rank {
 	return ranks
 }
 
-// complete takes a tensor for which no member is missing any more. It is ready, unless it waits for its group.
+// complete takes a tensor for which no member is missing any more. It is ready, unless it waits for its
+// group.
 func (s *setState) complete(item *readyItem, key groupKey) {
 	if key.name == "" {
 		s.ready = append(s.ready, *item)
@@ -252,8 +253,8 @@ func (s *setState) complete(item *readyItem, key groupKey) {
 	s.ready = append(s.ready, s.held.add(*item, key)...)
 }
 
-// invalid erases bit, because a member that had seen the given cycle submits its tensor with other parameters. If it
-// is erased already there is nothing to do. An error is the member's.
+// invalid erases bit, because a member that had seen the given cycle submits its tensor with other
+// parameters. If it is erased already there is nothing to do. An error is the member's.
 func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	name, current, err := s.cache.NameAt(bit, seen)
 	switch {
@@ -274,7 +275,7 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 func (s *setState) invalidate(bit uint32) error {
 	late := s.cache.Invalidate(bit)
 	for _, l := range late {
-		if err := s.ask(l.Member, l.Request); err != nil {
+		if err := s.addRequest(l.Member, l.Request); err != nil {
 			return err
 		}
 	}
@@ -303,14 +304,14 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 		}
 	}
 	s.fuse(p)
-	cacheable := s.joined.count == 0 // a cache that followers with other requests fill is not theirs
+	cacheable := s.joined.count == 0 // an absent rank has not made the requests that would fill its cache
 	for i, group := range s.groups {
 		s.grant(d, group, s.plans[i])
 	}
 	s.forgetGranted()
 	if cacheable {
-		// Bits are given only after all grants have made their entries the most recent, so that a put evicts what was
-		// granted in the same cycle last.
+		// Assign bits only after all grants have marked their entries as recently used, so that an assignment
+		// evicts an entry of the same cycle only if there is no other.
 		for g := range d.Grants {
 			for t, r := range d.Grants[g].Full {
 				if bit, ok := s.cache.Assign(r, cycle, pinned); ok {
@@ -384,7 +385,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 		case item.row != nil:
 			item.row.granted = true
 			delete(s.table, item.response.Name)
-		default: // a join is granted when all have joined
+		default: // a join, which is granted when all have joined
 			s.joined.reset()
 		}
 		if item.cached && !item.full {

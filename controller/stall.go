@@ -63,17 +63,17 @@ type wait struct {
 // waits knows when some tensor may have waited so long that it must be checked. All tensors of a coordinator
 // share it, so a vote costs a look at the clock, and no tensor is checked before it is due.
 type waits struct {
-	now      time.Duration
-	patience time.Duration // the least time after which a tensor is looked at; 0 is never
-	due      time.Duration
-	late     analysis.Held // by all process sets
-	trace    bool          // arrivals are wanted
+	now        time.Duration
+	checkAfter time.Duration // the least time after which a tensor is looked at; 0 is never
+	due        time.Duration
+	late       analysis.Held // by all process sets
+	trace      bool          // arrivals are wanted
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
-	w := &waits{now: now, patience: warning, due: never, late: analysis.NewHeld(ranks)}
+	w := &waits{now: now, checkAfter: warning, due: never, late: analysis.NewHeld(ranks)}
 	if shutdown > 0 && (warning == 0 || shutdown < warning) {
-		w.patience = shutdown
+		w.checkAfter = shutdown
 	}
 	return w
 }
@@ -81,14 +81,14 @@ func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
 func (w *waits) begin() wait { return w.beginAt(w.now) }
 
 func (w *waits) beginAt(since time.Duration) wait {
-	if w.patience > 0 {
-		w.due = min(w.due, since+w.patience)
+	if w.checkAfter > 0 {
+		w.due = min(w.due, since+w.checkAfter)
 	}
 	return wait{since: since, latest: since}
 }
 
-// last records that w is over because the last member, r, has made its request.
-func (w *waits) last(r topo.Rank, of *wait) { w.late.Add(r, of.latest, w.now, true) }
+// last records that ended is over because the last member, r, has made its request.
+func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
 type execution struct {
@@ -97,15 +97,16 @@ type execution struct {
 	tensor string // empty if there is none
 }
 
-// hear applies a heartbeat.
-func (e *execution) hear(u *message.Up, w *waits) {
+// handle applies a heartbeat.
+func (e *execution) handle(u *message.Up, w *waits) {
 	age := time.Duration(u.Millis) * time.Millisecond
 	switch {
 	case u.Tensor == "":
 		*e = execution{}
 	case u.Tensor == e.tensor && u.Set == e.set && (w.now-age-e.since).Abs() < heartbeatPeriod/2:
-		// Still the same: it began when that one began, give or take the heartbeats' way. A later grant of the same name
-		// began a good part of a period later, or its age would not be worth a report.
+		// This is the same grant: it began when the known one began, up to the transfer time of the
+		// heartbeats. A later grant of the same name began a good part of a period later; a younger one is
+		// not reported.
 	default:
 		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor}
 	}
@@ -205,11 +206,11 @@ func (c *Coordinator) stop(reason string) {
 // eachWaiting visits the tensors that wait for ranks, with their groups: those in full in the order of their
 // first request, then the cached ones, then those that are held for a group of which nothing else is known.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
-	wanted := make(map[groupKey]bool) // groups of which an incomplete tensor was visited
+	incomplete := make(map[groupKey]bool) // groups of which an incomplete tensor was visited
 	for _, row := range s.rows {
 		if !row.complete {
 			first, key := firstOf(row.requests), groupOf(row.requests)
-			wanted[key] = true
+			incomplete[key] = true
 			visit(&row.wait, key, func() Stall {
 				return Stall{Set: s.ID, Kind: first.Kind, Name: first.Name, Missing: s.rowMissing(row)}
 			})
@@ -218,14 +219,14 @@ func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() St
 	for bit := range s.cache.Bound() {
 		if r := s.cache.At(bit); r != nil && s.bitWaiting(bit) {
 			key := groupKey{r.Group, r.GroupSize}
-			wanted[key] = true
+			incomplete[key] = true
 			visit(s.bitWait(bit), key, func() Stall {
 				return Stall{Set: s.ID, Kind: r.Kind, Name: r.Name, Missing: s.bitMissing(bit)}
 			})
 		}
 	}
 	for _, g := range s.held.groups {
-		if wanted[g.groupKey] || len(g.items) == 0 {
+		if incomplete[g.groupKey] || len(g.items) == 0 {
 			continue
 		}
 		item := &g.items[0]

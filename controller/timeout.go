@@ -16,7 +16,7 @@ func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Durati
 	if m.state != memberRunning && m.state != memberDraining {
 		return
 	}
-	if silent := m.now - m.heard; silent >= 2*heartbeatPeriod {
+	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
 		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent), label(message.NoKind, tensor), seconds(after)))
 		return
 	}
@@ -37,12 +37,13 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 // that rank.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		// The silent rank's request may not have arrived, nor, in lock-step, those of the others.
-		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+seconds(c.now-c.ranks[silent[0]].heard)))
+		// The request of the silent rank may not have arrived. In lock-step the requests of other ranks may
+		// be missing too.
+		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
 	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
-		return // a rank does not enter the cycle, and will be silent when this one complains again
+		return // a rank has not entered the cycle, and will be silent when this rank reports the timeout again
 	}
 	s, _ := c.member(u.Set, by)
 	if s != nil && c.ranks[by].stop == 0 {
@@ -87,7 +88,7 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
-	case tensor != "" && slices.Contains(s.joined.names, tensor): // who has not joined has no name for it
+	case tensor != "" && slices.Contains(s.joined.names, tensor): // names has "" for ranks that have not joined
 		ranks = s.joining()
 		return message.Join, ranks, have(ranks) + " not joined"
 	default:
@@ -114,17 +115,17 @@ func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank
 	if oldest == never {
 		return []topo.Rank{by}, "the operation was granted and has not finished"
 	}
-	said := make(map[string]bool)
+	named := make(map[string]bool)
 	for r := range c.ranks {
 		e := &c.ranks[r].executing
 		if e.tensor == "" || e.set != u.Set || e.since-oldest >= heartbeatPeriod {
 			continue
 		}
 		ranks = append(ranks, topo.Rank(r))
-		if said[e.tensor] {
+		if named[e.tensor] {
 			continue
 		}
-		said[e.tensor] = true
+		named[e.tensor] = true
 		var at []topo.Rank
 		c.eachExecution(e, func(r topo.Rank, _ *execution) { at = append(at, r) })
 		if why != "" {

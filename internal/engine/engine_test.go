@@ -322,16 +322,16 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		hungUp := make(chan error, 1)
+		closed := make(chan error, 1)
 		go func() {
 			all, err := io.ReadAll(conn)
-			if !bytes.Contains(all, []byte("it ")) {
+			if !bytes.Contains(all, []byte("protocol error")) {
 				t.Errorf("frame %x: the peer reads %q before %v, want a verdict", frame, all, err)
 			}
-			hungUp <- err
+			closed <- err
 		}()
 		select {
-		case err := <-hungUp:
+		case err := <-closed:
 			t.Errorf("frame %x: the connection ended with the verdict: %v", frame, err)
 			continue
 		case <-time.After(20 * time.Millisecond):
@@ -341,7 +341,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 			t.Errorf("frame %x: ended with %v, want rank 1 named", frame, err)
 		}
 		e.Close()
-		if err := <-hungUp; err == nil {
+		if err := <-closed; err == nil {
 			t.Error("the connection has a clean end")
 		}
 		if err := net.Mesh(1).Close(); err != nil {
