@@ -520,11 +520,11 @@ func TestImpossibleProcessSets(t *testing.T) {
 		sets [][]int
 		want string
 	}{
-		{[][]int{{}}, "process set 1: a process set without ranks"},
-		{[][]int{{0}}, "process set 1 is a duplicate: set 0 has the ranks [0] too"},
-		{[][]int{{1}}, "process set 1: rank 1, want 0 to 0"},
-		{[][]int{{-1}}, "process set 1: rank -1, want 0 to 0"},
-		{[][]int{{0, 0}}, "process set 1: rank 0 twice in [0 0]"},
+		{[][]int{{}}, "process set 1: got a process set without ranks"},
+		{[][]int{{0}}, "process set 1 is a duplicate of process set 0: both have the ranks [0]"},
+		{[][]int{{1}}, "process set 1: got rank 1, want 0 to 0"},
+		{[][]int{{-1}}, "process set 1: got rank -1, want 0 to 0"},
+		{[][]int{{0, 0}}, "process set 1: got rank 0 twice in [0 0]"},
 	} {
 		if _, err := hvd.New(ctx, hvd.WithProcessSets(c.sets...)); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v: got error %v, want %s", c.sets, err, c.want)
@@ -537,10 +537,10 @@ func TestImpossibleProcessSets(t *testing.T) {
 				opts  []hvd.Option
 				want  string
 			}{
-				{nil, nil, "a process set without ranks"},
-				{[]int{0, 2}, nil, "rank 2, want 0 to 1"},
-				{[]int{-1}, nil, "rank -1, want 0 to 1"},
-				{[]int{1, 0, 1}, nil, "rank 1 twice in [1 0 1]"},
+				{nil, nil, "got a process set without ranks"},
+				{[]int{0, 2}, nil, "got rank 2, want 0 to 1"},
+				{[]int{-1}, nil, "got rank -1, want 0 to 1"},
+				{[]int{1, 0, 1}, nil, "got rank 1 twice in [1 0 1]"},
 				{[]int{0}, []hvd.Option{hvd.Name("x")}, "option Name does not apply"},
 			} {
 				_, err := hvd.AddProcessSet(ctx, c.ranks, append(c.opts, hvd.On(e))...)

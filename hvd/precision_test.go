@@ -342,8 +342,8 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 			want string
 			opts []hvd.Option
 		}{
-			{"error feedback needs a name", nil},
-			{"error feedback with reduction max", []hvd.Option{hvd.Name("most"), hvd.Op(hvd.Max)}},
+			{"option ErrorFeedback needs option Name", nil},
+			{"option ErrorFeedback: got reduction max", []hvd.Option{hvd.Name("most"), hvd.Op(hvd.Max)}},
 		} {
 			var usage *hvd.UsageError
 			if _, err := hvd.Allreduce(ctx, []float32{1}, append(c.opts, feed...)...); !errors.As(err, &usage) || !strings.Contains(err.Error(), c.want) {

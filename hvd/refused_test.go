@@ -75,24 +75,24 @@ func (w *world) beforeEnqueue() []refusal {
 	}
 	cut := func(s ...int) []int { return s[:size] }
 	cases := []refusal{
-		{"root: too large", "broadcast", broadcast(size), nil, fmt.Sprintf("root rank is %d, want one of %v", size, e.ProcessSets()[0])},
-		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("root rank is -1, want one of %v", e.ProcessSets()[0])},
+		{"root: too large", "broadcast", broadcast(size), nil, fmt.Sprintf("got root rank %d, want a rank of %v", size, e.ProcessSets()[0])},
+		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("got root rank -1, want a rank of %v", e.ProcessSets()[0])},
 		{"root: not in the set", "broadcast", func(name hvd.Option) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, name, hvd.Over(w.own))
 			return err
-		}, nil, fmt.Sprintf("root rank is 0, want one of %v", w.own)},
+		}, nil, fmt.Sprintf("got root rank 0, want a rank of %v", w.own)},
 		{"splits: too many for the set", "alltoall", func(name hvd.Option) error {
 			_, _, err := hvd.Alltoall(ctx, []int32{1}, cut(1, 0, 0), name, hvd.Over(w.own))
 			return err
-		}, nil, fmt.Sprintf("%d splits, want one for each of 1 ranks", size)},
-		{"splits: too few", "alltoall", alltoall(size, cut(1, 1, 1)[1:]...), nil, fmt.Sprintf("%d splits, want one for each of %d ranks", size-1, size)},
-		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil, fmt.Sprintf("%d splits, want one for each of %d ranks", size+1, size)},
-		{"splits: none, not nil", "alltoall", func(name hvd.Option) error { return w.alltoall(size, []int{}, name) }, nil, fmt.Sprintf("0 splits, want one for each of %d ranks", size)},
-		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(6, -1, 0))},
-		{"splits: negative, small", "alltoall", alltoall(5, cut(-1, 1, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(-1, 1, 0))},
-		{"splits: sum", "alltoall", alltoall(5, cut(3, 3, 0)...), nil, fmt.Sprintf("splits %v, want none negative and at most the 5 rows together", cut(3, 3, 0))},
-		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil, "want none negative and at most the 5 rows together"},
-		{"splits: not divisible", "alltoall", func(name hvd.Option) error { return w.alltoall(size+1, nil, name) }, nil, fmt.Sprintf("%d rows cannot be dealt evenly to %d ranks: give splits", size+1, size)},
+		}, nil, fmt.Sprintf("got %d splits, want one for each of 1 ranks", size)},
+		{"splits: too few", "alltoall", alltoall(size, cut(1, 1, 1)[1:]...), nil, fmt.Sprintf("got %d splits, want one for each of %d ranks", size-1, size)},
+		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil, fmt.Sprintf("got %d splits, want one for each of %d ranks", size+1, size)},
+		{"splits: none, not nil", "alltoall", func(name hvd.Option) error { return w.alltoall(size, []int{}, name) }, nil, fmt.Sprintf("got 0 splits, want one for each of %d ranks", size)},
+		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(6, -1, 0))},
+		{"splits: negative, small", "alltoall", alltoall(5, cut(-1, 1, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(-1, 1, 0))},
+		{"splits: sum", "alltoall", alltoall(5, cut(3, 3, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(3, 3, 0))},
+		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil, "want non-negative numbers with a sum of at most 5, the number of rows"},
+		{"splits: not divisible", "alltoall", func(name hvd.Option) error { return w.alltoall(size+1, nil, name) }, nil, fmt.Sprintf("got %d rows, which cannot be split evenly between %d ranks: pass splits", size+1, size)},
 		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
 			return err

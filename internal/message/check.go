@@ -144,7 +144,7 @@ func CheckName(name string) error {
 // checkMembers checks the ranks of a process set: at least one, ascending.
 func checkMembers(ranks []topo.Rank) error {
 	if len(ranks) == 0 {
-		return fmt.Errorf("a process set without ranks")
+		return fmt.Errorf("got a process set without ranks")
 	}
 	for i, r := range ranks {
 		if r < 0 || r >= MaxRanks || i > 0 && r <= ranks[i-1] {

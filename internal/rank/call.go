@@ -116,9 +116,9 @@ func (c *Call) Check() error {
 	case c.ErrorFeedback && !c.Wire.Valid():
 		return c.Misuse("option ErrorFeedback does not apply without compression")
 	case c.ErrorFeedback && c.Op != tensor.Sum && !c.Op.IsAverage():
-		return c.Misuse("error feedback with reduction %v, want a sum or an average", c.Op)
+		return c.Misuse("option ErrorFeedback: got reduction %v, want sum or average", c.Op)
 	case c.ErrorFeedback && c.Name == "":
-		return c.Misuse("error feedback needs a name: what was lost is made up for in the next tensor of the same name")
+		return c.Misuse("option ErrorFeedback needs option Name: the rounding error of a tensor is added to the next tensor of the same name")
 	case c.Set.joined.Load() && c.Kind != message.Join:
 		return c.Misuse("this rank has joined %v: wait for the join to end", c.Set)
 	}
@@ -131,7 +131,7 @@ func (c *Call) Check() error {
 // CheckRoot returns an error if root is not a member of the process set.
 func (c *Call) CheckRoot(root int) error {
 	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(root)); !ok {
-		return c.Misuse("root rank is %d, want one of %v", root, c.Set)
+		return c.Misuse("got root rank %d, want a rank of %v", root, c.Set)
 	}
 	return nil
 }
@@ -142,7 +142,7 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	given := make([]int64, n)
 	if splits == nil {
 		if rows%int64(n) != 0 {
-			return nil, c.Misuse("%d rows cannot be dealt evenly to %d ranks: give splits", rows, n)
+			return nil, c.Misuse("got %d rows, which cannot be split evenly between %d ranks: pass splits", rows, n)
 		}
 		for i := range given {
 			given[i] = rows / int64(n)
@@ -150,12 +150,12 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 		return given, nil
 	}
 	if len(splits) != n {
-		return nil, c.Misuse("%d splits, want one for each of %d ranks", len(splits), n)
+		return nil, c.Misuse("got %d splits, want one for each of %d ranks", len(splits), n)
 	}
 	left := rows
 	for i, s := range splits {
 		if s < 0 || int64(s) > left {
-			return nil, c.Misuse("splits %v, want none negative and at most the %d rows together", splits, rows)
+			return nil, c.Misuse("got splits %v, want non-negative numbers with a sum of at most %d, the number of rows", splits, rows)
 		}
 		left -= int64(s)
 		given[i] = int64(s)

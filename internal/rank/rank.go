@@ -171,7 +171,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 	}
 	if err := r.at.Met(ctx); err != nil {
-		log.Warn("rank 0 has not removed what it left for the other ranks to meet by", zap.Error(err))
+		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
 	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
 	if r.session != nil {

@@ -178,7 +178,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		}
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
-		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + " (shm,tcp uses TCP then)"}))
+		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + ": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // else it is for each host to see
 		cfg.Log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
 		if err := local.Close(); err != nil {
@@ -212,7 +212,7 @@ func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 		case !known:
 			reasons = append(reasons, fmt.Sprintf("rank %d does not have the backend %v", r, b))
 		case reason != "":
-			reasons = append(reasons, fmt.Sprintf("rank %d cannot serve it: %s", r, reason))
+			reasons = append(reasons, fmt.Sprintf("rank %d cannot use the backend %v: %s", r, b, reason))
 		default:
 			continue
 		}
@@ -277,10 +277,10 @@ func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) erro
 	case why == "":
 		return nil // the others are on other hosts
 	case set.SharedMemory == config.SharedIfPossible:
-		log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
+		log.Warn("ranks cannot share memory: using TCP", zap.String("why", why))
 		return nil
 	}
-	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s (HOROVOD_CPU_OPERATIONS=shm,tcp uses TCP then)", why)}
+	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
 // shareOut opens the socket by which this rank passes file descriptors, if memory is to be shared. If it

@@ -162,7 +162,7 @@ func TestOneRankLacksABackend(t *testing.T) {
 	}
 	_, errs := openLacking(t, hosts, all("shm"), lacks)
 	for r, err := range errs {
-		if want := "HOROVOD_CPU_OPERATIONS is shm, but rank 1 cannot serve it: no memory today"; err == nil || !strings.Contains(err.Error(), want) {
+		if want := "HOROVOD_CPU_OPERATIONS is shm, but rank 1 cannot use the backend shm: no memory today"; err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got error %v, want %q in it", r, err, want)
 		}
 	}
@@ -172,7 +172,7 @@ func TestOneRankLacksABackend(t *testing.T) {
 			t.Errorf("rank %d: %v", r, errs[r])
 			continue
 		}
-		if ranks, why := s.Lacking(message.SHM); s.Memory != nil || !slices.Equal(ranks, []topo.Rank{1}) || why != "rank 1 cannot serve it: no memory today" {
+		if ranks, why := s.Lacking(message.SHM); s.Memory != nil || !slices.Equal(ranks, []topo.Rank{1}) || why != "rank 1 cannot use the backend shm: no memory today" {
 			t.Errorf("rank %d: memory %v, ranks %v lack shm: %q", r, s.Memory, ranks, why)
 		}
 		if ranks, why := s.Lacking(message.TCP); len(ranks) > 0 || why != "" {

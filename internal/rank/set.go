@@ -145,16 +145,16 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 // membersOf checks the ranks of a set and sorts them.
 func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 	if len(ranks) == 0 {
-		return nil, fmt.Errorf("a process set without ranks")
+		return nil, fmt.Errorf("got a process set without ranks")
 	}
 	sorted := slices.Sorted(slices.Values(ranks))
 	set := make([]topo.Rank, len(sorted))
 	for i, r := range sorted {
 		switch {
 		case r < 0 || r >= size:
-			return nil, fmt.Errorf("rank %d, want 0 to %d", r, size-1)
+			return nil, fmt.Errorf("got rank %d, want 0 to %d", r, size-1)
 		case i > 0 && r == sorted[i-1]:
-			return nil, fmt.Errorf("rank %d twice in %v", r, ranks)
+			return nil, fmt.Errorf("got rank %d twice in %v", r, ranks)
 		}
 		set[i] = topo.Rank(r)
 	}
@@ -164,7 +164,7 @@ func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 // staticSets checks the sets that Start was given.
 func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	if len(given) >= message.MaxSets {
-		return nil, fmt.Errorf("%d process sets, want less than %d", len(given), message.MaxSets)
+		return nil, fmt.Errorf("got %d process sets, want less than %d", len(given), message.MaxSets)
 	}
 	sets := []controller.Set{controller.Global(size)}
 	for k, ranks := range given {
@@ -174,7 +174,7 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 		}
 		for _, other := range sets {
 			if slices.Equal(other.Ranks, set) {
-				return nil, fmt.Errorf("process set %d is a duplicate: set %d has the ranks %v too", k+1, other.ID, set)
+				return nil, fmt.Errorf("process set %d is a duplicate of process set %d: both have the ranks %v", k+1, other.ID, set)
 			}
 		}
 		sets = append(sets, controller.Set{ID: topo.ProcessSetID(k + 1), Ranks: set})

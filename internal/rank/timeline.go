@@ -68,13 +68,13 @@ func (r *Watch) StopTimeline() error {
 	return t.stop()
 }
 
-var errNoEngine = errors.New("timeline: the rank has not started")
+var errNoEngine = errors.New("timeline: the engine of this rank has not started")
 
 func (t *timelines) start(path string, markCycles bool) error {
 	e := t.engine()
 	switch {
 	case path == "":
-		return errors.New("timeline: no name of a file")
+		return errors.New("timeline: got an empty file name")
 	case e == nil:
 		return errNoEngine
 	case t.now != nil && t.path == path:
@@ -90,7 +90,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 		return err
 	}
 	if err := t.stop(); err != nil {
-		cfg.Log.Warn("the end of the timeline", zap.Error(err))
+		cfg.Log.Warn("closing the timeline failed", zap.Error(err))
 	}
 	e.Watch(next)
 	t.now, t.path = next, path
@@ -118,7 +118,7 @@ func (t *timelines) write() {
 		return
 	}
 	if err := t.now.Write(); err != nil {
-		t.rank.cfg.Log.Warn("the timeline", zap.Error(err))
+		t.rank.cfg.Log.Warn("writing the timeline failed", zap.Error(err))
 	}
 }
 
@@ -169,7 +169,7 @@ func (t *timelines) toggleAt(got <-chan os.Signal) {
 		case <-got:
 		}
 		if err := t.toggle(); err != nil {
-			t.rank.cfg.Log.Warn("the signal for the timeline", zap.Error(err))
+			t.rank.cfg.Log.Warn("starting or stopping the timeline by a signal failed", zap.Error(err))
 		}
 	}
 }
@@ -191,6 +191,6 @@ func (t *timelines) toggle() error {
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))
 	}
-	t.rank.cfg.Log.Info("a signal has started the timeline", zap.String("file", path))
+	t.rank.cfg.Log.Info("a signal starts the timeline", zap.String("file", path))
 	return t.start(path, set.TimelineMarkCycles)
 }

@@ -116,7 +116,7 @@ func (r *Watch) Attach(e *engine.Engine) error {
 	}
 	if set.Timeline != "" && set.Timeline != config.TimelineDynamic {
 		if err := r.StartTimeline(pathOfEpoch(set.Timeline, r.cfg.Epoch), set.TimelineMarkCycles); err != nil {
-			r.cfg.Log.Warn("there is no timeline", zap.Error(err))
+			r.cfg.Log.Warn("starting the timeline failed", zap.Error(err))
 		}
 	}
 	if set.TimelineSignal != "" {
@@ -137,7 +137,7 @@ func (r *Watch) Close() error {
 	r.running.Wait()
 	err := r.StopTimeline()
 	if err != nil {
-		r.cfg.Log.Warn("the end of the timeline", zap.Error(err))
+		r.cfg.Log.Warn("closing the timeline failed", zap.Error(err))
 	}
 	r.mu.Lock()
 	server := r.metrics
@@ -169,13 +169,13 @@ func (r *Watch) serveMetrics(addr string) error {
 	}
 	server, err := metrics.Serve(at, metrics.Handler(r.Stats), r.cfg.Log)
 	if err != nil {
-		r.cfg.Log.Warn("metrics are not shown (HVD_METRICS_ADDR)", zap.Error(err))
+		r.cfg.Log.Warn("serving metrics failed (HVD_METRICS_ADDR)", zap.Error(err))
 		return nil
 	}
 	r.mu.Lock()
 	r.metrics = server
 	r.mu.Unlock()
-	r.cfg.Log.Info("metrics are shown", zap.String("addr", server.Addr()))
+	r.cfg.Log.Info("serving metrics", zap.String("addr", server.Addr()))
 	return nil
 }
 
@@ -186,7 +186,7 @@ func (r *Watch) answer() {
 		case joblink.Metrics:
 			text, err := metrics.Text(r.Stats)
 			if err != nil {
-				r.cfg.Log.Warn("metrics for the launcher", zap.Error(err))
+				r.cfg.Log.Warn("collecting metrics for the launcher failed", zap.Error(err))
 				return nil
 			}
 			return text
@@ -196,7 +196,7 @@ func (r *Watch) answer() {
 		return nil
 	})
 	if err != nil {
-		r.cfg.Log.Debug("the launcher asks nothing more", zap.Error(err))
+		r.cfg.Log.Debug("receiving requests of the launcher failed", zap.Error(err))
 	}
 }
 
@@ -228,7 +228,7 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 func (r *Watch) encodedDump(why string) []byte {
 	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
-		r.cfg.Log.Warn("the flight recorder", zap.Error(err))
+		r.cfg.Log.Warn("encoding the dump of the flight recorder failed", zap.Error(err))
 		return nil
 	}
 	return text
@@ -242,10 +242,10 @@ func (r *Watch) leave(why string) {
 	}
 	path, err := recorder.WriteFile(dir, r.Dump(why))
 	if err != nil {
-		r.cfg.Log.Warn("the flight recorder's file", zap.Error(err))
+		r.cfg.Log.Warn("writing the dump of the flight recorder failed", zap.Error(err))
 		return
 	}
-	r.cfg.Log.Warn("what the flight recorder has was written", zap.String("file", path))
+	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
 // failed leaves what this rank knows to people, before its operations are answered: then the program may exit. It bounds how long they
@@ -276,7 +276,7 @@ func (r *Watch) volunteer(what string, body []byte) bool {
 	defer cancel()
 	err := r.cfg.Launcher.Tell(ctx, what, body)
 	if err != nil && !errors.Is(err, joblink.ErrNobody) {
-		r.cfg.Log.Debug("the launcher does not hear", zap.String("of", what), zap.Error(err))
+		r.cfg.Log.Debug("sending a report to the launcher failed", zap.String("report", what), zap.Error(err))
 	}
 	return err == nil
 }
@@ -311,7 +311,7 @@ func (r *Watch) passStallsOn() {
 		r.mu.Unlock()
 		text, err := recorder.EncodeStall(stall)
 		if err != nil {
-			r.cfg.Log.Warn("a stall", zap.Error(err))
+			r.cfg.Log.Warn("encoding a stall report failed", zap.Error(err))
 		}
 		if !r.volunteer(joblink.Stall, text) {
 			r.leave("stalled: " + stall.Text)

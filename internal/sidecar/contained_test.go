@@ -63,7 +63,7 @@ func TestUsage(t *testing.T) {
 			"1 tensors, want none":       good(func(o *op, _ *tens) { o.Kind = 6 }),
 			"a group":                    good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Grouped = 3, 0, true }),
 			"was removed":                good(func(o *op, _ *tens) { o.ProcessSet = 7 }),
-			"root rank is -1":            good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1 }),
+			"got root rank -1":           good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1 }),
 			"splits":                     good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Splits = 4, 0, []int64{5} }),
 			"negative dimension":         good(func(o *op, tt *tens) { tt.Shape = []int64{-1} }),
 			"more than 2^63-1":           good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64, 2} }),
