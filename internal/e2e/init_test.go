@@ -301,7 +301,7 @@ func (d death) isMissing(text string) bool {
 	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") || strings.Contains(text, "the store of rank 0")) {
 		return true
 	}
-	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) || strings.Contains(text, fmt.Sprintf(": rank %d did not come", d.victim))
+	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) || strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
 }
 
 // A rank with too few file descriptors for Init fails at once with an error that says so, and every other

@@ -33,7 +33,7 @@ func ExpandHosts(list string) ([]string, error) {
 
 func expandHosts(list string) (hosts []string, err error) {
 	if len(list) > MaxListBytes {
-		return nil, fmt.Errorf("it has %d bytes, want at most %d", len(list), MaxListBytes)
+		return nil, fmt.Errorf("got %d bytes, want at most %d", len(list), MaxListBytes)
 	}
 	for {
 		var item string
@@ -58,7 +58,7 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	for i, c := range []byte(list) {
 		switch {
 		case c == '[' && open:
-			return "", "", false, errors.New("a bracket within a bracket")
+			return "", "", false, errors.New("nested brackets")
 		case c == '[':
 			open = true
 		case c == ']' && !open:
@@ -80,8 +80,8 @@ func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("an empty name")
 	}
-	// What each bracket may be with what stands before it, and how many names and of what length that makes: known before
-	// memory is taken for them.
+	// parts has the alternatives of each bracket, with the literal text before it. The number and the length
+	// of the names are known before memory is allocated for them.
 	var parts [][]string
 	count, length := 1, 0
 	for item != "" {
@@ -132,7 +132,7 @@ func notInNames(c rune) bool {
 	return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("-._", c))
 }
 
-func tooMany() error { return fmt.Errorf("it stands for more than %d hosts", MaxHosts) }
+func tooMany() error { return fmt.Errorf("more than %d hosts", MaxHosts) }
 
 // expandNumbers expands the inside of a bracket to at most the given number of numbers.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
@@ -150,8 +150,8 @@ func expandNumbers(inside string, most int) (numbers []string, err error) {
 		case err != nil:
 			return nil, err
 		case hi < lo:
-			return nil, fmt.Errorf("the range %q runs backwards", part)
-		case hi-lo >= uint64(most-len(numbers)): // it has one more than that
+			return nil, fmt.Errorf("the range %q ends before its start", part)
+		case hi-lo >= uint64(most-len(numbers)): // the range has hi-lo+1 numbers
 			return nil, tooMany()
 		}
 		for n := lo; n <= hi; n++ {
@@ -181,7 +181,7 @@ func ExpandTasks(list string) ([]int, error) {
 
 func expandTasks(list string) (tasks []int, err error) {
 	if len(list) > MaxListBytes {
-		return nil, fmt.Errorf("it has %d bytes, want at most %d", len(list), MaxListBytes)
+		return nil, fmt.Errorf("got %d bytes, want at most %d", len(list), MaxListBytes)
 	}
 	for part := range strings.SplitSeq(list, ",") {
 		number, times, repeated := strings.Cut(part, "(x")

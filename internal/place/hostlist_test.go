@@ -44,7 +44,7 @@ func TestExpandHostsRefuses(t *testing.T) {
 		"n[1,2":                       "without a closing one",
 		"n]":                          "without an opening one",
 		"n[1]]":                       "without an opening one",
-		"n[[1]]":                      "within a bracket",
+		"n[[1]]":                      "nested brackets",
 		"n[]":                         "want a number",
 		"n[1,]":                       "want a number",
 		"n[1-]":                       "want a number",
@@ -54,7 +54,7 @@ func TestExpandHostsRefuses(t *testing.T) {
 		"n[+1]":                       "want a number",
 		"n[1 ]":                       "want a number",
 		"n[1234567890123456789]":      "want a number",
-		"n[3-1]":                      `"3-1" runs backwards`,
+		"n[3-1]":                      `"3-1" ends before its start`,
 		"a b":                         `" " in a name`,
 		"a\x1b[1]":                    `"\x1b" in a name`,
 		"n[0-65536]":                  "more than 65536 hosts",
@@ -116,7 +116,7 @@ func FuzzExpandHosts(f *testing.F) {
 				t.Fatalf("%q gives the name %q", list, h)
 			}
 		}
-		// Names without brackets stand for themselves.
+		// Names without brackets expand to themselves.
 		if plain := strings.Join(hosts, ","); len(plain) <= MaxListBytes {
 			if again, err := ExpandHosts(plain); err != nil || !slices.Equal(again, hosts) {
 				t.Fatalf("%q: %d names, written out %d, %v", list, len(hosts), len(again), err)

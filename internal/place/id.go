@@ -91,7 +91,7 @@ func ParseID(text string) (ID, error) {
 		return ID{}, fmt.Errorf("place: parse id: %d characters, want %d", len(text), want)
 	}
 	b, err := idText.DecodeString(text)
-	if err != nil || len(b) != len(ID{}) { // shorter if line breaks, which base64 skips, stand in the text
+	if err != nil || len(b) != len(ID{}) { // base64 skips line breaks in the text, so b may be too short
 		return ID{}, errors.New("place: parse id: not base64")
 	}
 	id := ID(b)
@@ -113,11 +113,11 @@ func (id *ID) open() (idStore, error) {
 	version := binary.BigEndian.Uint32(id[4:])
 	switch {
 	case string(id[:4]) != idMagic:
-		return idStore{}, errors.New("no id: it begins with something else")
+		return idStore{}, errors.New("not a unique id: the magic number is missing")
 	case version != idVersion:
 		return idStore{}, fmt.Errorf("version is %d, want %d", version, idVersion)
 	case !bytes.Equal(id[idSum:], sum[:len(id)-idSum]):
-		return idStore{}, errors.New("checksum is wrong: the id was damaged")
+		return idStore{}, errors.New("wrong checksum: the id is damaged")
 	}
 	var zeros [idSum]byte
 	var ip netip.Addr
@@ -136,7 +136,7 @@ func (id *ID) open() (idStore, error) {
 	case ip.IsUnspecified() || ip.Is4In6() || port == 0:
 		return idStore{}, fmt.Errorf("address is %s port %d, want one that can be dialed", ip, port)
 	case id[idFlags]&^flagEncrypt != 0 || !bytes.Equal(id[used:idSum], zeros[used:]):
-		return idStore{}, errors.New("bytes that must be zero are not")
+		return idStore{}, errors.New("reserved bytes are not zero")
 	}
 	encrypt := id[idFlags] == flagEncrypt
 	key, err := secretOf([keyBytes]byte(id[idKey:]), encrypt)
@@ -197,7 +197,7 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 			dial.Pause(ctx, late, nil)
 		}
 		if err := stop(); err != nil && log != nil {
-			log.Warn("place: the store of an id", zap.Error(err))
+			log.Warn("place: closing the store of a unique id failed", zap.Error(err))
 		}
 	}()
 	return id, done, nil
@@ -208,7 +208,7 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 // rank 0 uses the first and publishes the address of its root in all of them.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
-		return nil, fmt.Errorf("place: %d ids, want 1 to one per rank: %d", len(ids), size)
+		return nil, fmt.Errorf("place: got %d ids, want 1 to %d, which is one per rank", len(ids), size)
 	}
 	stores, names := make([]idStore, len(ids)), sha256.New()
 	for i, id := range ids {
@@ -220,7 +220,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 			return nil, fmt.Errorf("place: ids %d and %d are the same", first, i)
 		}
 		if stores[i] = s; s.encrypt != stores[0].encrypt {
-			return nil, fmt.Errorf("place: of ids 0 and %d one is for encrypted connections: want both or neither", i)
+			return nil, fmt.Errorf("place: of ids 0 and %d only one is for encrypted connections, want both or neither", i)
 		}
 		names.Write(id[:])
 	}
@@ -230,7 +230,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		Terms: map[string]string{"the list of unique ids": hex.EncodeToString(names.Sum(nil)[:8])},
 	}
 	if rank != 0 {
-		own := 0 // also for a rank that is out of range, of which Join tells the others
+		own := 0 // a rank that is out of range connects too, so that Join can report it to the others
 		if rank > 0 && rank < size {
 			own = rank * len(ids) / size
 		}
@@ -248,7 +248,7 @@ func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	for _, s := range stores {
 		client, err := store.Dial(ctx, s.addr, store.Config{Secret: s.key})
 		if err != nil {
-			return errors.Join(fmt.Errorf("place: reaching the process that made the id: %w", err), p.Close())
+			return errors.Join(fmt.Errorf("place: connecting to the process that made the id: %w", err), p.Close())
 		}
 		p.onClose(client.Close)
 		all = append(all, client)

@@ -161,8 +161,8 @@ func TestListsOfIDsDiffer(t *testing.T) {
 	for want, given := range map[string][]ID{
 		"ids 0 and 1 are the same": {ids[0], ids[0]},
 		"0 ids, want 1":            nil,
-		"3 ids, want 1 to one per": {ids[0], ids[1], ids[0]},
-		"no id":                    {{}},
+		"got 3 ids, want 1 to 2":   {ids[0], ids[1], ids[0]},
+		"not a unique id":          {{}},
 	} {
 		_, err := OpenIDs(t.Context(), given, 0, 2)
 		testnet.WantError(t, err, want)
@@ -194,15 +194,15 @@ func TestDamagedIDs(t *testing.T) {
 		change func(*ID)
 		want   string
 	}{
-		{func(id *ID) { id[0] = 'X' }, "no id"},
+		{func(id *ID) { id[0] = 'X' }, "not a unique id"},
 		{func(id *ID) { id[7] = 1 }, "version is 1, want 2"},
 		{func(id *ID) { id[idAddr] = 5 }, "address family is 5"},
 		{func(id *ID) { id[idAddr+2], id[idAddr+3] = 0, 0 }, "port 0"},
 		{func(id *ID) { copy(id[idAddr+4:], make([]byte, 4)) }, "address is 0.0.0.0"},
-		{func(id *ID) { id[idFlags] = 2 }, "bytes that must be zero"},
-		{func(id *ID) { id[idAddr+4+4] = 1 }, "bytes that must be zero"},
-		{func(id *ID) { id[60] = 1 }, "bytes that must be zero"},
-		{func(id *ID) { id[idSum-1] = 1 }, "bytes that must be zero"},
+		{func(id *ID) { id[idFlags] = 2 }, "reserved bytes are not zero"},
+		{func(id *ID) { id[idAddr+4+4] = 1 }, "reserved bytes are not zero"},
+		{func(id *ID) { id[60] = 1 }, "reserved bytes are not zero"},
+		{func(id *ID) { id[idSum-1] = 1 }, "reserved bytes are not zero"},
 		{func(id *ID) {
 			v4 := netip.MustParseAddr("10.1.2.3").As16()
 			id[idAddr] = 6
@@ -218,7 +218,7 @@ func TestDamagedIDs(t *testing.T) {
 	changed := id
 	changed[idSum] ^= 1
 	_, err := ParseID(changed.String())
-	testnet.WantError(t, err, "checksum is wrong")
+	testnet.WantError(t, err, "wrong checksum")
 	for _, wrong := range []string{"", text[1:], text + "A"} {
 		_, err := ParseID(wrong)
 		testnet.WantError(t, err, "characters, want 171")
@@ -244,14 +244,14 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
 	for _, ids := range [][]ID{{plain, sealed}, {sealed, plain}} {
 		_, err := OpenIDs(ctx, ids, 0, 2)
-		testnet.WantError(t, err, "of ids 0 and 1 one is for encrypted connections")
+		testnet.WantError(t, err, "of ids 0 and 1 only one is for encrypted connections")
 	}
-	// A rank that leaves the flag out does not come in, and is told why.
+	// A rank whose id lacks the flag gets an error that says why.
 	bare := sealed
 	bare[idFlags] = 0
 	bare.seal()
 	_, err := OpenIDs(ctx, []ID{bare}, 0, 1)
-	testnet.WantError(t, err, "reaching the process that made the id", "HVD_TLS", "(the other end has)")
+	testnet.WantError(t, err, "connecting to the process that made the id", "HVD_TLS", "(the other end has)")
 	wrong := plain
 	wrong[idKey] ^= 1
 	wrong.seal()

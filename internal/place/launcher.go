@@ -40,14 +40,14 @@ type Env struct {
 
 	met atomic.Bool
 
-	// Of these, what the kind has.
-	host  string // rank 0's, or the store's
-	port  int    // of rank 0's store or of the launcher's, 0 if not told
-	dir   string // belongs to the job, on this host
+	// Each kind sets only some of these fields.
+	host  string // host of rank 0 or of the launcher's store
+	port  int    // port of rank 0's store or of the launcher's store, 0 if unknown
+	dir   string // directory of the job on this host
 	pmiFD int
 	// agentStore says that torchrun serves its store itself. Otherwise rank 0 serves it.
 	agentStore bool
-	node       int // this host's number in the job, -1 if not told
+	node       int // number of this host in the job, -1 if unknown
 	// loopback says that this rank, and as far as is known all others, were told to meet on a loopback
 	// address.
 	loopback bool
@@ -97,9 +97,9 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		switch {
 		case e == nil:
 		case first != "":
-			line.Why = fmt.Sprintf("passed over, for %s comes first", first)
+			line.Why = fmt.Sprintf("ignored, because %s comes first", first)
 			if v.err == nil {
-				line.Why = fmt.Sprintf("passed over at %s, for %s comes first", e.place(), first)
+				line.Why = fmt.Sprintf("ignored at %s, because %s comes first", e.place(), first)
 			}
 		case v.err != nil:
 			first, firstErr = k.kind, fmt.Errorf("place: %s: %w", k.kind, v.err)
@@ -144,8 +144,8 @@ func (v *variables) fail(format string, args ...any) {
 	}
 }
 
-// any returns the first of the variables that is set.
-func (v *variables) any(names ...string) (name string, ok bool) {
+// firstSet returns the first of the variables that is set.
+func (v *variables) firstSet(names ...string) (name string, ok bool) {
 	for _, name := range names {
 		if v.getenv(name) != "" {
 			return name, true
@@ -170,7 +170,7 @@ func (v *variables) number(name string) int {
 
 // pair returns a rank and its size, or -1 and -1 if neither is set.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
-	if _, ok := v.any(rankName, sizeName); !ok {
+	if _, ok := v.firstSet(rankName, sizeName); !ok {
 		return -1, -1
 	}
 	rank, size = v.number(rankName), v.number(sizeName)
@@ -203,8 +203,8 @@ func newEnv(rank, size int) *Env {
 	return e
 }
 
-// settle derives what follows from the rest: if all ranks are on one host there is no other host.
-func (e *Env) settle() {
+// deriveCross sets the cross rank if all ranks are on one host: then there is no other host.
+func (e *Env) deriveCross() {
 	if e.OneHost() && e.CrossRank < 0 {
 		e.CrossRank, e.CrossSize = 0, 1
 	}
@@ -216,7 +216,7 @@ func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
 	if r, n := v.part(localRank, localSize, e); r >= 0 {
 		e.LocalRank, e.LocalSize = r, n
 	}
-	e.settle()
+	e.deriveCross()
 	return e
 }
 
@@ -229,7 +229,7 @@ func (v *variables) port(name string) int {
 }
 
 func findHvdrun(v *variables) (*Env, string) {
-	why, ok := v.any("HOROVOD_RANK", "HOROVOD_SIZE")
+	why, ok := v.firstSet("HOROVOD_RANK", "HOROVOD_SIZE")
 	if !ok {
 		return nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"
 	}
@@ -250,26 +250,26 @@ func findAlone(v *variables) (*Env, string) {
 }
 
 func findOpenMPI(v *variables) (*Env, string) {
-	why, ok := v.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+	why, ok := v.firstSet("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 	if !ok {
 		return nil, "neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set"
 	}
 	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-	// The name that the library's parts have for the job: 5.x writes prterun-host-pid@1, 4.x a number.
+	// Open MPI 5.x names a job like prterun-host-pid@1, and 4.x numbers it.
 	e.JobID = v.getenv("PMIX_NAMESPACE")
 	if e.JobID == "" {
 		e.JobID = v.getenv("OMPI_MCA_ess_base_jobid")
 	}
-	// Both are the directory of this mpirun on this host, which it makes for its user alone and removes at the end.
-	// (The one in OMPI_FILE_LOCATION goes away with the first rank that ends.)
-	if dir, ok := v.any("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
+	// Both variables have the directory of this mpirun on this host, which only its user can read and which
+	// mpirun removes at the end. The directory in OMPI_FILE_LOCATION vanishes when the first rank ends.
+	if dir, ok := v.firstSet("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
 		e.dir = v.getenv(dir)
 	}
 	return e, why
 }
 
 func findPMI(v *variables) (*Env, string) {
-	why, ok := v.any("PMI_RANK", "PMI_SIZE")
+	why, ok := v.firstSet("PMI_RANK", "PMI_SIZE")
 	if !ok {
 		return nil, "neither PMI_RANK nor PMI_SIZE is set"
 	}
@@ -280,23 +280,23 @@ func findPMI(v *variables) (*Env, string) {
 }
 
 func findTorchrun(v *variables) (*Env, string) {
-	why, ok := v.any("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+	why, ok := v.firstSet("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 	if !ok {
 		return nil, "neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set"
 	}
-	if _, ok := v.any("RANK", "WORLD_SIZE"); !ok {
+	if _, ok := v.firstSet("RANK", "WORLD_SIZE"); !ok {
 		v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", why, quote(v.getenv(why)))
 	}
 	e := v.mpi("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-	// The agents number their hosts so. One with other agents on its host has a smaller LOCAL_WORLD_SIZE than there are
-	// ranks.
+	// GROUP_RANK numbers the agents, which are usually one per host. If several agents share a host,
+	// LOCAL_WORLD_SIZE is smaller than the number of ranks there.
 	if r, n := v.part("GROUP_RANK", "GROUP_WORLD_SIZE", e); r >= 0 {
 		e.CrossRank, e.CrossSize = r, n
 	}
 	restarts := max(v.number("TORCHELASTIC_RESTART_COUNT"), 0)
 	run := v.getenv("TORCHELASTIC_RUN_ID")
 	if run == "" {
-		run = "none" // as torchrun itself calls it
+		run = "none" // torchrun's own name for a run without an id
 	}
 	e.JobID = run + "/" + strconv.Itoa(restarts)
 	// PyTorch compares it with exactly this.
@@ -308,8 +308,8 @@ func findTorchrun(v *variables) (*Env, string) {
 // master reads where rank 0 is, by PyTorch's convention.
 func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
-	if _, ok := v.any("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
-		return // then it does not matter
+	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
+		return // these settings take precedence, and one rank needs no address
 	}
 	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool { return v.getenv(name) != "" })
 	if len(missing) > 0 {
@@ -318,20 +318,21 @@ func (v *variables) master(e *Env) {
 }
 
 func findPlain(v *variables) (*Env, string) {
-	why, ok := v.any("RANK", "WORLD_SIZE")
+	why, ok := v.firstSet("RANK", "WORLD_SIZE")
 	if !ok {
-		if name, ok := v.any("MASTER_ADDR", "MASTER_PORT"); ok {
+		if name, ok := v.firstSet("MASTER_ADDR", "MASTER_PORT"); ok {
 			v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", name, quote(v.getenv(name)))
 			return newEnv(0, 1), ""
 		}
 		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
 	}
 	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
-	// Scripts often set one of these alone, for torch.cuda.set_device. Then the hosts of all ranks tell.
+	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks follow from the hosts
+	// of all ranks.
 	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
 		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
 	}
-	e.settle()
+	e.deriveCross()
 	v.master(e)
 	ip, err := netip.ParseAddr(e.host)
 	e.loopback = e.host == "localhost" || err == nil && ip.IsLoopback()
@@ -344,24 +345,24 @@ const firstSpecialStep = 0xfffffff0
 func findSlurm(v *variables) (*Env, string) {
 	id := v.getenv("SLURM_STEP_ID")
 	if id == "" {
-		if _, ok := v.any("SLURM_JOB_ID"); ok {
-			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() + ", but no task of a step; start it with srun"
+		if _, ok := v.firstSet("SLURM_JOB_ID"); ok {
+			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() + ", but not a task of a step; start it with srun"
 		}
 		return nil, "SLURM_STEP_ID is not set"
 	}
 	step, err := strconv.ParseUint(id, 10, 32)
 	if err == nil && step >= firstSpecialStep {
-		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() + ", and no task of a step; start it with srun"
+		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() + ", but not a task of a step; start it with srun"
 	}
 	if err != nil {
 		v.fail("SLURM_STEP_ID is %s, want a number", quote(id))
 	}
-	// In a step both sizes are the step's. The first is so by its name.
-	sizeName, ok := v.any("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+	// In a step both variables have the number of tasks of the step.
+	sizeName, ok := v.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 	if !ok {
 		sizeName = "SLURM_NTASKS"
 	}
-	if _, ok := v.any("SLURM_PROCID", sizeName); !ok {
+	if _, ok := v.firstSet("SLURM_PROCID", sizeName); !ok {
 		v.fail("neither SLURM_PROCID nor SLURM_NTASKS is set, but SLURM_STEP_ID is %s", quote(id))
 	}
 	e := newEnv(v.pair("SLURM_PROCID", sizeName))
@@ -428,7 +429,7 @@ func (v *variables) slurmHosts(e *Env) {
 		return
 	}
 	e.LocalRank, e.LocalSize = local, tasks[e.node]
-	// Hosts with fewer tasks have none of this local rank.
+	// Hosts with fewer tasks have no rank with this local rank.
 	e.CrossRank, e.CrossSize = 0, 0
 	for i, n := range tasks {
 		if n > local {
@@ -442,8 +443,9 @@ func (v *variables) slurmHosts(e *Env) {
 
 // slurmTasks returns the number of tasks on each host of the step, or nil if it is not known.
 func (v *variables) slurmTasks(hosts, size int) []int {
-	if _, ok := v.any("SLURM_STEP_TASKS_PER_NODE"); !ok {
-		// What the user asked for of every host. A step may have fewer, so it counts only where the sum is right.
+	if _, ok := v.firstSet("SLURM_STEP_TASKS_PER_NODE"); !ok {
+		// This is the number that the user requested. A step may have fewer tasks on a host, so the number is
+		// used only if the sum is right.
 		if n := v.number("SLURM_NTASKS_PER_NODE"); n > 0 && n <= size && n*hosts == size {
 			return slices.Repeat([]int{n}, hosts)
 		}
@@ -479,14 +481,14 @@ func findKubernetes(v *variables) (*Env, string) {
 		return nil, "JOB_COMPLETION_INDEX is not set"
 	}
 	if v.getenv("HVD_SIZE") == "" {
-		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many there are, so "+
+		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many pods there are, so "+
 			"set HVD_SIZE to the job's completions", quote(index))
 	}
 	e := newEnv(v.pair("JOB_COMPLETION_INDEX", "HVD_SIZE"))
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.port = KubernetesPort
-	// The controller of indexed jobs names the hosts of the pods so; with setHostnameAsFQDN the domain follows.
+	// The controller of indexed jobs names the host of a pod <job>-<index>. With setHostnameAsFQDN a domain follows.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
@@ -516,15 +518,15 @@ func (e *Env) Where() string {
 	case e.Size == 1 && (e.Kind != Hvdrun || e.host == ""):
 		return "nowhere: there is one rank"
 	case e.Kind == OpenMPI && !e.OneHost():
-		return "nowhere: Open MPI tells nothing of rank 0's host, so ranks on several hosts need its name given"
+		return "nowhere: Open MPI does not say on which host rank 0 is; set HVD_RENDEZVOUS_HOST to that host"
 	case e.Kind == OpenMPI:
-		return "at a store of rank 0, told in " + e.dir
+		return "at a store of rank 0, published in a file in " + e.dir
 	case e.Kind == PMI:
-		return "at a store of rank 0, told in the key-value space of PMI"
+		return "at a store of rank 0, published in the key-value space of PMI"
 	case e.Kind == Torchrun && e.agentStore:
 		return "at the TCPStore of torchrun, " + at
 	case e.atMaster():
-		return "at a store of rank 0, of which it tells at " + at
+		return "at a store of rank 0, published at " + at
 	case e.Kind != Hvdrun:
 		return "at a store of rank 0, " + at
 	}

@@ -48,19 +48,19 @@ func TestDetect(t *testing.T) {
 		{"Horovod's, one", environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, "hvdrun 0/1 0/1 0/1 ", "nowhere: there is one rank"},
 		{"hvdrun, one", hvdrunEnv.with("HOROVOD_RANK", "0", "HOROVOD_SIZE", "1", "HOROVOD_LOCAL_RANK", "0", "HOROVOD_LOCAL_SIZE", "1",
 			"HOROVOD_CROSS_RANK", "0", "HOROVOD_CROSS_SIZE", "1"), "hvdrun 0/1 0/1 0/1 abc", "at the store at 10.0.0.1:4711"},
-		{"Open MPI", openMPIEnv, "Open MPI 2/4 2/4 0/1 722141185", "told in /tmp/ompi.h.0/pid.7"},
-		{"Open MPI, hosts", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8"), "Open MPI 2/8 2/4 -1/-1 722141185", "nowhere: Open MPI tells"},
+		{"Open MPI", openMPIEnv, "Open MPI 2/4 2/4 0/1 722141185", "published in a file in /tmp/ompi.h.0/pid.7"},
+		{"Open MPI, hosts", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8"), "Open MPI 2/8 2/4 -1/-1 722141185", "nowhere: Open MPI does not say"},
 		{"Open MPI, other names", openMPIEnv.with("PMIX_NAMESPACE", "", "PMIX_SERVER_TMPDIR", "", "OMPI_MCA_ess_base_jobid", "77",
-			"OMPI_MCA_orte_jobfam_session_dir", "/tmp/fam"), "Open MPI 2/4 2/4 0/1 77", "told in /tmp/fam"},
+			"OMPI_MCA_orte_jobfam_session_dir", "/tmp/fam"), "Open MPI 2/4 2/4 0/1 77", "published in a file in /tmp/fam"},
 		{"MPICH", pmiEnv, "MPICH (PMI) 3/4 1/2 -1/-1 ", "the key-value space"},
 		{"MPICH, one host", pmiEnv.with("PMI_SIZE", "4", "MPI_LOCALRANKID", "3", "MPI_LOCALNRANKS", "4", "PMI_JOBID", "j"),
 			"MPICH (PMI) 3/4 3/4 0/1 j", "the key-value space"},
 		{"PMI without hosts", pmiEnv.with("MPI_LOCALRANKID", "", "MPI_LOCALNRANKS", ""), "MPICH (PMI) 3/4 -1/-1 -1/-1 ", ""},
 		{"torchrun", torchrunEnv, "torchrun 3/4 1/2 1/2 job7/2", "at the TCPStore of torchrun, head:29500"},
 		{"torchrun, rank 0's store", torchrunEnv.with("TORCHELASTIC_USE_AGENT_STORE", "False"), "torchrun 3/4 1/2 1/2 job7/2",
-			"at a store of rank 0, of which it tells at head:29500"},
+			"at a store of rank 0, published at head:29500"},
 		{"torchrun, one host", torchrunEnv.with("TORCHELASTIC_USE_AGENT_STORE", "False", "LOCAL_RANK", "3", "LOCAL_WORLD_SIZE", "4",
-			"GROUP_RANK", "0", "GROUP_WORLD_SIZE", "1"), "torchrun 3/4 3/4 0/1 job7/2", "at a store of rank 0, of which it tells at 127.0.0.1:29500"},
+			"GROUP_RANK", "0", "GROUP_WORLD_SIZE", "1"), "torchrun 3/4 3/4 0/1 job7/2", "at a store of rank 0, published at 127.0.0.1:29500"},
 		{"torchrun, no run id", torchrunEnv.with("TORCHELASTIC_RUN_ID", "", "TORCHELASTIC_RESTART_COUNT", ""), "torchrun 3/4 1/2 1/2 none/0", ""},
 		{"Slurm", slurmEnv, "Slurm 5/7 1/2 2/3 1234.5", "at a store of rank 0, node01:29703"}, // 1234*97+5 = 119703
 		{"Slurm, last host", slurmEnv.with("SLURM_PROCID", "6", "SLURM_LOCALID", "0", "SLURM_NODEID", "3"), "Slurm 6/7 0/1 3/4 1234.5", ""},
@@ -78,9 +78,9 @@ func TestDetect(t *testing.T) {
 		{"Kubernetes, a service", kubernetesEnv.with("HVD_SUBDOMAIN", "ranks"), "Kubernetes 2/4 0/1 2/4 train", "train-0.ranks:29550"},
 		{"Kubernetes, full name", kubernetesEnv.with("HOSTNAME", "a-b-2.svc.ns.cluster.local"), "Kubernetes 2/4 0/1 2/4 a-b", "a-b-0.a-b:29550"},
 		{"Kubernetes, alone", kubernetesEnv.with("HVD_SIZE", "1"), "HVD_SIZE=1 0/1 0/1 0/1 ", "nowhere: there is one rank"},
-		{"plain", plainEnv, "plain environment 1/2 -1/-1 -1/-1 ", "at a store of rank 0, of which it tells at head:29500"},
-		{"plain, loopback", plainEnv.with("MASTER_ADDR", "localhost"), "plain environment 1/2 -1/-1 -1/-1 ", "tells at 127.0.0.1:29500"},
-		{"plain, IPv6 loopback", plainEnv.with("MASTER_ADDR", "::1"), "plain environment 1/2 -1/-1 -1/-1 ", "tells at 127.0.0.1:29500"},
+		{"plain", plainEnv, "plain environment 1/2 -1/-1 -1/-1 ", "at a store of rank 0, published at head:29500"},
+		{"plain, loopback", plainEnv.with("MASTER_ADDR", "localhost"), "plain environment 1/2 -1/-1 -1/-1 ", "published at 127.0.0.1:29500"},
+		{"plain, IPv6 loopback", plainEnv.with("MASTER_ADDR", "::1"), "plain environment 1/2 -1/-1 -1/-1 ", "published at 127.0.0.1:29500"},
 		{"plain, local", plainEnv.with("WORLD_SIZE", "4", "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2"), "plain environment 1/4 1/2 -1/-1 ", "head:29500"},
 		{"plain, half of local", plainEnv.with("LOCAL_RANK", "7"), "plain environment 1/2 -1/-1 -1/-1 ", ""},
 		{"plain, one", environment{"RANK": "0", "WORLD_SIZE": "1"}, "plain environment 0/1 0/1 0/1 ", "nowhere: there is one rank"},
@@ -194,11 +194,11 @@ func TestNoLauncher(t *testing.T) {
 		"Open MPI: neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set",
 		"MPICH (PMI): neither PMI_RANK nor PMI_SIZE is set",
 		"torchrun: neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set",
-		"Slurm: SLURM_STEP_ID is not set: a process in an allocation, but no task of a step; start it with srun",
+		"Slurm: SLURM_STEP_ID is not set: a process in an allocation, but not a task of a step; start it with srun",
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 	)
-	// Outside of a step, with several tasks it is suspect.
+	// Outside of a step, an allocation of several tasks is suspect.
 	for _, c := range []struct {
 		env     environment
 		why     string
@@ -206,8 +206,8 @@ func TestNoLauncher(t *testing.T) {
 	}{
 		{environment{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, "an allocation, but", false},
 		{environment{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "an allocation for SLURM_NTASKS=4 tasks, but", true},
-		{slurmEnv.with("SLURM_STEP_ID", "4294967291", "SLURM_NTASKS", ""), "4294967291: a script in an allocation, and", false},
-		{slurmEnv.with("SLURM_STEP_ID", "4294967291"), "4294967291: a script in an allocation for SLURM_NTASKS=99 tasks, and", true},
+		{slurmEnv.with("SLURM_STEP_ID", "4294967291", "SLURM_NTASKS", ""), "4294967291: a script in an allocation, but", false},
+		{slurmEnv.with("SLURM_STEP_ID", "4294967291"), "4294967291: a script in an allocation for SLURM_NTASKS=99 tasks, but", true},
 	} {
 		e, lines, err := Detect(c.env.get)
 		if slurm := lines[5]; e != nil || err != nil || !strings.Contains(slurm.Why, c.why) || slurm.Suspect != c.suspect {
@@ -249,7 +249,7 @@ func TestFirstWins(t *testing.T) {
 			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
 			}
-			if j > i && !strings.Contains(l.Why, "passed over at rank") {
+			if j > i && !strings.Contains(l.Why, "ignored at rank") {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
 			}
 		}
@@ -262,10 +262,10 @@ func TestFirstWins(t *testing.T) {
 	_, lines, _ := Detect(slurmEnv.with("JOB_COMPLETION_INDEX", "7", "HVD_SIZE", "x").get)
 	wantLines(t, lines[5:7],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
-		"Kubernetes: passed over, for Slurm comes first")
-	// What contradicts itself is not passed over for something that does not.
+		"Kubernetes: ignored, because Slurm comes first")
+	// Detect does not ignore a launcher that contradicts itself in favour of a consistent one.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK", "9").get)
-	if e != nil || err == nil || !strings.Contains(lines[3].Why, "passed over") {
+	if e != nil || err == nil || !strings.Contains(lines[3].Why, "ignored") {
 		t.Errorf("detected %v, %v; %v", e, err, lines)
 	}
 }

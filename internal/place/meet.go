@@ -27,11 +27,11 @@ import (
 
 // ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave
 // none.
-var ErrNoSecret = errors.New("no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to let " +
-	"whoever reaches the ports of the job take part")
+var ErrNoSecret = errors.New("no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
+	"any process that can connect to the ports of the job")
 
 // ErrMet is the error of a second Meet: what the launcher provides for it can be used only once.
-var ErrMet = errors.New("the ranks have met before")
+var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
 
 // MeetOptions say how ranks meet. The zero value works if the launcher provides everything.
 type MeetOptions struct {
@@ -76,9 +76,9 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 		err = e.meet(ctx, o, m)
 	}
 	if err != nil {
-		// What was opened is of no use; why it was is said.
+		// The caller needs the cause, not an error of this clean-up.
 		_ = m.Close()
-		return nil, fmt.Errorf("place: rank %d of %d (%s), meeting the others: %w", e.Rank, e.Size, e.Kind, err)
+		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size, e.Kind, err)
 	}
 	return m, nil
 }
@@ -88,14 +88,15 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 		o.Port = e.port
 	}
 	if !o.Secret.IsZero() || o.Insecure {
-		// The others may come from elsewhere: older versions of Kubeflow tell rank 0 localhost, and the others its name.
+		// Other ranks may be on other hosts: older versions of Kubeflow give rank 0 the name localhost, and give
+		// the other ranks the name of its host.
 		e.loopback = false
 	}
 	switch {
 	case e.Size == 1:
-		return m.alone(o)
+		return m.single(o)
 	case e.Kind == Hvdrun:
-		return errors.New("the store of hvdrun is reached by Dial")
+		return errors.New("Meet does not connect to the store of hvdrun, want Dial")
 	case e.atMaster():
 		return e.meetAtMaster(ctx, o, m)
 	case o.Host != "" && e.Kind != PMI:
@@ -107,13 +108,13 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	case e.Kind == Torchrun:
 		return e.meetAtTorch(ctx, o, m)
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
-		return fmt.Errorf("rank 0 is on node %d of the step, want the first: say which host with HVD_RENDEZVOUS_HOST", e.node)
+		return fmt.Errorf("rank 0 is on node %d of the step, want node 0: set HVD_RENDEZVOUS_HOST to the host of rank 0", e.node)
 	}
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// alone makes m the place of a job of one rank.
-func (m *Place) alone(o MeetOptions) error {
+// single makes m the place of a job of one rank.
+func (m *Place) single(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
 	m.onClose(h.Close)
@@ -161,7 +162,7 @@ func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, po
 		if e.atMaster() {
 			advice = "set the same WORLD_SIZE at all ranks, and another MASTER_PORT for each job"
 		}
-		return fmt.Errorf("the store at %s is of job %s, want %s: %s",
+		return fmt.Errorf("the store at %s belongs to job %s, want job %s: %s",
 			net.JoinHostPort(host, strconv.Itoa(port)), got[:min(len(got), 200)], e.jobValue(m), advice)
 	}
 	return nil
@@ -202,7 +203,7 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) 
 		return ErrNoSecret
 	}
 	if o.Port == 0 {
-		return fmt.Errorf("no port of rank 0 on %s is known: choose one with HVD_RENDEZVOUS_PORT", host)
+		return fmt.Errorf("the port of rank 0 on %s is unknown: choose one with HVD_RENDEZVOUS_PORT", host)
 	}
 	m.Secret = o.Secret
 	if e.Rank != 0 {
@@ -251,7 +252,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 		}
 	}
 	if o.Log != nil {
-		o.Log.Warn("the store listens on all interfaces: the name by which the other ranks reach it leads to none of those chosen",
+		o.Log.Warn("the store listens on all interfaces: the name that the other ranks dial resolves to no address of the chosen interfaces",
 			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces), zap.Error(err))
 	}
 	return "", nil
@@ -280,44 +281,44 @@ const (
 	wordNone  = "none"
 )
 
-// announced returns the secret of rank 0, and the word by which rank 0 tells the others about it.
-func (o *MeetOptions) announced() (secret.Secret, string) {
+// ownSecret returns the secret of rank 0, and the word by which rank 0 tells the others about it.
+func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
 	}
 	s, word := secret.New()
-	return o.made(s), word
+	return o.encrypted(s), word
 }
 
-// made applies Encrypt to a secret that rank 0 has made.
-func (o *MeetOptions) made(s secret.Secret) secret.Secret {
+// encrypted applies Encrypt to a secret that rank 0 has made.
+func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	if o.Encrypt {
 		return s.Encrypted()
 	}
 	return s
 }
 
-// heard returns the secret that follows from the word of rank 0.
-func (o *MeetOptions) heard(word string) (secret.Secret, error) {
+// secretFor returns the secret that follows from the word of rank 0.
+func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
-		return secret.Secret{}, errors.New("rank 0 was given a secret, and this rank none")
+		return secret.Secret{}, errors.New("rank 0 was given a secret, but this rank was not")
 	case word != wordGiven && !o.Secret.IsZero():
-		return secret.Secret{}, errors.New("this rank was given a secret, and rank 0 none")
+		return secret.Secret{}, errors.New("this rank was given a secret, but rank 0 was not")
 	case word == wordGiven:
 		return o.Secret, nil
 	case word == wordNone:
 		return secret.Secret{}, nil
 	}
 	s, err := secret.Parse(word)
-	return o.made(s), err
+	return o.encrypted(s), err
 }
 
 // announce serves a store on a free port, and returns its address and the secret in the form that
 // parseAnnouncement reads.
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
-	m.Secret, word = o.announced()
+	m.Secret, word = o.ownSecret()
 	host, err := e.announcedHost(o)
 	if err != nil {
 		return "", err
@@ -355,13 +356,13 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	return host, nil
 }
 
-// follow connects to the store that announce has described.
-func (e *Env) follow(ctx context.Context, o MeetOptions, m *Place, text string) error {
+// dialAnnounced connects to the store that announce has described.
+func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text string) error {
 	host, port, word, err := parseAnnouncement(text)
 	if err != nil {
 		return err
 	}
-	if m.Secret, err = o.heard(word); err != nil {
+	if m.Secret, err = o.secretFor(word); err != nil {
 		return err
 	}
 	return e.dial(ctx, o, m, host, port)
@@ -371,14 +372,14 @@ func (e *Env) follow(ctx context.Context, o MeetOptions, m *Place, text string) 
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
-		return "", 0, "", fmt.Errorf("rank 0 told %d bytes, want host:port,secret", len(text))
+		return "", 0, "", fmt.Errorf("malformed announcement of rank 0: got %d bytes, want host:port,secret", len(text))
 	}
 	host, portText, err := net.SplitHostPort(at)
 	if err != nil || host == "" {
-		return "", 0, "", errors.New("rank 0 told no address, want host:port,secret")
+		return "", 0, "", errors.New("malformed announcement of rank 0: got no address, want host:port,secret")
 	}
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return "", 0, "", errors.New("rank 0 told no port, want host:port,secret")
+		return "", 0, "", errors.New("malformed announcement of rank 0: got no port, want host:port,secret")
 	}
 	return host, port, word, nil
 }
@@ -386,20 +387,20 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 // meetByFile meets by a file, for ranks on one host that have a directory for their job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
-		return fmt.Errorf("%d of %d ranks are on this host, and Open MPI tells nothing of rank 0's: say which "+
-			"with HVD_RENDEZVOUS_HOST, or start the job with hvdrun -H", e.LocalSize, e.Size)
+		return fmt.Errorf("only %d of %d ranks are on this host, and Open MPI does not say on which host rank 0 is: set "+
+			"HVD_RENDEZVOUS_HOST to the host of rank 0, or start the job with hvdrun -H", e.LocalSize, e.Size)
 	}
 	if !filepath.IsAbs(e.dir) {
-		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the job's session directory", e.dir)
+		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory", e.dir)
 	}
-	// Jobs that this one spawns share the directory.
+	// Jobs that this job spawns share the directory, so the name of the file contains the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
 	if e.Rank != 0 {
 		text, err := waitPrivate(ctx, path)
 		if err != nil {
 			return err
 		}
-		return e.follow(ctx, o, m, text)
+		return e.dialAnnounced(ctx, o, m, text)
 	}
 	text, err := e.announce(ctx, o, m)
 	if err != nil {
@@ -408,7 +409,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if err := writePrivate(path, text); err != nil {
 		return err
 	}
-	m.leaves(func() error { return remove(path) })
+	m.removeWhenMet(func() error { return remove(path) })
 	return nil
 }
 
@@ -418,7 +419,7 @@ const pmiKey = "gohvd-meet"
 // meetByPMI meets by the key-value space that the launcher has for the ranks.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
-		return errors.New("PMI_FD is not set: the launcher gives no connection to itself")
+		return errors.New("PMI_FD is not set: the launcher gave this process no connection to the launcher")
 	}
 	p, err := startPMI(ctx, e.pmiFD)
 	if err != nil {
@@ -445,7 +446,7 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 		if err != nil {
 			return err
 		}
-		if err := e.follow(ctx, o, m, text); err != nil {
+		if err := e.dialAnnounced(ctx, o, m, text); err != nil {
 			return err
 		}
 	}
@@ -484,26 +485,26 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	if err != nil {
 		return err
 	}
-	return e.hearTorchSecret(o, m, string(word))
+	return e.adoptTorchSecret(o, m, string(word))
 }
 
-// hearTorchSecret sets the secret at other ranks than 0 according to what rank 0 told.
-func (e *Env) hearTorchSecret(o MeetOptions, m *Place, told string) (err error) {
-	if filepath.IsAbs(told) {
+// adoptTorchSecret sets the secret at a rank other than 0 to the one that rank 0 has announced.
+func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error) {
+	if filepath.IsAbs(word) {
 		if !e.OneHost() {
-			return fmt.Errorf("rank 0 keeps the secret in a file of its host, and only %d of %d ranks are on this one",
+			return fmt.Errorf("rank 0 keeps the secret in a file on its host, but only %d of %d ranks are on this host",
 				e.LocalSize, e.Size)
 		}
-		if told, err = readPrivate(told); err != nil {
+		if word, err = readPrivate(word); err != nil {
 			return err
 		}
-	} else if told != wordGiven && told != wordNone {
-		return fmt.Errorf("rank 0 told %d bytes of the secret, want a word or the path of a file", len(told))
+	} else if word != wordGiven && word != wordNone {
+		return fmt.Errorf("malformed secret announcement of rank 0: got %d bytes, want a word or the path of a file", len(word))
 	}
-	if told == wordNone && !o.Insecure {
+	if word == wordNone && !o.Insecure {
 		return ErrNoSecret
 	}
-	m.Secret, err = o.heard(told)
+	m.Secret, err = o.secretFor(word)
 	return err
 }
 
@@ -512,7 +513,7 @@ func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
 	}
-	m.Secret, word = o.announced()
+	m.Secret, word = o.ownSecret()
 	if word == wordGiven {
 		return word, nil
 	}
@@ -520,17 +521,18 @@ func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if err != nil {
 		return "", err
 	}
-	m.leaves(func() error { return os.RemoveAll(dir) })
+	m.removeWhenMet(func() error { return os.RemoveAll(dir) })
 	path := filepath.Join(dir, "secret")
 	return path, writePrivate(path, word)
 }
 
 const (
-	// masterPlace is where rank 0 tells at MASTER_ADDR:MASTER_PORT how to reach its store: port,word as of torchSecret.
+	// masterPlace is the key of the TCPStore at MASTER_ADDR:MASTER_PORT under which rank 0 publishes its own
+	// store, as port,word with the word of torchSecret.
 	masterPlace = "place"
 	// masterClaim counts the jobs that meet there, by the ranks 0.
 	masterClaim = "claim"
-	// masterFreeKey is where rank 0 tells in its own store that it has given MASTER_PORT up.
+	// masterFreeKey is the key that rank 0 sets in its own store once it has closed MASTER_PORT.
 	masterFreeKey = "place/master-free"
 )
 
@@ -547,7 +549,7 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 		host = loopback
 	}
 	if e.Rank == 0 {
-		return e.tellAtMaster(ctx, o, m, host, port)
+		return e.publishAtMaster(ctx, o, m, host, port)
 	}
 	dialed, err := o.resolve(ctx, host)
 	if err != nil {
@@ -556,11 +558,11 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	master := net.JoinHostPort(dialed, strconv.Itoa(port))
 	client, err := c10d.Dial(ctx, master, c10d.Unknown)
 	if err != nil {
-		return fmt.Errorf("rank 0 is not to be found at MASTER_ADDR and MASTER_PORT: %w", err)
+		return fmt.Errorf("no connection to rank 0 at MASTER_ADDR and MASTER_PORT: %w", err)
 	}
 	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
 	if err != nil {
-		return errors.Join(fmt.Errorf("rank 0 has told nothing at the TCPStore at %s; if PyTorch serves it, all ranks must call "+
+		return errors.Join(fmt.Errorf("rank 0 has published no address in the TCPStore at %s; if PyTorch serves it, all ranks must call "+
 			"init_process_group and Init in the same order: %w", master, err), client.Close())
 	}
 	if err := client.Close(); err != nil {
@@ -568,9 +570,9 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	portText, word, _ := strings.Cut(string(text), ",")
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return fmt.Errorf("the TCPStore at %s told no port, want port,secret", master)
+		return fmt.Errorf("malformed announcement of rank 0 in the TCPStore at %s: got no port, want port,secret", master)
 	}
-	if err := e.hearTorchSecret(o, m, word); err != nil {
+	if err := e.adoptTorchSecret(o, m, word); err != nil {
 		return err
 	}
 	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })
@@ -582,8 +584,8 @@ func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// tellAtMaster is the part of rank 0 in meetAtMaster.
-func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
+// publishAtMaster is the part of rank 0 in meetAtMaster.
+func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
 		return err
@@ -604,16 +606,16 @@ func (e *Env) tellAtMaster(ctx context.Context, o MeetOptions, m *Place, host st
 	if err != nil {
 		return err
 	}
-	m.leaves(release)
+	m.removeWhenMet(release)
 	s := e.atMasterStore(master)
-	// Not by a compare-and-set: at PyTorch's older servers that does not wake the ranks that wait for the key.
+	// A compare-and-set would not do: older servers of PyTorch do not wake the ranks that wait for its key.
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
-	} else if n != 1 { // the other job might have the same secret
-		return fmt.Errorf("another job, or another rank 0 of this one, meets at port %d of this host: give each rank its RANK, and each job its MASTER_PORT", port)
+	} else if n != 1 { // another job may have the same secret, so the secret does not catch this
+		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
 	}
-	m.leaves(func() error {
-		// The store may be PyTorch's, which lives on, and these processes may meet there once more.
+	m.removeWhenMet(func() error {
+		// PyTorch's store outlives this meeting, and these processes may meet there again, so the keys must go.
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
 		_, err := s.Delete(ctx, masterPlace)
@@ -636,7 +638,7 @@ func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s
 		var watching sync.WaitGroup
 		watching.Go(func() {
 			if h.Wait(watch, c10d.WorkersKey) == nil && o.Log != nil {
-				o.Log.Error("PyTorch of another rank has come to MASTER_PORT, while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
+				o.Log.Error("PyTorch of another rank has connected to MASTER_PORT while rank 0 is in Init: all ranks must call init_process_group and Init in the same order")
 			}
 		})
 		release = func() error {
@@ -651,7 +653,7 @@ func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s
 	}
 	client, err := c10d.Dial(ctx, net.JoinHostPort(cmp.Or(listen, loopback), strconv.Itoa(port)), c10d.Unknown)
 	if err != nil {
-		return nil, nil, fmt.Errorf("MASTER_PORT is in use on this host, but not by a TCPStore as PyTorch's: %w", err)
+		return nil, nil, fmt.Errorf("MASTER_PORT is in use on this host, but not by a TCPStore of PyTorch: %w", err)
 	}
 	return client, client.Close, nil
 }

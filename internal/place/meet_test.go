@@ -74,10 +74,10 @@ func TestSlurm(t *testing.T) {
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
-	// On one host the name of it does not matter, nor where to listen.
+	// On one host neither its name nor the interface matters.
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
-	// The host that the user says is taken instead of the first.
+	// The user's host replaces the first host of the step.
 	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other", resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
@@ -141,7 +141,7 @@ func listens(t *testing.T, host string, port int) bool {
 func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
-	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want the first")
+	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want node 0")
 	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 	if err != nil {
 		t.Fatal(err)
@@ -231,7 +231,7 @@ func TestAnotherJobsStore(t *testing.T) {
 	if !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v", err)
 	}
-	// The same job with another size.
+	// A rank of the same job with another size is refused.
 	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t), o)
 	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
 }
@@ -277,7 +277,7 @@ func TestHvdrunsStore(t *testing.T) {
 		t.Error(err)
 	}
 	_, err = detect(t, environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).Meet(soon(t), MeetOptions{})
-	testnet.WantError(t, err, "hvdrun is reached by Dial")
+	testnet.WantError(t, err, "Meet does not connect to the store of hvdrun")
 }
 
 func TestAlone(t *testing.T) {
@@ -331,7 +331,7 @@ func TestTheFile(t *testing.T) {
 	if err != nil || info.Mode() != 0o600 {
 		t.Errorf("the file has mode %v, %v", info.Mode(), err)
 	}
-	// mpirun may clean up first.
+	// mpirun may remove the file first, so Close must not fail without it.
 	if err := os.Remove(filepath.Join(dir, left[0].Name())); err != nil {
 		t.Error(err)
 	}
@@ -343,7 +343,7 @@ func TestTheFile(t *testing.T) {
 func TestTheFileDoesNotCome(t *testing.T) {
 	envs, _ := openMPIRanks(t)
 	_, err := envs[1].Meet(soon(t), MeetOptions{})
-	testnet.WantError(t, err, "rank 1 of 4", "rank 0 has left no")
+	testnet.WantError(t, err, "rank 1 of 4", "waiting for rank 0 to write")
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("got %v", err)
 	}
@@ -356,7 +356,7 @@ func TestTheFileDoesNotCome(t *testing.T) {
 // A secret given to one rank and not to another is no secret of the job.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
-	for first, part := range map[bool]string{true: "rank 0 was given a secret, and this rank none", false: "this rank was given a secret, and rank 0 none"} {
+	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not", false: "this rank was given a secret, but rank 0 was not"} {
 		envs, _ := openMPIRanks(t)
 		options := map[bool]MeetOptions{first: given, !first: {}}
 		m, err := envs[0].Meet(t.Context(), options[true])
@@ -400,7 +400,7 @@ func TestPrivateFiles(t *testing.T) {
 	if text, err := readPrivate(path("good")); text != "text" || err != nil {
 		t.Errorf("got %q, %v", text, err)
 	}
-	// One that is there is replaced, whatever it was.
+	// writePrivate replaces a file that exists, whatever its mode.
 	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644), writePrivate(path("old"), "new")); err != nil {
 		t.Fatal(err)
 	}
@@ -429,9 +429,9 @@ func TestPrivateFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := readPrivate(path("good"))
-		testnet.WantError(t, err, "of user 12345")
+		testnet.WantError(t, err, "belongs to user 12345")
 	}
-	// A directory cannot be replaced by a file; nothing is left of the attempt.
+	// writePrivate cannot replace a directory, and leaves no temporary file.
 	if err := writePrivate(path("directory"), "text"); err == nil {
 		t.Error("replaced a directory")
 	}
@@ -494,26 +494,26 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(given), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "given")...)
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "insecure")...)
-	// After a restart nothing of the run before is found.
+	// After a restart the ranks find no keys of the previous run.
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one", "TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// The secret is not in the store, which anybody can read, and its files are gone.
-	told, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
-	if err != nil || !filepath.IsAbs(string(told)) {
-		t.Errorf("the store tells %q, %v, want a path", told, err)
+	// Anybody can read the store, so it has no secret, and the files with the secret are gone.
+	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
+	if err != nil || !filepath.IsAbs(string(word)) {
+		t.Errorf("the store has %q, %v, want a path", word, err)
 	}
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
 		t.Errorf("left: %v, %v", left, err)
 	}
 
-	// What others may have put there.
+	// Other users of the store may have written these values.
 	for word, part := range map[string]string{
 		"0123456789abcdef0123456789abcdef": "want a word or the path",
 		"/nonexistent/file":                "no such file",
-		wordGiven:                          "and this rank none",
+		wordGiven:                          "but this rank was not",
 	} {
 		if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(word)); err != nil {
 			t.Fatal(err)
@@ -530,7 +530,7 @@ func TestTorchrunsStore(t *testing.T) {
 	if _, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// A file of rank 0's host says nothing on another.
+	// Ranks on other hosts cannot use a file on the host of rank 0.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -561,20 +561,20 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 func TestPlain(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
-	// On loopback rank 0 makes the secret, on a host by its name the user has to.
+	// On loopback rank 0 makes the secret. If MASTER_ADDR is a host name, the user must give one.
 	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, append(at(), "MASTER_ADDR", "127.0.0.1")...)...)
 	o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
-	// Rank 0 may be told that it is on localhost, and the others where that is.
+	// MASTER_ADDR may be localhost at rank 0, and the name of its host at the others.
 	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{}, func(_ context.Context, host string) (string, error) {
 		return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
 	}
 	from := at()
 	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1], plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
-	// The user's host and port are taken in place of the variables'.
+	// The user's host and port replace those of the variables.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
@@ -651,7 +651,7 @@ func TestTorchWasHere(t *testing.T) {
 		ranks := func() []*Env { return plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port) }
 		met := meetBoth(t, ranks())
 		_, err := ranks()[0].Meet(testnet.Context(t), MeetOptions{})
-		testnet.WantError(t, err, "another job, or another rank 0 of this one, meets at port "+port)
+		testnet.WantError(t, err, "another job, or another rank 0 of this job, uses port "+port)
 		closeBoth(t, met)
 	}
 	if n, err := h.NumKeys(t.Context()); n != 0 || err != nil {
@@ -679,7 +679,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 	if err := errors.Join(torch.Close(), m.Close()); err != nil {
 		t.Error(err)
 	}
-	// Rank 0 in PyTorch: the error of the others says why.
+	// If rank 0 is in init_process_group instead, the error of the other ranks says why they found no address.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
@@ -696,7 +696,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 	}()
 	testnet.Eventually(t, "that rank 1 waits", func() bool { return h.Waits() == 1 })
 	cancel()
-	testnet.WantError(t, <-failed, "rank 0 has told nothing at the TCPStore at 127.0.0.1:"+port, "in the same order")
+	testnet.WantError(t, <-failed, "rank 0 has published no address in the TCPStore at 127.0.0.1:"+port, "in the same order")
 }
 
 // Ranks of different sizes are no job.
@@ -718,7 +718,7 @@ func TestMasterPortIsTaken(t *testing.T) {
 		io.Copy(io.Discard, conn)
 	})
 	_, port, _ := net.SplitHostPort(addr)
-	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore", "rank 0 is not to be found at MASTER_ADDR and MASTER_PORT"} {
+	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore", "no connection to rank 0 at MASTER_ADDR and MASTER_PORT"} {
 		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[r].Meet(testnet.Context(t), MeetOptions{})
 		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is no TCPStore")
 	}
@@ -733,7 +733,7 @@ func TestTorchrun(t *testing.T) {
 	} {
 		t.Run(secret, func(t *testing.T) {
 			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
-			// For rank 9, which there is not: the default for all ranks fails on Python 3.11.
+			// The redirect is for rank 9, which does not exist: the default, for all ranks, fails on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]}, append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
 		})

@@ -103,7 +103,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		}
 	}
 	if ways > 1 {
-		return fmt.Errorf("%d ways to meet are given, want one of a store, an init method and an id", ways)
+		return fmt.Errorf("got %d ways to meet, want only one of a store, an init method and a unique id", ways)
 	}
 	if ways == 0 {
 		if err := m.bySettings(cfg); err != nil {
@@ -143,7 +143,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	set := &m.Settings
 	switch {
 	case set.InitMethod != "" && set.UniqueID != "":
-		return errors.New("HVD_INIT_METHOD and HVD_UNIQUE_ID are set, want one of them")
+		return errors.New("both HVD_INIT_METHOD and HVD_UNIQUE_ID are set, want only one of them")
 	case set.InitMethod != "":
 		cfg.Method = set.InitMethod
 	case set.UniqueID != "":
@@ -197,8 +197,8 @@ func (m *Meeting) take(env *Env) {
 // place sets the place of this process. It is an error if the settings say something else.
 func (m *Meeting) place(rank, size int) error {
 	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
-		return fmt.Errorf("this is rank %d of %d by HOROVOD_RANK and HOROVOD_SIZE, and rank %d of %d where the ranks meet",
-			s.Rank, s.Size, rank, size)
+		return fmt.Errorf("HOROVOD_RANK and HOROVOD_SIZE say rank %d of %d, but the init method or unique id says rank %d of %d: "+
+			"give both the same", s.Rank, s.Size, rank, size)
 	}
 	m.Settings.Rank, m.Settings.Size = rank, size
 	return nil
@@ -211,11 +211,11 @@ func (m *Meeting) checkSecret() error {
 		return fmt.Errorf("address to listen on: %w", err)
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && m.Settings.TLS {
-		return errors.New("HVD_TLS is set, and the job has no secret: set HVD_SECRET_FILE to a file with the same 16 bytes or more at all ranks")
+		return errors.New("HVD_TLS is set, but the job has no secret: set HVD_SECRET_FILE to a file with the same 16 bytes or more at all ranks")
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure && !ip.IsLoopback() {
-		return fmt.Errorf("the ranks would listen on %s for the network and have no secret: set HVD_SECRET_FILE to a file with the same "+
-			"16 bytes or more on all hosts, or HVD_INSECURE=1 to let anybody take part who reaches the ports", m.Listen)
+		return fmt.Errorf("the ranks would listen on the network address %s without a secret: set HVD_SECRET_FILE to a file with the same "+
+			"16 bytes or more on all hosts, or HVD_INSECURE=1 to accept any process that can connect to the ports", m.Listen)
 	}
 	return nil
 }
@@ -234,7 +234,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
-	err := dial.Retry(ctx, func() (err error) { // the name may not be there yet
+	err := dial.Retry(ctx, func() (err error) { // DNS may not know the name yet
 		listen, err = choice.Towards(ctx, address)
 		return err
 	})
@@ -243,7 +243,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
-		return err // before anybody is told anything
+		return err // checked before the first connection
 	}
 	p, err := Dial(ctx, address, m.Secret)
 	if err != nil {
@@ -275,7 +275,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	if env == nil {
 		for _, l := range lines {
 			if l.Suspect {
-				cfg.Log.Warn("this process is a job of its own, rank 0 of 1; HVD_SIZE=1 says that it is meant to be", zap.Stringer("launcher", l))
+				cfg.Log.Warn("this process is a job of its own, rank 0 of 1; set HVD_SIZE=1 if that is intended", zap.Stringer("launcher", l))
 			}
 		}
 		return nil
@@ -325,7 +325,7 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	if err := m.place(p.Rank, p.Size); err != nil || p.Size == 1 {
 		return err
 	}
-	if p.Nowhere {
+	if p.NoAddr {
 		return m.choose(choice)
 	}
 	err = m.agree(ctx, p.Addr, choice)
@@ -341,9 +341,9 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	for _, id := range id.IDs { // before anybody is told anything
+	for _, id := range id.IDs { // checked before the first connection
 		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
-			return errors.New("HVD_TLS is set, and the id was made without it")
+			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS")
 		}
 	}
 	p, err := OpenIDs(ctx, id.IDs, id.Rank, id.Size)
@@ -365,8 +365,8 @@ const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
 	hostKey     = "host"  // address by which others reach that host
-	lackKey     = "lack"  // which ranks are missing: the store ends
-	heardKey    = "heard" // number of ranks that have read that
+	missingKey  = "lack"  // which ranks are missing; rank 0 sets it before it closes the store
+	readKey     = "heard" // number of ranks that have read missingKey
 )
 
 // agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank
@@ -390,7 +390,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return s.Set(ctx, hostKey, []byte(remote.String()))
 		}
 	}
-	// The store may outlive an attempt that failed: a rank counts once.
+	// The store may outlive a failed attempt, so each rank is counted only once.
 	var near int64
 	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
 	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
@@ -408,19 +408,19 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	if err := s.Set(ctx, placeKey, []byte(counted)); err != nil {
 		return err
 	}
-	told, err := m.awaitHost(ctx, s, addr == "")
+	reported, err := m.awaitHost(ctx, s, addr == "")
 	if err != nil {
-		return fmt.Errorf("waiting for a rank of another host to come, or for all %d ranks on this one: %w", m.Settings.Size, err)
+		return fmt.Errorf("waiting for a rank on another host to connect to the store, or for all %d ranks to connect on this host: %w", m.Settings.Size, err)
 	}
-	host, err := netip.ParseAddr(string(told))
+	host, err := netip.ParseAddr(string(reported))
 	if err != nil {
-		return fmt.Errorf("address of the store's host, as another rank sees it: %w", err)
+		return fmt.Errorf("address of the store's host, as reported by another rank: %w", err)
 	}
 	own, err := netif.IsOwn(host)
 	if err != nil {
 		return err
 	}
-	if !own { // others come through a translation of addresses
+	if !own { // the other ranks reach this host through network address translation
 		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
 			return err
 		}
@@ -434,48 +434,49 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
-	ctx, stop := context.WithCancel(context.WithoutCancel(ctx)) // what is to be said when the time is over
+	// The messages about missing ranks follow the end of the caller's context.
+	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	var watcher sync.WaitGroup
-	var lack []byte
+	var missingAtRoot []byte
 	watcher.Go(func() {
-		if missing, err := s.Get(waiting, lackKey); err == nil {
-			lack = missing
+		if missing, err := s.Get(waiting, missingKey); err == nil {
+			missingAtRoot = missing
 			cancel()
 			last, done := context.WithTimeout(ctx, time.Second)
 			defer done()
-			_, _ = s.Add(last, heardKey, 1) // rank 0 does not wait long for it
+			_, _ = s.Add(last, readKey, 1) // rank 0 waits at most 1 s for this count
 		}
 	})
-	told, err := s.Get(waiting, hostKey)
+	host, err := s.Get(waiting, hostKey)
 	cancel()
 	watcher.Wait()
 	switch {
 	case err == nil:
-		return told, nil
-	case lack != nil:
-		return nil, fmt.Errorf("%s did not come in the time of rank 0", lack)
+		return host, nil
+	case missingAtRoot != nil:
+		return nil, fmt.Errorf("%s did not connect before the deadline of rank 0", missingAtRoot)
 	}
 	ctx, stop = context.WithTimeout(ctx, time.Second)
 	defer stop()
-	var missing []string
+	var missing []int
 	nobody := []byte("nobody")
 	for r := range m.Settings.Size {
-		// This only reads: no rank has the value nobody.
+		// This compare-and-set only reads, because no rank has the value nobody.
 		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody, nobody); err == nil && string(value) != counted {
-			missing = append(missing, strconv.Itoa(r))
+			missing = append(missing, r)
 		}
 	}
 	if missing == nil {
 		return nil, err
 	}
-	text := "rank " + strings.Join(missing, ", rank ")
-	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 && s.Set(ctx, lackKey, []byte(text)) == nil {
-		for heard, err := s.Watch(ctx, heardKey, nil); err == nil && string(heard) != strconv.Itoa(others); {
-			heard, err = s.Watch(ctx, heardKey, heard)
+	text := topo.FormatRanks(missing)
+	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 && s.Set(ctx, missingKey, []byte(text)) == nil {
+		for read, err := s.Watch(ctx, readKey, nil); err == nil && string(read) != strconv.Itoa(others); {
+			read, err = s.Watch(ctx, readKey, read)
 		}
 	}
-	return nil, fmt.Errorf("%s did not come: %w", text, err)
+	return nil, fmt.Errorf("%s did not connect: %w", text, err)
 }
 
 // maxJob bounds the length of a job's name (HVD_JOB_ID).
@@ -492,11 +493,11 @@ func HostID(set *config.Config) (string, error) {
 	}
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return "", fmt.Errorf("HVD_HOSTID is not set and the host does not say when it was booted: %w", err)
+		return "", fmt.Errorf("HVD_HOSTID is not set, and the boot id of this host is not readable: %w", err)
 	}
 	netns, err := os.Readlink("/proc/self/ns/net")
 	if err != nil {
-		return "", fmt.Errorf("HVD_HOSTID is not set and the host does not name the network namespace: %w", err)
+		return "", fmt.Errorf("HVD_HOSTID is not set, and the network namespace of this host is not readable: %w", err)
 	}
 	return topo.HostID("", set.Hostname, strings.TrimSpace(string(boot)), netns), nil
 }

@@ -121,7 +121,7 @@ func TestOpenNeedsSecret(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || !strings.Contains(err.Error(), "have no secret: set HVD_SECRET_FILE") {
+	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || !strings.Contains(err.Error(), "without a secret: set HVD_SECRET_FILE") {
 		t.Errorf("got %v, want that there is no secret", err)
 	}
 	launched["HVD_INSECURE"] = "1"
@@ -131,7 +131,7 @@ func TestOpenNeedsSecret(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	own := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_IFACE": out}
-	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil || !strings.Contains(err.Error(), "have no secret") {
+	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil || !strings.Contains(err.Error(), "without a secret") {
 		t.Errorf("a store of the program's own, on %s: got %v, want that there is no secret", out, err)
 	}
 }
@@ -231,7 +231,7 @@ func TestBySettings(t *testing.T) {
 		var configs []Config
 		at := free()
 		for r := range 2 {
-			// Also where a plain environment does not say where to meet.
+			// The init method also works if the plain environment lacks MASTER_ADDR.
 			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" + strconv.Itoa(r), "WORLD_SIZE": "2"}
 			configs = append(configs, Config{Settings: settings(t, vars)})
 		}
@@ -254,7 +254,7 @@ func TestBySettings(t *testing.T) {
 			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
 		}
 	}
-	// What the program says comes first.
+	// The program's id takes precedence over the settings.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}), ID: &ByID{IDs: newIDs(t, 1, false), Size: 1}})
@@ -332,7 +332,7 @@ func TestByIDRefused(t *testing.T) {
 	}{
 		"another place": {[]Config{
 			rank(t, ByID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
-		}, "rank 1 of 2 by HOROVOD_RANK"},
+		}, "HOROVOD_RANK and HOROVOD_SIZE say rank 1 of 2"},
 		"no id": {[]Config{rank(t, ByID{Rank: 0, Size: 1}, nil)}, "0 ids"},
 		"TLS": {[]Config{
 			rank(t, ByID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}), rank(t, ByID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
@@ -379,7 +379,7 @@ func TestAgree(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// Others know this host by an address that it does not know itself.
+	// The other ranks reach this host at an address that none of its interfaces has.
 	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey, []byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
 	}
@@ -401,7 +401,7 @@ func TestAgree(t *testing.T) {
 	for range 3 { // a rank that tries again is no other rank
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
-		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks on this one") {
+		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks to connect on this host") {
 			t.Errorf("nobody else comes: got %v", err)
 		}
 	}
@@ -439,7 +439,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 			if first > 0 {
 				ranks[r].end()
 			}
-			if err := <-ranks[r].err; err == nil || !strings.Contains(err.Error(), ": rank 3 did not come") {
+			if err := <-ranks[r].err; err == nil || !strings.Contains(err.Error(), ": rank 3 did not connect") {
 				t.Errorf("rank %d, when the time of rank %d ends first: got %v, want that rank 3 is missing", r, first, err)
 			}
 		}

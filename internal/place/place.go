@@ -46,8 +46,8 @@ type Place struct {
 	// Addr is the address at which this rank reaches the store, host:port. It is empty at the rank that
 	// serves it.
 	Addr string
-	// Nowhere says that the store has no address, like a file.
-	Nowhere bool
+	// NoAddr says that the store has no address, like a file.
+	NoAddr bool
 	// Secret is the secret of the job, the same at all ranks, if the place provides it. Zero is no secret.
 	Secret secret.Secret
 	// JobID is the name of the job, if the place provides it: the same at all ranks, and different for other
@@ -94,8 +94,8 @@ func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
 
 func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
 
-// leaves registers how to remove what this rank has left for the others.
-func (p *Place) leaves(remove func() error) {
+// removeWhenMet registers how to remove what this rank has left for the others.
+func (p *Place) removeWhenMet(remove func() error) {
 	remove = sync.OnceValue(remove)
 	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, p.atMet...)
 	p.onClose(remove)

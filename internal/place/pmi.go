@@ -59,7 +59,7 @@ func (p *pmi) start() error {
 		return err
 	}
 	if v := answer["pmi_version"]; v != "1" {
-		return fmt.Errorf("the launcher speaks version %s of PMI, want 1", quote(v))
+		return fmt.Errorf("pmi: init: the launcher speaks version %s of PMI, want 1", quote(v))
 	}
 	if answer, err = p.call("cmd=get_maxes", "maxes"); err != nil {
 		return err
@@ -80,7 +80,7 @@ func (p *pmi) start() error {
 
 // put sets key to value, which contain no white space. Other ranks see it after a barrier.
 func (p *pmi) put(key, value string) error {
-	// The bounds count a byte at the end of the text.
+	// The launcher's bounds include the zero byte at the end of the text.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
 		return fmt.Errorf("pmi: put: key of %d bytes and value of %d, want less than %d and %d", len(key), len(value),
 			p.maxKey, p.maxValue)
@@ -116,7 +116,7 @@ func (p *pmi) finalize() error {
 
 func (p *pmi) close() {
 	p.stop()
-	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR) // the launcher may have closed its end
+	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR) // fails if the launcher has closed its end, which is harmless
 	p.conn.Close()
 }
 
@@ -146,7 +146,7 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	}
 	line, err := p.in.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {
-		return nil, fmt.Errorf("the launcher's line has more than %d bytes", maxPMILine)
+		return nil, fmt.Errorf("the launcher's line has more than %d bytes, want at most that", maxPMILine)
 	}
 	if err != nil {
 		return nil, err

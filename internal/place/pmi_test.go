@@ -92,7 +92,7 @@ func TestPMIConversation(t *testing.T) {
 		t.Errorf("asked\n%s\nwant\n%s...", got, want)
 	}
 
-	// The other rank, which finds the first.
+	// Rank 1 connects to the store that rank 0 has announced.
 	_, value, _ := strings.Cut(got, "value=")
 	value, _, _ = strings.Cut(value, "\n")
 	fd, asked = fakePMI(t, goodPMI(value))
@@ -103,7 +103,7 @@ func TestPMIConversation(t *testing.T) {
 	if last := asked(); last[len(last)-2] != "cmd=get kvsname=kvs_1 key=gohvd-meet" {
 		t.Errorf("asked %q", last)
 	}
-	// Whoever comes again with the same descriptor is not heard.
+	// A second Meet with the same descriptor fails.
 	_, err = pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "pmi: init")
 	if err := errors.Join(other.Close(), m.Close()); err != nil {
@@ -168,9 +168,9 @@ func TestPMIRefuses(t *testing.T) {
 		{"barrier_in", "cmd=barrier_out rc=1 msg=died\n", 1, []string{"pmi: barrier_in", "died"}},
 		{"get", "cmd=get_result rc=-1 msg=key_gohvd-meet_not_found value=unknown\n", 1, []string{"pmi: get", "not_found"}},
 		{"get", "cmd=get_result rc=0\n", 1, []string{"no value for gohvd-meet"}},
-		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1, []string{"rank 0 told 18 bytes"}},
-		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1, []string{"rank 0 told no address"}},
-		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1, []string{"rank 0 told no port"}},
+		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1, []string{"announcement of rank 0: got 18 bytes"}},
+		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1, []string{"announcement of rank 0: got no address"}},
+		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1, []string{"announcement of rank 0: got no port"}},
 		{"get", "cmd=get_result rc=0 value=h:1,secret\n", 1, []string{"a secret of 6 bytes"}},
 		{"finalize", "cmd=finalize_nack\n", 0, []string{"pmi: finalize"}},
 	} {
@@ -184,7 +184,7 @@ func TestPMIRefuses(t *testing.T) {
 		}
 		asked()
 	}
-	// The launcher goes away.
+	// The launcher closes the connection during the barrier.
 	answers := goodPMI("")
 	delete(answers, "barrier_in")
 	fd, _ := fakePMI(t, answers)

@@ -45,7 +45,7 @@ func writePrivate(path, text string) error {
 // readPrivate reads such a file. It must belong to this user, and nobody else may read or write it: another
 // user who could have written it knows its contents.
 func readPrivate(path string) (text string, err error) {
-	// Without waiting for the other end, if it is a pipe.
+	// O_NONBLOCK keeps open from waiting for the other end of a named pipe.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return "", err
@@ -57,7 +57,7 @@ func readPrivate(path string) (text string, err error) {
 	}
 	mode := st.Mode & unix.S_IFMT
 	if mode != unix.S_IFREG || st.Mode&0o077 != 0 || int(st.Uid) != os.Geteuid() {
-		return "", fmt.Errorf("%s has mode %#o and is of user %d, want a file of mode 0600 of user %d", path, st.Mode, st.Uid,
+		return "", fmt.Errorf("%s has mode %#o and belongs to user %d, want a file of mode 0600 that belongs to user %d", path, st.Mode, st.Uid,
 			os.Geteuid())
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxPrivateBytes+1))
@@ -78,7 +78,7 @@ func waitPrivate(ctx context.Context, path string) (text string, err error) {
 			return text, err
 		}
 		if ctx.Err() != nil {
-			return "", fmt.Errorf("rank 0 has left no %s: %w", path, ctx.Err())
+			return "", fmt.Errorf("waiting for rank 0 to write %s: %w", path, ctx.Err())
 		}
 		dial.Pause(ctx, privatePeriod, nil)
 	}

@@ -63,7 +63,7 @@ func rankMain(what string) error {
 	if err := work(ctx, e, m, true); err != nil {
 		return err
 	}
-	// One write, so that the launcher keeps the line together.
+	// The line is one write, so that the launcher does not mix it with lines of other ranks.
 	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank, e.LocalSize, m.JobID)
 	return nil
 }
@@ -121,7 +121,7 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 		return err
 	}
 	if e.Rank != 0 {
-		// Rank 0 may close the store before the answer is here.
+		// Rank 0 may close the store before this rank has received the answer.
 		_, _ = m.Store.Add(ctx, "done", 1)
 		return nil
 	}

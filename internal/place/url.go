@@ -71,7 +71,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	fail := func(err error) (*Place, error) { return nil, &MethodError{u.Scheme, err} }
 	method := m[u.Scheme]
 	if method == nil {
-		return fail(fmt.Errorf("no handler for %q, want one of %s", rawURL, strings.Join(slices.Sorted(maps.Keys(m)), ", ")))
+		return fail(fmt.Errorf("no handler for %q, want one of the schemes %s", rawURL, strings.Join(slices.Sorted(maps.Keys(m)), ", ")))
 	}
 	q, err := url.ParseQuery(u.RawQuery)
 	if err != nil {
@@ -79,7 +79,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	}
 	if o.Rank >= 0 || o.Size >= 0 {
 		if q.Has("rank") || q.Has("world_size") {
-			return fail(fmt.Errorf("%q has rank or world_size already, which are given beside it", rawURL))
+			return fail(fmt.Errorf("rank or world size is given twice: in %q and beside the URL", rawURL))
 		}
 		if o.Rank >= 0 {
 			q.Set("rank", strconv.Itoa(o.Rank))
@@ -138,7 +138,7 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 // New returns the place of a rank in a store without an address. The Place closes the store.
 func New(s store.Store, rank, size int) *Place {
 	p := placeAt(s, rank, size, "")
-	p.Nowhere = true
+	p.NoAddr = true
 	return p
 }
 
@@ -165,7 +165,7 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
 		if err != nil {
-			return nil, fmt.Errorf("reaching the store of rank 0: %w", err)
+			return nil, fmt.Errorf("connecting to the store of rank 0: %w", err)
 		}
 		return placeAt(client, rank, size, addr), nil
 	}
@@ -174,7 +174,7 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 	if err != nil {
 		hash.Close()
 		if errors.Is(err, syscall.EADDRINUSE) {
-			err = fmt.Errorf("%w: a store of gohvd's needs a port of its own; init_process_group and other jobs need others", err)
+			err = fmt.Errorf("%w: the store of gohvd needs a port that init_process_group and other jobs do not use", err)
 		}
 		return nil, err
 	}
@@ -226,7 +226,7 @@ func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error
 		return nil, err
 	}
 	if u.Host != "" {
-		return nil, fmt.Errorf("%q is not a path of this host: three slashes come before a path", u.Host+u.Path)
+		return nil, fmt.Errorf("%q is not a path of this host: want three slashes before the path", u.Host+u.Path)
 	}
 	s, err := store.NewFileStore(ctx, u.Path, size)
 	if err != nil {

@@ -149,7 +149,7 @@ func TestMethodErrors(t *testing.T) {
 		o    MethodOptions
 		want string
 	}{
-		{"mpi://", unknown(nil), `init method mpi://: no handler for "mpi://", want one of env, file, tcp`},
+		{"mpi://", unknown(nil), `init method mpi://: no handler for "mpi://", want one of the schemes env, file, tcp`},
 		{"nothing", unknown(nil), "init method: no handler"},
 		{"tcp://[", unknown(nil), "missing ']'"},
 		{"tcp://127.0.0.1?rank=0&world_size=1", unknown(nil), "init method tcp://: port number missing"},
@@ -158,7 +158,7 @@ func TestMethodErrors(t *testing.T) {
 		{"tcp://127.0.0.1:1?rank=x&world_size=1", unknown(nil), `rank is "x", want a number`},
 		{"tcp://127.0.0.1:1?rank=1&world_size=1", unknown(nil), "rank is 1, want 0 to 0"},
 		{"tcp://127.0.0.1:1?rank=0&world_size=0", unknown(nil), "world size is 0, want at least 1"},
-		{"tcp://127.0.0.1:1?rank=0", given, "has rank or world_size already"},
+		{"tcp://127.0.0.1:1?rank=0", given, "rank or world size is given twice"},
 		{"tcp://127.0.0.1:1?rank=0&world_size=1&%zz", unknown(nil), "invalid URL escape"},
 		{"tcp://127.0.0.1:99999?rank=0&world_size=1", unknown(nil), "invalid port"},
 		{"file://?rank=0&world_size=1", unknown(nil), "init method file://: path missing"},
@@ -174,12 +174,12 @@ func TestMethodErrors(t *testing.T) {
 	} {
 		testMethodError(t, test.url, test.o, test.want)
 	}
-	// PyTorch may serve its store there.
+	// PyTorch may already serve its store at the port.
 	_, port, err := net.SplitHostPort(testnet.FakeServer(t, func(net.Conn) {}))
 	if err != nil {
 		t.Fatal(err)
 	}
-	testMethodError(t, "tcp://127.0.0.1:"+port, MethodOptions{Rank: 0, Size: 2}, "address already in use: a store of gohvd's needs a port of its own")
+	testMethodError(t, "tcp://127.0.0.1:"+port, MethodOptions{Rank: 0, Size: 2}, "address already in use: the store of gohvd needs a port that init_process_group and other jobs do not use")
 }
 
 func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) {
