@@ -14,18 +14,19 @@ import (
 )
 
 const (
-	// maxTriedBytes bounds what a rank may say of its failure in Agree, and maxTriedRanks how many ranks of a host are named.
+	// maxTriedBytes bounds the text of a rank's failure in Agree. maxTriedRanks bounds how many failed ranks of
+	// a host are named.
 	maxTriedBytes = 512
 	maxTriedRanks = 100
 )
 
-// errStopped ends a rank's try in Agree when another rank of its host has failed.
+// errStopped ends a rank's try in Agree when another rank of its host fails.
 var errStopped = errors.New("another rank of this host has failed")
 
 // agreement is what a rank learns about the try of its host.
 type agreement struct {
 	stopped chan struct{} // closed when another rank has failed
-	done    chan struct{} // closed when failed is there
+	done    chan struct{} // closed when failed is set
 	failed  map[topo.Rank]string
 }
 
@@ -33,15 +34,15 @@ func newAgreement() *agreement {
 	return &agreement{stopped: make(chan struct{}), done: make(chan struct{})}
 }
 
-// hear processes an answer of the root. One goroutine calls it.
-func (a *agreement) hear(answer *rendezvouspb.Answer) error {
+// handle processes an answer of the root. One goroutine calls it.
+func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	to := a.stopped
 	if answer.GetKind() == rendezvouspb.Answer_TRIED {
 		to = a.done
 	}
 	select {
 	case <-to:
-		return fmt.Errorf("%v came twice", answer.GetKind())
+		return fmt.Errorf("the root sent %v twice", answer.GetKind())
 	default:
 	}
 	if to == a.done {
@@ -100,7 +101,7 @@ func (s *Session) tried(err error) {
 		status.Text = cut(err.Error(), maxTriedBytes)
 		status.MayPass = mayPass(err)
 	}
-	_ = sendStatus(s.member.conn, status) // if it cannot be sent, listen says why
+	_ = sendStatus(s.member.conn, status) // listen returns the error of a broken connection
 }
 
 // mayPass reports whether a try may have failed because the try of another rank had ended.
@@ -134,7 +135,7 @@ func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 		}
 		size++
 		if first && other != rank {
-			r.sayTried(other, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+			r.sendTried(other, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
 		}
 	}
 	if len(reports) < size {
@@ -152,7 +153,7 @@ func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 		}
 	}
 	for rank := range reports {
-		r.sayTried(rank, outcome)
+		r.sendTried(rank, outcome)
 	}
 }
 
@@ -165,10 +166,10 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 	return false
 }
 
-// sayTried sends a rank an answer about the try of its host. r is locked.
-func (r *root) sayTried(rank int, a *rendezvouspb.Answer) {
+// sendTried sends a rank an answer about the try of its host. r is locked.
+func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
-		if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
+		if frame, err := appendMessage(nil, a); err == nil { // never fails: all texts are UTF-8
 			m.out <- frame
 		}
 	}

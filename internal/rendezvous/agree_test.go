@@ -95,7 +95,7 @@ func testAgree(t *testing.T, key secret.Secret) {
 		"a host without a try": {"baa", []func(context.Context) error{nil, succeeds, waits}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if test.want == nil { // rank 2 waits for ctx
+			if test.want == nil { // rank 2 waits until ctx ends
 				sessions := onHosts(t, key, test.hosts)
 				ctx, cancel := context.WithCancelCause(t.Context())
 				why := errors.New("enough")
@@ -171,8 +171,8 @@ func FuzzStatusAndAnswer(f *testing.F) {
 			return
 		}
 		h := newAgreement()
-		if first := h.hear(a); first == nil && h.hear(a) == nil {
-			t.Errorf("%v was heard twice", a)
+		if first := h.handle(a); first == nil && h.handle(a) == nil {
+			t.Errorf("%v was accepted twice", a)
 		}
 	})
 }

@@ -23,7 +23,7 @@ const (
 	MaxCapabilitiesBytes = 4 << 10
 	// MaxTermsBytes bounds the names and values of JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
-	// maxEpoch leaves room to count on. A greater LastEpoch is a mistake, or a peer that wants to end all counting.
+	// maxEpoch leaves room for later epochs. A greater LastEpoch comes from a bug or from a hostile peer.
 	maxEpoch = 1 << 62
 )
 
@@ -182,13 +182,13 @@ func join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	case outOfRange == nil:
 		return joinRoot(ctx, cfg)
 	}
-	// The others would wait for a rank that is here under a wrong number, so tell them.
+	// The other ranks would wait for the rank whose number is wrong, so the root has to learn of it.
 	cfg.Log.Error("rendezvous: cannot join, telling rank 0", zap.Error(outOfRange))
 	_, err := joinRoot(ctx, cfg)
 	if refused, ok := errors.AsType[*RefusedError](err); ok && refused.Reason != Late {
 		return nil, err
 	}
-	return nil, fmt.Errorf("%w (rank 0 could not be told: %w)", outOfRange, err)
+	return nil, fmt.Errorf("%w (reporting this to rank 0 failed: %w)", outOfRange, err)
 }
 
 func (cfg *JoinConfig) check() error {
@@ -196,13 +196,13 @@ func (cfg *JoinConfig) check() error {
 		return err
 	}
 	if cfg.Job == "" {
-		return errors.New("job has no name")
+		return errors.New("the job has no name")
 	}
 	if cfg.Size < 1 || cfg.Size > MaxSize {
 		return fmt.Errorf("size is %d, want 1 to %d", cfg.Size, MaxSize)
 	}
 	if cfg.Store == nil && cfg.Size > 1 {
-		return errors.New("no store")
+		return errors.New("no store is given, which a job of more than 1 rank needs")
 	}
 	if cfg.LastEpoch > maxEpoch {
 		return fmt.Errorf("last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
@@ -249,9 +249,9 @@ func (r *Record) check() error {
 	}
 	m := &r.Memory
 	if len(m.Token) > MaxNameBytes {
-		return fmt.Errorf("token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
+		return fmt.Errorf("memory token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
 	}
-	return errors.Join(checkName("socket", m.Socket), checkName("reason not to share memory", m.Reason))
+	return errors.Join(checkName("memory socket", m.Socket), checkName("reason not to share memory", m.Reason))
 }
 
 // checkName checks a string that is sent as protobuf, which requires UTF-8.

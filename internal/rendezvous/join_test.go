@@ -216,20 +216,20 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 func TestJoinChecksConfig(t *testing.T) {
 	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
-		"job has no name":                          func(c *JoinConfig) { c.Job = "" },
-		"job has 257 bytes":                        func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
-		`job is "\xff", want UTF-8`:                func(c *JoinConfig) { c.Job = "\xff" },
-		"size is 0, want 1 to 65536":               func(c *JoinConfig) { c.Size = 0 },
-		"size is 65537":                            func(c *JoinConfig) { c.Size = 65537 },
-		"no store":                                 func(c *JoinConfig) { c.Store = nil },
-		"last epoch is 4611686018427387905":        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
-		"listen host is 0.0.0.0, want an address":  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
-		"listen host is ::, want an address":       func(c *JoinConfig) { c.ListenHost = "::" },
-		"opening the root":                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
-		"data address has 257 bytes":               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
-		"host has 257 bytes":                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
-		"token has 257 bytes, want at most 256":    func(c *JoinConfig) { c.Self.Memory.Token = make([]byte, MaxNameBytes+1) },
-		"reason not to share memory has 257 bytes": func(c *JoinConfig) { c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1) },
+		"the job has no name":        func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":          func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want UTF-8`:  func(c *JoinConfig) { c.Job = "\xff" },
+		"size is 0, want 1 to 65536": func(c *JoinConfig) { c.Size = 0 },
+		"size is 65537":              func(c *JoinConfig) { c.Size = 65537 },
+		"no store is given, which a job of more than 1 rank needs": func(c *JoinConfig) { c.Store = nil },
+		"last epoch is 4611686018427387905":                        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
+		"listen host is 0.0.0.0, want an address":                  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
+		"listen host is ::, want an address":                       func(c *JoinConfig) { c.ListenHost = "::" },
+		"opening the root":                                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"data address has 257 bytes":                               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
+		"host has 257 bytes":                                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
+		"token has 257 bytes, want at most 256":                    func(c *JoinConfig) { c.Self.Memory.Token = make([]byte, MaxNameBytes+1) },
+		"reason not to share memory has 257 bytes":                 func(c *JoinConfig) { c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1) },
 		"capabilities have 4099 bytes, want at most 4096": func(c *JoinConfig) {
 			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
 		},
@@ -263,10 +263,10 @@ func TestContradictions(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		size int
-		// change[i] is what is odd about the i-th process, otherwise rank i.
+		// change[i] changes the config of the i-th process, which is otherwise rank i.
 		change map[int]func(*JoinConfig)
-		// last comes when the root has failed. Were it there earlier, the epoch might be complete before the
-		// odd process comes. 0 is nobody.
+		// last is the process that joins when the root has failed, 0 if none. If it joined earlier, the epoch
+		// might be complete before the changed process joins.
 		last   int
 		reason Reason
 		text   []string
@@ -331,10 +331,10 @@ func TestContradictions(t *testing.T) {
 					text = refused.Text
 				}
 				if refused.Text != text {
-					t.Errorf("process %d was told %q, another %q", i, refused.Text, text)
+					t.Errorf("process %d got %q, another process %q", i, refused.Text, text)
 				}
 			}
-			// The mistake mended, the same processes can start over.
+			// With the mistake corrected the same processes can join again.
 			var cfgs []JoinConfig
 			var records []Record
 			for rank := range test.size {
@@ -368,7 +368,7 @@ func TestTermsDiffer(t *testing.T) {
 		testnet.WantError(t, r.err, "settings that must be the same at all ranks differ: "+
 			"each is 0 at rank 0, 1 at rank 1, 2 at rank 2, 3 at rank 3; "+
 			"empty is not set at ranks 0-2, no more at rank 3; "+
-			"late is x at ranks 0, 1 and 3, not known at rank 2; "+
+			"late is x at ranks 0, 1 and 3, unknown at rank 2; "+
 			"one is a at ranks 0, 1 and 3, b at rank 2")
 	}
 }
@@ -521,7 +521,7 @@ func TestLatecomer(t *testing.T) {
 			late.Log = lateLog
 			r := start(t, ctx, late)
 			testnet.Eventually(t, "rank 0's log", func() bool {
-				return testnet.Logged(entries, "came late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
+				return testnet.Logged(entries, "joined too late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
 			})
 			testnet.Eventually(t, "the latecomer's log", func() bool { return testnet.Logged(lateEntries, "waiting for a") })
 			cancel()
@@ -546,7 +546,7 @@ func TestLateWhileAsking(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		if asked.Add(1) > 1 {
 			cancel()
-			io.Copy(io.Discard, conn) // and answers no more
+			io.Copy(io.Discard, conn) // sends no further answer
 			return
 		}
 		dial.ReadGreeting(conn, rootMagic)
@@ -585,7 +585,7 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 			fresh.Self = recordOf(dead, 1)
 			records[dead] = fresh.Self
 			r := start(t, ctx, fresh)
-			testnet.Eventually(t, "rank 0 sees the replacement", func() bool { return testnet.Logged(entries, "came late", "pid") })
+			testnet.Eventually(t, "rank 0 sees the replacement", func() bool { return testnet.Logged(entries, "joined too late", "pid") })
 
 			old[0].Close()
 			again := make([]result, 3)
@@ -672,7 +672,7 @@ func TestEpochExceedsReplacement(t *testing.T) {
 	<-held.held
 	cancel()
 	<-gone
-	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before the others came") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before all ranks had joined") })
 	one.LastEpoch = 50
 	again := start(t, ctx, one)
 	testnet.Eventually(t, "rank 1 is back", func() bool { return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2 })
@@ -732,7 +732,7 @@ func TestManyEpochs(t *testing.T) {
 			t.Errorf("rank %d was in epochs %d, rank 0 in %d", rank, seen[rank], seen[0])
 		}
 	}
-	if testnet.Logged(entries, "came late") {
+	if testnet.Logged(entries, "joined too late") {
 		t.Error("a rank that came back was taken for a latecomer")
 	}
 }
@@ -757,7 +757,7 @@ func testRankBreaksOff(t *testing.T, key secret.Secret) {
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that the context ended", err)
 	}
-	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before the others came", "pid 100 ") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before all ranks had joined", "pid 100 ") })
 
 	one := keyed(kv, 1, 3, key)
 	one.Self = recordOf(1, 1)
@@ -798,13 +798,13 @@ func TestDeadlines(t *testing.T) {
 		return ctx
 	}
 	brief := func() context.Context { return within(500 * time.Millisecond) }
-	// The root of before is gone, which takes an attempt to find out.
+	// The previous root is closed, which the rank finds out by an attempt.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded", "connection refused")
 	_, err = Join(brief(), config(newStore(t), 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 9, 5))
-	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "rank 0 could not be told")
+	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "reporting this to rank 0 failed")
 	_, err = Join(brief(), config(newStore(t), 0, 100))
 	testnet.WantError(t, err, "waiting for ranks 1-99: context deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 0, 2))
@@ -940,7 +940,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 			}
 		}
 		if kind == rendezvouspb.Answer_TABLE {
-			return // there is more to come
+			return // more of the answer follows
 		}
 		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
 			t.Errorf("after the answer: got %d bytes, %v", n, err)
@@ -1023,7 +1023,7 @@ func TestTableIsLateButValid(t *testing.T) {
 		testnet.Eventually(t, "rank 1 knows the newer root", func() bool { return kv.Waits() == 0 })
 		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
 		for i := 0; i < len(records) && err == nil; i++ {
-			conn.Write(table) // in pieces, for time to pass
+			conn.Write(table) // in pieces, so that time passes between them
 			table, err = appendMessage(nil, recordToProto(&records[i]))
 		}
 		if err != nil {
@@ -1069,20 +1069,20 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		{"empty", [][]byte{hello, dial.SealFrame(dial.NewFrame(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "reading a status"},
-		{"a failure before the table", [][]byte{hello, request, early}, "reading a status: FAILED before all ranks have come"},
+		{"a failure before the table", [][]byte{hello, request, early}, "reading a status: got FAILED before all ranks have joined"},
 	} {
 		conn := say(t, key, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)
 		testnet.Eventually(t, test.name, func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
 	}
-	// Half a request, and silence.
+	// This client sends half a request and then nothing.
 	say(t, key, root.GetAddr(), hello, request[:10])
 
 	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
 	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0), recordOf(3, 0))
 }
 
-// More strangers than the root shakes hands with do not hold a rank up: the oldest has to go.
+// More clients than the root shakes hands with do not hold a rank up: the oldest has to go.
 func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
 
 func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
@@ -1090,27 +1090,27 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	kv := newStore(t)
 	r := start(t, ctx, keyed(kv, 0, 2, key))
 	root := rootOf(t, kv)
-	var strangers []net.Conn
+	var clients []net.Conn
 	for i := range maxHandshakes {
 		if i%32 > 0 && i < maxHandshakes-1 { // a thousand handshakes of TLS would take longer than each may
-			strangers = append(strangers, testnet.RawDial(t, root.GetAddr()))
+			clients = append(clients, testnet.RawDial(t, root.GetAddr()))
 			continue
 		}
 		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
-		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil { // it has been accepted
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil { // the root has accepted it
 			t.Fatal(err)
 		}
-		strangers = append(strangers, conn)
+		clients = append(clients, conn)
 	}
 	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
-	strangers[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2)) // it has had some of its own time already
-	if _, err := io.Copy(io.Discard, strangers[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.ErrUnexpectedEOF) {
-		t.Errorf("the oldest stranger: got %v, want to be closed", err)
+	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2)) // part of its own limit has passed already
+	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("the oldest client: got %v, want a closed connection", err)
 	}
-	strangers[maxHandshakes-1].SetReadDeadline(time.Now().Add(10 * time.Millisecond))
-	if _, err := strangers[maxHandshakes-1].Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("the newest stranger: got %v, want still to be there", err)
+	clients[maxHandshakes-1].SetReadDeadline(time.Now().Add(10 * time.Millisecond))
+	if _, err := clients[maxHandshakes-1].Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the newest client: got %v, want an open connection", err)
 	}
 }
 

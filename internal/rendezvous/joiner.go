@@ -12,14 +12,14 @@ import (
 )
 
 // errNewerRoot ends an attempt to join a root because the store has a newer one.
-var errNewerRoot = errors.New("there is a newer root")
+var errNewerRoot = errors.New("the store has a newer root")
 
 // joinRoot is Join for every rank except 0: it asks one published root after the other until one accepts it.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (
-		seen []byte // the newest value of the root key that led nowhere
-		why  error  // and why
+		seen []byte // the newest value of the root key that was tried without success
+		why  error  // why that failed
 	)
 	for {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
@@ -27,22 +27,22 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		case err != nil && why == nil:
 			return nil, fmt.Errorf("waiting for the root of rank 0: %w", err)
 		case err != nil:
-			return nil, fmt.Errorf("waiting for a newer root: %w (the last one: %w)", err, why)
+			return nil, fmt.Errorf("waiting for a newer root: %w (the last root: %w)", err, why)
 		}
 		seen = value
 		root, err := decodeRoot(value)
 		if err == nil {
 			var s *Session
-			if s, err = c.follow(ctx, root, value); err == nil {
+			if s, err = c.askUntilNewer(ctx, root, value); err == nil {
 				return s, nil
 			}
 		}
 		if complete, ok := errors.AsType[*completeError](err); ok {
 			if cfg.LastEpoch < complete.epoch {
-				// A latecomer or a replacement: only a newer root will tell.
+				// This process is a latecomer or a replacement. Only a newer root can take it in.
 				err = &RefusedError{Late, fmt.Sprintf("epoch %d is complete at root %s without this process",
 					complete.epoch, root.GetAddr())}
-				cfg.Log.Warn("rendezvous: came late, waiting for a newer root",
+				cfg.Log.Warn("rendezvous: the epoch is complete without this process, waiting for a newer root",
 					zap.String("job", cfg.Job), zap.Error(err))
 			}
 		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || dial.IsExhausted(err) || ctx.Err() != nil {
@@ -59,11 +59,11 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// follow asks root, which was published as value, again while it cannot be reached, until it answers or the
+// askUntilNewer asks root, which was published as value, again while it cannot be reached, until it answers or the
 // store has a newer one.
-func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
+func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // until there is a newer root
-	var lost error                            // of the store; read once watched is closed
+	var lost error                            // why the store was lost; read once watched is closed
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
@@ -77,7 +77,7 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 	}()
 	var (
 		wait dial.Backoff
-		last error // why the attempt before failed
+		last error // why the previous attempt failed
 	)
 	for {
 		s, err := c.ask(ctx, newest, root)
@@ -86,12 +86,12 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 		}
 		if newest.Err() == nil {
 			last = err
-			// A rank that waits at the root can do without the store, one that cannot reach it cannot.
+			// A rank that waits at the root does not need the store. A rank that cannot reach the root does.
 			dial.Pause(newest, wait.Next(), watched)
 			select {
 			case <-watched:
 				if lost != nil && newest.Err() == nil {
-					return nil, fmt.Errorf("%w (and the store is lost: %w)", last, lost)
+					return nil, fmt.Errorf("%w (and the store failed: %w)", last, lost)
 				}
 			default:
 			}
@@ -105,7 +105,7 @@ func (c *client) follow(ctx context.Context, root *rendezvouspb.Root, value []by
 		case err == last: // ctx ended between two attempts
 			return nil, fmt.Errorf("%w (last attempt: %w)", ctx.Err(), last)
 		default:
-			return nil, fmt.Errorf("%w (the attempt before: %w)", err, last)
+			return nil, fmt.Errorf("%w (previous attempt: %w)", err, last)
 		}
 	}
 }

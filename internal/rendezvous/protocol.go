@@ -26,14 +26,14 @@ const (
 
 	tokenBytes = 16
 
-	// The field headers and numbers of a message fit into 256 bytes.
+	// Each bound has 256 bytes for the field headers and numbers of a message.
 	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // with headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
 	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // of TRIED, the longest
 	maxStatusBytes      = maxTextBytes + 256
-	maxFailedRanks      = 1000 // that are named one by one
+	maxFailedRanks      = 1000 // failed ranks that an answer names
 )
 
 // newToken returns random bytes.
@@ -124,11 +124,11 @@ func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 // cut shortens text to at most the given number of bytes, so that it fits into a message.
 func cut(text string, most int) string {
 	text = strings.ToValidUTF8(text, "?")
-	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may go through a character
+	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may split a character
 }
 
-// The ways in which a root that could be reached did not take a rank in. A *RefusedError is another.
-var errStale = errors.New("the root is not the one that was published, or has answered this process before")
+// errStale and completeError, like *RefusedError, are answers of a root that does not admit the rank.
+var errStale = errors.New("the root at this address is not the published one, or has already answered this process")
 
 type completeError struct{ epoch uint64 }
 
@@ -175,7 +175,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	if err != nil {
 		return nil, err
 	}
-	because := func(err error) error {
+	orNewest := func(err error) error {
 		if newest.Err() != nil {
 			return newest.Err()
 		}
@@ -183,7 +183,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	}
 	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret, rootMagic, rootVersion)
 	if err != nil {
-		return nil, because(err)
+		return nil, orNewest(err)
 	}
 	kept := false
 	defer func() {
@@ -193,7 +193,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	}()
 	conn.SetWriteDeadline(time.Now().Add(answerTimeout))
 	if _, err := conn.Write(request); err != nil {
-		return nil, because(err)
+		return nil, orNewest(err)
 	}
 	answered, left := make(chan struct{}), make(chan struct{})
 	stop := context.AfterFunc(newest, func() {
@@ -204,7 +204,8 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 			return
 		}
 		conn.SetDeadline(time.Now().Add(missingGrace))
-		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT}) // else nobody is named
+		// The root answers a TIMEOUT with the ranks that are missing.
+		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT})
 	})
 	ended := sync.OnceFunc(func() {
 		close(answered)
@@ -216,13 +217,13 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	in := bufio.NewReader(conn)
 	a, err := readAnswer(in)
 	if err != nil {
-		return nil, fmt.Errorf("waiting for the other ranks: %w", because(err))
+		return nil, fmt.Errorf("waiting for the other ranks: %w", orNewest(err))
 	}
 	switch a.GetKind() {
 	case rendezvouspb.Answer_TABLE:
 		s, err := c.readTable(in, a)
 		if err != nil {
-			return nil, fmt.Errorf("reading the table: %w", because(err))
+			return nil, fmt.Errorf("reading the table: %w", orNewest(err))
 		}
 		ended()
 		conn.SetDeadline(time.Time{})
@@ -237,17 +238,17 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	case rendezvouspb.Answer_REFUSED:
 		return nil, &RefusedError{Reason(a.GetReason()), a.GetText()}
 	default:
-		return nil, fmt.Errorf("unknown answer %d", a.GetKind())
+		return nil, fmt.Errorf("unknown answer %d of the root", a.GetKind())
 	}
 }
 
 func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, error) {
 	if a.GetEpoch() <= c.cfg.LastEpoch {
-		return nil, fmt.Errorf("root formed epoch %d, want more than %d", a.GetEpoch(), c.cfg.LastEpoch)
+		return nil, fmt.Errorf("the root formed epoch %d, want an epoch greater than %d", a.GetEpoch(), c.cfg.LastEpoch)
 	}
 	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(), Records: make([]Record, c.cfg.Size)}
 	s.Records[s.rank] = c.cfg.Self
-	for _, i := range told(int(s.rank), c.cfg.Size, s.ring) {
+	for _, i := range sentWith(int(s.rank), c.cfg.Size, s.ring) {
 		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
 			return nil, fmt.Errorf("record of rank %d: %w", i, err)

@@ -25,14 +25,14 @@ import (
 
 // Bounds of a root.
 const (
-	maxHandshakes    = 1024 // connections that have not said what they want
+	maxHandshakes    = 1024 // connections whose request has not arrived
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	suspicionTime    = 300 * time.Millisecond // for the connection of a rank that died to end, once another rank complains
-	probeTimeout     = 5 * time.Second        // for an older root to answer a new rank 0
+	suspicionTime    = 300 * time.Millisecond // wait after the first report for the connection of a dead rank to end
+	probeTimeout     = 5 * time.Second        // limit for an older root to answer a new rank 0
 	windDown         = 2 * time.Second        // how long a failed root keeps answering
-	maxTold          = 4096                   // processes remembered as having been answered
-	maxAnswers       = 4                      // that a caller gets
+	maxAnswered      = 4096                   // processes remembered as having been answered
+	maxAnswers       = 4                      // answers that a caller gets
 )
 
 type rootState uint8
@@ -57,43 +57,45 @@ type root struct {
 	handshakes *dial.Limiter
 	refused    *zap.Logger
 
-	changed chan struct{} // capacity 1: all ranks are there, or the root failed
-	allTold chan struct{} // closed when a failed root has answered every other rank
+	changed     chan struct{} // capacity 1: all ranks have joined, or the root failed
+	allAnswered chan struct{} // closed when a failed root has answered every other rank
 
-	start outcome // of what follows the table
+	start outcome // whether all ranks became ready after the table
 
 	mu        sync.Mutex
 	state     rootState
 	callers   map[*caller]struct{} // all connections
-	members   []*caller            // by rank, nil for those missing; rank 0's is there once complete
+	members   []*caller            // by rank, nil if the rank is missing; that of rank 0 is set once complete
 	missing   int
-	gaveUp    map[int]bool                            // missing ranks that were here until their time ended
-	lastEpoch uint64                                  // greatest of all ranks that have been here
-	epoch     uint64                                  // once complete
-	records   []Record                                // once complete
-	own       net.Conn                                // once complete: rank 0's end of its connection as a member
-	ring      bool                                    // once complete: members get the records of their neighbours only
-	table     []byte                                  // once complete, unless ring: frames for the members
-	failure   *RefusedError                           // once failed
-	told      map[process][]byte                      // once failed, who is told, by its nonce; once complete, which latecomers are in the log
-	toldRanks map[topo.Rank]struct{}                  // which ranks have been told of the failure
-	ready     map[int]bool                            // once complete: the ranks that say so
-	tried     map[string]map[int]*rendezvouspb.Status // once complete: how the tries of ranks have ended, by host
-	reports   []report                                // once complete: of failures, by the ranks that are not dead
+	gaveUp    map[int]bool  // missing ranks that had joined and gave up at their deadline
+	lastEpoch uint64        // greatest of all ranks that have ever joined this root
+	epoch     uint64        // once complete
+	records   []Record      // once complete
+	own       net.Conn      // once complete: rank 0's end of its connection as a member
+	ring      bool          // once complete: members get the records of their neighbours only
+	table     []byte        // once complete, unless ring: frames for the members
+	failure   *RefusedError // once failed
+	// answered has the nonces of processes: once failed, of those that were sent the failure; once complete, of
+	// the latecomers that are in the log.
+	answered      map[process][]byte
+	answeredRanks map[topo.Rank]struct{}                  // ranks that have received the failure
+	ready         map[int]bool                            // once complete: the ranks that are ready
+	tried         map[string]map[int]*rendezvouspb.Status // once complete: how the tries of ranks have ended, by host
+	reports       []report                                // once complete: failures that live ranks have reported
 }
 
 // caller is a connection to the root.
 type caller struct {
 	conn net.Conn
-	slot *dial.Slot   // until it has said what it wants
-	over net.Conn     // conn, encrypted if the secret is: what is said goes over it
+	slot *dial.Slot   // held until its request has arrived
+	over net.Conn     // carries all messages: conn, or its encrypted form if the secret is encrypted
 	q    *joinRequest // nil until it has been read
 	// out has what to send. It is closed after the last answer, which finished says. No caller gets more than
 	// maxAnswers, so sending to out does not block.
 	out      chan []byte
 	finished bool  // Guarded by root.mu
 	refused  bool  // the answer is the failure. Guarded by root.mu
-	left     error // why it broke off while forming. Guarded by root.mu
+	left     error // why it left while forming. Guarded by root.mu
 }
 
 // process identifies the process behind a request, across calls of Join.
@@ -129,20 +131,20 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	}
 	r := &root{
 		cfg: cfg, token: newToken(), ln: ln,
-		log:        cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
-		handshakes: dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
-		changed:    make(chan struct{}, 1),
-		allTold:    make(chan struct{}),
-		callers:    make(map[*caller]struct{}),
-		members:    make([]*caller, cfg.Size),
-		gaveUp:     make(map[int]bool),
-		ready:      make(map[int]bool),
-		start:      newOutcome(),
-		tried:      make(map[string]map[int]*rendezvouspb.Status),
-		missing:    cfg.Size - 1,
-		lastEpoch:  cfg.LastEpoch,
-		told:       make(map[process][]byte),
-		toldRanks:  make(map[topo.Rank]struct{}),
+		log:           cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
+		handshakes:    dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
+		changed:       make(chan struct{}, 1),
+		allAnswered:   make(chan struct{}),
+		callers:       make(map[*caller]struct{}),
+		members:       make([]*caller, cfg.Size),
+		gaveUp:        make(map[int]bool),
+		ready:         make(map[int]bool),
+		start:         newOutcome(),
+		tried:         make(map[string]map[int]*rendezvouspb.Status),
+		missing:       cfg.Size - 1,
+		lastEpoch:     cfg.LastEpoch,
+		answered:      make(map[process][]byte),
+		answeredRanks: make(map[topo.Rank]struct{}),
 	}
 	r.refused = logs.Quiet(r.log)
 	r.ctx, r.stop = context.WithCancel(context.Background())
@@ -157,7 +159,7 @@ func (r *root) closeOnce() error {
 	err := r.ln.Close()
 	r.mu.Lock()
 	if r.state == complete {
-		r.conclude(newFailure(0, "it gave up during Init")) // unless that has ended
+		r.conclude(newFailure(0, "rank 0 gave up during Init")) // no effect if the start has ended
 	}
 	for g := range r.callers {
 		if !g.finished {
@@ -204,20 +206,20 @@ func (r *root) form(ctx context.Context) error {
 			if ctx.Err() == nil {
 				return r.giveUp(err)
 			}
-			continue // the store call ended with ctx
+			continue // the store call ended because ctx did
 		case <-ctx.Done():
 			return r.giveUp(fmt.Errorf("waiting for %s: %w", r.missingRanks(), ctx.Err()))
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
 			if failure.Reason == RootFailed {
-				return failure // nobody else can come in
+				return failure // the listener accepts no connection, so no rank is left to answer
 			}
 			r.log.Error("rendezvous: root failed", zap.Error(failure))
 			t := time.NewTimer(windDown)
 			defer t.Stop()
 			select {
-			case <-r.allTold:
+			case <-r.allAnswered:
 			case <-t.C:
 			case <-ctx.Done():
 			}
@@ -228,7 +230,7 @@ func (r *root) form(ctx context.Context) error {
 				return r.giveUp(err)
 			}
 		}
-		// While the store was asked a rank may have left, or come with a yet greater epoch.
+		// During the call to the store a rank may have left, or joined with a still greater epoch.
 		if ok, err := r.complete(epoch); err != nil {
 			return r.giveUp(err)
 		} else if ok {
@@ -278,11 +280,11 @@ func (r *root) publish(ctx context.Context, value []byte) error {
 func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	old, err := decodeRoot(value)
 	if err != nil {
-		r.log.Warn("rendezvous: replacing what is no root", zap.Error(err))
+		r.log.Warn("rendezvous: replacing a malformed root in the store", zap.Error(err))
 		return nil
 	}
 	var wait dial.Backoff
-	var late *completeError // what it has said; nil before
+	var late *completeError // the newest answer of a running root, nil before one arrives
 	for {
 		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
 		s, err := c.ask(pctx, pctx, old)
@@ -293,16 +295,16 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		running, ok := errors.AsType[*completeError](err)
 		switch {
 		case err == nil:
-			return fmt.Errorf("the root at %s knows this call of Join", old.GetAddr()) // it has another's nonce
+			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr()) // the nonce is new
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
-				r.log.Warn("rendezvous: waiting for an older root to go",
+				r.log.Warn("rendezvous: waiting for an older root to close",
 					zap.String("older", old.GetAddr()), zap.Uint64("epoch", running.epoch))
 			}
 			late = running
 		case ctx.Err() != nil && late == nil:
 			return err
-		case ctx.Err() != nil: // and what it says is not known
+		case ctx.Err() != nil: // the probe was cut off, so the older answer holds
 		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
 			return err
 		default:
@@ -317,7 +319,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 
 // lateError is the error of a rank 0 that waited for the end of a running epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
-	return fmt.Errorf("waiting for it to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
+	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
 		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
 		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
 }
@@ -329,7 +331,7 @@ func (r *root) watch(ctx context.Context, value []byte) error {
 	if err != nil {
 		return err
 	}
-	by := "something that is no root"
+	by := "a malformed root"
 	if other, err := decodeRoot(newer); err == nil {
 		by = fmt.Sprintf("pid %d on host %q with its root at %s", other.GetPid(), other.GetHost(), other.GetAddr())
 	}
@@ -389,7 +391,7 @@ func (r *root) disagreement() *RefusedError {
 			value, known := terms[rank][name]
 			switch {
 			case !known:
-				value = "not known"
+				value = "unknown"
 			case value == "":
 				value = "not set"
 			}
@@ -448,7 +450,7 @@ func (r *root) admitSelf() {
 	g := &caller{conn: conn, over: conn, q: &joinRequest{record: r.cfg.Self}, out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // it ends with the Session, which knows why
+		_ = r.converse(g) // ends when the Session does, whose calls return the error
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)
@@ -463,7 +465,7 @@ func (r *root) tableOf(rank int) []byte {
 	}
 	// Encoding cannot fail: all texts are UTF-8.
 	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch, Ring: r.ring})
-	for _, i := range told(rank, len(r.records), r.ring) {
+	for _, i := range sentWith(rank, len(r.records), r.ring) {
 		table, _ = appendMessage(table, recordToProto(&r.records[i]))
 	}
 	return table
@@ -541,14 +543,15 @@ func (r *root) accept() {
 				return
 			}
 			if dial.IsExhausted(err) {
-				_ = r.giveUp(err) // form returns it
+				_ = r.giveUp(err) // form returns the error
 			}
-			r.log.Error("rendezvous: root cannot accept", zap.Error(err))
+			r.log.Error("rendezvous: root: accepting a connection failed", zap.Error(err))
 			dial.Pause(r.ctx, wait.Next(), nil)
 			continue
 		}
 		wait = 0
-		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)} // here, so that the oldest is who came first
+		// This loop acquires the slots, so that their order is the order of the connections.
+		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)}
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
 			conn.Close()
@@ -576,31 +579,32 @@ func (r *root) serve(g *caller) error {
 	}
 	if err != nil {
 		if errors.Is(err, io.EOF) {
-			return nil // looked whether the port is open
+			return nil // a probe of the port
 		}
 		return err
 	}
 	if member := r.admit(g); !member {
-		return r.tell(g)
+		return r.sendAnswers(g)
 	}
 	return r.converse(g)
 }
 
-// converse hears a member until all is said.
+// converse receives statuses from a member and sends it answers, until it has its last answer.
 func (r *root) converse(g *caller) error {
-	var hearing sync.WaitGroup
-	hearing.Go(func() { r.hear(g) })
-	err := r.tell(g)
-	// The rank closes the connection when it has its answer. To close it first, with something unread, could cost it.
+	var receiving sync.WaitGroup
+	receiving.Go(func() { r.receive(g) })
+	err := r.sendAnswers(g)
+	// The rank closes the connection when it has its last answer. If the root closed it first, with statuses
+	// unread, the kernel would reset the connection and the answer could be lost.
 	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
-	hearing.Wait()
+	receiving.Wait()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return errors.Join(err, g.left)
 }
 
-// tell sends g the answers of out until it is closed.
-func (r *root) tell(g *caller) (err error) {
+// sendAnswers sends g the answers of out until it is closed.
+func (r *root) sendAnswers(g *caller) (err error) {
 	for answer := range g.out {
 		if err != nil {
 			continue
@@ -608,11 +612,11 @@ func (r *root) tell(g *caller) (err error) {
 		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
 		if _, err = g.over.Write(answer); err != nil {
 			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
-			g.conn.Close() // so that hear notices
+			g.conn.Close() // ends receive
 		}
 	}
 	if err == nil {
-		r.noteTold(g)
+		r.noteAnswered(g)
 	}
 	return err
 }
@@ -664,7 +668,7 @@ func (r *root) admit(g *caller) (member bool) {
 	switch {
 	case r.state == forming:
 	case r.state == complete && rank > 0 && rank < len(r.members) && bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
-		// The same call of Join, whose connection broke before the table came.
+		// This is the same call of Join, after its connection broke before the table arrived.
 		if old := r.members[rank]; !old.finished {
 			old.conn.Close()
 			close(old.out)
@@ -673,7 +677,7 @@ func (r *root) admit(g *caller) (member bool) {
 		r.members[rank] = g
 		g.out <- r.tableOf(rank)
 		if hasFailed(r.tried[r.records[rank].HostID]) {
-			r.sayTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+			r.sendTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
 		}
 		if r.start.ended() {
 			r.answer(g, startAnswer(r.start.err))
@@ -684,7 +688,7 @@ func (r *root) admit(g *caller) (member bool) {
 		return false
 	}
 	if old := r.members[rank]; old != nil {
-		old.conn.Close() // the same call of Join; that connection broke
+		old.conn.Close() // the same call of Join has dialed again, so its first connection is broken
 		close(old.out)
 		old.finished = true
 	} else {
@@ -726,19 +730,19 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 
 // verdict answers g, which was not waiting, for a root that is no longer forming. r is locked.
 func (r *root) verdict(g *caller) {
-	nonce, told := r.told[g.q.process()]
+	nonce, known := r.answered[g.q.process()]
 	switch {
-	case r.state == failed && told && !bytes.Equal(nonce, g.q.GetNonce()):
-		// It comes back. The same call of Join would be one that the answer has not reached.
+	case r.state == failed && known && !bytes.Equal(nonce, g.q.GetNonce()):
+		// The process has had the failure and joins again. If the nonce were the same, its answer would be lost.
 		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
 		return
 	case r.state == failed:
 		r.outcome(g)
 		return
 	}
-	if !told && g.q.GetLastEpoch() < r.epoch {
+	if !known && g.q.GetLastEpoch() < r.epoch {
 		r.remember(g.q)
-		r.log.Warn("rendezvous: a process came late: the epoch is complete", zap.Uint64("epoch", r.epoch),
+		r.log.Warn("rendezvous: a process joined too late: the epoch is complete", zap.Uint64("epoch", r.epoch),
 			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
 	}
 	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
@@ -747,32 +751,32 @@ func (r *root) verdict(g *caller) {
 // outcome answers g with the failure. r is locked and failed.
 func (r *root) outcome(g *caller) {
 	g.refused = true
-	// Before the answer is sent, for who gets it may be back before anything else is done here.
+	// This precedes the answer, because the process may join again as soon as it has the answer.
 	r.remember(g.q)
 	r.answer(g, refusalAnswer(r.failure))
 }
 
 // answer sends g its last answer. r is locked.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
-	if frame, err := appendMessage(nil, a); err == nil { // it is: all texts are UTF-8
+	if frame, err := appendMessage(nil, a); err == nil { // never fails: all texts are UTF-8
 		g.out <- frame
 	}
 	close(g.out)
 	g.finished = true
 }
 
-// noteTold counts the rank of g if it has got its answer and that was the failure.
-func (r *root) noteTold(g *caller) {
+// noteAnswered counts the rank of g if it has got its answer and that was the failure.
+func (r *root) noteAnswered(g *caller) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !g.refused {
 		return
 	}
 	if rank := topo.Rank(g.q.GetRank()); rank > 0 && int(rank) < r.cfg.Size {
-		if _, known := r.toldRanks[rank]; !known {
-			r.toldRanks[rank] = struct{}{}
-			if len(r.toldRanks) == r.cfg.Size-1 {
-				close(r.allTold)
+		if _, known := r.answeredRanks[rank]; !known {
+			r.answeredRanks[rank] = struct{}{}
+			if len(r.answeredRanks) == r.cfg.Size-1 {
+				close(r.allAnswered)
 			}
 		}
 	}
@@ -780,7 +784,7 @@ func (r *root) noteTold(g *caller) {
 
 // remember adds the process behind q to those that have got the failure. r is locked.
 func (r *root) remember(q *joinRequest) {
-	if len(r.told) < maxTold {
-		r.told[q.process()] = q.GetNonce()
+	if len(r.answered) < maxAnswered {
+		r.answered[q.process()] = q.GetNonce()
 	}
 }

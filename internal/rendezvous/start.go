@@ -25,7 +25,7 @@ import (
 // same at all ranks.
 type FailedError struct {
 	Epoch uint64
-	// Ranks are the ranks that failed, at least one. If it cannot be told which of two failed, they are both.
+	// Ranks are the ranks that failed, at least one. If it is unknown which of two ranks failed, Ranks has both.
 	Ranks []topo.Rank
 	// Reason is what was observed, or what the rank reported.
 	Reason string
@@ -113,7 +113,7 @@ func (s *Session) Ready(ctx context.Context) error {
 	if s.member == nil {
 		return nil
 	}
-	// If it cannot be sent, listen says why.
+	// If the connection is broken, listen ends with the reason, which wait returns.
 	_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
 	return s.wait(ctx)
 }
@@ -135,7 +135,7 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	for _, r := range suspects {
 		status.Ranks = append(status.Ranks, int32(r))
 	}
-	_ = sendStatus(s.member.conn, status) // as in Ready
+	_ = sendStatus(s.member.conn, status) // as in Ready, listen reports a broken connection
 	ctx, cancel := context.WithTimeout(context.Background(), failWait)
 	defer cancel()
 	why, failed := errors.AsType[*FailedError](s.wait(ctx))
@@ -160,22 +160,22 @@ func newMember(conn net.Conn, in *bufio.Reader) *member {
 
 // close waits for listen.
 func (m *member) close() {
-	_ = m.conn.Close() // so that listen ends, which closes it too
+	_ = m.conn.Close() // ends listen, which closes the connection as well
 	<-m.start.done
 }
 
 // listen receives from the root how the start ends, and closes the connection.
 func (m *member) listen(in *bufio.Reader) {
-	err := m.hear(in)
-	failed, told := errors.AsType[*FailedError](err)
-	if err != nil && !told {
+	err := m.receive(in)
+	failed, answered := errors.AsType[*FailedError](err)
+	if err != nil && !answered {
 		failed = newFailure(0, hungUp(err))
 	}
-	_ = m.conn.Close() // nothing is expected of it
+	_ = m.conn.Close() // nothing more will arrive, so its error does not matter
 	m.start.end(failed)
 }
 
-func (m *member) hear(in *bufio.Reader) error {
+func (m *member) receive(in *bufio.Reader) error {
 	for {
 		a, err := readAnswer(in)
 		if err != nil {
@@ -191,11 +191,11 @@ func (m *member) hear(in *bufio.Reader) error {
 			}
 			return why
 		case kind == rendezvouspb.Answer_STOP || kind == rendezvouspb.Answer_TRIED:
-			if err := m.tries.hear(a); err != nil {
+			if err := m.tries.handle(a); err != nil {
 				return err
 			}
 		default:
-			return fmt.Errorf("unknown answer %v", a)
+			return fmt.Errorf("unknown answer %v of the root", a)
 		}
 	}
 }
@@ -217,7 +217,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 		return s, err
 	}
 	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
-		err = fmt.Errorf("%v is unknown", s.GetKind())
+		err = fmt.Errorf("unknown kind %v", s.GetKind())
 	}
 	if err != nil {
 		err = fmt.Errorf("reading a status: %w", err)
@@ -225,7 +225,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	return s, err
 }
 
-// hungUp says that the connection of a rank has ended with err.
+// hungUp returns the reason of a failure if the connection of a rank has ended with err.
 func hungUp(err error) string {
 	const text = "the process hung up during Init"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
@@ -261,19 +261,19 @@ type report struct {
 	text     string
 }
 
-// blamesItself reports whether the rank says that it is the cause.
-func (p *report) blamesItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
+// suspectsItself reports whether the rank says that it is the cause.
+func (p *report) suspectsItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
 
-// hear receives statuses from a member until its connection ends.
-func (r *root) hear(g *caller) {
+// receive receives statuses from a member until its connection ends.
+func (r *root) receive(g *caller) {
 	for {
 		s, err := readStatus(g.over)
 		r.mu.Lock()
 		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
-			err = fmt.Errorf("reading a status: %v before all ranks have come", s.GetKind())
+			err = fmt.Errorf("reading a status: got %v before all ranks have joined", s.GetKind())
 		}
-		if !g.finished { // else it was told everything
-			r.heard(g, s, err)
+		if !g.finished { // a caller that has its last answer has nothing more to say
+			r.handleStatus(g, s, err)
 		}
 		r.mu.Unlock()
 		if err != nil {
@@ -282,8 +282,8 @@ func (r *root) hear(g *caller) {
 	}
 }
 
-// heard processes one status of g, or the end of its connection. r is locked, and g is a member.
-func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
+// handleStatus processes one status of g, or the end of its connection. r is locked, and g is a member.
+func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
 	switch {
 	case r.state == forming && (err != nil || s.GetKind() == rendezvouspb.Status_TIMEOUT):
@@ -293,11 +293,11 @@ func (r *root) heard(g *caller, s *rendezvouspb.Status, err error) {
 			close(g.out)
 			g.finished = true
 		} else {
-			err = errors.New("its time has ended")
+			err = errors.New("its deadline has passed")
 			r.gaveUp[rank] = true
 			r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_MISSING, Text: r.awaited()})
 		}
-		g.left = fmt.Errorf("rank %d, %v, left before the others came: %w", rank, g.q.record, err)
+		g.left = fmt.Errorf("rank %d, %v, left before all ranks had joined: %w", rank, g.q.record, err)
 	case err != nil:
 		r.conclude(newFailure(rank, hungUp(err)))
 	case s.GetKind() == rendezvouspb.Status_READY:
@@ -352,7 +352,7 @@ func (r *root) noteReport(p report) {
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {
-		if p.blamesItself() {
+		if p.suspectsItself() {
 			first = p
 			break
 		}
@@ -360,13 +360,13 @@ func (r *root) judge() *FailedError {
 	if len(first.suspects) > 0 {
 		return &FailedError{Ranks: first.suspects, Reason: first.text}
 	}
-	heard := make(map[int]bool)
+	reported := make(map[int]bool)
 	for _, p := range r.reports {
-		heard[p.rank] = true
+		reported[p.rank] = true
 	}
-	why := &FailedError{Reason: fmt.Sprintf("it was not ready when rank %d gave up: %s", first.rank, first.text)}
+	why := &FailedError{Reason: fmt.Sprintf("not ready when rank %d gave up: %s", first.rank, first.text)}
 	for rank := range r.members {
-		if !r.ready[rank] && !heard[rank] {
+		if !r.ready[rank] && !reported[rank] {
 			why.Ranks = append(why.Ranks, topo.Rank(rank))
 		}
 	}

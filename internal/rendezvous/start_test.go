@@ -124,7 +124,7 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 				t.Errorf("rank %d: got no error", rank)
 			}
 			if why, ok := errors.AsType[*FailedError](err); ok {
-				why.Epoch = sessions[rank].Epoch // that of a cause is not set
+				why.Epoch = sessions[rank].Epoch // the cause of a context has no epoch
 			}
 			wantFailure(t, sessions[rank], err, "the process hung up during Init", topo.Rank(dead))
 		}
@@ -155,8 +155,8 @@ func TestFailure(t *testing.T) {
 		{"itself, rank 0", map[int][]topo.Rank{0: {0}}, nil, []topo.Rank{0}, "accept: too many open files"},
 		{"itself, and another complains", map[int][]topo.Rank{1: {1, 2}, 2: {2}}, nil, []topo.Rank{2}, "accept: too many open files"},
 		{"one of two", map[int][]topo.Rank{1: {1, 2}}, nil, []topo.Rank{1, 2}, "no connection"},
-		{"nothing is heard of one", map[int][]topo.Rank{0: nil, 1: nil, 3: nil}, nil, []topo.Rank{2}, "it was not ready when rank"},
-		{"another one is ready", map[int][]topo.Rank{0: nil}, []int{1, 3}, []topo.Rank{2}, "it was not ready when rank 0 gave up: no connection"},
+		{"one rank reports nothing", map[int][]topo.Rank{0: nil, 1: nil, 3: nil}, nil, []topo.Rank{2}, "not ready when rank"},
+		{"another one is ready", map[int][]topo.Rank{0: nil}, []int{1, 3}, []topo.Rank{2}, "not ready when rank 0 gave up: no connection"},
 		{"nobody else", map[int][]topo.Rank{3: nil}, []int{0, 1, 2}, []topo.Rank{3}, "no connection"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -179,7 +179,7 @@ func TestFailure(t *testing.T) {
 				return s.Fail(watched.Err())
 			}) {
 				if len(test.ranks) == 1 && int(test.ranks[0]) == rank && (err == own || err == peer) {
-					continue // it has its own error
+					continue // this rank gets its own error
 				}
 				wantFailure(t, sessions[rank], err, test.reason, test.ranks...)
 			}
@@ -212,7 +212,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	end()
 	testnet.WantError(t, (<-r).err, "waiting for ranks 2 and 4: context canceled")
 
-	// When the others have come meanwhile, those who left are missing.
+	// If the other ranks have joined meanwhile, the ranks that left are missing.
 	long, end = context.WithCancel(ctx)
 	kv = newStore(t)
 	zero.Store = kv

@@ -14,13 +14,13 @@ import (
 const (
 	// ringAbove is the default of JoinConfig.RingAbove.
 	ringAbove = 128
-	// tableLane is the lane of the mesh on which the records go round. No process set gets that far.
+	// tableLane is the lane of the mesh on which the records go round. No process set has so great a number.
 	tableLane = transport.Lane(math.MaxUint32)
 )
 
-// told returns the ranks whose records the root sends to rank with the table: all, or its neighbours in the
+// sentWith returns the ranks whose records the root sends to rank with the table: all, or its neighbours in the
 // ring.
-func told(rank, size int, ring bool) []int {
+func sentWith(rank, size int, ring bool) []int {
 	if ring {
 		return []int{(rank + size - 1) % size, (rank + 1) % size}
 	}
@@ -41,7 +41,7 @@ func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 		return nil
 	}
 	defer mesh.Release(tableLane)
-	// A Conn knows no context: the lane has to end with it.
+	// A Conn takes no context, so the end of ctx has to abort the lane.
 	defer context.AfterFunc(ctx, func() { mesh.Abort(tableLane, context.Cause(ctx)) })()
 	records, err := s.gather(ctx, mesh)
 	if err != nil {

@@ -67,7 +67,7 @@ func TestRing(t *testing.T) {
 						want = 3
 					}
 					if known != want {
-						t.Errorf("rank %d was told of %d ranks, want %d", rank, known, want)
+						t.Errorf("rank %d got the records of %d ranks, want %d", rank, known, want)
 					}
 				}
 				if err := errors.Join(gather(ctx, sessions, mem.New(size))...); err != nil {
