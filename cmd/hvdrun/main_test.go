@@ -78,7 +78,7 @@ func accuse() error {
 	if err != nil {
 		return err
 	}
-	err = joblink.New(kv, 0).Condemn(ctx, joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
+	err = joblink.New(kv, 0).ReportVerdict(ctx, joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
 	return errors.Join(err, kv.Close())
 }
 

@@ -125,10 +125,10 @@ func pretend(do string) error {
 			}
 		}
 		for i := 0; rank == 0 && i < 2; {
-			switch err := joblink.New(kv, 0).Tell(ctx, joblink.Stall, stalled); {
+			switch err := joblink.New(kv, 0).Report(ctx, joblink.Stall, stalled); {
 			case err == nil:
 				i++
-			case !strings.Contains(err.Error(), joblink.ErrNobody.Error()):
+			case !strings.Contains(err.Error(), joblink.ErrNoLauncher.Error()):
 				return err
 			}
 		}
@@ -142,7 +142,7 @@ func pretend(do string) error {
 			}
 			return unix.Kill(os.Getpid(), unix.SIGKILL)
 		}
-		if err := joblink.New(kv, rank).Tell(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
+		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
 			return err
 		}
 		return kv.Set(ctx, "told/"+strconv.Itoa(rank), nil)
@@ -542,7 +542,7 @@ func TestEachStallIsReported(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := joblink.New(kv, 0).Tell(ctx, joblink.Stall, body); err != nil {
+				if err := joblink.New(kv, 0).Report(ctx, joblink.Stall, body); err != nil {
 					t.Fatal(err)
 				}
 				synctest.Wait()
@@ -674,7 +674,7 @@ func TestDumpsOfFailures(t *testing.T) {
 	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
 	late.mu.Lock()
 	for rank := range 4 {
-		if err := joblink.New(kv, rank).Tell(ctx, joblink.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
+		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -700,7 +700,7 @@ func TestReportsInTrouble(t *testing.T) {
 	kv.Close()
 	testnet.Eventually(t, "nobody listens", func() bool { return r.ranks.Err() != nil })
 	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
-	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "joblink: listening to the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
+	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("got %s, want %q", got, want)
 		}

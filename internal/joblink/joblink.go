@@ -36,7 +36,7 @@ const (
 	Metrics = "metrics"
 )
 
-// What ranks tell without being asked.
+// Kinds of reports, which ranks send without a question.
 const (
 	// Stall is a text of rank 0: tensors have waited for longer than the warning time.
 	Stall = "stall"
@@ -49,7 +49,7 @@ const (
 const (
 	// MaxBodyBytes bounds an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
-	// MaxReasonBytes bounds Verdict.Reason. Condemn shortens a longer one.
+	// MaxReasonBytes bounds Verdict.Reason. ReportVerdict shortens a longer one.
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
@@ -59,23 +59,23 @@ const (
 
 // Keys in the store.
 const (
-	keyQuestions = "joblink/questions" // the open ones; there if a launcher listens
+	keyQuestions = "joblink/questions" // the open questions; the key exists if a launcher listens
 	keyAnswers   = "joblink/answers"   // a queue of answers and verdicts
-	keyReports   = "joblink/reports"   // a queue
+	keyReports   = "joblink/reports"   // a queue of reports
 )
 
-// ErrNobody is the error of Tell if no launcher listens, as with hvdrun store.
-var ErrNobody = errors.New("no launcher listens to this job")
+// ErrNoLauncher is the error of Report if no launcher listens, as with hvdrun store.
+var ErrNoLauncher = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
 type Link interface {
-	// Tell sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read
+	// Report sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read
 	// it.
-	Tell(ctx context.Context, what string, body []byte) error
-	// Condemn tells the launcher which ranks have failed.
-	Condemn(ctx context.Context, v Verdict) error
-	// IsHeard reports whether a launcher listens.
-	IsHeard(ctx context.Context) (bool, error)
+	Report(ctx context.Context, what string, body []byte) error
+	// ReportVerdict tells the launcher which ranks have failed.
+	ReportVerdict(ctx context.Context, v Verdict) error
+	// HasListener reports whether a launcher listens.
+	HasListener(ctx context.Context) (bool, error)
 	// Answer answers the questions of the launcher until ctx ends, which is no error, or the connection is
 	// lost. It calls handle for one question at a time. If handle returns nil or more than MaxBodyBytes, the
 	// rank has nothing to say.
@@ -113,16 +113,16 @@ func (l *link) failed(what string, err error) error {
 	return err
 }
 
-func (l *link) IsHeard(ctx context.Context) (bool, error) {
-	heard, err := l.kv.Check(ctx, keyQuestions)
-	return heard, l.failed("looking for a launcher", err)
+func (l *link) HasListener(ctx context.Context) (bool, error) {
+	listens, err := l.kv.Check(ctx, keyQuestions)
+	return listens, l.failed("asking whether a launcher listens", err)
 }
 
-func (l *link) Tell(ctx context.Context, what string, body []byte) error {
-	return l.failed("telling the launcher", l.tell(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
+func (l *link) Report(ctx context.Context, what string, body []byte) error {
+	return l.failed("reporting to the launcher", l.send(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
 }
 
-func (l *link) Condemn(ctx context.Context, v Verdict) error {
+func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
 	if len(v.Reason) > MaxReasonBytes {
 		v.Reason = v.Reason[:MaxReasonBytes]
 	}
@@ -132,26 +132,26 @@ func (l *link) Condemn(ctx context.Context, v Verdict) error {
 		_, err = decodeVerdict(body)
 	}
 	if err == nil {
-		err = l.tell(ctx, keyAnswers, message{Rank: l.rank, What: verdict, Has: true, body: body})
+		err = l.send(ctx, keyAnswers, message{Rank: l.rank, What: verdict, Has: true, body: body})
 	}
-	return l.failed("telling the launcher who failed", err)
+	return l.failed("reporting the failed ranks to the launcher", err)
 }
 
-func (l *link) tell(ctx context.Context, queue string, m message) error {
+func (l *link) send(ctx context.Context, queue string, m message) error {
 	text, err := m.encode()
 	if err != nil {
 		return err
 	}
-	heard, err := l.kv.Check(ctx, keyQuestions)
+	listens, err := l.kv.Check(ctx, keyQuestions)
 	if err != nil {
 		return err
 	}
-	if !heard {
-		return ErrNobody
+	if !listens {
+		return ErrNoLauncher
 	}
 	n, err := l.kv.QueueLen(ctx, queue)
 	if err == nil && n >= maxReports {
-		err = fmt.Errorf("the launcher has not read %d reports yet, the most that there may be", n)
+		err = fmt.Errorf("the launcher has not read %d reports, want fewer than %d", n, maxReports)
 	}
 	if err != nil {
 		return err
@@ -194,7 +194,8 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 			return err
 		}
 	}
-	// The answer is too long, or the store is full of answers. The launcher sees that this one is missing.
+	// The answer is too long, or the store has no room for it. An answer without a body tells the launcher that
+	// this rank has none.
 	m.Has, m.body = false, nil
 	if text, err = m.encode(); err != nil {
 		return err
@@ -219,28 +220,28 @@ type Launcher struct {
 	ranks  int
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	ended  chan struct{} // closed when answers are read no longer; err is why
+	ended  chan struct{} // closed when the launcher has stopped reading answers; err has the reason
 
 	mu      sync.Mutex
 	err     error
 	last    uint64
 	open    []*inquiry
 	verdict Verdict
-	judged  chan struct{} // closed when there is a verdict
+	decided chan struct{} // closed when verdict is set
 }
 
 // inquiry is a question that waits for answers.
 type inquiry struct {
 	question
-	silent  map[int]bool
+	pending map[int]bool // ranks that have not answered
 	answers map[int][]byte
-	done    chan struct{} // closed when nobody is silent
+	done    chan struct{} // closed when pending is empty
 }
 
-// Listen receives from the ranks of a job, at its store, until Close. One goroutine calls hear with the
-// reports of the ranks, except answers and verdicts. hear may call Ask.
-func Listen(kv *store.HashStore, ranks int, hear func(rank int, what string, body []byte)) (*Launcher, error) {
-	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), judged: make(chan struct{})}
+// Listen receives from the ranks of a job, at its store, until Close. One goroutine calls handle with
+// the reports of the ranks, except answers and verdicts. handle may call Ask.
+func Listen(kv *store.HashStore, ranks int, handle func(rank int, what string, body []byte)) (*Launcher, error) {
+	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{})}
 	if err := l.publish(); err != nil {
 		return nil, fmt.Errorf("joblink: listen: %w", err)
 	}
@@ -250,7 +251,7 @@ func Listen(kv *store.HashStore, ranks int, hear func(rank int, what string, bod
 		defer close(l.ended)
 		l.note(l.read(ctx, keyAnswers, l.take))
 	})
-	l.wg.Go(func() { l.note(l.read(ctx, keyReports, func(m message) { hear(m.Rank, m.What, m.body) })) })
+	l.wg.Go(func() { l.note(l.read(ctx, keyReports, func(m message) { handle(m.Rank, m.What, m.body) })) })
 	return l, nil
 }
 
@@ -272,7 +273,7 @@ func (l *Launcher) note(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err != nil && l.err == nil {
-		l.err = fmt.Errorf("joblink: listening to the ranks: %w", err)
+		l.err = fmt.Errorf("joblink: receiving from the ranks: %w", err)
 	}
 }
 
@@ -302,21 +303,21 @@ func (l *Launcher) take(m message) {
 	if m.What == verdict {
 		if v, err := decodeVerdict(m.body); err == nil && (l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch) {
 			if l.verdict.Ranks == nil {
-				close(l.judged)
+				close(l.decided)
 			}
 			l.verdict = v
 		}
 		return
 	}
 	for _, q := range l.open {
-		if q.ID != m.Question || !q.silent[m.Rank] {
+		if q.ID != m.Question || !q.pending[m.Rank] {
 			continue
 		}
-		delete(q.silent, m.Rank)
+		delete(q.pending, m.Rank)
 		if m.Has {
 			q.answers[m.Rank] = m.body
 		}
-		if len(q.silent) == 0 {
+		if len(q.pending) == 0 {
 			close(q.done)
 		}
 	}
@@ -325,7 +326,7 @@ func (l *Launcher) take(m message) {
 // Verdict waits for the verdict of the survivors.
 func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	select {
-	case <-l.judged:
+	case <-l.decided:
 	case <-l.ended:
 	case <-ctx.Done():
 		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: %w", ctx.Err())
@@ -333,7 +334,7 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.verdict.Ranks == nil {
-		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: nobody listens any more: %w", cmp.Or(l.err, store.ErrClosed))
+		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w", cmp.Or(l.err, store.ErrClosed))
 	}
 	return l.verdict, nil
 }
@@ -346,7 +347,7 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
 	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
 	for r := range l.ranks {
-		q.silent[r] = true
+		q.pending[r] = true
 	}
 	l.mu.Lock()
 	l.last++
@@ -366,7 +367,7 @@ func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte
 	defer l.mu.Unlock()
 	l.open = slices.DeleteFunc(l.open, func(other *inquiry) bool { return other == q })
 	if err = errors.Join(unlessOver(ctx, err), l.publish()); err != nil {
-		err = fmt.Errorf("joblink: ask ranks for %.*q: %w", 64, what, err)
+		err = fmt.Errorf("joblink: asking the ranks for %.64q: %w", what, err)
 	}
 	for r := range l.ranks {
 		if _, ok := q.answers[r]; !ok {
@@ -403,7 +404,7 @@ func decodeVerdict(text []byte) (Verdict, error) {
 		return Verdict{}, fmt.Errorf("malformed verdict: %w", err)
 	}
 	if len(v.Ranks) == 0 || slices.Min(v.Ranks) < 0 || len(v.Reason) > MaxReasonBytes {
-		return Verdict{}, fmt.Errorf("malformed verdict: ranks %d and a reason of %d bytes, want at least one rank, from 0 on, and at most %d bytes",
+		return Verdict{}, fmt.Errorf("malformed verdict: got ranks %d and a reason of %d bytes, want at least one rank, none negative, and at most %d bytes",
 			v.Ranks, len(v.Reason), MaxReasonBytes)
 	}
 	return v, nil
@@ -425,7 +426,7 @@ func (m *message) encode() ([]byte, error) {
 		return nil, err
 	}
 	if len(head) >= maxHeadBytes || len(m.body) > MaxBodyBytes {
-		return nil, fmt.Errorf("%d bytes of %.64q, want at most %d", len(m.body), m.What, MaxBodyBytes)
+		return nil, fmt.Errorf("message %.64[2]q: got %[1]d bytes, want at most %[3]d", len(m.body), m.What, MaxBodyBytes)
 	}
 	return append(append(head, '\n'), m.body...), nil
 }
@@ -433,7 +434,7 @@ func (m *message) encode() ([]byte, error) {
 func decodeMessage(b []byte) (m message, err error) {
 	head, body, ok := bytes.Cut(b, []byte("\n"))
 	if !ok || len(head) >= maxHeadBytes {
-		return m, fmt.Errorf("malformed message of %d bytes: it has no head", len(b))
+		return m, fmt.Errorf("malformed message of %d bytes: no header line", len(b))
 	}
 	if err := json.Unmarshal(head, &m); err != nil {
 		return m, fmt.Errorf("malformed message: %w", err)

@@ -238,11 +238,11 @@ func TestRepeatedAnswers(t *testing.T) {
 func TestReports(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
-	if heard, err := New(kv, 0).IsHeard(ctx); heard || err != nil {
-		t.Errorf("got %v, %v, want that nobody listens", heard, err)
+	if listens, err := New(kv, 0).HasListener(ctx); listens || err != nil {
+		t.Errorf("got %v, %v, want false", listens, err)
 	}
-	if err := New(kv, 0).Tell(ctx, Stall, nil); !errors.Is(err, ErrNobody) {
-		t.Errorf("got %v, want %v", err, ErrNobody)
+	if err := New(kv, 0).Report(ctx, Stall, nil); !errors.Is(err, ErrNoLauncher) {
+		t.Errorf("got %v, want %v", err, ErrNoLauncher)
 	}
 	const ranks, times = 4, 10
 	var got [ranks][]string
@@ -259,7 +259,7 @@ func TestReports(t *testing.T) {
 		rank := New(dial(), r)
 		wg.Go(func() {
 			for i := range times {
-				if err := rank.Tell(ctx, Stall, fmt.Append(nil, i)); err != nil {
+				if err := rank.Report(ctx, Stall, fmt.Append(nil, i)); err != nil {
 					t.Error(err)
 				}
 			}
@@ -280,10 +280,10 @@ func TestReports(t *testing.T) {
 			t.Errorf("rank %d: got %q, want %d in order", r, heard, times)
 		}
 	}
-	if err := New(kv, 0).Tell(ctx, strings.Repeat("x", maxHeadBytes), nil); err == nil {
+	if err := New(kv, 0).Report(ctx, strings.Repeat("x", maxHeadBytes), nil); err == nil {
 		t.Error("a report with a name of 1024 bytes was taken")
 	}
-	if err := New(kv, 0).Tell(ctx, Stall, make([]byte, MaxBodyBytes+1)); err == nil {
+	if err := New(kv, 0).Report(ctx, Stall, make([]byte, MaxBodyBytes+1)); err == nil {
 		t.Error("too long a report was taken")
 	}
 	for range maxReports {
@@ -291,7 +291,7 @@ func TestReports(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testnet.WantError(t, New(kv, 0).Tell(ctx, Stall, nil), "has not read 16384 reports")
+	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "has not read 16384 reports")
 }
 
 // There is one verdict for an epoch: the first. One of a later epoch takes its place.
@@ -311,7 +311,7 @@ func TestVerdict(t *testing.T) {
 		{Verdict{2, []topo.Rank{0}, "old"}, Verdict{3, []topo.Rank{1}, "first"}},
 		{Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes)}, Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes/2)}},
 	} {
-		if err := rank.Condemn(ctx, step.says); err != nil {
+		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
 		}
 		testnet.Eventually(t, "the launcher has read it", func() bool {
@@ -324,7 +324,7 @@ func TestVerdict(t *testing.T) {
 		}
 	}
 	for _, bad := range []Verdict{{Epoch: 9}, {Epoch: 9, Ranks: []topo.Rank{-1}}} {
-		testnet.WantError(t, rank.Condemn(ctx, bad), "malformed verdict")
+		testnet.WantError(t, rank.ReportVerdict(ctx, bad), "malformed verdict")
 	}
 	unheard, err := Listen(store.NewHashStore(store.Limits{}), 1, deaf)
 	if err == nil {

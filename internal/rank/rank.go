@@ -265,7 +265,7 @@ func (r *Rank) publish(p *engine.PeerError) {
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
 	// If the launcher cannot be told, the error that the program gets says the same.
-	_ = launcher.Condemn(ctx, v)
+	_ = launcher.ReportVerdict(ctx, v)
 }
 
 // launcher returns the link to the launcher, or nil if there is none.

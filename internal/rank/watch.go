@@ -274,8 +274,8 @@ func (r *Watch) volunteer(what string, body []byte) bool {
 	}
 	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
 	defer cancel()
-	err := r.cfg.Launcher.Tell(ctx, what, body)
-	if err != nil && !errors.Is(err, joblink.ErrNobody) {
+	err := r.cfg.Launcher.Report(ctx, what, body)
+	if err != nil && !errors.Is(err, joblink.ErrNoLauncher) {
 		r.cfg.Log.Debug("sending a report to the launcher failed", zap.String("report", what), zap.Error(err))
 	}
 	return err == nil
@@ -292,7 +292,7 @@ func (r *Watch) stalled(s *controller.Stall) {
 // passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
 func (r *Watch) passStallsOn() {
 	if r.cfg.Launcher != nil {
-		watched, err := r.cfg.Launcher.IsHeard(r.ctx)
+		watched, err := r.cfg.Launcher.HasListener(r.ctx)
 		r.watched.Store(watched && err == nil)
 	}
 	for {
