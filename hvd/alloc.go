@@ -22,14 +22,14 @@ func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
 	if n < 0 || int64(n) > math.MaxInt64/size {
-		return nil, &UsageError{Op: "alloc", Err: fmt.Errorf("got %d elements of %d bytes, want 0 or more, and fewer than 2^63 bytes", n, size)}
+		return nil, &UsageError{Op: "alloc", Err: fmt.Errorf("got %d elements of %d bytes, want at least 0 elements and less than 2^63 bytes", n, size)}
 	}
 	if n == 0 {
 		return []T{}, nil
 	}
 	b, err := arena.Alloc(int(int64(n) * size))
 	if err != nil {
-		return nil, fmt.Errorf("hvd: alloc: %d elements of %d bytes: %w", n, size, err)
+		return nil, fmt.Errorf("hvd: alloc %d elements of %d bytes: %w", n, size, err)
 	}
 	return tensor.View[T](b), nil
 }

@@ -77,8 +77,8 @@ func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Eng
 	})
 }
 
-// goesOn checks that an allreduce by this name works at all ranks of set.
-func goesOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor string) {
+// checkUsable checks that an allreduce by this name works at all ranks of set.
+func checkUsable(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor string) {
 	t.Helper()
 	got, err := hvd.Allreduce(ctx, []int32{1, int32(set.Rank())}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.Over(set))
 	if n := int32(set.Size()); err != nil || !slices.Equal(got, []int32{n, n * (n - 1) / 2}) {

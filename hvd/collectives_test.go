@@ -282,7 +282,7 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 func TestAlltoallInPlace(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, me := e.Size(), e.Rank()
-		// All rows go one rank further.
+		// Each rank sends all its rows to the next rank.
 		splits := make([]int, n)
 		splits[(me+1)%n] = 2
 		x := []int32{int32(me), 1, int32(me), 2}
@@ -291,7 +291,8 @@ func TestAlltoallInPlace(t *testing.T) {
 		if err != nil || &got[0] != &x[0] || !slices.Equal(x, []int32{before, 1, before, 2}) || received[before] != 2 {
 			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
 		}
-		// All rows go to rank 0, which has no room, while the others have too much.
+		// Every rank sends all its rows to rank 0: they do not fit in the slice of rank 0, and the slices of the
+		// others would not be filled.
 		splits = make([]int, n)
 		splits[0] = 2
 		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"), hvd.On(e))
@@ -303,7 +304,7 @@ func TestAlltoallInPlace(t *testing.T) {
 		if err == nil || err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s", me, err, want)
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "all to one")
+		checkUsable(ctx, t, e.ProcessSets()[0], "all to one")
 	})
 }
 
@@ -322,7 +323,7 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 		if first != (err == nil) || !first && err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s at all ranks but 0", e.Rank(), err, want)
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "rows")
+		checkUsable(ctx, t, e.ProcessSets()[0], "rows")
 	})
 }
 
@@ -397,7 +398,7 @@ func TestGroups(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"}, {"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-				// A group of none takes no number, and needs no other rank.
+				// An empty group does not count as an unnamed call, and no other rank has to submit it.
 				if e.Rank() == 0 {
 					g, err := hvd.GroupedAllreduceAsync([][]float32{}, hvd.On(e))
 					if err != nil || !g.Poll() {

@@ -129,7 +129,7 @@ func (e *Engine) Shutdown(ctx context.Context) error {
 
 func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	if why.Reason == "" {
-		why.Reason = e.abandoned.what()
+		why.Reason = e.abandoned.describe()
 	}
 	return e.abandoned.explain(e.rank.Shutdown(ctx, why))
 }

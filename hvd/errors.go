@@ -32,7 +32,7 @@ type (
 	// executed. Its fields are Tensor, the name, and Text, which says which rank sent what.
 	MismatchError = engine.MismatchError
 	// PeerError says that ranks have failed and that the epoch is over. Its fields are Ranks, the ranks that
-	// failed (both, if it cannot be told which of two), Reason, what was observed, and ShutDown, which is set
+	// failed (two, if either may be the cause), Reason, what was observed, and ShutDown, which is set
 	// if those ranks have shut down while others waited for them.
 	PeerError = engine.PeerError
 	// StallError says that the job was shut down because a tensor waited too long. It is an ErrShutDown. Its

@@ -42,7 +42,7 @@ func ExampleAllgather() {
 		log.Fatal(err)
 	}
 	defer hvd.Shutdown(ctx)
-	// Ranks may bring different numbers of rows; here a row has two elements.
+	// Ranks may contribute different numbers of rows. Each row has two elements in this example.
 	rows := []int64{1, 2, 3, 4}
 	all, err := hvd.Allgather(ctx, rows, hvd.Shape(2, 2), hvd.Name("rows"))
 	fmt.Println(all, err)

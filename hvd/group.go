@@ -75,7 +75,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err == nil && c.shapes != nil && len(c.shapes) != n {
-		return c, c.Misuse("%d shapes, want one for each of %d tensors", len(c.shapes), n)
+		return c, c.Misuse("got %d shapes, want one for each of %d tensors", len(c.shapes), n)
 	}
 	return c, err
 }
@@ -121,7 +121,7 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	}
 	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.Name, engine: c.engine}, tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
-	handles := make([]Handle[T], len(xs)) // g keeps all of them anyway
+	handles := make([]Handle[T], len(xs)) // one allocation, because g keeps all of them
 	for i, x := range xs {
 		h := &handles[i]
 		if err := build(h, c, i, x); err != nil {

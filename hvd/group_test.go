@@ -134,7 +134,8 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 				types, lengths := []tensor.DType{tensor.Float32, tensor.Int64}, []int{2, 3}
 				if e.Rank() < 2 {
-					// Ranks 0 and 1 have 1 and 2, 2 and 4 in the first; 2, 3, 4 and twice as much in the second.
+					// In the first tensor rank 0 has 1 and 2, rank 1 has 2 and 4; in the second rank 0 has 2, 3 and 4, and
+					// rank 1 has twice as much.
 					got, err := mixed(ctx, e, "average", tensor.Average, false, types, lengths)
 					if err != nil {
 						t.Error(err)
@@ -183,7 +184,7 @@ func TestMismatchedTypesInAGroup(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("rank %d: got %v, want %q", e.Rank(), err, want)
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "g")
+		checkUsable(ctx, t, e.ProcessSets()[0], "g")
 	})
 }
 
@@ -278,7 +279,7 @@ func TestLargeGroup(t *testing.T) {
 						xs[i][0] = 1
 					}
 				}
-				// The average, or the adaptive sum, of equals is the same.
+				// The average and the adaptive sum of equal tensors are that tensor.
 				want := make([][]float32, len(xs))
 				for i := range xs {
 					want[i] = slices.Clone(xs[i])

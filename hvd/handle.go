@@ -17,29 +17,29 @@ type operation struct {
 	kind  message.Kind
 	flags atomic.Uint32
 	name  string
-	err   error // written before it is done
-	// signal is nil until somebody asks for the channel. When the operation is done it is over.
+	err   error // written before the operation is done
+	// signal is nil until a caller needs the channel. When the operation is done it is closedSignal.
 	signal atomic.Pointer[signal]
 	// engine executes the operation. It is nil if there was nothing to do.
 	engine *Engine
 	// held is the name, which stays in use until the program has observed that the operation is done. It is
-	// nil if the name was generated. It is written before the operation is done and read afterwards.
+	// nil for a generated name. It is written before the operation is done and read afterwards.
 	held interface{ Release() }
 }
 
 // Flags of a handle.
 const (
-	doneAsked uint32 = 1 << iota // the program has the channel of Done
-	doneSeen                     // it has seen that the operation is done: held is released
-	gaveUp                       // a wait has ended with its context
+	doneAsked uint32 = 1 << iota // the program has called Done and holds its channel
+	doneSeen                     // the program has observed that the operation is done: held is released
+	gaveUp                       // a wait ended because its context ended
 )
 
-// signal is closed when an operation is done. Most operations are done before anybody asks, and never have
-// one.
+// signal is closed when an operation is done. Most operations are done before a caller needs the channel, and
+// never have one.
 type signal struct{ c chan struct{} }
 
-// over is the signal of all operations that are done.
-var over = func() *signal {
+// closedSignal is the signal of all operations that are done.
+var closedSignal = func() *signal {
 	s := &signal{make(chan struct{})}
 	close(s.c)
 	return s
@@ -51,14 +51,14 @@ func (o *operation) complete(err error) {
 		err = o.engine.abandoned.explain(err)
 	}
 	o.err = err
-	s := o.signal.Swap(over)
+	s := o.signal.Swap(closedSignal)
 	flags := o.flags.Load()
 	if flags&gaveUp != 0 && !jobOver(err) {
 		o.engine.abandoned.remove(o)
 	}
 	if s != nil {
 		if flags&doneAsked != 0 {
-			o.seen() // before the program can see it
+			o.seen() // before close, so that the name is free when the program receives from the channel
 		}
 		close(s.c)
 	}
@@ -78,8 +78,8 @@ func (o *operation) seen() {
 	}
 }
 
-// start has the engine notice, within a bounded time, what was queued. A caller that waits at once need not
-// call it.
+// start makes the engine notice the queued operation within a bounded time. A caller that waits at once need
+// not call it.
 func (o *operation) start() {
 	if o.engine != nil {
 		o.engine.rank.Engine.NotifyLater()
@@ -105,9 +105,9 @@ func (o *operation) Poll() bool {
 	return true
 }
 
-func (o *operation) ended() bool { return o.signal.Load() == over }
+func (o *operation) ended() bool { return o.signal.Load() == closedSignal }
 
-// flush has the engine notice now what was queued.
+// flush makes the engine notice the queued operations now.
 func (o *operation) flush() {
 	if o.engine != nil {
 		o.engine.rank.Engine.Flush()
@@ -160,7 +160,7 @@ func (o *operation) wait(ctx context.Context, h Pending) error {
 // await returns when the operation is done or ctx has ended.
 func (o *operation) await(ctx context.Context) {
 	if ctx.Err() != nil {
-		o.start() // it goes on without a wait
+		o.start() // nobody drives the loop for this operation, so the engine must notice it
 		return
 	}
 	if o.engine != nil {
@@ -178,10 +178,10 @@ func (o *operation) await(ctx context.Context) {
 // use.
 type Handle[T any] struct {
 	operation
-	slot     *slot // nil when it is done
+	slot     *slot // nil when the operation is done
 	out      []T
-	dims     [1]int64 // of a tensor of one dimension
-	received *[]int64 // nil but after an alltoall
+	dims     [1]int64 // the shape of a tensor of one dimension
+	received *[]int64 // set by an alltoall; else nil
 	group    *GroupHandle[T]
 }
 
@@ -212,7 +212,7 @@ type GroupHandle[T any] struct {
 	operation
 	// A group that is one request has its entry and its results here. Other groups have a handle for each
 	// tensor.
-	slot    *slot // nil when it is done
+	slot    *slot // nil when the operation is done
 	outs    [][]T
 	dims    [1]int64
 	tensors []*Handle[T]

@@ -36,13 +36,13 @@
 //
 // # Errors
 //
-// Every error names the operation and the tensor. Use errors.Is and errors.As to tell five kinds apart:
+// Every error names the operation and the tensor. Use errors.Is and errors.As to distinguish five kinds:
 //
 //   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized), or the arguments do not fit. Nothing was submitted.
 //   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of one rank, only that rank gets the error.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks were ready.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may call Init again; it waits until all ranks of the job are present.
-//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors of this rank say that it had given up waiting.
+//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors of this rank add that it had given up waiting.
 package hvd
 
 import (
@@ -60,10 +60,11 @@ import (
 var process struct {
 	mu     sync.Mutex
 	engine *Engine       // nil before Init and after Shutdown
-	busy   chan struct{} // not nil while an Init or a Shutdown is under way; closed at its end
+	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
 	epoch  uint64        // of the last engine
-	// met is where the ranks have met, if that cannot be done again (place.Meeting.Once). It lives as long as the process.
-	met *place.Meeting
+	// meeting is where the ranks have met, if that cannot be repeated (place.Meeting.Once). It lives as long as
+	// the process.
+	meeting *place.Meeting
 }
 
 // begin waits until no other Init or Shutdown is in progress and then makes the caller the only one that may
@@ -85,7 +86,7 @@ func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing boo
 		select {
 		case <-busy:
 		case <-ctx.Done():
-			return nil, false, fmt.Errorf("hvd: another Init or Shutdown is under way: %w", ctx.Err())
+			return nil, false, fmt.Errorf("hvd: another Init or Shutdown is in progress: %w", ctx.Err())
 		}
 	}
 }
@@ -114,7 +115,7 @@ func Init(ctx context.Context, opts ...InitOption) error {
 	if nothing || err != nil {
 		return err
 	}
-	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch), keeping(&process.met)})...)
+	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch), withMeeting(&process.meeting)})...)
 	if err == nil {
 		process.epoch = e.Epoch()
 	}
@@ -151,8 +152,8 @@ func Shutdown(ctx context.Context) error {
 
 // panicked returns the departure of a rank whose program panicked with p.
 func panicked(p any) engine.Departure {
-	text := strings.ToValidUTF8(fmt.Sprint(p), "") // protobuf refuses anything else
-	return engine.Departure{Reason: "its program has panicked: " + text, Failed: true}
+	text := strings.ToValidUTF8(fmt.Sprint(p), "") // a protobuf string holds only valid UTF-8
+	return engine.Departure{Reason: "the program panicked: " + text, Failed: true}
 }
 
 // IsInitialized reports whether Init has succeeded and no Shutdown has completed since.

@@ -30,8 +30,8 @@ func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hv
 	}
 }
 
-// standsIn checks what reductions over ranks 0 and 1 alone give, while rank 2 has joined.
-func standsIn[T number](ctx context.Context, t *testing.T, e *hvd.Engine, tag string) {
+// checkReductionsBesideAJoin checks what reductions over ranks 0 and 1 alone give, while rank 2 has joined.
+func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *hvd.Engine, tag string) {
 	t.Helper()
 	mine, other := T(3+2*e.Rank()), T(5-2*e.Rank()) // 3 and 5
 	for _, c := range []struct {
@@ -62,14 +62,14 @@ func TestJoin(t *testing.T) {
 				join(ctx, t, e, 0)
 				continue
 			}
-			standsIn[float32](ctx, t, e, " float32")
-			standsIn[float64](ctx, t, e, " float64")
-			standsIn[int8](ctx, t, e, " int8")
-			standsIn[uint8](ctx, t, e, " uint8")
-			standsIn[int16](ctx, t, e, " int16")
-			standsIn[uint16](ctx, t, e, " uint16")
-			standsIn[int32](ctx, t, e, " int32")
-			standsIn[int64](ctx, t, e, " int64")
+			checkReductionsBesideAJoin[float32](ctx, t, e, " float32")
+			checkReductionsBesideAJoin[float64](ctx, t, e, " float64")
+			checkReductionsBesideAJoin[int8](ctx, t, e, " int8")
+			checkReductionsBesideAJoin[uint8](ctx, t, e, " uint8")
+			checkReductionsBesideAJoin[int16](ctx, t, e, " int16")
+			checkReductionsBesideAJoin[uint16](ctx, t, e, " uint16")
+			checkReductionsBesideAJoin[int32](ctx, t, e, " int32")
+			checkReductionsBesideAJoin[int64](ctx, t, e, " int64")
 			checkGroupsBesideAJoin(ctx, t, e)
 			checkHalvesBesideAJoin(ctx, t, e)
 			if err := hvd.Barrier(ctx, hvd.Name("beside"), hvd.On(e)); err != nil {
@@ -79,7 +79,7 @@ func TestJoin(t *testing.T) {
 				join(ctx, t, e, 0)
 				continue
 			}
-			// Now this rank is alone.
+			// All other ranks have joined.
 			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.Min), hvd.Name("alone"), hvd.On(e)); err != nil || got[0] != -7 {
 				t.Errorf("alone: got %v and error %v", got, err)
 			}
@@ -88,7 +88,7 @@ func TestJoin(t *testing.T) {
 			}
 			join(ctx, t, e, 0)
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "alone")
+		checkUsable(ctx, t, e.ProcessSets()[0], "alone")
 	})
 }
 
@@ -154,7 +154,7 @@ func TestJoinEmpty(t *testing.T) {
 			if got, err := hvd.Broadcast(ctx, x, 2, on("broadcast")...); err != nil || !slices.Equal(got, []int32{2, 12, 22}) {
 				t.Errorf("rank %d: broadcast: got %v and error %v", me, got, err)
 			}
-			// What goes to the joined rank is lost.
+			// The rows sent to the joined rank are discarded.
 			want := map[int][]int32{0: {0, 2}, 2: {20, 22}}[me]
 			if got, received, err := hvd.Alltoall(ctx, x, nil, on("alltoall")...); err != nil || !slices.Equal(got, want) || !slices.Equal(received, []int{1, 0, 1}) {
 				t.Errorf("rank %d: alltoall: got %v, %v rows and error %v, want %v", me, got, received, err, want)
@@ -163,7 +163,7 @@ func TestJoinEmpty(t *testing.T) {
 			if err != nil || len(wide) != 0 || !slices.Equal(received, []int{1, 0, 1}) {
 				t.Errorf("rank %d: alltoall of empty rows: got %v, %v rows and error %v", me, wide, received, err)
 			}
-			// And so is its part of a reducescatter.
+			// The joined rank's part of a reducescatter is discarded too.
 			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter", hvd.Op(hvd.Sum))...); err != nil || len(got) != 1 || got[0] != int32(2+20*me) {
 				t.Errorf("rank %d: reducescatter: got %v and error %v", me, got, err)
 			}
@@ -173,7 +173,7 @@ func TestJoinEmpty(t *testing.T) {
 			if got, err := hvd.Allreduce(ctx, x, on("allreduce", hvd.Op(hvd.Sum))...); err != nil || !slices.Equal(got, []int32{2, 22, 42}) {
 				t.Errorf("rank %d: allreduce: got %v and error %v", me, got, err)
 			}
-			// Rank 2 joins last.
+			// Rank 2 joins last, so it makes one more allreduce after the others have joined.
 			if me == 2 {
 				if _, err := hvd.Allreduce(ctx, x, on("rank 0 has joined", hvd.Op(hvd.Sum))...); err != nil {
 					t.Error(err)
@@ -242,7 +242,7 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 {
 			if e.Rank() != 0 {
-				// Rank 0 is alone with its join for a while, and then with rank 2's.
+				// At first only rank 0 has joined, later rank 2 too.
 				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"), hvd.On(e)); err != nil || got[0] != 3 {
 					t.Errorf("rank %d: got %v and error %v, want 3", e.Rank(), got, err)
 				}
@@ -270,9 +270,9 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}
-			// The join is answered last.
+			// The join completes after everything that this rank submitted before it.
 			if !sum.Poll() || !rows.Poll() {
-				t.Error("the join is over before what was submitted before it")
+				t.Error("the join is done before the operations that were submitted before it")
 			}
 			if got, err := sum.Wait(ctx); err != nil || got[0] != 3 {
 				t.Errorf("got %v and error %v, want 3", got, err)
@@ -322,7 +322,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "x")
+		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})
 }
 
@@ -334,18 +334,18 @@ func TestJoinOnAProcessSet(t *testing.T) {
 			for range 2 {
 				switch e.Rank() {
 				case 0:
-					goesOn(ctx, t, sets[2], "x")
+					checkUsable(ctx, t, sets[2], "x")
 				case 1:
 					j, err := hvd.JoinAsync(hvd.Over(sets[1]))
 					if err != nil {
 						t.Error(err)
 						return
 					}
-					goesOn(ctx, t, sets[2], "x")
+					checkUsable(ctx, t, sets[2], "x")
 					if last, err := j.Wait(ctx); err != nil || last != 2 {
 						t.Errorf("got last rank %d and error %v, want 2", last, err)
 					}
-					goesOn(ctx, t, sets[1], "x")
+					checkUsable(ctx, t, sets[1], "x")
 				case 2:
 					if got, err := hvd.Allreduce(ctx, []int32{4}, hvd.Name("alone"), hvd.Over(sets[1])); err != nil || got[0] != 2 {
 						t.Errorf("average of 4 and nothing: got %v and error %v", got, err)
@@ -353,9 +353,9 @@ func TestJoinOnAProcessSet(t *testing.T) {
 					if last, err := hvd.Join(ctx, hvd.Over(sets[1])); err != nil || last != 2 {
 						t.Errorf("got last rank %d and error %v, want 2", last, err)
 					}
-					goesOn(ctx, t, sets[1], "x")
+					checkUsable(ctx, t, sets[1], "x")
 				}
-				goesOn(ctx, t, sets[0], "x")
+				checkUsable(ctx, t, sets[0], "x")
 			}
 		}, mode...)
 	})

@@ -100,7 +100,7 @@ func TestPanicPastShutdown(t *testing.T) {
 			}
 			_, err := hvd.Allreduce(ctx, []int32{1}, hvd.On(e))
 			var peer *hvd.PeerError
-			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || peer.Reason != "its program has panicked: no such layer" {
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || peer.Reason != "the program panicked: no such layer" {
 				t.Errorf("rank %d: got error %v, want the panic of rank 1", e.Rank(), err)
 			}
 			if err := e.Shutdown(ctx); !errors.As(err, &peer) {

@@ -112,5 +112,5 @@ func WithDevice(name string, share bool) InitOption {
 	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
 }
 
-// keeping stores in met a meeting that cannot be repeated, for a later Init.
-func keeping(met **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = met } }
+// withMeeting stores in m a meeting that cannot be repeated, for a later Init.
+func withMeeting(m **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }

@@ -19,7 +19,7 @@ var onLoopback = hvd.WithSetting("HOROVOD_GLOO_IFACE", "127.0.0.1")
 
 func newID(t testing.TB) hvd.UniqueID {
 	t.Helper()
-	// The root ends with the context: goroutines must not be left.
+	// The end of the context stops the root, so that no goroutine is left when the test ends.
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
 	id, err := hvd.NewUniqueID(ctx, onLoopback)

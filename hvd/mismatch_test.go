@@ -76,7 +76,7 @@ func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) er
 }
 
 var contradictions = []contradiction{
-	// Horovod's check 1.
+	// The numbers are those of the checks in Horovod's ConstructResponse. Check 1: data types.
 	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
 		if p.odd {
 			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
@@ -118,7 +118,7 @@ var contradictions = []contradiction{
 		return err
 	}), `hvd: reducescatter %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
 
-	// 2.
+	// Check 2: operations.
 	{"operations: allreduce and broadcast", func(p *part) error {
 		if p.odd {
 			return p.broadcast(4, 0)
@@ -138,7 +138,7 @@ var contradictions = []contradiction{
 		return p.reducescatter(4)
 	}, `hvd: tensor %q: mismatched operations: MOST called reducescatter, ODD called barrier`},
 
-	// 3.
+	// Check 3: shapes.
 	{"shapes of an allreduce", func(p *part) error { return p.allreduce(pick(p, 4, 5)) },
 		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 	{"shapes of an allreduce, as many elements", func(p *part) error {
@@ -151,7 +151,7 @@ var contradictions = []contradiction{
 	{"shapes of a reducescatter", func(p *part) error { return p.reducescatter(pick(p, 4, 5)) },
 		`hvd: reducescatter %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 
-	// 4.
+	// Check 4: scale factors.
 	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
 	{"postscale of an adasum", func(p *part) error { return p.allreduce(1, hvd.Op(hvd.Adasum), hvd.Postscale(pick(p, 2.0, 1))) },
@@ -159,7 +159,7 @@ var contradictions = []contradiction{
 	{"postscale of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Postscale(pick(p, 2.0, 3))) },
 		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
 
-	// 5, for reducescatter too.
+	// Check 5: reductions. gohvd checks them for reducescatter too.
 	{"reductions of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum))) },
 		`hvd: allreduce %q: mismatched reductions: MOST asked for average, ODD asked for adasum`},
 	{"reductions of an allreduce: averages", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.AverageActive, hvd.Average))) },
@@ -167,7 +167,7 @@ var contradictions = []contradiction{
 	{"reductions of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Op(pick(p, hvd.Average, hvd.Sum))) },
 		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
 
-	// 7 and 9: scalars, at all ranks or one.
+	// Checks 7 and 9: scalars, at all ranks or at one.
 	{"scalar allgather", func(p *part) error { return p.allgather(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
 		`hvd: allgather %q: a scalar has no first dimension: MOST sent float32[1], ODD sent float32[]`},
 	{"scalar alltoall", func(p *part) error { return p.alltoall(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
@@ -179,7 +179,7 @@ var contradictions = []contradiction{
 	{"scalar reducescatter everywhere", func(p *part) error { return p.reducescatter(1, hvd.Shape()) },
 		`hvd: reducescatter %q: a scalar has no first dimension: ALL sent float32[]`},
 
-	// 8.
+	// Check 8: dimensions beyond the first.
 	{"dimensions of an allgather", func(p *part) error { return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...)) },
 		`hvd: allgather %q: mismatched numbers of dimensions: MOST sent float32[2 3], ODD sent float32[6]`},
 	{"dimensions of an alltoall", func(p *part) error { return p.alltoall(6, hvd.Shape(pick(p, []int{6}, []int{1, 6, 1})...)) },
@@ -189,11 +189,11 @@ var contradictions = []contradiction{
 	{"rows of an alltoall", func(p *part) error { return p.alltoall(pick(p, 6, 0), hvd.Shape(2, pick(p, 3, 0))) },
 		`hvd: alltoall %q: mismatched shapes beyond the first dimension: MOST sent float32[* 3], ODD sent float32[* 0]`},
 
-	// 12.
+	// Check 12: root ranks.
 	{"roots", func(p *part) error { return p.broadcast(1, pick(p, 0, 1)) },
 		`hvd: broadcast %q: mismatched root ranks: MOST named root 0, ODD named root 1`},
 
-	// What Horovod does not look at.
+	// Horovod does not check compression.
 	{"compressions", func(p *part) error {
 		if p.odd {
 			return p.allreduce(1, hvd.CompressFP16())
@@ -208,7 +208,7 @@ var contradictions = []contradiction{
 		return p.allreduce(pick(p, 1, 2))
 	}, ``},
 
-	// 6, 9 and 11: the last rank has joined.
+	// Checks 6, 9 and 11: the last rank has joined.
 	{"allgather under a join", func(p *part) error { return p.joined(func() error { return p.allgather(1) }) },
 		`hvd: allgather %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
@@ -259,11 +259,11 @@ func TestMismatch(t *testing.T) {
 				err := c.do(p)
 				var mismatch *hvd.MismatchError
 				if err == errJoined {
-					// A joined rank hears nothing of the errors of others.
+					// A joined rank gets no error for tensors that it did not submit.
 				} else if !errors.As(err, &mismatch) || mismatch.Tensor != p.name || c.want != "" && err.Error() != p.expand(c.want) {
 					t.Errorf("%s: rank %d: got error %v\nwant %s", c.title, e.Rank(), err, p.expand(c.want))
 				}
-				goesOn(ctx, t, global, p.name)
+				checkUsable(ctx, t, global, p.name)
 			}
 		}
 	})
@@ -367,11 +367,11 @@ func TestMismatchInAGroup(t *testing.T) {
 				t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
 			}
 			for i := range xs {
-				goesOn(ctx, t, e.ProcessSets()[0], fmt.Sprintf("g_%dof3", i+1))
+				checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprintf("g_%dof3", i+1))
 			}
 		}
-		// Tensors of these names by themselves are not the group's. They are told so one by one: to hold back the answer to
-		// the first until the second is there would hang this rank.
+		// Single tensors with the names of a group's tensors do not match the group. Each gets its error at once: if
+		// the coordinator held back the first until the second is submitted, this rank would hang.
 		if p.odd {
 			for _, tensor := range []string{"h_1of2", "h_2of2"} {
 				_, err := hvd.Reducescatter(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
@@ -400,7 +400,7 @@ func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 		if !errors.As(err, &mismatch) || !strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
 			t.Errorf("rank %d: got error %v, want that rank 0 named no group", e.Rank(), err)
 		}
-		// Nothing of the group is left behind.
+		// The failed group leaves no state at the coordinator: the same name works.
 		all, err := hvd.GroupedAllgather(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
 		if err != nil || len(all[1]) != e.Size() {
 			t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), all, err)
@@ -446,7 +446,7 @@ func TestMismatchedProcessSets(t *testing.T) {
 			}
 			for _, set := range []*hvd.ProcessSet{e.ProcessSets()[0], zero, one} {
 				if set.Included() {
-					goesOn(ctx, t, set, "process sets")
+					checkUsable(ctx, t, set, "process sets")
 				}
 			}
 		}
@@ -457,7 +457,7 @@ func TestMismatchedProcessSets(t *testing.T) {
 		if err := remove(one); !errors.As(err, &usage) || !errors.Is(err, hvd.ErrNoProcessSet) {
 			t.Errorf("rank %d: a second removal: got error %v, want a UsageError with ErrNoProcessSet", e.Rank(), err)
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "the end")
+		checkUsable(ctx, t, e.ProcessSets()[0], "the end")
 	})
 }
 
@@ -549,7 +549,7 @@ func TestImpossibleProcessSets(t *testing.T) {
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, nil), "remove process set", "process set is nil")
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set", "the global process set cannot be removed")
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "x")
+		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})
 }
 
@@ -568,6 +568,6 @@ func TestNoDynamicProcessSets(t *testing.T) {
 		_, err := hvd.AddProcessSet(ctx, []int{0}, hvd.On(e))
 		wantMisuse(t, err, "add process set", want)
 		wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set", want)
-		goesOn(ctx, t, e.ProcessSets()[0], "x")
+		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	}, "HOROVOD_DYNAMIC_PROCESS_SETS", "0")
 }

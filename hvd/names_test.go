@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// begun is an operation that was started, and a way to see that it is done.
-type begun struct {
+// startedOp is an operation that was started, and a way to see that it is done.
+type startedOp struct {
 	hvd.Pending
 	wait func(ctx context.Context) error
 }
@@ -21,39 +21,39 @@ type begun struct {
 // starters begin an operation of each sort of handle that has a name of the program's.
 var starters = []struct {
 	sort  string
-	start func(opts ...hvd.Option) (begun, error)
+	start func(opts ...hvd.Option) (startedOp, error)
 }{
-	{"tensor", func(opts ...hvd.Option) (begun, error) {
+	{"tensor", func(opts ...hvd.Option) (startedOp, error) {
 		h, err := hvd.AllreduceAsync([]int32{1, 2, 3}, opts...)
-		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"reduced group", func(opts ...hvd.Option) (begun, error) {
+	{"reduced group", func(opts ...hvd.Option) (startedOp, error) {
 		h, err := hvd.GroupedAllreduceAsync([][]int32{{1, 2}, {3}}, opts...)
-		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"gathered group", func(opts ...hvd.Option) (begun, error) {
+	{"gathered group", func(opts ...hvd.Option) (startedOp, error) {
 		h, err := hvd.GroupedAllgatherAsync([][]int32{{1, 2}, {3}, {4}}, opts...)
-		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
-	{"barrier", func(opts ...hvd.Option) (begun, error) {
+	{"barrier", func(opts ...hvd.Option) (startedOp, error) {
 		h, err := hvd.BarrierAsync(opts...)
-		return begun{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
+		return startedOp{h, func(ctx context.Context) error { _, err := h.Wait(ctx); return err }}, err
 	}},
 }
 
 // ways are those in which a program sees that an operation is done.
 var ways = []struct {
 	way string
-	see func(ctx context.Context, b begun) error
+	see func(ctx context.Context, b startedOp) error
 }{
-	{"Wait", func(ctx context.Context, b begun) error { return b.wait(ctx) }},
-	{"Poll", func(_ context.Context, b begun) error {
+	{"Wait", func(ctx context.Context, b startedOp) error { return b.wait(ctx) }},
+	{"Poll", func(_ context.Context, b startedOp) error {
 		for !b.Poll() {
 			runtime.Gosched()
 		}
 		return nil
 	}},
-	{"Done", func(ctx context.Context, b begun) error {
+	{"Done", func(ctx context.Context, b startedOp) error {
 		select {
 		case <-b.Done():
 			return nil
@@ -160,7 +160,7 @@ func TestJoinUntilSeen(t *testing.T) {
 				return
 			}
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "x")
+		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})
 }
 
@@ -303,7 +303,7 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			// An operation that rank 1 waits for ends the job by a failure, but in lock-step.
+			// In event mode the shutdown of a rank for which rank 1 still waits is a failure of the job.
 			if err := e.Shutdown(ctx); err != nil && strings.Contains(err.Error(), own) != (e.Rank() == 1) {
 				t.Errorf("rank %d: got error %v", e.Rank(), err)
 			}

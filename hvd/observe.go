@@ -67,7 +67,7 @@ func (e *Engine) MetricsHandler() http.Handler {
 // Dump returns, as JSON, what this rank waits for and, unless HVD_FLIGHT_RECORDER is off, its last
 // operations. It takes some milliseconds, and may be called while operations run, hang or have failed.
 func (e *Engine) Dump() ([]byte, error) {
-	text, err := e.rank.Watch.Dump("asked for by the program").JSON()
+	text, err := e.rank.Watch.Dump("requested by the program").JSON()
 	if err != nil {
 		return nil, fmt.Errorf("hvd: dump: %w", err)
 	}

@@ -134,7 +134,7 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	if c.InPlace {
 		n := c.Set.Size()
 		if len(x)%n != 0 {
-			return c.Misuse("%d elements in place, want a multiple of the %d ranks", len(x), n)
+			return c.Misuse("got %d elements in place, want a multiple of the number of ranks, %d", len(x), n)
 		}
 		each := len(x) / n
 		mine = x[c.Set.Me*each : (c.Set.Me+1)*each]
@@ -179,7 +179,7 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are the same
+		if err := allreduceTensor(h, c, i, x); err != nil { // it needs the same buffers as a broadcast
 			return err
 		}
 		h.slot.entry.Request.Root = topo.Rank(root)
@@ -207,7 +207,7 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 		return err
 	}
 	shape := h.slot.entry.Request.Shape
-	from, to := 0, 0 // a scalar has no rows: the ranks are told together
+	from, to := 0, 0 // a scalar has no rows: the coordinator refuses it at all ranks
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
 		row := len(x) / int(shape[0])
@@ -246,7 +246,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		if err := h.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		if shape := h.slot.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the ranks are told together
+		if shape := h.slot.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the coordinator refuses it at all ranks
 			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err
 			}

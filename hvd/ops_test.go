@@ -163,7 +163,7 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 		var last atomic.Bool
 		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
 			if e.Rank() == 3 {
-				// The others cannot pass before this rank comes; let them come first.
+				// Rank 3 is the last to enter the barrier, so the others can only be held back.
 				for range 3 {
 					<-arrived
 				}

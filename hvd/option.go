@@ -112,7 +112,7 @@ func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
 // Timeout bounds the time that the operation may take. If it takes longer the job fails at all ranks with a
-// *PeerError, because a late rank cannot be told from one that never comes. The default is
+// *PeerError, because no rank can distinguish a late rank from one that will never submit. The default is
 // HVD_OPERATION_TIMEOUT_SECONDS, and none for Join.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
@@ -126,15 +126,15 @@ func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 type call struct {
 	rank.Call
 	engine *Engine
-	over   *ProcessSet // nil if no option says it
-	shapes [][]int     // nil is one dimension each
+	over   *ProcessSet // the argument of Over; nil if the option is not given
+	shapes [][]int     // nil gives every tensor one dimension
 }
 
 // prepare applies the options of an operation on elements of type dt.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
-		if opts[i].kind == rank.OptName { // first, because every error says it
+		if opts[i].kind == rank.OptName { // first, because every error names the tensor
 			c.Name = opts[i].text
 		}
 	}
@@ -146,15 +146,19 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c c
 	if err := c.locate(); err != nil {
 		return c, err
 	}
-	c.Hold = c.Name != "" // a name that is counted does not come again
+	c.Hold = c.Name != "" // a generated name is never used twice, so it needs no hold
 	err = c.Check()
 	return c, err
 }
 
 func (c *call) take(o *Option, group bool) error {
-	// A group has a shape for each of its tensors.
+	// A group takes one shape for each of its tensors.
+	what, instead := "group", rank.OptShapes
+	if !group {
+		what, instead = "single tensor", rank.OptShape
+	}
 	if group && o.kind == rank.OptShape || !group && o.kind == rank.OptShapes {
-		return c.Misuse("option %v does not apply", o.kind)
+		return c.Misuse("option %v does not apply to a %s: use %v", o.kind, what, instead)
 	}
 	if err := c.CheckOption(o.kind); err != nil {
 		return err
@@ -178,15 +182,15 @@ func (c *call) take(o *Option, group bool) error {
 		c.Empty = true
 	case rank.OptTimeout:
 		if c.Timeout = o.duration; c.Timeout <= 0 {
-			return c.Misuse("timeout %v, want more than 0", o.duration)
+			return c.Misuse("got timeout %v, want more than 0", o.duration)
 		}
 	case rank.OptOver:
 		if c.over = o.set; c.over == nil || c.over.engine == nil {
-			return c.Misuse("process set is nil or empty: AddProcessSet makes them")
+			return c.Misuse("process set is nil or a zero ProcessSet, want one from AddProcessSet or ProcessSets")
 		}
 	case rank.OptOn:
 		if c.engine = o.engine; c.engine == nil || c.engine.rank.Engine == nil {
-			return c.Misuse("engine is nil or empty: New makes them")
+			return c.Misuse("engine is nil or a zero Engine, want one from New")
 		}
 	}
 	return nil
@@ -218,7 +222,7 @@ func (c *call) shape(i, numElems int) (tensor.Shape, error) {
 		s[d] = int64(n)
 	}
 	if n, err := s.NumElems(); err != nil || n != int64(numElems) {
-		return nil, c.Misuse("shape %v does not describe %d elements", s, numElems)
+		return nil, c.Misuse("shape %v does not match the tensor, which has %d elements", s, numElems)
 	}
 	return s, nil
 }

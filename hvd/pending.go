@@ -39,7 +39,7 @@ type PendingError struct {
 }
 
 func (e *PendingError) Error() string {
-	return fmt.Sprintf("hvd: %s %q: gave up waiting, while the operation goes on and keeps its name: %v", e.Op, e.Tensor, e.Err)
+	return fmt.Sprintf("hvd: %s %q: gave up waiting: %v; the operation continues, and its name and slices stay in use", e.Op, e.Tensor, e.Err)
 }
 
 func (e *PendingError) Unwrap() error { return e.Err }
@@ -60,7 +60,7 @@ func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	a.mu.Lock()
 	a.ops, a.errs = append(a.ops, o), append(a.errs, p)
 	a.mu.Unlock()
-	if o.ended() && !jobOver(o.err) { // complete may not have seen gaveUp
+	if o.ended() && !jobOver(o.err) { // complete may have run before gaveUp was set
 		a.remove(o)
 	}
 }
@@ -79,15 +79,15 @@ func (a *abandonedWaits) explain(err error) error {
 	if !jobOver(err) {
 		return err
 	}
-	what := a.what()
+	what := a.describe()
 	if what == "" || errors.As(err, new(*afterTimeoutError)) {
 		return err
 	}
 	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
 }
 
-// what returns what this rank has given up as a clause without a subject, or "" if nothing.
-func (a *abandonedWaits) what() string {
+// describe returns, in words, what this rank has given up waiting for: a clause without a subject, or "" if nothing.
+func (a *abandonedWaits) describe() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if len(a.errs) == 0 {

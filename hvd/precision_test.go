@@ -43,7 +43,7 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 	}{
 		{"exact", []T{1, -2, 0.5, 0}, nil, []T{n, -2 * n, n / 2, 0}},
 		{"empty", []T{}, nil, []T{}},
-		// A quarter of the distance to the next half is lost.
+		// Rounding removes a quarter of the distance to the next 16-bit float.
 		{"rounded", []T{1 + T(ulp)/4}, nil, []T{n}},
 		{"rounded up", []T{1 + T(ulp)*3/4}, []hvd.Option{hvd.Op(hvd.Max)}, []T{1 + T(ulp)}},
 		// The scale is applied to the argument before it is rounded, and to the result after that.
@@ -239,7 +239,7 @@ func TestAdasum(t *testing.T) {
 					}
 					checkSameBits(ctx, t, e, got, fmt.Sprint("x", tensor))
 				}
-				// What is orthogonal is added, what is parallel averaged.
+				// Adasum adds orthogonal vectors and averages parallel ones.
 				x := make([]float32, 3)
 				x[e.Rank()] = float32(e.Rank() + 1)
 				if got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil || !slices.Equal(got, []float32{1, 2, 3}) {
@@ -319,7 +319,7 @@ func rough(rank, tensor int) []float32 {
 func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
-		// 4104 is 4096 in bfloat16, whose neighbour is 4128: 8 are lost each time.
+		// The bfloat16 nearest to 4104 is 4096, and the next larger is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
 			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"), hvd.Prescale(scale), hvd.Postscale(1/scale))...)

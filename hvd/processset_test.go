@@ -110,7 +110,7 @@ func TestDynamicProcessSets(t *testing.T) {
 				}
 				id++
 			}
-			// A static one can be removed, and added again under another ID.
+			// A set that Init made can be removed, and added again under another ID.
 			static := e.ProcessSets()[1]
 			if err := hvd.RemoveProcessSet(ctx, static); err != nil {
 				t.Errorf("rank %d: %v", e.Rank(), err)
@@ -118,7 +118,7 @@ func TestDynamicProcessSets(t *testing.T) {
 			again := add(ctx, t, e, 1, 2)
 			checkSet(t, e, again, id, []int{1, 2})
 			if again.Included() {
-				goesOn(ctx, t, again, "x")
+				checkUsable(ctx, t, again, "x")
 			}
 		}, mode...)
 	})
@@ -172,10 +172,10 @@ func TestRemovalAnswersWhatWaits(t *testing.T) {
 					t.Errorf("rank %d: later: got error %v, want a UsageError that is ErrNoProcessSet", e.Rank(), err)
 				}
 			}
-			goesOn(ctx, t, e.ProcessSets()[0], "x")
+			checkUsable(ctx, t, e.ProcessSets()[0], "x")
 			again := add(ctx, t, e, 1, 0)
 			if again.Included() {
-				goesOn(ctx, t, again, "x")
+				checkUsable(ctx, t, again, "x")
 			}
 		}, mode...)
 	})
@@ -242,7 +242,7 @@ func TestManyProcessSets(t *testing.T) {
 					t.Errorf("rank %d: round %d has %v", e.Rank(), round, set)
 				}
 				if set.Included() {
-					goesOn(ctx, t, set, "x")
+					checkUsable(ctx, t, set, "x")
 					if _, err := hvd.Allgather(ctx, make([]int64, round), hvd.Over(set)); err != nil {
 						t.Error(err)
 					}
@@ -260,7 +260,8 @@ func TestManyProcessSets(t *testing.T) {
 			if len(e.ProcessSets()) != 1 {
 				t.Errorf("rank %d: %v are left", e.Rank(), e.ProcessSets())
 			}
-			// The other end of a connection may be closed a little later. Some slack is for those in the making at round 20.
+			// The peer may close its end of a connection a little later. The slack allows for connections that were
+			// being established at round 20.
 			eventually(ctx, t, func() error {
 				if now := openFiles(t); now > before+12 {
 					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds, before)
@@ -315,7 +316,7 @@ func TestAddProcessSetGivesUp(t *testing.T) {
 			} else {
 				add(ctx, t, e, 0)
 			}
-			goesOn(ctx, t, e.ProcessSets()[0], "x")
+			checkUsable(ctx, t, e.ProcessSets()[0], "x")
 			sets := e.ProcessSets()
 			if len(sets) != 2 || !slices.Equal(sets[1].Ranks(), []int{0}) {
 				t.Errorf("rank %d: process sets %v, want one of rank 0", e.Rank(), sets)

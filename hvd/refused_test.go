@@ -133,15 +133,15 @@ func (w *world) ofOptions() []refusal {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(nil))
 			return err
 		}, nil, "engine is nil"},
-		allreduce("set: empty", "process set is nil or empty", hvd.Over(new(hvd.ProcessSet))),
+		allreduce("set: empty", "process set is nil or a zero ProcessSet", hvd.Over(new(hvd.ProcessSet))),
 		{"engine: empty", "allreduce", func(name hvd.Option) error {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(new(hvd.Engine)))
 			return err
-		}, nil, "engine is nil or empty"},
+		}, nil, "engine is nil or a zero Engine"},
 		allreduce("set: of another engine", fmt.Sprintf("%v belongs to another engine", w.others), hvd.Over(w.others)),
-		allreduce("shape", "shape [2] does not describe 1 elements", hvd.Shape(2)),
-		allreduce("shape: negative", "shape [-1 -1] does not describe 1 elements", hvd.Shape(-1, -1)),
-		allreduce("shape: overflows", "does not describe 1 elements", hvd.Shape(math.MaxInt, 2)),
+		allreduce("shape", "shape [2] does not match the tensor, which has 1 elements", hvd.Shape(2)),
+		allreduce("shape: negative", "shape [-1 -1] does not match the tensor, which has 1 elements", hvd.Shape(-1, -1)),
+		allreduce("shape: overflows", "does not match the tensor, which has 1 elements", hvd.Shape(math.MaxInt, 2)),
 		allreduce("reduction: unknown", "ReduceOp(99)", hvd.Op(99)),
 		allreduce("reduction: none", "none", hvd.Op(0)),
 		{"reduction: adasum of integers", "allreduce", integers(hvd.Op(hvd.Adasum)), nil, "adasum"},
@@ -152,13 +152,13 @@ func (w *world) ofOptions() []refusal {
 		allreduce("scale: NaN after", "scale factors 1 and NaN", hvd.Postscale(math.NaN())),
 		{"compression: integers", "allreduce", integers(hvd.CompressFP16()), nil, "compression of int32 to float16"},
 		allreduce("error feedback without compression", "option ErrorFeedback does not apply without compression", hvd.ErrorFeedback()),
-		allreduce("timeout: 0", "timeout 0s, want more than 0", hvd.Timeout(0)),
-		allreduce("timeout: negative", "timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
-		allreduce("option: Shapes", "option Shapes does not apply", hvd.Shapes([]int{1})),
+		allreduce("timeout: 0", "got timeout 0s, want more than 0", hvd.Timeout(0)),
+		allreduce("timeout: negative", "got timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
+		allreduce("option: Shapes", "option Shapes does not apply to a single tensor: use Shape", hvd.Shapes([]int{1})),
 		allreduce("option: Empty", "option Empty does not apply", hvd.Empty()),
-		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil, "option Shape does not apply"},
-		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil, "1 shapes, want one for each of 2 tensors"},
-		{"group: one shape is wrong", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil, "shape [3] does not describe 1 elements"},
+		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil, "option Shape does not apply to a group: use Shapes"},
+		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil, "got 1 shapes, want one for each of 2 tensors"},
+		{"group: one shape is wrong", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil, "shape [3] does not match the tensor, which has 1 elements"},
 		{"option: Op of a broadcast", "broadcast", func(name hvd.Option) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), name, hvd.On(e))
 			return err
@@ -173,7 +173,7 @@ func (w *world) ofOptions() []refusal {
 		{"in place: no room for all ranks", "allgather", func(name hvd.Option) error {
 			_, err := hvd.Allgather(ctx, make([]int32, e.Size()+1), hvd.InPlace(), name, hvd.On(e))
 			return err
-		}, nil, fmt.Sprintf("%d elements in place, want a multiple of the %d ranks", e.Size()+1, e.Size())},
+		}, nil, fmt.Sprintf("got %d elements in place, want a multiple of the number of ranks, %d", e.Size()+1, e.Size())},
 	}
 }
 
@@ -211,9 +211,9 @@ func TestRefused(t *testing.T) {
 			return
 		}
 		for i := range int(n[0]) {
-			goesOn(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
+			checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
 		}
-		// None of this has used up a number: unnamed calls still match.
+		// A refused call does not count as an unnamed call, so unnamed calls still match.
 		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil || got[0] != int32(e.Size()) {
 			t.Errorf("unnamed: got %v and error %v", got, err)
 		}
@@ -296,7 +296,7 @@ func TestDuplicateName(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		goesOn(ctx, t, global, "x")
+		checkUsable(ctx, t, global, "x")
 	})
 }
 
@@ -327,10 +327,10 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 				}
 				_, err = hvd.GroupedAllgatherAsync(xs, hvd.Name("g"), hvd.On(e))
 				wantDuplicate(t, err, "hvd: allgather ", tensor)
-				// Neither ended by the refusal nor submitted by it: the others come alone and work.
+				// The refused group neither ended nor submitted its other tensors: their names work.
 				for i := range xs {
 					if i+1 != taken {
-						goesOn(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
+						checkUsable(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
 					}
 				}
 				if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
@@ -339,7 +339,7 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 			} else {
 				for i := range xs {
 					if i+1 != taken {
-						goesOn(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
+						checkUsable(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
 					}
 				}
 				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e)); err != nil {
@@ -373,7 +373,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("g"), hvd.On(e))
 			wantDuplicate(t, err, "hvd: allreduce ", "g")
 		}
-		goesOn(ctx, t, e.ProcessSets()[0], "g_1of2") // that is nobody's name, and before it rank 0 has not waited in vain
+		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // that is nobody's name, and before it rank 0 has not waited in vain
 		if e.Rank() != 0 {
 			var err error
 			if first, err = group(); err != nil {

@@ -70,8 +70,8 @@ func otherValue(t *testing.T, s config.Setting, given string) string {
 // at all ranks and in both modes of negotiation. The list is that of the table of settings.
 func TestSettingsThatDiffer(t *testing.T) {
 	_, key := secret.New()
-	// Ranks that differ in these do not meet, and each has an error of its own. Those without one have no effect on ranks that meet at
-	// a store of the program, as these do.
+	// Ranks that differ in these settings do not find each other, and each rank gets the error listed. The
+	// settings without errors have no effect on ranks that meet at a store of the program, as in this test.
 	toMeet := map[string][]string{
 		"HVD_TLS":             {"waiting for rank 1: ", "one end of the connection has HVD_TLS set and the other has not", "waiting for rank 1: "},
 		"HVD_RENDEZVOUS_HOST": nil,

@@ -199,7 +199,7 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				// Twice the timeout.
+				// The join still waits after twice the timeout of operations.
 				select {
 				case <-j.Done():
 					t.Error("the join is over before rank 0 has joined")
@@ -230,7 +230,7 @@ func TestJoinTimeout(t *testing.T) {
 		gather := gathering(3)
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			gather(ctx)
-			// The wait ends anyway.
+			// If the join does not time out, the context ends the wait.
 			ctx, cancel := context.WithTimeout(ctx, deadline/4)
 			defer cancel()
 			var err error

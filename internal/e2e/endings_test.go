@@ -30,7 +30,7 @@ var (
 	}
 	goEndings = []ending{
 		{"return", 3, "shut down after"},
-		{"panic", 2, "its program has panicked: step 5"},
+		{"panic", 2, "the program panicked: step 5"},
 		{"os.Exit", 6, "its control connection ended"},
 	}
 )
