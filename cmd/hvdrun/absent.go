@@ -75,7 +75,7 @@ var foreignFlags = []struct {
 	{"mpirun", []string{"bind-to"}, "use --thread-affinity"},
 	{"mpirun", []string{"oversubscribe"}, "leave it out, a host gets as many ranks as -np or -H say"},
 	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
-	{"mpirun", []string{"mca", "gmca", "prtemca"}, "MPI's parameters mean nothing here, hvdrun config shows the settings"},
+	{"mpirun", []string{"mca", "gmca", "prtemca"}, "hvdrun has no MPI parameters, hvdrun config shows its settings"},
 	{"mpirun", []string{"genv", "env"}, "use -x NAME=value"},
 	{"mpirun", []string{"wdir", "wd"}, "use sh -c 'cd DIR && exec COMMAND' as the command"},
 	{"mpirun", []string{"timestamp-output"}, "use --prefix-output-with-timestamp"},

@@ -13,30 +13,36 @@ import (
 
 const configCommand = "config"
 
-const long = `Hvdrun starts N processes of a command, the ranks of a job, and supervises them: on this host, or on those of --hosts,
-which it reaches by ssh.
+const long = `Hvdrun starts N processes of a command, the ranks of a job, and supervises them. They run on this host, or on the hosts
+of --hosts, which hvdrun reaches by ssh.
 
-Each line that a rank prints comes out as "[rank]<stdout>:line". Standard input of the ranks is empty. When a rank
-fails the others have 5 s to end by themselves; then they get SIGTERM, and SIGKILL 5 s later. Ctrl-C, SIGTERM and
-SIGHUP end all ranks likewise; a second Ctrl-C kills them at once. SIGQUIT (Ctrl-\) prints what all ranks are at, and who
-waits for whom (docs/troubleshooting.md); once more within 5 s it is passed on, as SIGUSR1 and SIGUSR2 are.
-When the command of a rank has ended, processes that it left in the background are killed.
+Hvdrun prints each output line of a rank as "[rank]<stdout>:line" or "[rank]<stderr>:line". The standard input of the
+ranks is empty. When the command of a rank ends, hvdrun kills the processes that it left in the background.
 
-The exit status is 0 if all ranks end with 0. Otherwise it is that of the rank that caused the failure, 128+n for
-signal n: if signal n ended the job, or the rank; 2 for wrong usage, 126 and 127 if the command cannot be run or
-found, 1 if hvdrun itself fails or a host cannot be used.
+When a rank fails, the other ranks have 5 s to end by themselves. Then hvdrun sends them SIGTERM, and SIGKILL 5 s later.
+Ctrl-C is sent to all ranks as SIGINT, SIGTERM and SIGHUP as SIGTERM; SIGKILL follows 5 s later, or at once after a
+second such signal. SIGQUIT (Ctrl-\) prints a report of the operations for which the ranks wait
+(docs/troubleshooting.md). A second SIGQUIT within 5 s, and every SIGUSR1 and SIGUSR2, is forwarded to the ranks.
 
-A setting comes from a flag, else from the environment, by the name in brackets, else from the file, else it has its
-default. The file overrides flags before --config-file and is overridden by those after it.`
+Exit status:
+  0         all ranks ended with status 0
+  1         hvdrun itself failed, or a host cannot be used
+  2         wrong usage
+  126, 127  the command cannot be run, or was not found
+  128+n     signal n ended the job, or killed the rank that caused the failure
+  other     the exit status of the rank that caused the failure
+
+A setting takes its value from the first of these that has one: its flag, the environment variable in brackets, the
+file of --config-file, its default. The file overrides the flags before --config-file but not those after it.`
 
 const usageLines = `
 Usage:
   hvdrun -np N [flags] command [args...]
   hvdrun -H HOST:N,... [flags] command [args...]
   hvdrun config [flags]      show every setting and where its value comes from
-  hvdrun doctor [flags]      look for what stands in the way of a job
-  hvdrun store [flags]       serve a store alone
-  hvdrun timeline FILE...    read timelines: who was late, where time went
+  hvdrun doctor [flags]      check this machine and other hosts for problems
+  hvdrun store [flags]       serve a store for ranks that another launcher starts
+  hvdrun timeline FILE...    analyse timelines: which ranks were late, where time went
   hvdrun completion SHELL    print a completion script
 
 Examples:

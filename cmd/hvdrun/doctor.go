@@ -18,10 +18,11 @@ const (
 	doctorLimit = 8 * time.Second
 )
 
-const doctorLong = `Look at this machine, and at other hosts, for what stands in the way of a job.
+const doctorLong = `Check this machine, and other hosts, for problems that would slow down or break a job.
 
-Each line is ok, warn (what may cost speed, or break some jobs) or fail (what breaks jobs), with a fix on the next line.
-It takes 8 s at most, whatever hangs. The exit status is 1 if anything failed, else 0; 2 for wrong usage.`
+Each line of the result begins with ok, warn (the problem may cost speed or break some jobs) or fail (the problem breaks
+jobs). The next line says how to fix the problem. All checks together take at most 8 s.
+The exit status is 0 if no check failed, 1 if one failed, and 2 for wrong usage.`
 
 const doctorExamples = `
 Examples:
@@ -42,18 +43,18 @@ func (r *runner) doctor() *cobra.Command {
 	// The timeout of ssh is shorter than the limit of all checks, so that ssh can print which connection
 	// timed out.
 	given := doctorFlags{where: hostFlags{sshOptions: []string{"-o", "ConnectTimeout=5"}}}
-	g := newGroup("What is looked at and how it is shown")
+	g := newGroup("Flags")
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
-		"also reach these hosts: `LIST`, with commas between them; a number of slots, as in h1:2, is left out")
+		"also check whether these hosts can be reached: `LIST`, with commas between them; slots, as in h1:2, are ignored")
 	given.where.addReach(g.flags)
-	g.flags.BoolVar(&given.asJSON, "json", false, "print an array of objects with section, name, status, text and fix")
+	g.flags.BoolVar(&given.asJSON, "json", false, "print the lines as a JSON array of objects with section, name, status, text and fix")
 
 	cmd := &cobra.Command{
 		Use:   doctorCommand + " [flags]",
-		Short: "Look for what stands in the way of a job",
+		Short: "Check this machine and other hosts for problems",
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return usagef("doctor: got %q, want flags alone", args[0])
+				return usagef("doctor: got %q, want only flags", args[0])
 			}
 			return nil
 		},
@@ -61,7 +62,7 @@ func (r *runner) doctor() *cobra.Command {
 			if err := given.where.check(cmd.Flags()); err != nil {
 				return err
 			}
-			return r.examine(&given)
+			return r.runDoctor(&given)
 		},
 
 		DisableFlagsInUseLine: true,
@@ -70,8 +71,8 @@ func (r *runner) doctor() *cobra.Command {
 	return cmd
 }
 
-// examine runs the checks and prints their findings.
-func (r *runner) examine(given *doctorFlags) error {
+// runDoctor runs the checks and prints their findings.
+func (r *runner) runDoctor(given *doctorFlags) error {
 	s := doctor.Here(r.env)
 	hosts, err := given.where.hosts()
 	if err != nil {

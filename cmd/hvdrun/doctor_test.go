@@ -139,7 +139,7 @@ func TestDoctorWrongUsage(t *testing.T) {
 		args []string
 		want string
 	}{
-		{[]string{"x"}, `doctor: got "x", want flags alone`},
+		{[]string{"x"}, `doctor: got "x", want only flags`},
 		{[]string{"--jsn"}, "unknown flag: --jsn; did you mean --json?"},
 		{[]string{"--hosts"}, "needs an argument"},
 		{[]string{"--hosts", "h1,,h2"}, `--hosts: got "" in "h1,,h2"`},
@@ -155,11 +155,11 @@ func TestDoctorWrongUsage(t *testing.T) {
 		{[]string{"--hosts", "]"}, "want names or addresses of hosts"},
 		{[]string{"--hosts", "[]:2"}, "want names or addresses of hosts"},
 		{[]string{"--hosts", ":2"}, "want names or addresses of hosts"},
-		{[]string{"--agent", " "}, "--agent: got nothing"},
+		{[]string{"--agent", " "}, "--agent: got an empty value"},
 		{[]string{"--hosts", "h1:2h2:1"}, "a comma between hosts"},
-		{[]string{"--hosts", ""}, "--hosts: got nothing"},
-		{[]string{"-p", "22"}, "--agent is in its place"},
-		{[]string{"-i", "key"}, "--agent is in its place"},
+		{[]string{"--hosts", ""}, "--hosts: got an empty value"},
+		{[]string{"-p", "22"}, "apply only to ssh, which --agent replaces"},
+		{[]string{"-i", "key"}, "apply only to ssh, which --agent replaces"},
 		{[]string{"--agent", "x", "-p", "0"}, "--ssh-port: got 0"},
 	} {
 		args := append([]string{"doctor"}, c.args...)

@@ -30,25 +30,25 @@ func newGroup(title string) group {
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
-	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np; with --hosts or --hostfile as many as these have slots, if it is not given")
+	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np (default: with --hosts or --hostfile the number of their slots)")
 	f.StringVar(&r.minNP, "min-num-proc", "", "")
 	f.StringVar(&r.maxNP, "max-num-proc", "", "")
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
 	f.VarP(&exportFlag{r}, "x", "x",
-		"set `NAME=value` in the ranks' environment. All of hvdrun's is passed on, but to other hosts no names of this host or login, "+
-			"such as TMPDIR; NAME alone passes on such a one too")
+		"set `NAME=value` in the environment of the ranks. The ranks inherit the environment of hvdrun, on other hosts without "+
+			"variables of this host or login, such as TMPDIR; NAME without a value passes such a variable to other hosts too")
 	f.StringVar(&r.outputDir, "output-filename", "",
-		"also write each rank's output to `DIR`/rank.R/stdout and stderr, without prefix")
-	f.BoolVar(&r.tagOutput, "tag-output", true, "put [rank]<stdout>: in front of each line")
-	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "put the time in front of each line; also -prefix-timestamp")
+		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes")
+	f.BoolVar(&r.tagOutput, "tag-output", true, "print [rank]<stdout>: or [rank]<stderr>: before each line")
+	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "print the time before each line; also -prefix-timestamp")
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
-		"`ADDR`, host:port, where torch.distributed of the ranks finds its TCPStore; off for none, as for several hosts if it is not given. "+
-			"Whoever reaches it can change it")
+		"`ADDR`, host:port, at which hvdrun serves the TCPStore for torch.distributed of the ranks, or off. Every client that reaches "+
+			"ADDR can change the store. With several hosts there is none unless the flag is given")
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
-		"`ADDR`, host:port, where Prometheus finds the metrics of all ranks (docs/metrics.md); without a host 127.0.0.1, 0.0.0.0:PORT for all interfaces. "+
-			"Whoever reaches it can read them")
-	f.BoolVar(&r.verbose, "verbose", false, "tell what hvdrun does")
-	f.BoolVar(&r.checkBuild, "check-build", false, "show what this build has; also -cb")
+		"`ADDR`, host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md); the default host is "+
+			"127.0.0.1, and 0.0.0.0:PORT listens on all interfaces. Every client that reaches ADDR can read them")
+	f.BoolVar(&r.verbose, "verbose", false, "log what hvdrun does")
+	f.BoolVar(&r.checkBuild, "check-build", false, "print the features of this build and exit; also -cb")
 	return g
 }
 
@@ -85,9 +85,9 @@ func usage(s config.Setting, i int) string {
 
 // showFlags returns the flags that only hvdrun config has.
 func (r *runner) showFlags() group {
-	g := newGroup("What is shown")
-	g.flags.BoolVar(&r.asJSON, "json", false, "the settings as JSON")
-	g.flags.BoolVar(&r.asMarkdown, "markdown", false, "the reference page of all settings instead")
+	g := newGroup("Output")
+	g.flags.BoolVar(&r.asJSON, "json", false, "print the settings as JSON")
+	g.flags.BoolVar(&r.asMarkdown, "markdown", false, "print the reference page of all settings instead")
 	return g
 }
 
@@ -127,7 +127,7 @@ func (f *settingFlag) Set(text string) error {
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {
-		return "", errors.New("want one file")
+		return "", errors.New("want one file, given once")
 	}
 	return filepath.Abs(path)
 }
@@ -147,7 +147,7 @@ func (f *exportFlag) Set(text string) error {
 	case !assigned:
 		i := slices.IndexFunc(f.r.env, func(e string) bool { return strings.HasPrefix(e, name+"=") })
 		if i < 0 {
-			f.r.warnings = append(f.r.warnings, fmt.Sprintf("-x %s: it is not in the environment, so the ranks do not get it", name))
+			f.r.warnings = append(f.r.warnings, fmt.Sprintf("-x %s: the environment has no such variable, so the ranks do not get it", name))
 			break
 		}
 		if launch.IsOfHost(name) {

@@ -34,19 +34,19 @@ const hostPlace = "{host}"
 func (h *hostFlags) group() group {
 	g := newGroup("Several hosts")
 	f := g.flags
-	f.StringVarP(&h.list, "hosts", "H", "", "`LIST` of hosts that get ranks and how many each, as in h1:2,h2:2; one if none is said")
-	f.StringVar(&h.file, "hostfile", "", "`FILE` with a host a line, h1 slots=2 or h1:2; also -hostfile")
+	f.StringVarP(&h.list, "hosts", "H", "", "`LIST` of hosts and the number of ranks for each, as in h1:2,h2:2; 1 rank without a number")
+	f.StringVar(&h.file, "hostfile", "", "`FILE` with one host per line, as in h1 slots=2 or h1:2; also -hostfile")
 	h.addReach(f)
-	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts, if it is not where it is here")
+	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts (default: its path on this host)")
 	return g
 }
 
 // addReach adds the flags that say how to reach hosts.
 func (h *hostFlags) addReach(f *pflag.FlagSet) {
-	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts, if it is not in ssh's configuration")
-	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "private key for ssh, a `FILE`")
+	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts (default: from the configuration of ssh)")
+	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "`FILE` with the private key for ssh")
 	f.StringVar(&h.agent, "agent", "",
-		"`COMMAND` that runs what follows on a host, in place of ssh; its words, with the host's name for {host}, or behind them")
+		"`COMMAND` that runs a command on another host, instead of ssh; {host} in it stands for the name of the host, which otherwise follows it")
 }
 
 // hosts returns the hosts that the flags name; none if there are no such flags.
@@ -77,26 +77,26 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 		{"remote-hvdrun", h.remoteHvdrun == ""}, {"agent", strings.TrimSpace(h.agent) == ""},
 	} {
 		if given.Changed(f.name) && f.empty {
-			return usagef("--%s: got nothing", f.name)
+			return usagef("--%s: got an empty value", f.name)
 		}
 	}
 	if given.Changed("ssh-port") && (h.sshPort < 1 || h.sshPort > 65535) {
 		return usagef("--ssh-port: got %d, want 1 to 65535", h.sshPort)
 	}
 	if h.agent != "" && (h.sshPort != 0 || h.sshIdentity != "") {
-		return usagef("--ssh-port and --ssh-identity-file are for ssh, and --agent is in its place: put them into that")
+		return usagef("--ssh-port and --ssh-identity-file apply only to ssh, which --agent replaces: put them into the command of --agent")
 	}
 	return nil
 }
 
-// idle returns warnings about flags that were given but have no effect because all hosts are this one.
-func (h *hostFlags) idle(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
+// unusedFlags returns warnings about flags that were given but have no effect because all hosts are this one.
+func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
 	if slices.ContainsFunc(hosts, func(host launch.Host) bool { return !launch.IsThisHost(host.Name) }) {
 		return nil
 	}
 	for _, name := range []string{"ssh-port", "ssh-identity-file", "agent", "remote-hvdrun"} {
 		if given.Changed(name) {
-			warnings = append(warnings, fmt.Sprintf("--%s: it is not used, for all ranks run on this host; --hosts or --hostfile names others", name))
+			warnings = append(warnings, fmt.Sprintf("--%s has no effect, because all ranks run on this host: name other hosts with --hosts or --hostfile", name))
 		}
 	}
 	return warnings
@@ -152,7 +152,7 @@ func (h *hostFlags) agentPath() (string, error) {
 	}
 	path, err := os.Executable()
 	if err != nil {
-		return "", fmt.Errorf("where hvdrun is: %w", err)
+		return "", fmt.Errorf("get the path of hvdrun: %w", err)
 	}
 	return path, nil
 }
@@ -169,7 +169,7 @@ func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, err
 		return nil, usageError{err}
 	}
 	if len(own) == 0 {
-		return nil, errors.New("this host has no address that others could reach")
+		return nil, errors.New("this host has no address that other hosts can reach")
 	}
 	first, err := choice.Any()
 	if err != nil {

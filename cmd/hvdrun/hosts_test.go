@@ -120,7 +120,7 @@ func TestFlagsForOtherHostsAlone(t *testing.T) {
 			t.Errorf("%q: got exit status %d and %q, want 0 and %d warnings", c.args, status, stderr, len(c.unused))
 		}
 		for _, name := range c.unused {
-			if want := "hvdrun: warning: " + name + ": it is not used, for all ranks run on this host"; !strings.Contains(stderr, want) {
+			if want := "hvdrun: warning: " + name + " has no effect, because all ranks run on this host"; !strings.Contains(stderr, want) {
 				t.Errorf("%q: got %q, want %q", c.args, stderr, want)
 			}
 		}
@@ -133,11 +133,11 @@ func TestHostThatCannotBeUsed(t *testing.T) {
 		want int
 		says string
 	}{
-		{[]string{"--agent", "sh -c no-such-shell", "true"}, 1, "hvdrun: host h1: hvdrun is not at "},
+		{[]string{"--agent", "sh -c no-such-shell", "true"}, 1, "hvdrun: host h1: found no hvdrun at "},
 		{[]string{"--agent", "false", "true"}, 1, "hvdrun: host h1: false: exit status 1"},
 		{[]string{"--agent", "no-such-agent", "true"}, 1, "hvdrun: host h1: no-such-agent: executable file not found in $PATH"},
 		{[]string{"--agent", "env X={host}", "no-such-program"}, 127, `command "no-such-program" on host h1: executable file not found in $PATH`},
-		{[]string{"--agent", "env X={host}", "--remote-hvdrun", "/no/hvdrun", "true"}, 1, "hvdrun: host h1: hvdrun is not at /no/hvdrun there; --remote-hvdrun says where it is"},
+		{[]string{"--agent", "env X={host}", "--remote-hvdrun", "/no/hvdrun", "true"}, 1, "hvdrun: host h1: found no hvdrun at /no/hvdrun on that host: give its path with --remote-hvdrun"},
 		{[]string{"--agent", "sleep 1000 #{host}", "--start-timeout", "0.3", "true"}, 1, "hvdrun: host h1: "},
 	} {
 		if _, stderr, status := output(t, append([]string{"-H", "h1", "--network-interfaces", "lo"}, c.args...)...); status != c.want || !strings.Contains(stderr, c.says) {

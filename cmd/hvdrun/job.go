@@ -44,7 +44,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if len(command) == 0 {
 		return usagef("the command is missing: hvdrun -np %d command [args...]", np)
 	}
-	r.warnings = append(r.warnings, r.where.idle(cmd.Flags(), hosts)...)
+	r.warnings = append(r.warnings, r.where.unusedFlags(cmd.Flags(), hosts)...)
 	settings, err := r.settings()
 	if err != nil {
 		return err
@@ -68,7 +68,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer server.Close()
 	addr, err := netip.ParseAddrPort(server.Addr())
 	if err != nil {
-		return fmt.Errorf("address of the store: %w", err)
+		return fmt.Errorf("parse the address of the store: %w", err)
 	}
 
 	addrs := []netip.AddrPort{addr}
@@ -126,7 +126,7 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
 			return n, nil
 		}
-		return 0, usagef("the hosts have %d slots, and a job has at most %d ranks: say how many with -np", launch.Slots(hosts), launch.MaxRanks)
+		return 0, usagef("got %d slots on all hosts, want at most %d ranks: give the number of ranks with -np", launch.Slots(hosts), launch.MaxRanks)
 	}
 	if r.numProc == "" {
 		return 0, usagef("the number of ranks is missing: hvdrun -np N command [args...]")

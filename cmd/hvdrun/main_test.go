@@ -141,21 +141,21 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--config-file", "no/such.yaml"}, touch...), "no/such.yaml"},
 		{append([]string{"-np", "2", "--config-file="}, touch...), "want one file"},
 		{append([]string{"-np", "2", "--config-file", "a", "--config-file", "b"}, touch...), `--config-file: got "b", want one file`},
-		{append([]string{"-np", "5", "-H", "h1:2,h2:2"}, touch...), "5 ranks want as many slots, but there are 4 (h1 has 2, h2 has 2)"},
-		{append([]string{"-np", "3", "-H", "localhost:2"}, touch...), "3 ranks want as many slots, but there are 2"},
+		{append([]string{"-np", "5", "-H", "h1:2,h2:2"}, touch...), "got 5 ranks for 4 slots (h1 has 2, h2 has 2)"},
+		{append([]string{"-np", "3", "-H", "localhost:2"}, touch...), "got 3 ranks for 2 slots"},
 		{append([]string{"-H", "h1:2,h1"}, touch...), `--hosts: got "h1" in "h1:2,h1", want each host once`},
 		{append([]string{"-H", "h1:x"}, touch...), `--hosts: got "h1:x"`},
-		{append([]string{"--hosts="}, touch...), "--hosts: got nothing"},
-		{append([]string{"-H", "h1:4000,h2:4000"}, touch...), "the hosts have 8000 slots, and a job has at most 4096 ranks"},
+		{append([]string{"--hosts="}, touch...), "--hosts: got an empty value"},
+		{append([]string{"-H", "h1:4000,h2:4000"}, touch...), "got 8000 slots on all hosts, want at most 4096 ranks"},
 		{append([]string{"-np", "2", "-hostfile", "no/such/file"}, touch...), "--hostfile: open no/such/file"},
-		{append([]string{"-np", "2", "--hostfile="}, touch...), "--hostfile: got nothing"},
+		{append([]string{"-np", "2", "--hostfile="}, touch...), "--hostfile: got an empty value"},
 		{append([]string{"-H", "h1", "-hostfile", "f"}, touch...), "--hosts and --hostfile exclude each other"},
 		{append([]string{"-H", "h1", "-p", "0"}, touch...), "--ssh-port: got 0, want 1 to 65535"},
 		{append([]string{"-H", "h1", "-p", "x"}, touch...), `--ssh-port: got "x"`},
-		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...), "--agent is in its place"},
-		{append([]string{"-H", "h1", "-i", "f", "--agent", "rsh"}, touch...), "--agent is in its place"},
-		{append([]string{"-H", "h1", "--agent", " "}, touch...), "--agent: got nothing"},
-		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got nothing"},
+		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...), "apply only to ssh, which --agent replaces"},
+		{append([]string{"-H", "h1", "-i", "f", "--agent", "rsh"}, touch...), "apply only to ssh, which --agent replaces"},
+		{append([]string{"-H", "h1", "--agent", " "}, touch...), "--agent: got an empty value"},
+		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got an empty value"},
 		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...), `--torch-store: got "127.0.0.1:0", want an address of this host`},
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
 		{append([]string{"-np", "2", "--min-np", "2"}, touch...), `--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version has no elastic jobs`},
@@ -167,7 +167,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "-m", "train"}, touch...), "-m is a flag of torchrun: use python3 -m MODULE"},
 		{append([]string{"-np", "2", "-host", "h1,h2"}, touch...), "--host is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-np", "2", "-bind-to", "none"}, touch...), "--bind-to is a flag of mpirun: use --thread-affinity"},
-		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...), "--mca is a flag of mpirun: MPI's parameters mean nothing here"},
+		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...), "--mca is a flag of mpirun: hvdrun has no MPI parameters"},
 		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version has no MPI"},
@@ -329,7 +329,7 @@ func TestVerdictInTheStore(t *testing.T) {
 	if status != 137 {
 		t.Errorf("got exit status %d, want the accused rank's 137", status)
 	}
-	if want := "Root cause (found by the ranks that were left): connection reset\n  rank 1: killed by SIGKILL"; !strings.Contains(stderr, want) {
+	if want := "Root cause (found by the surviving ranks): connection reset\n  rank 1: killed by SIGKILL"; !strings.Contains(stderr, want) {
 		t.Errorf("got %s, want %q", stderr, want)
 	}
 }

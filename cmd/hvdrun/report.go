@@ -25,8 +25,8 @@ const (
 	// maxFailureBytes caps the packed size of the dumps that are kept of ranks whose job has failed. Dumps
 	// beyond it are dropped.
 	maxFailureBytes = 256 << 20
-	// maxTold caps the number of reported stalls that are remembered.
-	maxTold = 100_000
+	// maxReported caps the number of reported stalls that are remembered.
+	maxReported = 100_000
 	// stallCause is the prefix of the cause of a report that a stall has triggered.
 	stallCause = "a stall: "
 )
@@ -44,7 +44,7 @@ type reporter struct {
 	mu        sync.Mutex
 	failures  map[int][]byte           // the last dump of each rank whose job has failed
 	kept      int                      // total length of failures
-	told      map[stalled]map[int]wait // reported stalls, with the waits by rank
+	reported  map[stalled]map[int]wait // reported stalls, with the waits by rank
 	lastStall time.Time
 }
 
@@ -72,14 +72,14 @@ func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
 		size: size, dir: dir, period: period,
-		alarms: make(chan string, 1), failures: make(map[int][]byte), told: make(map[stalled]map[int]wait),
+		alarms: make(chan string, 1), failures: make(map[int][]byte), reported: make(map[stalled]map[int]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
-	r.mu.Lock() // hear uses r.ranks
+	r.mu.Lock() // handleMessage uses r.ranks, which Listen returns
 	defer r.mu.Unlock()
 	var err error
-	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) { r.hear(ctx, rank, what, body) })
+	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) { r.handleMessage(ctx, rank, what, body) })
 	return r, err
 }
 
@@ -93,9 +93,9 @@ func (r *reporter) inquiry() *launch.Inquiry {
 	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
 }
 
-// hear handles a message that a rank sent without a request: of a stall or of a failed job. It may block
+// handleMessage handles a message that a rank sent without a request: of a stall or of a failed job. It may block
 // while it asks the ranks, as survey does.
-func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte) {
+func (r *reporter) handleMessage(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case joblink.Stall:
 		s, err := recorder.DecodeStall(body)
@@ -104,8 +104,8 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 		}
 		r.mu.Lock()
 		r.lastStall = time.Now()
-		if key := (stalled{s.Set, s.Name}); r.told[key] == nil && len(r.told) < maxTold {
-			r.told[key] = make(map[int]wait) // even if no waiting rank answers
+		if key := (stalled{s.Set, s.Name}); r.reported[key] == nil && len(r.reported) < maxReported {
+			r.reported[key] = make(map[int]wait) // even if no waiting rank answers
 		}
 		r.mu.Unlock()
 		select {
@@ -128,7 +128,7 @@ func (r *reporter) hear(ctx context.Context, rank int, what string, body []byte)
 func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	r.mu.Lock()
 	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
-	waits, told := r.told[s]
+	waits, known := r.reported[s]
 	var seen time.Time
 	for _, w := range waits {
 		if w.seen.After(seen) {
@@ -139,7 +139,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	switch {
 	case soon:
 		return false
-	case !told:
+	case !known:
 		return true
 	case time.Since(seen) < r.period/2: // a stall has lasted for a period, so a dump has had this one
 		return false
@@ -148,49 +148,49 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	defer cancel()
 	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // survey reports errors of the store
 	dumps, _ := r.decode(answers, nil)
-	return r.waitsAnew(s, dumps)
+	return r.newWait(s, dumps)
 }
 
-// waitsAnew reports whether ranks wait for s, and no such wait has been reported. It also records which
+// newWait reports whether ranks wait for s, and no such wait has been reported. It also records which
 // reported waits continue.
-func (r *reporter) waitsAnew(s stalled, dumps []*analysis.Snapshot) bool {
+func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	now, waits, goesOn := time.Now(), false, false
+	now, waits, continues := time.Now(), false, false
 	for _, d := range dumps {
 		for i := range d.Pending {
 			p := &d.Pending[i]
 			key := stalled{p.Set, p.Name}
-			w, told := r.told[key][d.Rank]
-			same := told && w.is(d, p)
+			w, known := r.reported[key][d.Rank]
+			same := known && w.is(d, p)
 			if same {
 				w.seen = now
-				r.told[key][d.Rank] = w
+				r.reported[key][d.Rank] = w
 			}
 			if key == s {
 				// A stall has lasted for a period. A shorter wait belongs to a later step: the stall has
 				// ended meanwhile.
-				waits, goesOn = waits || d.At-p.Submitted >= r.period/2, goesOn || same
+				waits, continues = waits || d.At-p.Submitted >= r.period/2, continues || same
 			}
 		}
 	}
-	return waits && !goesOn
+	return waits && !continues
 }
 
-// tell records the waits in the report of a stall. The caller holds mu.
-func (r *reporter) tell(dumps []*analysis.Snapshot) {
+// markReported records the waits in the report of a stall. The caller holds mu.
+func (r *reporter) markReported(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
 		for i := range d.Pending {
 			p := &d.Pending[i]
 			key := stalled{p.Set, p.Name}
-			if r.told[key] == nil {
-				if len(r.told) >= maxTold {
-					clear(r.told)
+			if r.reported[key] == nil {
+				if len(r.reported) >= maxReported {
+					clear(r.reported)
 				}
-				r.told[key] = make(map[int]wait)
+				r.reported[key] = make(map[int]wait)
 			}
-			r.told[key][d.Rank] = wait{d.Epoch, p.Submitted, now}
+			r.reported[key][d.Rank] = wait{d.Epoch, p.Submitted, now}
 		}
 	}
 }
@@ -204,7 +204,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
 	if strings.HasPrefix(why, stallCause) { // only the report of a stall suppresses further ones
-		r.tell(dumps)
+		r.markReported(dumps)
 	}
 	r.mu.Unlock()
 	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", analysis.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
@@ -223,7 +223,7 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	if !f.Says() {
 		return ""
 	}
-	return r.text(fmt.Sprintf("what the ranks were at when the job failed, as %d of %d tell", len(dumps), r.size), f, dumps, r.ranks.Err())
+	return r.text(fmt.Sprintf("what the ranks did when the job failed, from %d of %d ranks", len(dumps), r.size), f, dumps, r.ranks.Err())
 }
 
 // decode decodes the dumps of ranks. absent describes the ranks by rank: what is known of the process or, if
@@ -240,10 +240,10 @@ func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analy
 		}
 		d, err := recorder.Decode(body)
 		if err == nil && (d.Rank != rank || d.Size != r.size) {
-			err = fmt.Errorf("it is of rank %d of %d", d.Rank, d.Size)
+			err = fmt.Errorf("got the dump of rank %d of %d", d.Rank, d.Size)
 		}
 		if err != nil {
-			absent[rank] = "its dump cannot be read: " + err.Error()
+			absent[rank] = "cannot decode its dump: " + err.Error()
 			continue
 		}
 		dumps = append(dumps, d)
@@ -265,7 +265,7 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	}
 	switch {
 	case err != nil:
-		full += "hvdrun: warning: the report: " + analysis.Plain(err.Error()) + "\n"
+		full += "hvdrun: warning: report: " + analysis.Plain(err.Error()) + "\n"
 	case r.dir != "":
 		full += "The report and the dumps of the ranks are in " + r.dir + "\n"
 	}

@@ -264,8 +264,8 @@ func TestQuitPrintsReport(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	// A process that waits for a signal may compute for a moment.
-	if !regexp.MustCompile(`\nRank 2 did not answer: process \d+ (sleeps|computes)\.\nRank 3 did not answer: process \d+ (sleeps|computes)\.\n`).MatchString(report) {
+	// A process that waits for a signal may run for a moment.
+	if !regexp.MustCompile(`\nRank 2 did not answer: process \d+ is (sleeping|running)\.\nRank 3 did not answer: process \d+ is (sleeping|running)\.\n`).MatchString(report) {
 		t.Errorf("got %s, want what the processes of ranks 2 and 3 do", report)
 	}
 	left := map[string]string{"report.txt": "has not called", "report.json": `"waiting"`, "rank0.json": `"why": "dump"`, "rank1.json": `"rank": 1`}
@@ -323,8 +323,8 @@ func TestFailurePrintsReport(t *testing.T) {
 	if status := w.wait(); status != 137 {
 		t.Errorf("got exit status %d, want 137", status)
 	}
-	_, report, found := strings.Cut(text, rule+"\nhvdrun: what the ranks were at when the job failed, as 2 of 3 tell\n")
-	if !found || strings.Index(text, "Root cause") > strings.Index(text, "what the ranks were at") {
+	_, report, found := strings.Cut(text, rule+"\nhvdrun: what the ranks did when the job failed, from 2 of 3 ranks\n")
+	if !found || strings.Index(text, "Root cause") > strings.Index(text, "what the ranks did when") {
 		t.Fatalf("got %s, want a report after the root cause", text)
 	}
 	for _, want := range []string{
@@ -431,7 +431,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.hear(t.Context(), 0, joblink.Stall, body)
+		r.handleMessage(t.Context(), 0, joblink.Stall, body)
 	}
 	heard := func(want string) {
 		t.Helper()
@@ -476,8 +476,8 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	say("d")
 	heard("a stall: stalled d\x1b")
 	passes()
-	r.hear(t.Context(), 0, joblink.Stall, []byte("x"))
-	r.hear(t.Context(), 0, "what", nil)
+	r.handleMessage(t.Context(), 0, joblink.Stall, []byte("x"))
+	r.handleMessage(t.Context(), 0, "what", nil)
 	heard("")
 	// The alarm of e is still pending. The report of f does not wait for it and is dropped.
 	say("e")
@@ -618,7 +618,7 @@ func TestStallOfSilentRanks(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i := range 3 {
-			r.hear(t.Context(), 0, joblink.Stall, body)
+			r.handleMessage(t.Context(), 0, joblink.Stall, body)
 			select {
 			case why := <-r.alarms:
 				if i > 0 {
@@ -642,26 +642,26 @@ func TestDumpsOfFailures(t *testing.T) {
 	defer kv.Close()
 	r := reporterOf(t, kv, 4, "", time.Hour)
 	good := dumpOf(0, 4, "", "grad/7")
-	r.hear(t.Context(), 0, joblink.Failure, []byte("replaced"))
-	r.hear(t.Context(), 0, joblink.Failure, good)
-	r.hear(t.Context(), 1, joblink.Failure, good)
-	r.hear(t.Context(), 2, joblink.Failure, []byte("\x1f\x8bnothing"))
-	r.hear(t.Context(), 4, joblink.Failure, good) // The job has no rank 4.
+	r.handleMessage(t.Context(), 0, joblink.Failure, []byte("replaced"))
+	r.handleMessage(t.Context(), 0, joblink.Failure, good)
+	r.handleMessage(t.Context(), 1, joblink.Failure, good)
+	r.handleMessage(t.Context(), 2, joblink.Failure, []byte("\x1f\x8bnothing"))
+	r.handleMessage(t.Context(), 4, joblink.Failure, good) // The job has no rank 4.
 	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
 		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
 	}
-	r.hear(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept+1))
+	r.handleMessage(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept+1))
 	if r.failures[3] != nil {
 		t.Error("more was kept than there is room for")
 	}
-	r.hear(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept))
+	r.handleMessage(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept))
 	if r.failures[3] == nil {
 		t.Error("what there is room for was not kept")
 	}
 	delete(r.failures, 3)
 	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
 	for _, want := range []string{
-		"as 1 of 4 tell", "Rank 1 did not answer: its dump cannot be read: it is of rank 0 of 4", "Rank 2 did not answer: its dump cannot be read: recorder: malformed dump",
+		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 of 4", "Rank 2 did not answer: cannot decode its dump: recorder: malformed dump",
 		"Rank 3 did not answer: exit status 7.",
 	} {
 		if !strings.Contains(got, want) {
@@ -679,11 +679,11 @@ func TestDumpsOfFailures(t *testing.T) {
 		}
 	}
 	late.mu.Unlock()
-	if got := late.epilogue(nil, nil); !strings.Contains(got, "as 4 of 4 tell") {
+	if got := late.epilogue(nil, nil); !strings.Contains(got, "from 4 of 4 ranks") {
 		t.Errorf("got %s, want the dumps of all", got)
 	}
 	quiet := reporterOf(t, kv, 1, "", time.Hour)
-	quiet.hear(t.Context(), 0, joblink.Failure, dumpOf(0, 1, ""))
+	quiet.handleMessage(t.Context(), 0, joblink.Failure, dumpOf(0, 1, ""))
 	if got := quiet.epilogue(nil, nil); got != "" {
 		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
 	}
@@ -700,7 +700,7 @@ func TestReportsInTrouble(t *testing.T) {
 	kv.Close()
 	testnet.Eventually(t, "nobody listens", func() bool { return r.ranks.Err() != nil })
 	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
-	for _, want := range []string{"hvdrun: warning: the report: ", "store is closed", "joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
+	for _, want := range []string{"hvdrun: warning: report: ", "store is closed", "joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("got %s, want %q", got, want)
 		}

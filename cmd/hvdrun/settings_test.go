@@ -98,7 +98,7 @@ func TestWarnings(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := `hvdrun: warning: -x NO_SUCH_NAME: it is not in the environment, so the ranks do not get it
+	want := `hvdrun: warning: -x NO_SUCH_NAME: the environment has no such variable, so the ranks do not get it
 hvdrun: warning: HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?
 hvdrun: warning: HVD_TYPO is not a setting
 hvdrun: warning: --log-hide-timestamp is deprecated: use --log-without-timestamp

@@ -19,8 +19,8 @@ import (
 
 const storeCommand = "store"
 
-// aloneStore holds the flags of hvdrun store.
-type aloneStore struct {
+// storeFlags holds the flags of hvdrun store.
+type storeFlags struct {
 	listen     string
 	secretFile string
 	insecure   bool
@@ -30,41 +30,42 @@ type aloneStore struct {
 }
 
 func (r *runner) storeCommand() *cobra.Command {
-	var s aloneStore
+	var s storeFlags
 	cmd := &cobra.Command{
 		Use:   storeCommand + " --listen HOST:PORT [flags]",
-		Short: "Serve a store alone, for ranks that something else starts",
-		Long: `Serve a store alone, for ranks that something else starts, until SIGINT or SIGTERM. Its address is printed once it listens.
+		Short: "Serve a store for ranks that another launcher starts",
+		Long: `Serve a store for ranks that another launcher starts, until SIGINT or SIGTERM. The address is printed when the store
+listens. The store keeps its contents in memory only.
 
-Ranks find it by HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT, torch.distributed with --torch by MASTER_ADDR,
-MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE=True. What it holds is gone when it ends.`,
+Set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT in the environment of the ranks to this address. With --torch,
+set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and TORCHELASTIC_USE_AGENT_STORE=True.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return r.serveAlone(cmd.Context(), &s) },
+		RunE: func(cmd *cobra.Command, _ []string) error { return r.serveStore(cmd.Context(), &s) },
 
 		DisableFlagsInUseLine: true,
 	}
 	f := cmd.Flags()
 	f.SortFlags = false
-	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 takes a free one")
-	f.StringVar(&s.secretFile, "secret-file", "", "`FILE` with the secret that clients must know, 16 bytes or more (HVD_SECRET_FILE of the ranks)")
-	f.BoolVar(&s.tls, "tls", false, "encrypt connections (HVD_TLS of the ranks); takes --secret-file")
-	f.BoolVar(&s.insecure, "insecure", false, "serve without a secret though others than this host can reach the address")
-	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's protocol, which knows no secret")
-	f.BoolVar(&s.torch21, "torch-2.1", false, "old clients are of PyTorch 2.1, not of an older one")
-	f.BoolVar(&r.verbose, "verbose", false, "log who comes and goes")
+	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 chooses a free port")
+	f.StringVar(&s.secretFile, "secret-file", "", "`FILE` with the secret that clients must have, at least 16 bytes (HVD_SECRET_FILE of the ranks)")
+	f.BoolVar(&s.tls, "tls", false, "encrypt connections (HVD_TLS of the ranks); requires --secret-file")
+	f.BoolVar(&s.insecure, "insecure", false, "serve without a secret even if other hosts can reach the address")
+	f.BoolVar(&s.torch, "torch", false, "use PyTorch's TCPStore protocol, which has no secret")
+	f.BoolVar(&s.torch21, "torch-2.1", false, "treat old clients as those of PyTorch 2.1 instead of an older version")
+	f.BoolVar(&r.verbose, "verbose", false, "log when clients connect and disconnect")
 	return cmd
 }
 
-// serveAlone serves a store until SIGINT or SIGTERM.
-func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
+// serveStore serves a store until SIGINT or SIGTERM.
+func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
 	switch {
 	case s.tls && s.secretFile == "":
-		return usagef("--tls needs --secret-file: certificates are made of the secret")
+		return usagef("--tls needs --secret-file, because certificates are derived from the secret")
 	case s.torch && s.secretFile != "":
-		return usagef("--torch and --secret-file exclude each other: PyTorch's protocol knows no secret")
+		return usagef("--torch and --secret-file exclude each other, because PyTorch's protocol has no secret")
 	case s.secretFile != "":
 		text, err := os.ReadFile(s.secretFile)
 		if err == nil {
@@ -77,7 +78,7 @@ func (r *runner) serveAlone(ctx context.Context, s *aloneStore) error {
 			cfg.Secret = cfg.Secret.Encrypted()
 		}
 	case !s.insecure && !isLoopback(s.listen):
-		return usagef("--listen %s: others can reach it, and there is no secret: give --secret-file, or --insecure to let anybody change what it holds", s.listen)
+		return usagef("--listen %s: other hosts can reach this address and there is no secret: give --secret-file, or --insecure to let any client change the store", s.listen)
 	}
 	hash := store.NewHashStore(store.Limits{})
 	defer hash.Close()
@@ -96,7 +97,7 @@ type server interface {
 	Addr() string
 }
 
-func serveEither(s *aloneStore, hash *store.HashStore, cfg store.Config) (server, error) {
+func serveEither(s *storeFlags, hash *store.HashStore, cfg store.Config) (server, error) {
 	if s.torch {
 		return c10d.Serve(s.listen, hash, c10d.Config{Torch21: s.torch21, Log: cfg.Log})
 	}

@@ -88,8 +88,8 @@ func TestStoreAloneRefuses(t *testing.T) {
 		args []string
 		want string
 	}{
-		{[]string{"--listen", "0.0.0.0:0"}, "others can reach it, and there is no secret"},
-		{[]string{"--listen", ":0", "--torch"}, "others can reach it"},
+		{[]string{"--listen", "0.0.0.0:0"}, "other hosts can reach this address and there is no secret"},
+		{[]string{"--listen", ":0", "--torch"}, "other hosts can reach this address"},
 		{[]string{"--secret-file", short}, "a secret of 5 bytes, want 16"},
 		{[]string{"--secret-file", short + ".not"}, "no such file"},
 		{[]string{"--torch", "--secret-file", short}, "exclude each other"},

@@ -14,13 +14,14 @@ import (
 
 const timelineCommand = "timeline"
 
-const timelineLong = `Read the timelines of a job's ranks and say who was late, where the time went and what could be set otherwise.
+const timelineLong = `Analyse the timelines of a job: which ranks were late, where the time went, and which settings could be changed.
 
-FILE is rank 0's timeline, beside which those of the other ranks are found (t.json, t.rank1.json, ...), with their older
-segments (t.1.json); or another rank's; or a folder, of which all files are read; or - for standard input. Files may be
-packed by gzip. Horovod's own timelines are read too. What is cut off or damaged is used up to there, and said.
+FILE is the timeline of rank 0: those of the other ranks (t.rank1.json, ... beside t.json) and older segments (t.1.json)
+are found beside it. FILE can also be the timeline of another rank, a folder, of which all files are read, or - for
+standard input. Files may be compressed by gzip. Timelines of Horovod are read too. A truncated or damaged file is used up
+to the damage, and reported.
 
-The exit status is 0 if all that was named could be read, else 1; 2 for wrong usage.`
+The exit status is 0 if every FILE could be read, 1 if not, and 2 for wrong usage.`
 
 const timelineExamples = `
 Examples:
@@ -41,18 +42,18 @@ type timelineFlags struct {
 // timeline returns the command that analyses timelines.
 func (r *runner) timeline() *cobra.Command {
 	var given timelineFlags
-	g := newGroup("What is made of the files")
+	g := newGroup("Flags")
 	g.flags.BoolVar(&given.asJSON, "json", false, "print the report as a JSON object")
 	g.flags.StringVar(&given.merge, "merge", "",
-		"also write one Chrome trace of all ranks, on rank 0's clock, to `OUT.json`; packed if it ends in .gz")
+		"also write a Chrome trace of all ranks, by rank 0's clock, to `OUT.json`; compressed if the name ends in .gz")
 	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
-		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`, which the files do not tell")
+		"HOROVOD_FUSION_THRESHOLD of the job in `MIB`, which timelines do not record")
 	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
-		"HOROVOD_CACHE_CAPACITY of the job, `N` responses")
+		"HOROVOD_CACHE_CAPACITY of the job, `N` responses, which timelines do not record")
 
 	cmd := &cobra.Command{
 		Use:   timelineCommand + " [flags] FILE...",
-		Short: "Read timelines: who was late, where time went, what to set",
+		Short: "Analyse timelines: which ranks were late, where time went, what to set",
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return usagef("timeline: got no FILE, want rank 0's timeline, a folder of timelines or -")
@@ -102,7 +103,7 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		}
 		fmt.Fprintf(r.stderr, "hvdrun: merged %d events of %d ranks to %s\n", sum.Events, sum.Ranks, given.merge)
 		if sum.LeftOut > 0 {
-			fmt.Fprintf(r.stderr, "hvdrun: left out %d events without a beginning, or without a tensor's name\n", sum.LeftOut)
+			fmt.Fprintf(r.stderr, "hvdrun: left out %d events without a begin event or a tensor name\n", sum.LeftOut)
 		}
 	}
 	if given.asJSON {

@@ -31,7 +31,7 @@ func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(
 	}
 	if addr, err = netip.ParseAddrPort(server.Addr()); err != nil {
 		end()
-		return netip.AddrPort{}, nil, fmt.Errorf("address of the TCPStore: %w", err)
+		return netip.AddrPort{}, nil, fmt.Errorf("parse the address of the TCPStore: %w", err)
 	}
 	if several && (addr.Addr().IsLoopback() || addr.Addr().IsUnspecified()) {
 		end()

@@ -185,7 +185,7 @@ func TestKillOverHosts(t *testing.T) {
 	if status := j.wait(); status != 137 {
 		t.Errorf("hvdrun ended with status %d, want 137", status)
 	}
-	for _, want := range []string{"Root cause (found by the ranks that were left)", "  rank 3: killed by SIGKILL", "    host: " + hosts[1].Name + "\n"} {
+	for _, want := range []string{"Root cause (found by the surviving ranks)", "  rank 3: killed by SIGKILL", "    host: " + hosts[1].Name + "\n"} {
 		if !strings.Contains(j.err(), want) {
 			t.Errorf("the report lacks %q", want)
 		}
@@ -204,7 +204,7 @@ func TestStoreOutOfReach(t *testing.T) {
 	if status := j.wait(); status != 1 {
 		t.Errorf("hvdrun ended with status %d, want 1", status)
 	}
-	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name + `: it does not reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: is there a firewall`)
+	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name + `: cannot reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: check for a firewall`)
 	if !want.MatchString(j.err()) {
 		t.Errorf("hvdrun does not say %s", want)
 	}
@@ -398,7 +398,7 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 			t.Errorf("rank %d does not name ranks 2 or 3", r)
 		}
 	}
-	for _, want := range []string{"host " + hosts[1].Addr.String() + " is lost: no sign of life for 3s", "  rank 2: ", "  rank 3: "} {
+	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing for 3s", "  rank 2: ", "  rank 3: "} {
 		if !strings.Contains(j.err(), want) {
 			t.Errorf("the report lacks %q", want)
 		}
@@ -420,7 +420,7 @@ func TestHostsOutOfReach(t *testing.T) {
 		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223"}, "exit status 255: ssh: connect to host"},
 		{"nobody there", "10.77.0.250", []string{"--start-timeout", "1"}, "host 10.77.0.250: "},
 		{"another key", hosts[1].Addr.String(), []string{"--ssh-identity-file", "/dev/null"}, "Permission denied"},
-		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"}, "hvdrun is not at /no such/hvdrun there; --remote-hvdrun says where it is"},
+		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"}, "found no hvdrun at /no such/hvdrun on that host: give its path with --remote-hvdrun"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			j := startHvdrun(t, command, append(append(flags[:len(flags):len(flags)], "-H", c.host), c.flags...), "checked")

@@ -320,7 +320,7 @@ func TestStallShutdownIsExplained(t *testing.T) {
 	if status := j.wait(); status == 0 {
 		t.Error("exit status 0")
 	}
-	_, report, found := strings.Cut(j.err(), "what the ranks were at when the job failed")
+	_, report, found := strings.Cut(j.err(), "what the ranks did when the job failed")
 	if !found || !strings.Contains(report, `Rank 2 has not called allreduce "grad/7", for which ranks 0 and 1 have waited for 2.0 s`) {
 		t.Errorf("got\n%s", j.err())
 	}

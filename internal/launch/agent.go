@@ -40,8 +40,8 @@ type agent struct {
 	family  *family  // children of this process
 	session *session
 
-	telling sync.Mutex
-	control *yamux.Stream
+	notifying sync.Mutex
+	control   *yamux.Stream
 
 	job     hostJob
 	path    string     // path of the command
@@ -76,7 +76,7 @@ type member struct {
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
-			return fmt.Errorf("%s is for the launcher's own use", AgentArg)
+			return fmt.Errorf("%s is an internal argument of hvdrun", AgentArg)
 		}
 		liveness, err := time.ParseDuration(args[0])
 		if err != nil {
@@ -132,12 +132,12 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	var why error // valid after lost
 	go func() {
 		defer close(a.lost)
-		why = session.reason(a.obey())
+		why = session.reason(a.handleOrders())
 	}()
 	err = a.run()
 	session.Close()
 	if <-a.lost; err != nil {
-		err = fmt.Errorf("%w (the launcher's orders: %w)", err, why)
+		err = fmt.Errorf("%w (connection to the launcher: %w)", err, why)
 	}
 	return err
 }
@@ -149,7 +149,7 @@ func (a *agent) accept() error {
 		return err
 	}
 	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 && len(o.Job.Secret) != 1 {
-		return errors.New("the first one lacks the job, or its command, ranks or secret")
+		return errors.New("malformed first order: want a job with command, ranks and secret")
 	}
 	a.job = *o.Job
 	for range 2 * len(a.job.Ranks) {
@@ -162,26 +162,26 @@ func (a *agent) accept() error {
 	return nil
 }
 
-// tell sends n to the launcher. It blocks until the launcher receives n or is gone. obey detects the latter.
-func (a *agent) tell(n notice) {
-	a.telling.Lock()
-	defer a.telling.Unlock()
+// notify sends n to the launcher. It blocks until the launcher receives n or is gone. handleOrders detects the latter.
+func (a *agent) notify(n notice) {
+	a.notifying.Lock()
+	defer a.notifying.Unlock()
 	_ = send(a.control, n)
 }
 
 // run prepares the ranks, and returns when all of them have ended and their output is sent.
 func (a *agent) run() error {
 	if no := a.prepare(); no != nil {
-		a.tell(notice{Refused: no})
-		a.tell(notice{Over: true})
-		a.tell(notice{Bye: true})
+		a.notify(notice{Refused: no})
+		a.notify(notice{Over: true})
+		a.notify(notice{Bye: true})
 		return nil
 	}
 	select {
 	case <-a.begun:
 	case <-a.lost:
 		if !isClosed(a.begun) {
-			return errors.New("the launcher was gone before the ranks were started")
+			return errors.New("the connection to the launcher ended before the ranks were started")
 		}
 	}
 	select {
@@ -192,12 +192,12 @@ func (a *agent) run() error {
 		return err
 	}
 	a.reports.Wait()
-	a.tell(notice{Over: true})
+	a.notify(notice{Over: true})
 	a.release()
 	if a.session.IsClosed() {
-		return errors.New("the launcher was gone before the end of the output")
+		return errors.New("the connection to the launcher ended before all output was sent")
 	}
-	a.tell(notice{Bye: true})
+	a.notify(notice{Bye: true})
 	return nil
 }
 
@@ -215,11 +215,11 @@ func (a *agent) killAll() error {
 			timer.Reset(killWait)
 		}
 	}
-	return errors.New("the launcher is gone; ranks were sent SIGKILL and are not gone")
+	return errors.New("the launcher is gone; ranks are still alive after SIGKILL")
 }
 
-// obey carries out orders until the launcher is gone, and returns the error that ended the connection.
-func (a *agent) obey() error {
+// handleOrders carries out orders until the launcher is gone, and returns the error that ended the connection.
+func (a *agent) handleOrders() error {
 	for {
 		var o order
 		if err := receive(a.control, maxOrderBytes, &o); err != nil {
@@ -228,7 +228,7 @@ func (a *agent) obey() error {
 		running := isClosed(a.begun)
 		switch {
 		case o.Begin && (running || !isClosed(a.prepared)):
-			return errors.New("a Begin out of turn")
+			return errors.New("unexpected Begin order: want one, after Ready")
 		case o.Begin:
 			a.begin()
 		case o.Force && running:
@@ -254,7 +254,7 @@ func (a *agent) begin() {
 	a.helpers = newBatch()
 	err := a.startHelpers()
 	for i, m := range a.members {
-		a.reports.Go(func() { a.listen(i, m) })
+		a.reports.Go(func() { a.forwardReports(i, m) })
 		for j, in := range m.outputs {
 			a.relays.Go(func() { a.relay(in, a.outputs[2*i+j]) })
 		}
@@ -264,7 +264,7 @@ func (a *agent) begin() {
 	}
 	a.family.complete(a.helpers)
 	if err != nil {
-		a.tell(notice{Refused: &refusal{Text: strings.TrimPrefix(err.Error(), "launch: ")}})
+		a.notify(notice{Refused: &refusal{Text: strings.TrimPrefix(err.Error(), "launch: ")}})
 		a.signal(unix.SIGKILL)
 	}
 }
@@ -284,7 +284,7 @@ func (a *agent) startHelpers() error {
 		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
 			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null, []bool{true, true, false, true})
 			return pid, err
-		}, a.family.doomOrphans)
+		}, a.family.killOrphans)
 		if err != nil {
 			return fmt.Errorf("launch: start a rank: %w", err)
 		}
@@ -296,19 +296,19 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// listen forwards the reports of the helper of rank i, by index on this host.
-func (a *agent) listen(i int, m *member) {
+// forwardReports forwards the reports of the helper of rank i, by index on this host.
+func (a *agent) forwardReports(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
 		var p report
 		if reports.Decode(&p) != nil {
 			break
 		}
-		a.tell(notice{Rank: i, Report: &p})
+		a.notify(notice{Rank: i, Report: &p})
 	}
 	// Only the helper has the other end, so end of file means that the helper has ended.
 	_, _ = io.Copy(io.Discard, m.reports)
-	a.tell(notice{Rank: i, Report: &report{Gone: true}})
+	a.notify(notice{Rank: i, Report: &report{Gone: true}})
 }
 
 // relay copies the output of a rank to its stream, and closes both.
@@ -324,7 +324,7 @@ func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 // does not block: a pipe holds 65536 signals.
 func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
-		_, _ = m.orders.Write([]byte{byte(s)}) // it fails only if the helper has ended
+		_, _ = m.orders.Write([]byte{byte(s)}) // this fails only if the helper has ended
 	}
 }
 
@@ -354,7 +354,7 @@ func (a *agent) release() {
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
-			return &refusal{Text: fmt.Sprintf("the launcher's working directory, in which the ranks are to run: %v", err)}
+			return &refusal{Text: fmt.Sprintf("cannot run the ranks in the launcher's working directory: %v", err)}
 		}
 	}
 	env := a.environment()
@@ -374,7 +374,7 @@ func (a *agent) prepare() *refusal {
 		a.envs = append(a.envs, slices.Concat(env, r))
 	}
 	close(a.prepared)
-	a.tell(notice{Ready: true})
+	a.notify(notice{Ready: true})
 	return nil
 }
 
@@ -432,6 +432,6 @@ func (a *agent) reachStore() (at netip.AddrPort, err error) {
 			return at, errors.New("the launcher is gone")
 		}
 	}
-	return at, fmt.Errorf("it does not reach the job's store on the launcher's host, at %s: "+
-		"is there a firewall between them? --network-interfaces chooses the network (%w)", strings.Join(a.job.Stores, ", "), err)
+	return at, fmt.Errorf("cannot reach the job's store on the launcher's host, at %s: "+
+		"check for a firewall between the hosts, or choose another network with --network-interfaces (%w)", strings.Join(a.job.Stores, ", "), err)
 }

@@ -18,8 +18,8 @@ import (
 )
 
 const (
-	// lastWords is the time limit for reaping a command that is ending and for reading its standard error.
-	lastWords = 2 * time.Second
+	// endWait is the time limit for reaping a command that is ending and for reading its standard error.
+	endWait = 2 * time.Second
 	// routeWait bounds the search for the addresses of all hosts' names.
 	routeWait = 2 * time.Second
 	// maxOrders caps the orders that an agent leaves unread. The launcher kills an agent that exceeds it.
@@ -70,7 +70,7 @@ func (j *job) connect() {
 			c.close()
 			continue
 		}
-		j.writers.Go(func() { j.attend(c) })
+		j.writers.Go(func() { j.serveAgent(c) })
 	}
 	j.family.complete(commands)
 	j.commands = commands
@@ -85,7 +85,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		c.link = &link{in: mine, out: mine}
 		go func() {
 			defer close(c.ended)
-			// It fails only if the launcher has closed the link, and then the launcher knows the reason.
+			// serveLauncher fails only if the launcher has closed the link, and then the launcher knows the reason.
 			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
 		}()
 		return nil
@@ -95,18 +95,18 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	if err != nil {
 		return &HostError{c.host, fmt.Errorf("%s: %w", argv[0], err)}
 	}
-	j.tell("host %s: %s", c.host, strings.Join(argv, " "))
+	j.verbosef("host %s: %s", c.host, strings.Join(argv, " "))
 	var mine []*os.File
 	c.command = argv[0]
 	c.pid, err = j.family.start(commands, func() (pid int, err error) {
 		mine, pid, err = startWithPipes(path, argv, j.o.Env, nil, []bool{false, true, true})
 		return pid, err
 	}, func(status unix.WaitStatus) {
-		j.family.doomOrphans(status)
+		j.family.killOrphans(status)
 		c.status = status
 		c.stderr.in.(*pipeSource).finish()
 		// A process outside the job may hold the other end of the link.
-		time.AfterFunc(lastWords, func() { c.link.Close() })
+		time.AfterFunc(endWait, func() { c.link.Close() })
 		close(c.ended)
 	})
 	if err != nil {
@@ -197,9 +197,9 @@ func (j *job) routes() []netip.Addr {
 	return found
 }
 
-// attend handles the notices of an agent until the connection ends.
-func (j *job) attend(c *agentConn) {
-	err := j.converse(c)
+// serveAgent handles the notices of an agent until the connection ends.
+func (j *job) serveAgent(c *agentConn) {
+	err := j.runSession(c)
 	if err != nil {
 		err = j.explain(c, err)
 	}
@@ -216,7 +216,7 @@ func (j *job) attend(c *agentConn) {
 // cutShort records that output may be missing, unless the launcher itself has ended the connection.
 func (c *agentConn) cutShort(j *job, err error) {
 	if !j.dropped.Load() {
-		c.lost = fmt.Errorf("launch: host %s: the end of the output is lost: %w", c.host, err)
+		c.lost = fmt.Errorf("launch: host %s: the last output was lost: %w", c.host, err)
 	}
 }
 
@@ -234,8 +234,8 @@ func (c *agentConn) close() {
 	}
 }
 
-// converse opens the session with an agent and handles its notices. It returns nil after Bye.
-func (j *job) converse(c *agentConn) error {
+// runSession opens the session with an agent and handles its notices. It returns nil after Bye.
+func (j *job) runSession(c *agentConn) error {
 	if err := readHello(c.link); err != nil {
 		return err
 	}
@@ -245,13 +245,13 @@ func (j *job) converse(c *agentConn) error {
 		return err
 	}
 	defer s.Close()
-	if err := j.listen(c, s); err != nil {
+	if err := j.openStreams(c, s); err != nil {
 		return s.reason(err)
 	}
 	return nil
 }
 
-func (j *job) listen(c *agentConn, session *session) error {
+func (j *job) openStreams(c *agentConn, session *session) error {
 	control, err := session.OpenStream()
 	if err != nil {
 		return err
@@ -295,7 +295,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			err := n.Refused.error(j, c)
 			j.post(func() { j.abort(err) })
 		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
-			return fmt.Errorf("its agent has sent a report on rank %d of %d", n.Rank, len(c.ranks))
+			return fmt.Errorf("malformed notice from the agent: report on rank index %d, want less than %d", n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
 				n.Report.At = time.Now().UnixNano() // the clock of that host may differ
@@ -305,7 +305,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			over = true
 			j.post(func() { j.setOver(c) })
 		case n.Bye && !over:
-			return errors.New("its agent has sent a Bye before the end of its ranks")
+			return errors.New("unexpected Bye from the agent before its ranks have ended")
 		case n.Bye:
 			return nil
 		}
@@ -326,21 +326,21 @@ func (r *refusal) error(j *job, c *agentConn) error {
 }
 
 // explain returns the reason why an agent ended without Bye: err, or, if err is only the end of the
-// connection, the exit status and the last output of the command. It waits up to lastWords for the command to
+// connection, the exit status and the last output of the command. It waits up to endWait for the command to
 // end, and kills it after that.
 func (j *job) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
 		return err
 	}
-	timer := time.NewTimer(lastWords)
+	timer := time.NewTimer(endWait)
 	defer timer.Stop()
 	for _, over := range []<-chan struct{}{c.ended, c.silent} {
 		select {
 		case <-over:
 		case <-timer.C:
 			j.cut(c)
-			return fmt.Errorf("its agent has closed its output, and %s goes on", c.command)
+			return fmt.Errorf("the agent closed its output, but %s is still running", c.command)
 		}
 	}
 	how := fmt.Sprintf("exit status %d", c.status.ExitStatus())
@@ -355,7 +355,7 @@ func (j *job) explain(c *agentConn, err error) error {
 		how = fmt.Sprintf("%v (%s)", err, how)
 	}
 	if !c.greeted && (c.status.ExitStatus() == statusNotFound || c.status.ExitStatus() == statusNotExecutable) {
-		return fmt.Errorf("hvdrun is not at %s there; --remote-hvdrun says where it is (%s)", j.o.AgentPath, how)
+		return fmt.Errorf("found no hvdrun at %s on that host: give its path with --remote-hvdrun (%s)", j.o.AgentPath, how)
 	}
 	return errors.New(how)
 }
@@ -380,10 +380,10 @@ func (j *job) cutAll() {
 	}
 }
 
-// dismiss returns when all agents, and the commands that reach them, have ended; they end when they have sent
-// everything. After patience it kills those that are left, and after the same time again it gives up and
+// awaitAgents returns when all agents, and the commands that reach them, have ended; they end when they have sent
+// everything. After timeout it kills those that are left, and after the same time again it gives up and
 // returns an error.
-func (j *job) dismiss(patience time.Duration) error {
+func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {
 		defer close(all)
@@ -395,7 +395,7 @@ func (j *job) dismiss(patience time.Duration) error {
 		}
 		j.family.reaper.Wait()
 	}()
-	timer := time.NewTimer(patience)
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	for range 2 {
 		select {
@@ -404,7 +404,7 @@ func (j *job) dismiss(patience time.Duration) error {
 			return j.family.err
 		case <-timer.C:
 			j.cutAll()
-			timer.Reset(patience)
+			timer.Reset(timeout)
 		}
 	}
 	for _, c := range j.conns {
@@ -412,5 +412,5 @@ func (j *job) dismiss(patience time.Duration) error {
 			c.link.Close()
 		}
 	}
-	return errors.New("launch: the commands that reach other hosts were sent SIGKILL and are not gone")
+	return errors.New("launch: the commands that reach other hosts are still alive after SIGKILL")
 }

@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fate is the treatment of a child that this process did not start: an orphan that it inherited as a
-// subreaper.
-type fate int
+// orphanAction is what a family does with a child that this process did not start: an orphan that it
+// inherited as a subreaper.
+type orphanAction int
 
 const (
-	ignored fate = iota // not waited for
-	awaited             // reap returns only when it has ended
-	doomed              // awaited, and killed at once
+	ignoreOrphan orphanAction = iota // not waited for
+	awaitOrphan                      // reap returns only when it has ended
+	killOrphan                       // killed at once and awaited
 )
 
 // family manages the children of this process: those that it started and those that it inherits.
@@ -37,9 +37,9 @@ type family struct {
 	mu sync.Mutex
 	// own holds the children that were started by this family and are not reaped.
 	own map[int]relative
-	// fate decides the treatment of a child that is not in own, by its process ID and process group. If it is
+	// orphans returns the action for a child that is not in own, by its process ID and process group. If it is
 	// nil, all are ignored, and the family need not list the children.
-	fate func(pid, pgrp int) fate
+	orphans func(pid, pgrp int) orphanAction
 	// before holds the children that the process had when adopt was called.
 	before map[int]bool
 
@@ -84,18 +84,18 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// doomOrphans is called when a child has ended that must leave no processes behind. If its status is not 0 it
+// killOrphans is called when a child has ended that must leave no processes behind. If its status is not 0 it
 // may have left some: then all orphans are killed from now on, except the children from before adopt. The
 // caller holds mu.
-func (f *family) doomOrphans(status unix.WaitStatus) {
+func (f *family) killOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return
 	}
-	f.fate = func(pid, _ int) fate {
+	f.orphans = func(pid, _ int) orphanAction {
 		if f.before[pid] {
-			return ignored
+			return ignoreOrphan
 		}
-		return doomed
+		return killOrphan
 	}
 }
 
@@ -146,7 +146,7 @@ func (f *family) reap() {
 	}
 }
 
-// collect reaps the dead children, then gives the inherited ones their fates. It reports whether reap must
+// collect reaps the dead children, then applies orphans to the inherited ones. It reports whether reap must
 // end.
 func (f *family) collect() bool {
 	f.mu.Lock()
@@ -180,13 +180,13 @@ func (f *family) reapDead() (none bool, err error) {
 		case err == unix.EINTR:
 			continue
 		case err == unix.ECHILD && len(f.own) > 0:
-			return false, errors.New("launch: wait for children: somebody else in this process has reaped them")
+			return false, errors.New("launch: wait for children: other code in this process has reaped them")
 		case err == unix.ECHILD:
 			return true, nil
 		case err != nil:
 			return false, fmt.Errorf("launch: wait for children: %w", err)
 		case pid == 0:
-			return false, nil // the rest is alive
+			return false, nil // the remaining children are alive
 		}
 		if r, ok := f.own[pid]; ok {
 			delete(f.own, pid)
@@ -196,10 +196,10 @@ func (f *family) reapDead() (none bool, err error) {
 	}
 }
 
-// sweep gives every child that is not in own its fate, and returns how many of them are awaited. The caller
-// holds mu.
+// sweep applies orphans to every child that is not in own, and returns how many of them are awaited. The
+// caller holds mu.
 func (f *family) sweep() (awaiting int, err error) {
-	if f.fate == nil {
+	if f.orphans == nil {
 		return 0, nil
 	}
 	children, err := listChildren()
@@ -210,13 +210,13 @@ func (f *family) sweep() (awaiting int, err error) {
 		if _, ok := f.own[c.pid]; ok {
 			continue
 		}
-		switch f.fate(c.pid, c.pgrp) {
-		case doomed:
+		switch f.orphans(c.pid, c.pgrp) {
+		case killOrphan:
 			// An error means that the child runs as another user. It is awaited all the same: the launcher
 			// has a deadline, and reports it.
 			_ = unix.Kill(c.pid, unix.SIGKILL)
 			awaiting++
-		case awaited:
+		case awaitOrphan:
 			awaiting++
 		}
 	}
@@ -246,7 +246,7 @@ func listChildren() ([]child, error) {
 		}
 		stat, err := os.ReadFile("/proc/" + name + "/stat")
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) || errors.Is(err, os.ErrPermission) {
-			continue // it has ended meanwhile, or belongs to another user
+			continue // the process has ended meanwhile, or belongs to another user
 		}
 		if err != nil {
 			return nil, fmt.Errorf("launch: list children: %w", err)

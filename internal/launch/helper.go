@@ -76,7 +76,7 @@ func HelperMain(args, env []string) int {
 	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
 	runtime.LockOSThread()
 	if len(args) < 2 {
-		fmt.Fprintf(os.Stderr, "hvdrun: %s is for the launcher's own use\n", HelperArg)
+		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
 	// The timeline signal is ignored until a rank installs a handler: by default it would end a program that
@@ -102,12 +102,12 @@ func HelperMain(args, env []string) int {
 	if err := h.start(args[0], args[1:], env); err != nil {
 		var errno syscall.Errno
 		if !errors.As(err, &errno) {
-			errno = syscall.EINVAL // a zero byte in an argument
+			errno = syscall.EINVAL // an argument has a zero byte, which gives an error without a number
 		}
-		h.tell(report{Errno: errno})
+		h.sendReport(report{Errno: errno})
 		return 0
 	}
-	go h.obey(os.NewFile(orderFD, "orders"))
+	go h.handleOrders(os.NewFile(orderFD, "orders"))
 	h.family.reap() // on this goroutine, whose thread started the command
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
@@ -141,7 +141,7 @@ func (h *helper) start(path string, argv, env []string) error {
 		}
 		if err == nil {
 			h.pid, h.alive = pid, true
-			h.tell(report{PID: pid})
+			h.sendReport(report{PID: pid})
 		}
 		return pid, err
 	}, h.ended)
@@ -165,7 +165,7 @@ func isText(path string) bool {
 	return bytes.IndexByte(line, 0) < 0
 }
 
-// ended reports the end of the command to the launcher, and sets the fate of the processes that it left
+// ended reports the end of the command to the launcher, and sets the action for the processes that it left
 // behind. The caller holds family.mu.
 func (h *helper) ended(status unix.WaitStatus) {
 	h.alive = false
@@ -175,23 +175,24 @@ func (h *helper) ended(status unix.WaitStatus) {
 	} else {
 		r.Code = status.ExitStatus()
 	}
-	h.tell(r)
-	h.family.fate = h.fate
+	h.sendReport(r)
+	h.family.orphans = h.orphanAction
 }
 
-// fate returns the fate of a process that the command left behind. The caller holds family.mu.
-func (h *helper) fate(_, pgrp int) fate {
+// orphanAction returns the action for a process that the command left behind. The caller holds family.mu.
+func (h *helper) orphanAction(_, pgrp int) orphanAction {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
-		return awaited
+		return awaitOrphan
 	}
-	return doomed
+	return killOrphan
 }
 
-// tell sends a report to the launcher. It ignores errors: if the launcher is gone, obey ends the command.
-func (h *helper) tell(r report) { _ = h.reports.Encode(r) }
+// sendReport sends a report to the launcher. It ignores errors: if the launcher is gone, handleOrders ends
+// the command.
+func (h *helper) sendReport(r report) { _ = h.reports.Encode(r) }
 
-// obey carries out the launcher's orders until the launcher is gone. Then it kills everything.
-func (h *helper) obey(orders *os.File) {
+// handleOrders carries out the launcher's orders until the launcher is gone. Then it kills everything.
+func (h *helper) handleOrders(orders *os.File) {
 	for {
 		var order [1]byte
 		if _, err := orders.Read(order[:]); err != nil {
@@ -215,11 +216,11 @@ func (h *helper) signal(s syscall.Signal) {
 		// The command is not reaped, so the IDs of process and group are still its own. It may have left the
 		// group.
 		if err := unix.Kill(-h.pid, s); err != nil || s == unix.SIGKILL {
-			_ = unix.Kill(h.pid, s) // it fails if the command now runs as another user
+			_ = unix.Kill(h.pid, s) // this fails if the command now runs as another user
 		}
 	}
 	if h.killed {
-		h.family.fate = h.fate
+		h.family.orphans = h.orphanAction
 		if _, err := h.family.sweep(); err != nil {
 			fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		}

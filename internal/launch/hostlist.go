@@ -161,7 +161,7 @@ func parseHostLine(words []string) (Host, error) {
 	}
 	number, ok := strings.CutPrefix(words[1], "slots=")
 	if !ok || len(words) > 2 || rest != "" {
-		return Host{}, errors.New("want a host and slots=N behind it, or HOST:N")
+		return Host{}, errors.New("want HOST slots=N or HOST:N")
 	}
 	h := Host{Name: name}
 	h.Slots, err = parseSlots(number)
@@ -191,7 +191,7 @@ func Assign(hosts []Host, np int) ([]Place, error) {
 		for _, h := range hosts {
 			names = append(names, fmt.Sprintf("%s has %d", h.Name, h.Slots))
 		}
-		return nil, fmt.Errorf("%d ranks want as many slots, but there are %d (%.200s): lower -np, or raise the number behind a host "+
+		return nil, fmt.Errorf("got %d ranks for %d slots (%.200s): lower -np, or raise the number after a host "+
 			"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Place, 0, np)

@@ -94,10 +94,10 @@ func TestParseHostFile(t *testing.T) {
 		{"h1 slots=x", "want a number of slots"},
 		{"h1:2:3", "a comma between hosts"},
 		{"h1:2:3 slots=2", "a comma between hosts"},
-		{"h1 2", "want a host and slots=N behind it"},
-		{"h1 slots=2 max_slots=4", "want a host and slots=N behind it"},
+		{"h1 2", "want HOST slots=N or HOST:N"},
+		{"h1 slots=2 max_slots=4", "want HOST slots=N or HOST:N"},
 		{"-x slots=2", "names or addresses"},
-		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want a host and slots=N"},
+		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want HOST slots=N"},
 		{"h1\nh1 slots=2", "want each host once"},
 		{strings.Repeat("#", 1<<20), "names no host"},
 		{strings.Repeat("#", 1<<20+1), "more than 1048576 bytes"},
@@ -151,7 +151,7 @@ func TestAssignHosts(t *testing.T) {
 
 func TestAssignNeedsSlots(t *testing.T) {
 	_, err := launch.Assign([]launch.Host{{"h1", 2}, {"h2", 1}}, 4)
-	const want = "4 ranks want as many slots, but there are 3 (h1 has 2, h2 has 1): lower -np, or raise the number behind a host in -H or --hostfile"
+	const want = "got 4 ranks for 3 slots (h1 has 2, h2 has 1): lower -np, or raise the number after a host in -H or --hostfile"
 	if err == nil || err.Error() != want {
 		t.Errorf("got error %v, want %s", err, want)
 	}

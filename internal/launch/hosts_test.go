@@ -206,7 +206,7 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, Command: []string{self(), "rank", "ignore"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
-	r.awaitOutput(&r.stderr, "once more kills them", 1)
+	r.awaitOutput(&r.stderr, "a second signal kills them", 1)
 	r.interruptAgain()
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
@@ -250,7 +250,7 @@ func TestAgentIsKilled(t *testing.T) {
 	if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost || res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
 		t.Errorf("got %+v, want ranks 1 and 2 lost", res)
 	}
-	if want := "host h2 is lost: env: killed by SIGKILL"; strings.Count(r.stderr.String(), want) < 2 {
+	if want := "lost host h2: env: killed by SIGKILL"; strings.Count(r.stderr.String(), want) < 2 {
 		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
 	}
 }
@@ -264,7 +264,7 @@ func TestAgentIsStopped(t *testing.T) {
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	if want := "rank 1: host h2 is lost: no sign of life for 3s"; !strings.Contains(r.stderr.String(), want) {
+	if want := "rank 1: lost host h2: received nothing for 3s"; !strings.Contains(r.stderr.String(), want) {
 		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
 	}
 }
@@ -279,7 +279,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
-	// All that is said now are pings.
+	// From now on the two ends send only pings.
 	awaitPings := func(file string, n int64) {
 		t.Helper()
 		size := func() int64 {
@@ -320,8 +320,8 @@ func TestLauncherIsStopped(t *testing.T) {
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	const want = "the launcher is gone, and the ranks were killed (the launcher's orders: no sign of life for 6s)"
-	if strings.Count(r.stderr.String(), want) == 0 || strings.Contains(r.stderr.String(), "are not gone") {
+	const want = "the launcher is gone, and the ranks were killed (connection to the launcher: received nothing for 6s)"
+	if strings.Count(r.stderr.String(), want) == 0 || strings.Contains(r.stderr.String(), "are still alive") {
 		t.Errorf("got %s, want %q", r.stderr.String(), want)
 	}
 }
@@ -339,7 +339,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	agent := r.agentOf("h2")
 	unix.Kill(agent, unix.SIGSTOP)
-	// What it had said is heard: the other host's word comes after it.
+	// The launcher has read everything that the agent sent before it stopped, because it reads the word of the
+	// other host after that.
 	r.await("a stopped agent", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", agent))
 		return err == nil && strings.Contains(string(stat), ") T ")
@@ -377,7 +378,7 @@ func TestAgentThatObeysNothing(t *testing.T) {
 			if name == "signal" {
 				r.signal(unix.SIGINT)
 			}
-			if got := r.wait(); got != c.want || !strings.Contains(r.stderr.String(), "processes of ranks [1] were sent SIGKILL and are not gone") {
+			if got := r.wait(); got != c.want || !strings.Contains(r.stderr.String(), "processes of rank 1 are still alive after SIGKILL") {
 				t.Errorf("got exit status %d and %q, want %d and rank 1 named", got, r.stderr.String(), c.want)
 			}
 		})
@@ -398,26 +399,26 @@ func TestAgentThatEndsEarly(t *testing.T) {
 		name    string
 		notices []string
 		status  int
-		want    string // after "the end of the output is lost: "
+		want    string // after "the last output was lost: "
 	}{
 		{"before it says gone", []string{ready, started, ended}, 1, "env: exit status 7: bad line"},
 		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
 		{"without bye", []string{ready, started, ended, gone, over}, 1, "env: exit status 7: bad line"},
-		{"bye before the end", []string{ready, started, ended, gone, bye}, 1, "its agent has sent a Bye before the end"},
+		{"bye before the end", []string{ready, started, ended, gone, bye}, 1, "unexpected Bye from the agent before"},
 		{"all", []string{ready, started, ended, gone, over, bye}, 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: fake{Notices: c.notices, Print: "half"}.reach()})
 			got, said := r.wait(), r.stderr.String()
-			want := "launch: host h1: the end of the output is lost: " + c.want
+			want := "launch: host h1: the last output was lost: " + c.want
 			if got != c.status || c.want != "" && !strings.Contains(said, want) || c.want == "" && strings.Contains(said, "lost") {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
 			}
 			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
 				t.Errorf("got %q, want what the agent had sent", out)
 			}
-			// Its clock is another than this host's.
+			// The clock of the agent's host may differ, so the launcher records its own time.
 			if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
 				t.Errorf("got %+v, want this host's time", e)
 			}
@@ -446,7 +447,7 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	if !strings.Contains(r.stderr.String(), "rank 1: its helper was killed") {
+	if !strings.Contains(r.stderr.String(), "rank 1: its helper process was killed") {
 		t.Errorf("the report does not say so:\n%s", r.stderr.String())
 	}
 }
@@ -482,21 +483,21 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"no reach", spec{Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: ", "not found"}, ""},
 		{"no reach, and this host", spec{Hosts: "h1:2,localhost:2", Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: "}, ""},
 		{"no hvdrun", spec{Reach: byShell(`[ $AT = h1 ] || exec /no/hvdrun; exec "$@"`)}, 1,
-			[]string{"host h2: hvdrun is not at " + self() + " there; --remote-hvdrun", "exit status 127", "/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
+			[]string{"host h2: found no hvdrun at " + self() + " on that host: give its path with --remote-hvdrun", "exit status 127", "/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
 		{"ends at once", spec{Reach: byShell(`[ $AT = h1 ] || { echo name unknown >&2; exit 255; }; exec "$@"`)}, 1,
 			[]string{"launch: host h2: env: exit status 255: name unknown\n"}, ""},
 		{"is killed", spec{Reach: byShell(`kill -9 $$`)}, 1, []string{": env: killed by SIGKILL"}, ""},
-		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1, []string{`no agent of hvdrun, and printed "this is a menu"`}, ""},
-		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1, []string{"no agent of hvdrun", "menu"}, ""},
-		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"speaks version 7", "this one 2", "same hvdrun"}, ""},
+		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1, []string{`got "this is a menu", want the greeting of an hvdrun agent`}, ""},
+		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1, []string{"without the greeting of an hvdrun agent", "menu"}, ""},
+		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"got version 7 of the agent protocol", "want version 2", "same hvdrun"}, ""},
 		{"no session", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\2\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1, []string{"invalid protocol version"}, ""},
 		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1, []string{"frame of 70000 bytes"}, ""},
 		{"garbled", spec{Reach: fake{Notices: []string{"{"}}.reach()}, 1, []string{"malformed message"}, ""},
-		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()}, 1, []string{"its agent has sent a report on rank 256 of 2"}, ""},
+		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()}, 1, []string{"malformed notice from the agent: report on rank index 256, want less than 2"}, ""},
 		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 3s"}, "h1:"},
-		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: its agent has closed its output, and env goes on"}, ""},
+		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: the agent closed its output, but env is still running"}, ""},
 		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,
-			[]string{"it does not reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: is there a firewall", "--network-interfaces"}, ""},
+			[]string{"cannot reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: check for a firewall", "--network-interfaces"}, ""},
 		{"no directory", spec{dir: filepath.Join(t.TempDir(), "gone"), Reach: byShell(`rmdir "$PWD"; exec "$@"`)}, 1, []string{"working directory", "/gone: no such file"}, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -567,7 +568,7 @@ func TestInterruptWhileHostsGetReady(t *testing.T) {
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000, Reach: byShell(`echo hangs >&2; trap '' INT TERM; sleep 1000 & sleep 1000; true`), Command: []string{"true"}})
 	r.awaitOutput(&r.stderr, "hangs", 2)
 	r.signal(unix.SIGINT)
-	if got := r.wait(); got != 130 || !strings.Contains(r.stderr.String(), "SIGINT: no rank was started") {
+	if got := r.wait(); got != 130 || !strings.Contains(r.stderr.String(), "SIGINT: stopping before any rank was started") {
 		t.Errorf("got exit status %d and %q, want 130", got, r.stderr.String())
 	}
 }
@@ -629,7 +630,7 @@ func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 
 func TestTooFewSlots(t *testing.T) {
 	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}}, Command: []string{"true"}})
-	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "there are 3") {
+	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "got 4 ranks for 3 slots") {
 		t.Errorf("got error %v, want an OptionError", err)
 	}
 }

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// onceMore is the time after SIGQUIT within which another SIGQUIT is forwarded to the ranks.
-const onceMore = 5 * time.Second
+// quitRepeat is the time after SIGQUIT within which another SIGQUIT is forwarded to the ranks.
+const quitRepeat = 5 * time.Second
 
 // Inquiry is how the launcher finds out what the ranks are doing. The launcher itself cannot tell: a process
 // that hangs is alive. Each function is called in a goroutine of its own, one call at a time. The launcher
@@ -28,10 +28,10 @@ type Inquiry struct {
 	Epilogue func(known []string, culprits []int) string
 }
 
-// heedQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one is
+// handleQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one is
 // in progress; if not, the signal must be forwarded to the ranks.
-func (j *job) heedQuit() bool {
-	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < onceMore {
+func (j *job) handleQuit() bool {
+	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < quitRepeat {
 		return false
 	}
 	j.quitAt = time.Now()
@@ -42,7 +42,7 @@ func (j *job) heedQuit() bool {
 // survey starts a survey, unless one is in progress.
 func (j *job) survey(why string) {
 	if j.surveying {
-		j.tell("%s: the ranks are being asked already", why)
+		j.verbosef("%s: ignored, because the ranks are already being asked for a report", why)
 		return
 	}
 	j.surveying = true
@@ -101,11 +101,11 @@ func activity(pid int) string {
 	case 't':
 		return "is stopped by a debugger"
 	case 'D':
-		return "waits in the kernel, for a disk or a network file system"
+		return "is blocked in the kernel, on a disk or a network file system"
 	case 'Z', 'X':
 		return "has just ended"
 	case 'R':
-		return "computes"
+		return "is running"
 	}
-	return "sleeps"
+	return "is sleeping"
 }

@@ -14,7 +14,7 @@ func TestQuitAsks(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.awaitOutput(&r.stderr, "surveyed for an alarm\n", 1)
 	r.signal(unix.SIGQUIT)
-	r.awaitOutput(&r.stderr, "an alarm meanwhile: the ranks are being asked already", 1)
+	r.awaitOutput(&r.stderr, "an alarm meanwhile: ignored, because the ranks are already being asked", 1)
 	if strings.Contains(r.stdout.String(), "got") {
 		t.Errorf("got %q, want no rank to get a signal", r.stdout.String())
 	}
@@ -29,7 +29,7 @@ func TestQuitAsks(t *testing.T) {
 	if n := strings.Count(out, "surveyed for SIGQUIT\n"); n != 1 {
 		t.Errorf("%d surveys were printed, want 1", n)
 	}
-	if state := regexp.MustCompile(`asked for SIGQUIT: \["process \d+ (sleeps|computes)" "process \d+ (sleeps|computes)"\]`); !state.MatchString(out) {
+	if state := regexp.MustCompile(`asked for SIGQUIT: \["process \d+ is (sleeping|running)" "process \d+ is (sleeping|running)"\]`); !state.MatchString(out) {
 		t.Errorf("got %q, want what is known of both processes", out)
 	}
 	if strings.Contains(out, "epilogue") {

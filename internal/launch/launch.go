@@ -242,7 +242,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	if len(o.Hosts) == 0 {
 		host, err := os.Hostname()
 		if err != nil {
-			return Result{}, fmt.Errorf("launch: name of this host: %w", err)
+			return Result{}, fmt.Errorf("launch: get the name of this host: %w", err)
 		}
 		o.Hosts = []Host{{Name: host, Slots: o.NP}}
 	}
@@ -301,7 +301,7 @@ func has(vars []string, name string) bool {
 
 // without returns env without the variables that vars name.
 func without(env, vars []string) []string {
-	named := make(map[string]bool, len(vars)) // there may be thousands, as in a pod of a large cluster
+	named := make(map[string]bool, len(vars)) // a map, since a pod of a large cluster may have thousands
 	for _, v := range vars {
 		named[nameOf(v)] = true
 	}
@@ -324,7 +324,7 @@ func (j *job) torchVariables(r int) []string {
 		"LOCAL_WORLD_SIZE=" + strconv.Itoa(p.LocalSize),
 		"GROUP_RANK=" + strconv.Itoa(p.Host),
 		"GROUP_WORLD_SIZE=" + strconv.Itoa(j.hosts),
-		// The store is there already, so that rank 0 need not serve one.
+		// The launcher serves the store, so rank 0 must not serve one.
 		"TORCHELASTIC_USE_AGENT_STORE=True",
 		"TORCHELASTIC_RESTART_COUNT=0",
 	}, j.o.Set)
@@ -334,7 +334,7 @@ func (j *job) torchVariables(r int) []string {
 // If a name occurs more than once in set, the last occurrence counts.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
-	// Output is prefixed line by line, so it should come line by line.
+	// The launcher prefixes each line of output, so Python should not hold back lines in a buffer.
 	for _, v := range append([]string{"PYTHONUNBUFFERED=1"}, set...) {
 		switch name := nameOf(v); {
 		case name == "" || !strings.Contains(v, "=") || strings.Contains(v, "\x00"):

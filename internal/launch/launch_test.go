@@ -198,7 +198,7 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		// Who asks for the signal of the timeline, which it is started with ignored, gets it as any other.
+		// A rank starts with the timeline signal ignored. If it installs a handler it receives that signal too.
 		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
 			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
 				t.Parallel()
@@ -246,7 +246,7 @@ func TestSecondInterruptKills(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: []string{self(), "rank", "ignore"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
-	r.awaitOutput(&r.stderr, "once more kills them", 1)
+	r.awaitOutput(&r.stderr, "a second signal kills them", 1)
 	r.interruptAgain()
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
@@ -278,7 +278,7 @@ func TestSignalThatComesTwice(t *testing.T) {
 			r := start(t, spec{NP: 1, GraceMS: 600_000, EchoMS: 600_000, Command: sh("trap 'echo user' USR1; trap : INT TERM; echo ready; " +
 				laterScript(file) + "echo saved")})
 			r.awaitOutput(&r.stdout, "ready", 1)
-			r.signalTwice(s, func() bool { return strings.Contains(r.stderr.String(), "once more kills them") })
+			r.signalTwice(s, func() bool { return strings.Contains(r.stderr.String(), "a second signal kills them") })
 			r.signal(unix.SIGUSR1)
 			r.awaitOutput(&r.stdout, "user", 1)
 			if err := os.WriteFile(file, nil, 0o600); err != nil {
@@ -494,7 +494,7 @@ func TestHelperIsKilled(t *testing.T) {
 	if !slices.Equal(res.Roots, []int{1}) || !res.Ranks[1].Lost || res.Ranks[1].PID == 0 {
 		t.Errorf("got %+v, want rank 1 lost", res)
 	}
-	if !strings.Contains(r.stderr.String(), "rank 1: its helper was killed") {
+	if !strings.Contains(r.stderr.String(), "rank 1: its helper process was killed") {
 		t.Errorf("the report does not say so:\n%s", r.stderr.String())
 	}
 }
@@ -605,7 +605,7 @@ func TestRootCause(t *testing.T) {
 	}{
 		{"first by time", "", []int{0}, 1, []string{"Root cause (first observed failure):\n  rank 0: exit status 1\n", "Other ranks that failed:\n  rank 2: killed by SIGKILL, not from hvdrun"}},
 		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, []int{2}, 137,
-			[]string{"Root cause (found by the ranks that were left): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
+			[]string{"Root cause (found by the surviving ranks): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
 		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1, []string{"  rank 0: exit", "  rank 2: killed"}},
 		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, []int{1}, 1, []string{"left early\n  rank 1: exit status 0\n"}},
 		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, []int{0}, 1, []string{"first observed failure"}},
@@ -620,7 +620,7 @@ func TestRootCause(t *testing.T) {
 				1) exit 0;;
 				2) ` + laterScript(file) + `kill -9 $$;;
 				esac`)})
-			r.awaitOutput(&r.stderr, "rank 0: exit status 1; the others have", 1)
+			r.awaitOutput(&r.stderr, "rank 0: exit status 1; waiting 1m0s for the other ranks to end", 1)
 			if err := os.WriteFile(file, nil, 0o600); err != nil {
 				t.Fatal(err)
 			}
@@ -669,7 +669,7 @@ func TestPrefixes(t *testing.T) {
 		if got := r.wait(); got != 0 {
 			t.Errorf("got exit status %d, want 0", got)
 		}
-		// The two streams may meet on the terminal while a line is open; it is ended then.
+		// If standard error is written while a line of standard output is open, the console ends that line.
 		out := strings.Replace(r.stdout.String(), "10%\r\n", "10%\r", 1)
 		if !regexp.MustCompile(c.stdout).MatchString(out) {
 			t.Errorf("%+v: got %q on stdout, want %q", c.s, out, c.stdout)
@@ -769,7 +769,7 @@ func blockedTerminal(t *testing.T, hosts string) {
 	defer reader.Close()
 	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer, Command: []string{"yes", strings.Repeat("x", 100)}})
 	writer.Close()
-	// The ranks are blocked when their processor time stands still.
+	// The ranks are blocked when their processor time no longer grows.
 	var before []string
 	still := 0
 	r.await("blocked ranks", func() bool {

@@ -59,9 +59,10 @@ type spec struct {
 	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
-	// Inquire has surveys last until nobody is left to ask.
+	// Inquire makes each survey last until no rank is left to ask.
 	Inquire bool
-	// Hosts is a list, and Reach the words that run an agent on one, with {host} for its name and {mark} for the mark.
+	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them, with {host} for its name
+	// and {mark} for the variable that marks the processes of the test.
 	Hosts               string
 	Reach               []string
 	TorchStore          string
@@ -156,8 +157,8 @@ func launcher(text string) int {
 			status = 1
 		}
 	}
-	// What a writer that hangs leaves behind is documented.
-	if err == nil || !strings.Contains(err.Error(), "nobody has read it") {
+	// If a Write hangs, Run documents that it leaves one goroutine behind.
+	if err == nil || !strings.Contains(err.Error(), "standard error was not read") {
 		signal.Stop(signals)
 		if leak := goleak.Find(); leak != nil {
 			fmt.Fprintln(os.Stderr, leak)
@@ -318,7 +319,7 @@ func start(t *testing.T, s spec) *run {
 	}
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
-	// The race detector would have each process of the test sleep for a second before it ends.
+	// By default the race detector makes each process sleep for a second before it ends.
 	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
 	r.cmd.Dir = s.dir

@@ -40,7 +40,7 @@ func (j *job) readVerdict(ctx context.Context) *joblink.Verdict {
 	defer cancel()
 	v, err := j.o.Verdict(ctx)
 	if err != nil {
-		j.tell("no verdict: %v", err)
+		j.verbosef("cannot read the verdict of the ranks: %v", err)
 		return nil
 	}
 	return &v
@@ -97,7 +97,7 @@ func (e Exit) describe() string {
 	case e.Why != "":
 		return e.Why
 	case e.Lost:
-		return "its helper was killed, and the command with it"
+		return "its helper process was killed, and the command with it"
 	case e.Signal == 0 && e.Sent == 0:
 		return fmt.Sprintf("exit status %d", e.Code)
 	case e.Signal == 0:
@@ -121,7 +121,7 @@ func (j *job) report(res Result) string {
 	rule := strings.Repeat("-", 72)
 	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
 	if named(res.Verdict, res.Roots[0]) {
-		fmt.Fprintf(&b, "Root cause (found by the ranks that were left): %s\n", printable(res.Verdict.Reason))
+		fmt.Fprintf(&b, "Root cause (found by the surviving ranks): %s\n", printable(res.Verdict.Reason))
 	} else {
 		b.WriteString("Root cause (first observed failure):\n")
 	}

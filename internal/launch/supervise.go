@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // phase is the state of the job, from its start to its forced end.
@@ -126,9 +128,9 @@ func (j *job) post(f func()) bool {
 // to kill.
 func (j *job) supervise(ctx context.Context) {
 	defer close(j.done)
-	var nobodyLeft context.CancelFunc
-	j.surveys, nobodyLeft = context.WithCancel(ctx)
-	defer nobodyLeft()
+	var endSurveys context.CancelFunc
+	j.surveys, endSurveys = context.WithCancel(ctx)
+	defer endSurveys()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
@@ -142,8 +144,8 @@ func (j *job) supervise(ctx context.Context) {
 		case f := <-j.events:
 			f()
 		case s := <-j.o.Signals:
-			if s != unix.SIGQUIT || !j.heedQuit() {
-				j.heed(s)
+			if s != unix.SIGQUIT || !j.handleQuit() {
+				j.handleSignal(s)
 			}
 		case why := <-j.alarms():
 			j.survey(why)
@@ -168,9 +170,9 @@ func (j *job) handleReport(k *rank, p *report) {
 	case p.Gone:
 		k.gone = true
 		if !k.ended {
-			k.lose(time.Now(), "")
+			k.markLost(time.Now(), "")
 		}
-		j.tell("rank %d: all its processes are gone", k.number)
+		j.verbosef("rank %d: all its processes have ended", k.number)
 	case p.Errno != 0:
 		k.ended = true // without having started
 		err := newCommandError(j.o.Command[0], p.Errno)
@@ -181,17 +183,17 @@ func (j *job) handleReport(k *rank, p *report) {
 		return
 	case p.PID != 0:
 		k.exit.PID = p.PID
-		j.tell("rank %d: started as process %d", k.number, p.PID)
+		j.verbosef("rank %d: started as process %d", k.number, p.PID)
 	case p.Ended:
 		k.ended = true
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
-		j.tell("rank %d: %s", k.number, k.exit.describe())
+		j.verbosef("rank %d: %s", k.number, k.exit.describe())
 	}
 	j.consider(k)
 }
 
-// lose records that it cannot be known how the rank's command ended. at and why are as in Exit.
-func (k *rank) lose(at time.Time, why string) {
+// markLost records that the launcher cannot learn how the rank's command ended. at and why are as in Exit.
+func (k *rank) markLost(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
 }
@@ -203,7 +205,7 @@ func (j *job) handleReady(c *agentConn) {
 	}
 	c.ready = true
 	j.waiting--
-	j.tell("host %s: ready", c.host)
+	j.verbosef("host %s: ready", c.host)
 	if j.waiting == 0 && j.phase == preparing {
 		j.begun, j.phase = true, running
 		j.order(order{Begin: true})
@@ -219,7 +221,7 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	var lost []*rank
 	for _, k := range c.ranks {
 		if !k.ended && j.begun {
-			k.lose(heard, fmt.Sprintf("host %s is lost: %v", c.host, err))
+			k.markLost(heard, fmt.Sprintf("lost host %s: %v", c.host, err))
 			lost = append(lost, k)
 		}
 		k.gone = true
@@ -252,7 +254,7 @@ func (j *job) consider(k *rank) {
 	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
 		j.failed = true
 		if alive > 0 && j.phase == running {
-			j.console.note("rank %d: %s; the others have %v to end", k.number, k.exit.describe(), j.o.Notice)
+			j.console.note("rank %d: %s; waiting %v for the other ranks to end", k.number, k.exit.describe(), j.o.Notice)
 			j.enter(noticing, j.o.Notice)
 		}
 	}
@@ -262,9 +264,9 @@ func (j *job) consider(k *rank) {
 	}
 }
 
-// heed handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards the
+// handleSignal handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards the
 // signal.
-func (j *job) heed(s os.Signal) {
+func (j *job) handleSignal(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
 	switch {
 	case !ok:
@@ -282,11 +284,11 @@ func (j *job) heed(s os.Signal) {
 			j.signal = sig
 		}
 		if j.phase == preparing {
-			j.console.note("%s: no rank was started", unix.SignalName(sig))
+			j.console.note("%s: stopping before any rank was started", unix.SignalName(sig))
 			j.kill()
 			return
 		}
-		j.console.note("%s: the ranks have %v to end; once more kills them", unix.SignalName(sig), j.o.Grace)
+		j.console.note("%s: waiting %v for the ranks to end; a second signal kills them", unix.SignalName(sig), j.o.Grace)
 		if sig == unix.SIGINT {
 			j.end(unix.SIGINT)
 		} else {
@@ -312,10 +314,10 @@ func (j *job) expire() {
 		}
 		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("not ready within %v", j.o.Start)})
 	case noticing:
-		j.tell("sending SIGTERM to the ranks that are left")
+		j.verbosef("sending SIGTERM to the ranks that are still alive")
 		j.end(unix.SIGTERM)
 	case terminating:
-		j.console.note("killing the ranks that are left after %v", j.o.Grace)
+		j.console.note("killing the ranks that are still alive after %v", j.o.Grace)
 		j.kill()
 	case killing:
 		j.enter(forcing, j.o.Kill)
@@ -378,7 +380,7 @@ func (j *job) abort(err error) {
 	}
 }
 
-func (j *job) tell(format string, args ...any) {
+func (j *job) verbosef(format string, args ...any) {
 	if j.o.Verbose {
 		j.console.note(format, args...)
 	}
@@ -395,7 +397,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 				left = append(left, r)
 			}
 		}
-		errs = append(errs, fmt.Errorf("launch: processes of ranks %v were sent SIGKILL and are not gone", left))
+		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", topo.FormatRanks(left)))
 		j.cutAll() // the output of remaining processes would never end
 	}
 	result := j.result(ctx)
@@ -409,7 +411,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	go func() {
 		defer close(written)
 		j.writers.Wait()
-		agents = j.dismiss(j.o.Kill)
+		agents = j.awaitAgents(j.o.Kill)
 		for _, c := range j.conns {
 			agents = errors.Join(agents, c.lost)
 		}
@@ -422,16 +424,16 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		j.console.close()
 	}()
 	// A job that was ended by a signal or ctx waits only for a limited time until its output is read.
-	var patience <-chan time.Time
+	var timeout <-chan time.Time
 	done := ctx.Done()
 	if j.asked {
 		wait := j.o.Grace
 		if j.several {
-			wait += lastWords // output from other hosts takes longer
+			wait += endWait // output from other hosts takes longer
 		}
 		timer := time.NewTimer(wait)
 		defer timer.Stop()
-		patience, done = timer.C, nil
+		timeout, done = timer.C, nil
 	}
 	for {
 		select {
@@ -451,11 +453,11 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 				continue
 			}
 		case <-done:
-		case <-patience:
+		case <-timeout:
 		}
 		j.console.abandon()
 		j.cutAll()
-		errs = append(errs, j.dismiss(j.o.Kill))
-		return result, errors.Join(append(errs, errors.New("launch: output was lost: nobody has read it"))...)
+		errs = append(errs, j.awaitAgents(j.o.Kill))
+		return result, errors.Join(append(errs, errors.New("launch: output was lost: standard output or standard error was not read"))...)
 	}
 }

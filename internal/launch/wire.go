@@ -152,11 +152,11 @@ func readHello(r io.Reader) error {
 	}
 	for !bytes.HasSuffix(seen, []byte(helloMagic)) {
 		if len(seen) == maxBannerBytes+len(helloMagic) {
-			return fmt.Errorf("it has printed %d bytes and is no agent of hvdrun: %.80q", len(seen), seen)
+			return fmt.Errorf("got %d bytes without the greeting of an hvdrun agent: %.80q", len(seen), seen)
 		}
 		if err := readByte(); err != nil {
 			if said := bytes.TrimSpace(seen[:len(seen)-1]); err == io.EOF && len(said) > 0 {
-				return fmt.Errorf("it is no agent of hvdrun, and printed %.200q: %w", said, io.EOF)
+				return fmt.Errorf("got %.200q, want the greeting of an hvdrun agent: %w", said, io.EOF)
 			}
 			return err
 		}
@@ -167,7 +167,7 @@ func readHello(r io.Reader) error {
 		}
 	}
 	if version := binary.BigEndian.Uint32(seen[len(seen)-4:]); version != agentVersion {
-		return fmt.Errorf("its hvdrun speaks version %d of the agents' protocol, this one %d: have the same hvdrun on all hosts",
+		return fmt.Errorf("got version %d of the agent protocol, want version %d: install the same hvdrun on all hosts",
 			version, agentVersion)
 	}
 	return nil
@@ -252,7 +252,7 @@ func (s *session) reason(err error) error {
 		_, err = s.Accept() // does not block on a closed session; the peer opens no streams here
 	}
 	if s.silent.Load() {
-		return fmt.Errorf("no sign of life for %v", s.liveness)
+		return fmt.Errorf("received nothing for %v", s.liveness)
 	}
 	return err
 }

@@ -114,8 +114,8 @@ func TestHello(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"": "EOF", "menu": `printed "menu"`, helloMagic + "\x00\x00": "EOF", helloMagic + "\x00\x00\x00\x07": "speaks version 7",
-		strings.Repeat("x", maxBannerBytes+1) + string(hello()): "it has printed",
+		"": "EOF", "menu": `got "menu", want the greeting`, helloMagic + "\x00\x00": "EOF", helloMagic + "\x00\x00\x00\x07": "got version 7",
+		strings.Repeat("x", maxBannerBytes+1) + string(hello()): "without the greeting",
 	} {
 		if err := read(text); err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 500 {
 			t.Errorf("%.20q: got error %v, want one with %q", text, err, want)
