@@ -174,7 +174,7 @@ func sidecarBinary(settings *config.Config, several bool) []string {
 	return []string{config.SidecarBinaryVariable + "=" + path}
 }
 
-// timelineSignal returns the variable of the timeline signal if the file of settings names one. It must be in
+// timelineSignal returns the variable of the timeline signal if the settings file names one. It must be in
 // the environment of the ranks because package launch looks for it there too.
 func timelineSignal(settings *config.Config) []string {
 	const name = "HVD_TIMELINE_SIGNAL"

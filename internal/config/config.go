@@ -4,7 +4,7 @@
 // (HVD_...). The table determines how values are parsed, the flags and help of hvdrun, and the page
 // docs/settings.md. No other package of this module reads the environment.
 //
-// A value comes from the highest of these sources that has one: the program (API), a flag of hvdrun, the
+// A value comes from the first of these sources that has one: the program (API), a flag of hvdrun, the
 // environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin returns the source.
 package config
 
@@ -132,7 +132,7 @@ type Config struct {
 type Sources struct {
 	// Environ is the environment as NAME=value, as returned by os.Environ.
 	Environ []string
-	// Flags are the flags of the launcher, in the order of its command line. A file of settings named by a
+	// Flags are the flags of the launcher, in the order of its command line. A settings file named by a
 	// flag overrides the flags before that flag and is overridden by the flags after it.
 	Flags []FlagValue
 	// API holds the values that the program sets, by name.
@@ -195,12 +195,12 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 		return Config{}, err
 	}
 	if at := c.Variable(SidecarVariable); at != "" {
-		return Config{}, fmt.Errorf("config: %s is %q, and this program runs its engine itself: only clients of a sidecar, such as "+
-			"gohvd in Python, use it; unset it", SidecarVariable, at)
+		return Config{}, fmt.Errorf("config: %s is %q, but this program runs its own engine: only clients of a sidecar, such as "+
+			"gohvd in Python, may set it; unset it", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
-			return Config{}, fmt.Errorf("config: HOROVOD_HOSTNAME is not set and the host has no name: %w", err)
+			return Config{}, fmt.Errorf("config: get the name of the host, because HOROVOD_HOSTNAME is not set: %w", err)
 		}
 	}
 	return c, nil

@@ -326,8 +326,8 @@ func TestOverridesWin(t *testing.T) {
 		t.Errorf("got %+v and error %v", c, err)
 	}
 	for name, want := range map[string]string{
-		"HOROVOD_RNAK":  `there is no setting "HOROVOD_RNAK"; did you mean HOROVOD_RANK?`,
-		"HOROVOD_CMAKE": "HOROVOD_CMAKE has no effect: it is for building",
+		"HOROVOD_RNAK":  `unknown setting "HOROVOD_RNAK"; did you mean HOROVOD_RANK?`,
+		"HOROVOD_CMAKE": "HOROVOD_CMAKE has no effect: only the build of Horovod uses it",
 	} {
 		if _, err := config.FromEnvironment(map[string]string{name: "0"}, false); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got error %v, want %q", err, want)
@@ -342,7 +342,7 @@ func TestOverridesWin(t *testing.T) {
 // A program that has an engine does not join a job beside the sidecar that is that rank.
 func TestSidecarIsRefused(t *testing.T) {
 	t.Setenv(config.SidecarVariable, "unix:///run/hvdd.sock")
-	const want = `HVD_SIDECAR is "unix:///run/hvdd.sock", and this program runs its engine itself`
+	const want = `HVD_SIDECAR is "unix:///run/hvdd.sock", but this program runs its own engine`
 	if _, err := config.FromEnvironment(nil, true); err == nil || !strings.Contains(err.Error(), want) {
 		t.Errorf("got error %v, want %q", err, want)
 	}

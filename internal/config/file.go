@@ -12,18 +12,18 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// maxFileBytes is the largest file of settings. A file with all settings has 2 KiB.
+// maxFileBytes is the largest settings file. A file with all settings has 2 KiB.
 const maxFileBytes = 1 << 20
 
 // readFile returns the values in a YAML file, by the name of the setting, in the form of the environment.
 func readFile(path string) (map[string]value, []warning, error) {
 	data, err := readBounded(path)
 	if err != nil {
-		return nil, nil, fmt.Errorf("config: file of settings: %w", err)
+		return nil, nil, fmt.Errorf("config: read the settings file: %w", err)
 	}
 	p := fileParser{path: path, values: make(map[string]value), lines: make(map[string]int)}
 	if err := p.document(data); err != nil {
-		return nil, nil, fmt.Errorf("config: file %s: %w", path, err)
+		return nil, nil, fmt.Errorf("config: settings file %s: %w", path, err)
 	}
 	return p.values, p.warnings, nil
 }
@@ -33,10 +33,10 @@ func readBounded(path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() // it was only read
+	defer f.Close() // no error can lose data of a file that was only read
 	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err == nil && len(data) > maxFileBytes {
-		err = fmt.Errorf("%s has more than %d bytes", path, maxFileBytes)
+		err = fmt.Errorf("%s: got more than %d bytes, want at most that", path, maxFileBytes)
 	}
 	return data, err
 }
@@ -52,13 +52,13 @@ func (p *fileParser) document(data []byte) error {
 	decoder := yaml.NewDecoder(bytes.NewReader(data))
 	var doc, next yaml.Node
 	switch err := decoder.Decode(&doc); {
-	case errors.Is(err, io.EOF): // nothing but comments
+	case errors.Is(err, io.EOF): // the file has only comments
 		return nil
 	case err != nil:
 		return errors.New(strings.TrimPrefix(err.Error(), "yaml: "))
 	}
 	if err := decoder.Decode(&next); !errors.Is(err, io.EOF) {
-		return errors.New("want one YAML document, got more")
+		return errors.New("got several YAML documents, want one")
 	}
 	return p.mapping(doc.Content[0], "")
 }
@@ -69,7 +69,7 @@ func (p *fileParser) mapping(node *yaml.Node, section string) error {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return fmt.Errorf("line %d: want keys and values%s", node.Line, within(section))
+		return fmt.Errorf("line %d: got no mapping, want keys and values%s", node.Line, within(section))
 	}
 	for i := 0; i+1 < len(node.Content); i += 2 {
 		key, content := node.Content[i], node.Content[i+1]
@@ -98,10 +98,10 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	setting, ok := lookupKey(key)
 	noUse, inert := inertByKey(key)
 	if !ok && !inert {
-		return fmt.Errorf("line %d: there is no key %s%s", line, key, suggest(nearestKey(key)))
+		return fmt.Errorf("line %d: unknown key %s%s", line, key, suggest(nearestKey(key)))
 	}
 	if before, ok := p.lines[key]; ok {
-		return fmt.Errorf("line %d: %s stands in line %d already", line, key, before)
+		return fmt.Errorf("line %d: duplicate key %s, which line %d has too", line, key, before)
 	}
 	p.lines[key] = line
 	if isNull(node) {
@@ -109,7 +109,7 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	}
 	text, ok := scalar(node)
 	if !ok {
-		return fmt.Errorf("line %d: %s: want a value, not keys", line, key)
+		return fmt.Errorf("line %d: %s: got a mapping, want a value", line, key)
 	}
 	if inert {
 		if !same(text, noUse.Default) {

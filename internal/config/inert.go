@@ -11,7 +11,7 @@ type Inert struct {
 	// Name is an environment variable, or empty. A name that ends in * stands for all names that begin with
 	// the rest.
 	Name string
-	// Key is the key in Horovod's file of settings, or empty.
+	// Key is the key in Horovod's settings file, or empty.
 	Key string
 	// Default is Horovod's default. A variable or key with this value causes no warning.
 	Default string
@@ -29,10 +29,10 @@ const (
 	noMPI          = "this version has no MPI"
 	noGPU          = "this version moves tensors in host memory only"
 	noSpark        = "gohvd has no Spark integration"
-	noPreflight    = "hvdrun makes no checks over the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS bounds Init"
+	noPreflight    = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
 	noSecret       = "each job has a secret of its own: see HVD_SECRET_FILE"
-	testOnly       = "it is for Horovod's own tests"
-	buildOnly      = "it is for building Horovod; gohvd is built by the go command"
+	testOnly       = "only Horovod's own tests use it"
+	buildOnly      = "only the build of Horovod uses it; gohvd is built by the go command"
 )
 
 var inerts = []Inert{
@@ -49,14 +49,14 @@ var inerts = []Inert{
 	{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", "num-nccl-streams", noGPU},
 	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "", noGPU},
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "", noGPU},
-	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd is no part of TensorFlow"},
+	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
 	{"HOROVOD_MPI_THREADS_DISABLE", "library_options.mpi_threads_disable", "0", "mpi-threads-disable no-mpi-threads-disable", noMPI},
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", noMPI},
 	{"", "", "", "mpi jsrun mpi-args tcp binding-args", noMPI},
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range", noElastic},
 	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
-	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight}, // the cache of horovodrun's network checks, not the response cache
+	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight}, // disable-cache is about horovodrun's network checks
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},

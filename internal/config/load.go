@@ -34,7 +34,7 @@ func collect(src Sources) (*loader, error) {
 	return l, l.api()
 }
 
-// file reads the file of settings that the environment, a flag or the program names, if any.
+// file reads the settings file that the environment, a flag or the program names, if any.
 func (l *loader) file() (map[string]value, error) {
 	path := l.environ[FileVariable]
 	for _, f := range l.src.Flags {
@@ -111,7 +111,7 @@ func (l *loader) api() error {
 			if i, ok := inertByName(name); ok {
 				return fmt.Errorf("config: %s has no effect: %s", name, i.Reason)
 			}
-			return fmt.Errorf("config: there is no setting %q%s", name, suggest(nearestName(name)))
+			return fmt.Errorf("config: unknown setting %q%s", name, suggest(nearestName(name)))
 		}
 		if text := l.src.API[name]; text != "" {
 			l.given[name] = value{text, Origin{Source: FromAPI}}

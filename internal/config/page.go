@@ -3,6 +3,7 @@ package config
 import (
 	"fmt"
 	"strings"
+	"unicode/utf8"
 )
 
 const pageHead = `<!-- Generated from the table in internal/config by "go generate ./internal/config". Do not edit. -->
@@ -10,19 +11,19 @@ const pageHead = `<!-- Generated from the table in internal/config by "go genera
 # Settings
 
 A setting is named by its environment variable: Horovod's if Horovod has the setting (` + "`HOROVOD_...`" + `), else
-ours (` + "`HVD_...`" + `). Its value comes from the first of these that gives one:
+one of gohvd (` + "`HVD_...`" + `). Its value comes from the first of these that has one:
 
 1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
 2. a flag of hvdrun,
 3. the environment, where an empty value counts as none,
-4. the file of settings,
+4. the settings file,
 5. the default.
 
 ` + "`hvdrun config [flags]`" + ` shows every value as the ranks would get it, and where it comes from.
 
-The file is YAML, with Horovod's keys if Horovod has them. hvdrun reads it with ` + "`--config-file FILE`" + `, a
-program without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides flags before it and is
-overridden by flags after it, as in Horovod. The environment overrides it, unlike in Horovod.
+The settings file is YAML, with Horovod's keys if Horovod has them. Name it with ` + "`--config-file FILE`" + ` of
+hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides the flags before
+it and not those after it, as in Horovod. The environment overrides it, unlike in Horovod.
 
 ` + "```yaml" + `
 params:
@@ -34,9 +35,9 @@ logging:
   level: info
 ` + "```" + `
 
-Settings whose scope is "the same at all ranks" are compared when the ranks meet. If some differ, Init fails at
-every rank and names each of them, with the ranks and the values. Values that mean the same (1 and true) are
-equal.
+Init compares the settings with the scope "the same at all ranks". If some differ, it fails at every rank with
+an error that names each of these settings, the ranks and the values. Values that mean the same (1 and true)
+are equal.
 
 An invalid value and an unknown key are errors. An unknown variable that begins with ` + "`HOROVOD_`" + ` or
 ` + "`HVD_`" + ` gives a warning with the nearest name.
@@ -46,12 +47,15 @@ const pageInert = `
 ## Names that have no effect
 
 Horovod has these settings, and gohvd ignores them. A variable, or a key in the file, with another value than
-Horovod's default causes a warning. hvdrun refuses flags that ask for a missing feature, and accepts those that
-turn one off.
+Horovod's default causes a warning. hvdrun refuses flags that turn on a missing feature, and accepts those
+that turn it off.
 
 | Variable | Key in the file | Horovod's default | Flags of horovodrun | Why it has no effect |
 |---|---|---|---|---|
 `
+
+// pageColumns is the maximum width of the page's prose.
+const pageColumns = 110
 
 // Page returns the text of docs/settings.md.
 func Page() string {
@@ -77,26 +81,47 @@ func Page() string {
 }
 
 func (s Setting) writeEntry(b *strings.Builder) {
-	fmt.Fprintf(b, "\n### `%s`\n\n%s.", s.Name, capital(s.Doc))
-	if s.Raise != "" {
-		b.WriteString(" " + s.Raise)
-	}
-	fmt.Fprintf(b, "\n\n- Value: %s. Default: %s.\n", s.Want(), s.Fallback())
+	fmt.Fprintf(b, "\n### `%s`\n\n", s.Name)
+	writeWrapped(b, capital(s.Doc)+". "+s.Raise)
+	fmt.Fprintln(b)
+	writeWrapped(b, fmt.Sprintf("- Value: %s. Default: %s.", s.Want(), s.Fallback()))
 	if len(s.Flags) > 0 {
 		flags := make([]string, len(s.Flags))
 		for i, f := range s.Flags {
 			flags[i] = f.entry()
 		}
-		fmt.Fprintf(b, "- Flags of hvdrun: %s.\n", strings.Join(flags, ", "))
+		writeWrapped(b, fmt.Sprintf("- Flags of hvdrun: %s.", strings.Join(flags, ", ")))
 	}
 	if s.Key != "" {
 		note := ""
 		if s.form != nil {
 			note = s.form.note
 		}
-		fmt.Fprintf(b, "- Key in the file: `%s`%s.\n", s.Key, note)
+		writeWrapped(b, fmt.Sprintf("- Key in the file: `%s`%s.", s.Key, note))
 	}
-	fmt.Fprintf(b, "- Scope: %s.\n", s.Scope)
+	writeWrapped(b, fmt.Sprintf("- Scope: %s.", s.Scope))
+}
+
+// writeWrapped writes a paragraph in lines of at most pageColumns columns. The lines of a list item after the
+// first are indented. A line break may replace any space, also one in a code span.
+func writeWrapped(b *strings.Builder, text string) {
+	indent := ""
+	if strings.HasPrefix(text, "- ") {
+		indent = "  "
+	}
+	line := ""
+	for _, word := range strings.Fields(text) {
+		switch {
+		case line == "":
+			line = word
+		case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) <= pageColumns:
+			line += " " + word
+		default:
+			b.WriteString(line + "\n")
+			line = indent + word
+		}
+	}
+	b.WriteString(line + "\n")
 }
 
 func (f Flag) entry() string {

@@ -59,8 +59,8 @@ var (
 		v, ok := number(text, 0)
 		return strconv.FormatInt(int64(v*(1<<20)), 10), ok
 	}}
-	// negated is the form of a setting that turns a feature off and whose key turns the feature on.
-	negated = &form{", which says the opposite", wantBoolean, func(text string) (string, bool) {
+	// negated is the form of a setting that turns a feature off, with a key that turns the feature on.
+	negated = &form{", with the opposite meaning", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
 		return digit(!v), ok
 	}}
