@@ -44,14 +44,14 @@ class Chunk:
         self.fd = -1
         lack = lacking(size)
         if lack is not None:
-            raise MemoryError(f"no shared memory of {size} bytes: {lack}")
+            raise MemoryError(f"cannot allocate {size} bytes of shared memory: {lack}")
         fd = os.memfd_create("gohvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as e:
                 if e.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-                    raise MemoryError(f"no shared memory of {size} bytes: {e.strerror}") from e
+                    raise MemoryError(f"cannot allocate {size} bytes of shared memory: {e.strerror}") from e
                 raise
             self.map = mmap.mmap(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -241,7 +241,7 @@ class Arena:
     def alloc(self, nbytes: int) -> Block:
         """Returns a block of nbytes zeros for the user."""
         if nbytes < 0:
-            raise ValueError(f"a block of {nbytes} bytes")
+            raise ValueError(f"alloc: got {nbytes} bytes, want 0 or more")
         extent = self.take(nbytes)
         chunk, offset, size = extent
         # Every buffer made of the block refers to this ctypes array, so its finalizer runs when none is left.

@@ -193,10 +193,10 @@ class Client:
             self._sock.sendall(_GREETING, socket.MSG_NOSIGNAL)
             got = receive(self._sock, len(_GREETING))
         except (OSError, EOFError) as e:
-            self._fail(f"it did not answer the greeting: {e}")
+            self._fail(f"no answer to the greeting: {e}")
             raise self._over_error() from e
         if got != _GREETING:
-            self._fail(f"it has greeted with {got!r}, want {_GREETING!r}: another version?")
+            self._fail(f"got greeting {got!r}, want {_GREETING!r}: sidecar and package may be of different versions")
             raise self._over_error()
         self._sock.settimeout(None)
 
@@ -224,7 +224,7 @@ class Client:
                     self._sock.send(wire.frame(wire.bye(next(self._ids))), _AT_ONCE)
                 except OSError:
                     pass  # the sidecar has gone or does not read; it will see the end of the connection
-            self._end(lambda: SidecarError(f"{self._who} was left"))
+            self._end(lambda: SidecarError(f"{self._who}: this process has closed the connection"))
         self._sock.close()
         self._maps = {}
         if self._child is not None:
@@ -259,7 +259,8 @@ class Client:
             if self._over is not None:
                 return
             # A child that has closed its connection is about to exit, and its exit tells more than reason.
-            text = f"{self._who} {self._child.obituary(reason)}" if self._child is not None else f"{self._who}: {reason}"
+            child = self._child
+            text = f"{self._who}: {reason}" if child is None else f"{self._who} {child.describe_exit(reason)}"
             self._end(lambda: SidecarError(text))
 
     def _over_error(self) -> Exception:
@@ -300,7 +301,7 @@ class Client:
         self._sock.close()
         if self._over is None:
             self._over = lambda: HorovodInternalError(
-                f"process {os.getpid()} was forked from a rank of the job and is none itself: "
+                f"process {os.getpid()} was forked from a rank of the job and is not a rank itself: "
                 "only the process that called hvd.init can communicate"
             )
         for p in self._pending.values():
@@ -337,7 +338,7 @@ class Client:
                 except BlockingIOError:
                     self._make_room()
         except OSError as e:
-            self._fail(f"it cannot be spoken to: {e.strerror}")
+            self._fail(f"sending failed: {e.strerror}")
             raise self._over_error() from None
 
     def _make_room(self) -> None:
@@ -390,7 +391,7 @@ class Client:
         except BlockingIOError:
             pass  # the sidecar has frames to read, and looks at the ring after each
         except OSError as e:
-            self._fail(f"it cannot be spoken to: {e.strerror}")
+            self._fail(f"sending failed: {e.strerror}")
             raise self._over_error() from None
 
     def _order(self) -> None:
@@ -447,7 +448,10 @@ class Client:
             if len(self._pending) >= _MAX_IN_FLIGHT - 1:
                 self.poll_all()
                 if len(self._pending) >= _MAX_IN_FLIGHT - 1:
-                    raise ValueError(f"{op.label}: {len(self._pending)} operations are in flight; synchronize some first")
+                    raise ValueError(
+                        f"{op.label}: {len(self._pending)} operations are in flight, want at most {_MAX_IN_FLIGHT - 1}; "
+                        "synchronize some first"
+                    )
             words = self._words
             n = words[_SUBMITTED]
             ident = next(self._ids)
@@ -514,7 +518,7 @@ class Client:
             slot = self._next_slot
             self._next_slot += 1
         else:
-            raise ValueError(f"{op.label}: {_SLOTS} operations were begun and not synchronized; synchronize some first")
+            raise ValueError(f"{op.label}: {_SLOTS} operations have not been synchronized; synchronize some first")
         self._outbox.append(_Letter(wire.prepare(next(self._ids), slot, op.body)))
         op.slot = slot
         self._flush()
@@ -560,10 +564,12 @@ class Client:
             return memoryview(b"")
         known = self._maps.get(number)
         if known is None:
-            raise SidecarError(f"{self._who} has a result in arena {number}, which it has not given")
+            raise SidecarError(f"{self._who}: result in arena {number}, which the sidecar has not announced")
         view = known[1]
         if offset > len(view) or nbytes > len(view) - offset:
-            raise SidecarError(f"{self._who} has a result at {offset}, {nbytes} bytes, of arena {number}, {len(view)} bytes")
+            raise SidecarError(
+                f"{self._who}: result of {nbytes} bytes at offset {offset} is not in arena {number}, which has {len(view)} bytes"
+            )
         return view[offset : offset + nbytes]
 
     def free_result(self, place: wire.Place) -> None:
@@ -751,7 +757,7 @@ class Client:
             pass
         except OSError as e:
             if self._over is None:
-                self._fail(f"the connection has broken: {e.strerror}")
+                self._fail(f"receiving failed: {e.strerror}")
             return
         if self._over is not None:
             return
@@ -769,7 +775,7 @@ class Client:
         try:
             return self._parse()
         except wire.WireError as e:
-            self._fail(f"it has sent what is no message: {e}")
+            self._fail(f"malformed frame from the sidecar: {e}")
             return False
 
     def _parse(self) -> bool:
@@ -779,14 +785,14 @@ class Client:
             while at < len(data):
                 size, start = wire.take_varint(data, at, len(data))
                 if size > wire.MAX_FRAME_BYTES:
-                    raise wire.WireError(f"a frame of {size} bytes")
+                    raise wire.WireError(f"got {size} bytes, want at most {wire.MAX_FRAME_BYTES}")
                 if start < 0 or start + size > len(data):
                     break
                 if size:
                     reply = wire.decode_reply(data, start, start + size)
                     if reply.arena is not None:
                         if not fds:
-                            raise wire.WireError(f"arena {reply.arena[0]} without its descriptor")
+                            raise wire.WireError(f"arena {reply.arena[0]} without a file descriptor")
                         self._map(reply.arena, fds[0])
                         fd, fds = fds[0], fds[1:]
                         self._state = data, start + size, fds, inbox, taken
@@ -802,7 +808,7 @@ class Client:
                 return True
             more, ancillary = inbox[taken][:2]
             if not more:
-                self._fail("it has closed the connection")
+                self._fail("the sidecar closed the connection")
                 return False
             for level, kind, body in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -816,7 +822,7 @@ class Client:
         if p is None:
             if reply.id == self._just_answered:
                 return
-            raise wire.WireError(f"an answer to request {reply.id}, which was not made")
+            raise wire.WireError(f"answer to request {reply.id}, which is not pending")
         p.reply = reply
         if reply.error is not None:
             error = reply.error
@@ -832,7 +838,7 @@ class Client:
         if completed == seen:
             return
         if not 0 < completed - seen <= _RING_ENTRIES:
-            self._fail(f"it has {completed} completions in the ring, of which {seen} are seen")
+            self._fail(f"invalid ring: got completion counter {completed}, want {seen} to {seen + _RING_ENTRIES}")
             return
         self._order()
         while seen != completed:
@@ -843,7 +849,7 @@ class Client:
                     self._just_completed = ident
                     self._finish(ident, p)
                 elif ident != self._just_completed:
-                    self._fail(f"it has completed {ident}, which was not submitted")
+                    self._fail(f"invalid ring: completion of operation {ident}, which is not in flight")
                     return
             seen += 1
             words[_SEEN] = seen
@@ -858,10 +864,13 @@ class Client:
         if number in self._maps:
             return  # it was mapped before a signal came
         if number >> 31 != 1 or size <= 0 or size % PAGE:
-            raise wire.WireError(f"arena {number} of {size} bytes")
+            raise wire.WireError(
+                f"arena {number} of {size} bytes: want a number from {1 << 31} to {(1 << 32) - 1} "
+                f"and a positive multiple of {PAGE} bytes"
+            )
         got = os.fstat(fd).st_size
         if got < size:
-            raise wire.WireError(f"arena {number} has {got} bytes, not {size}")
+            raise wire.WireError(f"file of arena {number}: got {got} bytes, want at least {size}")
         m = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._maps[number] = m, memoryview(m)
 

@@ -170,7 +170,7 @@ class Call(Generic[A]):
         if self._results is None:
             if pending is not None and pending.error is not None:
                 raise pending.error()
-            raise HorovodInternalError("the results of this operation were taken by a call that did not end")
+            raise HorovodInternalError("the results of this operation were lost: a call that took them was interrupted")
         return self._results
 
     def _finish(self, plan: Plan[A], pending: Pending) -> None:
@@ -194,7 +194,9 @@ class Call(Generic[A]):
                 out.append(x)
             else:
                 if completion is None or i >= len(completion.results):
-                    raise HorovodInternalError(f"{wire.KIND_NAMES[plan.key[0]]}: the sidecar gave no result {i}")
+                    raise HorovodInternalError(
+                        f"{wire.KIND_NAMES[plan.key[0]]}: the sidecar's answer has no result for tensor {i}"
+                    )
                 place, shape = completion.results[i]
                 out.append(fw.fresh(plan.client.result(place), shape, x))
         self._results = out
@@ -292,7 +294,7 @@ class Engine:
                 except HorovodInternalError as e:
                     raise InitError(str(e)) from e
                 if reply.ready is None:
-                    raise HorovodInternalError("the sidecar has not said which rank this is")
+                    raise HorovodInternalError("init: the sidecar's answer does not say which rank this is")
                 self._place = reply.ready
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
@@ -329,7 +331,9 @@ class Engine:
                 self._sets[ident] = s
                 self._registered.append(s)
                 return ident
-        raise ValueError(f"process set {s.ranks} is not registered: this process is in a job already, without it")
+        raise ValueError(
+            f"process set {s.ranks} is not registered: this process has joined its job already, without this process set"
+        )
 
     def shutdown(self) -> None:
         """Leaves the job. Without a job it does nothing. The sidecar is kept for the next job."""
@@ -411,7 +415,7 @@ class Engine:
                 raise ValueError(f"a process set with these ranks is registered already: {other}")
         reply = self._call(lambda i: wire.add_process_set(i, s.ranks or []))
         if reply.process_set is None:
-            raise HorovodInternalError(f"the sidecar has not said which number {s} has")
+            raise HorovodInternalError(f"add_process_set: the sidecar's answer has no number for {s}")
         s.process_set_id = reply.process_set[0]
         self._sets[s.process_set_id] = s
         self._registered.append(s)
@@ -686,11 +690,14 @@ def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: Pro
         return ()
     if splits is None or len(splits) == 0:
         if n and shape[0] % n:
-            raise ValueError(f"alltoall: {shape[0]} rows for {n} members, and no splits")
+            raise ValueError(f"alltoall: got {shape[0]} rows and no splits, want a multiple of {n} rows or {n} splits")
         return ()
     given = tuple([int(s) for s in splits])
     if len(given) != n or min(given) < 0 or sum(given) > shape[0]:
-        raise ValueError(f"alltoall: splits {list(given)}, want one for each of {n} members, {shape[0]} rows at most")
+        raise ValueError(
+            f"alltoall: got splits {list(given)}, want one for each of {n} members, none negative, "
+            f"with a sum of at most {shape[0]} rows"
+        )
     return given
 
 

@@ -26,7 +26,7 @@ def of_shutdown() -> Tuple[str, bool]:
     the exception.
     """
     e = sys.exc_info()[1]
-    return (f"while it handles {_describe(e)}" if e is not None else "", False)
+    return (f"while handling {_describe(e)}" if e is not None else "", False)
 
 
 def of_exit() -> Tuple[str, bool]:

@@ -22,7 +22,7 @@ from .exceptions import SidecarError
 GREETING_SECONDS = 30.0
 """How long the other end may take for each step of the beginning."""
 
-_LAST_WORDS = 20  # how many lines of a sidecar's log are kept for the error if it dies
+_KEPT_LINES = 20  # how many lines of a sidecar's log are kept for the error if it dies
 
 
 def receive(sock: socket.socket, n: int) -> bytes:
@@ -31,7 +31,7 @@ def receive(sock: socket.socket, n: int) -> bytes:
     while len(data) < n:
         more = sock.recv(n - len(data))
         if not more:
-            raise EOFError("it has closed the connection")
+            raise EOFError("the sidecar closed the connection")
         data += more
     return data
 
@@ -65,17 +65,23 @@ def connect(address: str) -> socket.socket:
             sock.sendall(b"GHVA\1\0\0\0" + nonce, socket.MSG_NOSIGNAL)
             head = receive(sock, 8)
             if head[:5] != b"GHVA\1":
-                raise SidecarError(f"the sidecar at {address} has answered {head!r}: it knows no secret, or another version")
+                raise SidecarError(
+                    f"the sidecar at {address} answered the secret's challenge with {head!r}: the sidecar has no secret, "
+                    "or is of another version"
+                )
             if head[5]:
-                raise SidecarError(f"the sidecar at {address} has refused this client, with status {head[5]}")
+                raise SidecarError(f"the sidecar at {address} refused this client with status {head[5]}")
             rest = receive(sock, 64)
             if not hmac.compare_digest(rest[32:], proof(key, b"gohvd server", nonce, rest[:32])):
-                raise SidecarError(f"the sidecar at {address} does not know the secret of the job")
+                raise SidecarError(
+                    f"the sidecar at {address} has another secret than this process: "
+                    "set the same HVD_SECRET or HVD_SECRET_FILE for both"
+                )
             sock.sendall(proof(key, b"gohvd client", nonce, rest[:32]), socket.MSG_NOSIGNAL)
         return sock
     except (OSError, EOFError) as e:
         sock.close()
-        raise SidecarError(f"no sidecar at {address}: {e}") from e
+        raise SidecarError(f"cannot connect to the sidecar at {address}: {e}") from e
     except BaseException:
         sock.close()
         raise
@@ -95,8 +101,8 @@ def find_sidecar() -> str:
     if on_path:
         return on_path
     raise SidecarError(
-        "the sidecar hvdd is not there: HVD_SIDECAR_BINARY is not set, there is no "
-        f"{os.path.join('gohvd', 'bin', 'hvdd')} beside the package, and none on PATH; "
+        "the sidecar program hvdd was not found: HVD_SIDECAR_BINARY is not set, the package has no "
+        f"{os.path.join('gohvd', 'bin', 'hvdd')}, and PATH has no hvdd; "
         "in a checkout, build it with `go build ./cmd/hvdd` and set HVD_SIDECAR_BINARY"
     )
 
@@ -144,17 +150,17 @@ class Child:
         except OSError as e:
             ours.close()
             os.close(read)
-            raise SidecarError(f"the sidecar {path} does not start: {e}") from e
+            raise SidecarError(f"cannot start the sidecar {path}: {e}") from e
         finally:
             theirs.close()
             os.close(write)
         self.sock = ours
         self._stderr = read
-        self._words: Deque[bytes] = collections.deque(maxlen=_LAST_WORDS)
-        self._listener = threading.Thread(target=self._listen, name="gohvd sidecar's log", daemon=True)
-        self._listener.start()
+        self._last_lines: Deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
+        self._log_reader = threading.Thread(target=self._read_log, name="gohvd sidecar's log", daemon=True)
+        self._log_reader.start()
 
-    def _listen(self) -> None:
+    def _read_log(self) -> None:
         line = b""
         while True:
             data = os.read(self._stderr, 1 << 16)
@@ -165,27 +171,27 @@ class Child:
             except OSError:
                 pass  # standard error is closed
             *lines, line = (line + data).split(b"\n")
-            self._words.extend(lines)
+            self._last_lines.extend(lines)
             line = line[-4096:]
         if line:
-            self._words.append(line)
+            self._last_lines.append(line)
 
-    def obituary(self, reason: str) -> str:
-        """Returns how the process has ended, as the end of a sentence. It waits some seconds for the end."""
+    def describe_exit(self, reason: str) -> str:
+        """Returns how the process ended, as the end of a sentence. It waits up to 5 s for the end."""
         try:
             status = self.process.wait(5)
         except subprocess.TimeoutExpired:
-            return f"is of no use, though it lives: {reason}"
-        self._listener.join(2)
+            return f"is still running, but the connection to it has failed: {reason}"
+        self._log_reader.join(2)
         if status < 0:
             try:
                 how = f"was killed by {signal.Signals(-status).name}"
             except ValueError:
                 how = f"was killed by signal {-status}"
         else:
-            how = f"has ended with status {status}"
-        words = b"\n".join(self._words).decode("utf-8", "replace").strip()
-        return f"{how}: {reason}" + (f"; its last words:\n{words}" if words else "")
+            how = f"exited with status {status}"
+        log = b"\n".join(self._last_lines).decode("utf-8", "replace").strip()
+        return f"{how}: {reason}" + (f"; the end of its log:\n{log}" if log else "")
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process, if it lives and is this process's child."""
@@ -201,8 +207,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._listener.join(2)
-        if not self._listener.is_alive():
+        self._log_reader.join(2)
+        if not self._log_reader.is_alive():
             os.close(self._stderr)
         self._stderr = -1
 

@@ -17,12 +17,12 @@ _SIGNALS = {"SIGUSR1": int(signal.SIGUSR1), "SIGUSR2": int(signal.SIGUSR2)}
 class TimelineSignal:
     """Forwards the signal to the sidecar, if it is set and the program does not use it."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, forward: Callable[[int], None]) -> None:
+        self._forward = forward
         self._number = 0
-        """The signal that is listened for, or 0."""
+        """The number of the handled signal, or 0."""
         self._before: Any = signal.SIG_DFL
-        """What was done with it before."""
+        """The handler that the signal had before."""
         self._warned = False
 
     def listen(self) -> None:
@@ -33,11 +33,11 @@ class TimelineSignal:
         if number == 0:
             return
         if threading.current_thread() is not threading.main_thread():
-            self._warn("init was called outside of the main thread, where no handler can be set")
+            self._warn("init was called outside of the main thread, and Python sets signal handlers only in the main thread")
         elif _has_handler(number):
             self._warn("the program has a handler of its own")
         else:
-            self._before = signal.signal(number, self._heard) or signal.SIG_DFL
+            self._before = signal.signal(number, self._handle) or signal.SIG_DFL
             self._number = number
 
     def stop(self) -> None:
@@ -49,16 +49,16 @@ class TimelineSignal:
         if number == 0 or threading.current_thread() is not threading.main_thread():
             return
         self._number = 0
-        if signal.getsignal(number) == self._heard:
+        if signal.getsignal(number) == self._handle:
             signal.signal(number, self._before)
 
-    def _heard(self, number: int, frame: Any) -> None:
-        self._tell(number)
+    def _handle(self, number: int, frame: Any) -> None:
+        self._forward(number)
 
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"gohvd: HVD_TIMELINE_SIGNAL cannot be heard: {why}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"gohvd: HVD_TIMELINE_SIGNAL has no effect: {why}", RuntimeWarning, stacklevel=5)
 
 
 def _has_handler(number: int) -> bool:

@@ -70,7 +70,7 @@ def varint(n: int) -> bytes:
 def frame(message: bytes) -> bytes:
     """Returns a message with its length prefix. Raises ValueError if it is empty, which means a doorbell, or too long."""
     if not 0 < len(message) <= MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(message)} bytes; it may have 1 to {MAX_FRAME_BYTES}")
+        raise ValueError(f"frame of {len(message)} bytes, want 1 to {MAX_FRAME_BYTES}")
     return varint(len(message)) + message
 
 
@@ -224,18 +224,18 @@ def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             if value >> 64:
-                raise WireError("a varint of more than 64 bits")
+                raise WireError("varint of more than 64 bits")
             return value, at
         shift += 7
         if shift >= 70:
-            raise WireError("a varint of more than ten bytes")
+            raise WireError("varint of more than 10 bytes")
     return 0, -1
 
 
 def _varint_at(data: Buffer, at: int, end: int) -> Tuple[int, int]:
     value, at = take_varint(data, at, end)
     if at < 0:
-        raise WireError("a message ends within a varint")
+        raise WireError("the frame ends within a varint")
     return value, at
 
 
@@ -255,9 +255,9 @@ def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, in
         elif wire in (1, 5):
             length = 8 if wire == 1 else 4
         else:
-            raise WireError(f"wire type {wire}")
+            raise WireError(f"field {number} has unknown wire type {wire}")
         if length > end - at:
-            raise WireError(f"a field of {length} bytes in {end - at}")
+            raise WireError(f"field {number} has {length} bytes, but only {end - at} are left")
         yield number, wire, at, at + length
         at += length
 
@@ -449,7 +449,7 @@ def _result(data: Buffer, at: int, end: int) -> Tuple[Place, Tuple[int, ...]]:
         elif number == 2:
             _ints(shape, data, wire, a, b)
     if any(d < 0 for d in shape):
-        raise WireError(f"a result of shape {shape}")
+        raise WireError(f"result with negative shape {shape}")
     return place, tuple(shape)
 
 

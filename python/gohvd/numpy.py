@@ -105,10 +105,10 @@ def _code(dtype: np.dtype) -> Tuple[int, int]:
         return known
     known = wire.DTYPES.get(dtype.name)
     if known is None or not dtype.isnative:
-        raise ValueError(f"numpy arrays of type {dtype} cannot be communicated")
+        raise ValueError(f"numpy arrays of type {dtype} are not supported")
     if dtype.kind not in "biuf":
         # For types such as those of ml_dtypes, numpy knows only the size, and frombuffer refuses them.
-        raise ValueError(f"numpy has no {dtype.name} of its own: use float32, or torch.bfloat16 with gohvd.torch")
+        raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
     _codes[dtype] = known
     return known
 
@@ -122,7 +122,7 @@ def _begin(
     **kw: Any,
 ) -> _engine.Call[Array]:
     if not len(xs):
-        raise ValueError("a group of no arrays")
+        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got no arrays, want at least one")
     arrays = [np.asarray(x, order="C") for x in xs]
     dtype = arrays[0].dtype
     code = _code(dtype)
@@ -134,7 +134,7 @@ def _begin(
     targets: Optional[Sequence[Array]] = None
     if out is not None:
         if len(out) != len(arrays):
-            raise ValueError(f"{len(out)} arrays for {len(arrays)} results")
+            raise ValueError(f"out has {len(out)} arrays, want {len(arrays)}")
         for o, x in zip(out, arrays):
             if o.dtype != x.dtype or o.shape != x.shape or not o.flags.writeable:
                 raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
@@ -381,5 +381,5 @@ def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
 
 def _reduction(op: int) -> int:
     if not 0 <= op <= AverageActive:
-        raise ValueError(f"there is no reduction {op!r}")
+        raise ValueError(f"got op {op!r}, want Average, Sum, Adasum, Min, Max, Product or AverageActive")
     return op

@@ -59,7 +59,7 @@ class ProcessSet:
 
 def _rank(r: Any) -> int:
     if int(r) != r or r < 0:
-        raise ValueError(f"a process set with {r!r}, which is no rank")
+        raise ValueError(f"process set: got rank {r!r}, want a whole number of at least 0")
     return int(r)
 
 

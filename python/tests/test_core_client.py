@@ -377,7 +377,7 @@ class Alone(Bounded):
         self.assertIn("old memory: [3. 3. 3. 3.]", out)
         self.assertRegex(out, r"waiting: .* True")
 
-    def test_last_words(self) -> None:
+    def test_end_of_log(self) -> None:
         with tempfile.TemporaryDirectory() as top:
             fake = os.path.join(top, "hvdd")
             with open(fake, "w") as f:
@@ -393,7 +393,7 @@ class Alone(Bounded):
                 """,
                 HVD_SIDECAR_BINARY=fake,
             )
-        self.assertRegex(out, "error: .*has ended with status 3.*its last words: out of cheese")
+        self.assertRegex(out, "error: .*exited with status 3.*the end of its log: out of cheese")
         self.assertEqual(out.count("out of cheese"), 2, "it is passed on as well")
 
     def test_where_it_is(self) -> None:
@@ -534,7 +534,7 @@ class Alone(Bounded):
                 with warnings.catch_warnings(record=True) as caught:
                     for _ in range(2):
                         hvd.init()
-                        ours = signal.getsignal(signal.SIGUSR1) == engine._timeline_signal._heard
+                        ours = signal.getsignal(signal.SIGUSR1) == engine._timeline_signal._handle
                         hvd.shutdown()
                 same = signal.getsignal(signal.SIGUSR1) == before
                 # The warning is about this program's line.
@@ -576,14 +576,14 @@ class Alone(Bounded):
             ("default", "True True []"),
             ("not set", "False True []"),
             ("ignored", "True True []"),
-            ("own", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: the program has a handler"),
-            ("of C", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: the program has a handler"),
-            ("thread", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL cannot be heard: init was called outside"),
+            ("own", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program has a handler"),
+            ("of C", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program has a handler"),
+            ("thread", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: init was called outside"),
             ("kept", "True"),
             ("lives", ""),
         ):
             self.assertIn(f"{what} {want}".strip(), out)
-        self.assertEqual(out.count("cannot be heard"), 3, out)
+        self.assertEqual(out.count("has no effect"), 3, out)
 
     def test_the_sidecar_ends_with_the_program(self) -> None:
         for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)", "raise SystemExit"):
@@ -705,7 +705,7 @@ class Alone(Bounded):
             """
         )
         for end in ("exit", "_exit", "shutdown"):
-            self.assertIn(f"{end} child: 0 1 process ME was forked from a rank of the job and is none itself", out)
+            self.assertIn(f"{end} child: 0 1 process ME was forked from a rank of the job and is not a rank itself", out)
             self.assertIn(f"{end} waiting child: True", out)
             self.assertIn(f"{end} status 0 2.0", out)
         self.assertIn("waiting False [0. 0. 0. 0.]", out)
@@ -765,7 +765,7 @@ class Alone(Bounded):
             finally:
                 daemon.terminate()
                 daemon.communicate(timeout=20)
-        self.assertIn("refused: no sidecar at", self.run_program(script, HVD_SIDECAR="unix:///nowhere/s"))
+        self.assertIn("refused: cannot connect to the sidecar at", self.run_program(script, HVD_SIDECAR="unix:///nowhere/s"))
 
 
 class Fake:
@@ -1234,10 +1234,10 @@ class Nonsense(WithFake):
         self.meet(play, use)
 
     def test_frames(self) -> None:
-        self.refuses("no message", lambda f: f.send(b"\x0b"))
-        self.refuses("no message: a frame of", lambda f: f.sock.sendall(wire.varint((16 << 20) + 1)))
-        self.refuses("no message: a varint", lambda f: f.sock.sendall(b"\xff" * 11))
-        self.refuses("request 77, which was not made", lambda f: f.send(b"\x08\x4d"))
+        self.refuses("malformed frame", lambda f: f.send(b"\x0b"))
+        self.refuses("malformed frame from the sidecar: got 16777217 bytes, want at most 16777216", lambda f: f.sock.sendall(wire.varint((16 << 20) + 1)))
+        self.refuses("malformed frame from the sidecar: varint", lambda f: f.sock.sendall(b"\xff" * 11))
+        self.refuses("request 77, which is not pending", lambda f: f.send(b"\x08\x4d"))
         self.refuses("closed the connection", lambda f: f.sock.shutdown(socket.SHUT_WR))
         self.refuses("closed the connection", lambda f: (f.sock.sendall(b"\x05\x08"), f.sock.shutdown(socket.SHUT_WR)))
 
@@ -1249,8 +1249,8 @@ class Nonsense(WithFake):
 
         fd = os.memfd_create("small")
         os.ftruncate(fd, 4096)
-        self.refuses("without its descriptor", lambda f: f.sock.sendall(news(1 << 31, 4096)))
-        self.refuses("has 4096 bytes, not 8192", lambda f: socket.send_fds(f.sock, [news(1 << 31, 8192)], [fd]))
+        self.refuses("arena 2147483648 without a file descriptor", lambda f: f.sock.sendall(news(1 << 31, 4096)))
+        self.refuses("got 4096 bytes, want at least 8192", lambda f: socket.send_fds(f.sock, [news(1 << 31, 8192)], [fd]))
         self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
         self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
 
@@ -1293,8 +1293,8 @@ class Nonsense(WithFake):
             os.pwrite(f.ring, struct.pack("<Q", completed), 192)
             f.sock.sendall(b"\0")
 
-        self.refuses("completed 99, which was not submitted", lambda f: complete(f, 1, 99))
-        self.refuses("70000 completions in the ring, of which 0", lambda f: complete(f, 70000, 2))
+        self.refuses("operation 99, which is not in flight", lambda f: complete(f, 1, 99))
+        self.refuses("got completion counter 70000, want 0 to 65536", lambda f: complete(f, 70000, 2))
 
         # A completion whose answer is a frame: not before it is there.
         def script(f: Fake) -> None:
@@ -1311,9 +1311,9 @@ class Nonsense(WithFake):
         self.meet(script, use)
 
     def test_greeting(self) -> None:
-        with self.assertRaisesRegex(SidecarError, "has greeted with"):
+        with self.assertRaisesRegex(SidecarError, "got greeting"):
             self.meet(lambda f: None, lambda c: None, greet=b"GHVD\0\0\0\3")
-        with self.assertRaisesRegex(SidecarError, "did not answer the greeting"):
+        with self.assertRaisesRegex(SidecarError, "no answer to the greeting"):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
     def test_one_that_does_not_read(self) -> None:

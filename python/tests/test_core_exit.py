@@ -74,5 +74,5 @@ class Reasons(unittest.TestCase):
             raise ValueError("x" * 5000)
         except ValueError:
             reason, failed = _exit.of_shutdown()
-        self.assertTrue(reason.startswith("while it handles ValueError: xxx") and len(reason) < 1100, reason)
+        self.assertTrue(reason.startswith("while handling ValueError: xxx") and len(reason) < 1100, reason)
         self.assertFalse(failed)

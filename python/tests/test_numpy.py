@@ -70,7 +70,7 @@ class Numpy(unittest.TestCase):
 
     def test_types_that_are_not(self) -> None:
         for x in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.zeros(2, ">f4")):
-            with self.assertRaisesRegex(ValueError, "cannot be communicated"):
+            with self.assertRaisesRegex(ValueError, "are not supported"):
                 hvd.allreduce(x)
         # Named as ml_dtypes names it.
         fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
@@ -95,7 +95,7 @@ class Numpy(unittest.TestCase):
         for bad in (np.zeros(3, x.dtype), np.zeros(4, np.float16)):
             with self.assertRaisesRegex(ValueError, "out is"):
                 hvd.allreduce(x, out=bad)
-        with self.assertRaisesRegex(ValueError, "2 arrays for 1"):
+        with self.assertRaisesRegex(ValueError, "out has 2 arrays, want 1"):
             hvd.grouped_allreduce([x], out=[x, x])
 
     def test_arrays_that_are_not_contiguous(self) -> None:
@@ -349,7 +349,7 @@ class Numpy(unittest.TestCase):
         hvd.init(process_sets=again)
         for s in sets + again:
             self.assertEqual((s.process_set_id, s.included()), (1, self.rank == 0))
-        with self.assertRaisesRegex(ValueError, "without it"):
+        with self.assertRaisesRegex(ValueError, "without this process set"):
             hvd.init(process_sets=[[0, self.size]])
         hvd.barrier()
         hvd.shutdown()

@@ -87,7 +87,7 @@ class _Torch(_engine.Framework[Tensor]):
     def fresh(self, data: memoryview, shape: Shape, like: Tensor) -> Tensor:
         x = torch.empty(shape, dtype=like.dtype)
         if len(data) != x.numel() * x.element_size():
-            raise ValueError(f"a result of {len(data)} bytes for {x.dtype} of shape {shape}")
+            raise ValueError(f"got a result of {len(data)} bytes, want a {x.dtype} tensor of shape {shape}")
         if len(data):
             # The data is copied into memory of x, because torch does not accept read-only memory.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
@@ -173,7 +173,7 @@ class _Handles:
     def poll(self, number: int) -> bool:
         entry = self._entries.get(number)
         if entry is None:
-            raise ValueError(f"handle {number} does not exist, or was synchronized")
+            raise ValueError(f"handle {number} does not exist, or was synchronized already")
         return entry[0].done()
 
     def settle(self, number: int, others: Sequence[int]) -> None:
@@ -257,7 +257,7 @@ def _reduction(op: Optional[int], average: Optional[bool]) -> int:
     if op is None:
         return Average
     if not Average <= op <= Product:
-        raise ValueError(f"there is no reduction {op!r}")
+        raise ValueError(f"got op {op!r}, want Average, Sum, Adasum, Min, Max or Product")
     return op
 
 
@@ -273,7 +273,7 @@ def _begin_group(
     """
     tensors = list(tensors)
     if not tensors:
-        raise ValueError("a group of no tensors")
+        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got no tensors, want at least one")
     codes = [_check(t) for t in tensors]
     types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if len(set(codes)) > 1 else None
     targets = tensors if in_place else None
@@ -500,7 +500,7 @@ def sparse_allreduce_async(
     """
     op = Average if op is None else op
     if op not in (Average, Sum):
-        raise ValueError(f"a sparse allreduce averages or sums; there is no reduction {op!r} of sparse tensors")
+        raise ValueError(f"sparse allreduce: got op {op!r}, want Average or Sum")
     # One row for each element, because allgather gathers rows.
     indices = allgather_async(
         tensor._indices().transpose(0, 1).contiguous(), None if name is None else f"{name}.indices", process_set
@@ -670,7 +670,7 @@ _Splits = Union[None, Tensor, Sequence[int]]
 def _splits(splits: _Splits, tensor: Tensor, process_set: ProcessSet) -> Tuple[int, ...]:
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.dtype != torch.int32:
-            raise ValueError(f"alltoall: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 in one dimension")
+            raise ValueError(f"alltoall: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
         splits = splits.tolist()
     return _engine.check_splits(splits, tensor.shape, process_set)
 
@@ -730,7 +730,7 @@ def alltoall(
 def _scattered(op: int) -> int:
     if op not in (Average, Sum):
         # Horovod raises this exception. The sidecar supports the operation; gohvd.numpy uses it.
-        raise HorovodInternalError(f"a reducescatter averages or sums; there is no reduction {op!r}")
+        raise HorovodInternalError(f"reducescatter: got op {op!r}, want Average or Sum")
     return op
 
 

@@ -126,7 +126,7 @@ class _Distributed(torch.optim.Optimizer):
             )
         # Before torch 2.1 this is also called if a backward pass computes no gradient.
         if p.grad is not None and p.grad.requires_grad:
-            raise AssertionError("gradients that have gradients (create_graph=True) cannot be reduced")
+            raise AssertionError("cannot reduce gradients that require gradients (backward with create_graph=True)")
         self._allreduce_delay[p] -= 1
         self._accumulated(p, self._allreduce_delay[p] == 0)
 
