@@ -37,7 +37,8 @@ class Chunk:
     """A memfd, mapped to read and write."""
 
     __slots__ = (
-        "number", "size", "map", "view", "address", "fd", "told", "placed", "live", "dropped", "_offsets", "_sizes", "_bins"
+        "number", "size", "map", "view", "address", "fd", "announcement", "mapped", "live", "dropped", "_offsets",
+        "_sizes", "_bins",
     )  # fmt: skip
 
     def __init__(self, size: int) -> None:
@@ -65,10 +66,10 @@ class Chunk:
         self.size = size
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.told: Any = None
-        """The request that sent the chunk to the sidecar, which may not be answered yet; else None."""
-        self.placed = False
-        """Whether the sidecar has the chunk. The sidecar seals it, so that it belongs to this connection only."""
+        self.announcement: Any = None
+        """The request that sent the chunk to the sidecar, answered or not; None before it."""
+        self.mapped = False
+        """Whether the sidecar has mapped the chunk. It seals the chunk, which then belongs to this connection only."""
         self.dropped = False
         self.live = 0
         self.reset()

@@ -7,11 +7,12 @@ others wait until they have their answer, or until the reader is done and one of
 Invariants:
 
 1. The reader holds ``_reader``. A thread that sends or submits holds ``_lock``. ``_lock`` may be taken while
-``_reader`` is held, not the other way round, except by ``_reader.acquire(False)``, which does not wait.
-``_placing`` is taken before both. No thread waits for an answer while it holds ``_lock``. 2. Data that was read is
-in ``_state`` before any Python code runs. It is taken out in steps that can be repeated, so an exception of a
-signal handler (Ctrl-C) between any two of them loses nothing. The same holds for data to send, in ``_outbox``. 3. A
-submission is in ``_pending`` before the sidecar can see it.
+   ``_reader`` is held, not the other way round, except by ``_reader.acquire(False)``, which does not wait.
+   ``_mapping_lock`` is taken before both. No thread waits for an answer while it holds ``_lock``.
+2. Data that was read is in ``_state`` before any Python code runs. It is taken out in steps that can be repeated,
+   so an exception of a signal handler (Ctrl-C) between any two of them loses nothing. The same holds for data to
+   send, in ``_outbox``.
+3. A submission is in ``_pending`` before the sidecar can see it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ _RING_BYTES = 4096 + 32 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
 # Indexes of the words of the ring.
 _SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
-# Values of _LOOKING: the sidecar looks at the ring now, or within a millisecond. With 0 it looks only after a doorbell.
+# Values of _LOOKING: the sidecar looks at the ring now, or within a millisecond. With 0 it looks only after a
+# doorbell.
 _NOW, _SOON = 1, 2
 # Values of _WANTED: no thread waits, or a thread waits and polls the ring itself.
-_NEVER, _WATCHING = (1 << 64) - 1, (1 << 64) - 2
+_NEVER, _POLLING = (1 << 64) - 1, (1 << 64) - 2
 # How long a thread polls for the completion of the only operation in flight before it sleeps.
-_WATCH_SECONDS = 50e-6
+_POLL_SECONDS = 50e-6
 _SLOTS = 131072
 _MIN_NAMES = 4096
 
@@ -59,7 +61,7 @@ _READ_BYTES = 1 << 16
 _SIZES, _SPACES = (_READ_BYTES,), (socket.CMSG_SPACE(4 * 4),)
 _WAITING = (int(socket.MSG_CMSG_CLOEXEC),)
 _NOT_WAITING = (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
-_AT_ONCE = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 _submission = struct.Struct("<QII").pack_into
 _completion = struct.Struct("<QI").unpack_from
@@ -82,7 +84,7 @@ class Operation:
         self.slot = -1
 
 
-class _Letter:
+class _OutgoingFrame:
     """A frame to send, and how much of it was sent."""
 
     __slots__ = ("data", "fd", "sent")
@@ -148,9 +150,10 @@ class Client:
         self._cond = threading.Condition(self._mutex)
         self._waiting: Set[int] = set()  # threads that wait while another one reads
         self._fence = threading.Lock()  # it protects no data: see _order
-        # Whether there may be submissions in the ring of which the sidecar was not notified.
-        self._unheard = False
-        self._rung = -1  # how many submissions the sidecar had taken at the last doorbell for a submission
+        # Whether the ring may have submissions of which the sidecar was not notified.
+        self._notification_deferred = False
+        # How many submissions the sidecar had taken at the last doorbell for a submission.
+        self._taken_at_doorbell = -1
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
         # The last operation of each name. Names that are not in use are dropped when there are many.
@@ -160,9 +163,9 @@ class Client:
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
         self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
-        self._outbox: Deque[_Letter] = collections.deque()
-        self._unwanted: Deque[wire.Place] = collections.deque()
-        self._placing = threading.Lock()
+        self._outbox: Deque[_OutgoingFrame] = collections.deque()
+        self._discarded: Deque[wire.Place] = collections.deque()
+        self._mapping_lock = threading.Lock()
         self._next_slot = 0
         self._free_slots: List[int] = []
         self._state: _State = (b"", 0, (), [], 0)
@@ -171,11 +174,11 @@ class Client:
         address = os.environ.get("HVD_SIDECAR", "")
         if address:
             self._sock = connect(address)
-            self._who = f"the sidecar at {address}"
+            self._sidecar_name = f"the sidecar at {address}"
         else:
             self._child = Child()
             self._sock = self._child.sock
-            self._who = f"this process's sidecar (hvdd, process {self._child.process.pid})"
+            self._sidecar_name = f"this process's sidecar (hvdd, process {self._child.process.pid})"
         self._recvmsg = self._sock.recvmsg
         _clients.add(self)
         try:
@@ -221,10 +224,10 @@ class Client:
         with self._lock:
             if self._over is None:
                 try:
-                    self._sock.send(wire.frame(wire.bye(next(self._ids))), _AT_ONCE)
+                    self._sock.send(wire.frame(wire.bye(next(self._ids))), _SEND_FLAGS)
                 except OSError:
-                    pass  # the sidecar has gone or does not read; it will see the end of the connection
-            self._end(lambda: SidecarError(f"{self._who}: this process has closed the connection"))
+                    pass  # the sidecar has exited or does not read; the end of the connection replaces the bye
+            self._end(lambda: SidecarError(f"{self._sidecar_name}: this process has closed the connection"))
         self._sock.close()
         self._maps = {}
         if self._child is not None:
@@ -251,16 +254,17 @@ class Client:
     def _fail(self, reason: str) -> None:
         """Ends the connection because the sidecar has gone or breaks the protocol."""
         try:
-            # This comes before the lock, because its holder may be waiting for room in the socket.
+            # The shutdown precedes the lock, because the holder of the lock may be waiting for room in the socket.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         with self._lock:
             if self._over is not None:
                 return
-            # A child that has closed its connection is about to exit, and its exit tells more than reason.
+            # A child that has closed its connection is about to exit. Its exit status and log explain more than reason.
             child = self._child
-            text = f"{self._who}: {reason}" if child is None else f"{self._who} {child.describe_exit(reason)}"
+            name = self._sidecar_name
+            text = f"{name}: {reason}" if child is None else f"{name} {child.describe_exit(reason)}"
             self._end(lambda: SidecarError(text))
 
     def _over_error(self) -> Exception:
@@ -292,7 +296,7 @@ class Client:
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
         self._waiting = set()
-        self._placing = threading.Lock()
+        self._mapping_lock = threading.Lock()
         self._fence = threading.Lock()
         self.arena.after_fork()
         if self._child is not None:
@@ -313,28 +317,25 @@ class Client:
     # Sending. The caller holds _lock.
 
     def _send_frame(self, message: bytes, fd: int = -1) -> None:
-        self._post(_Letter(message, fd))
-
-    def _post(self, letter: _Letter) -> None:
-        self._outbox.append(letter)
+        self._outbox.append(_OutgoingFrame(message, fd))
         self._flush()
 
     def _flush(self) -> None:
         """Sends the frames in the outbox. If it is interrupted, the next call continues: see invariant 2."""
         try:
             while self._outbox:
-                letter = self._outbox[0]
-                sent = sum(letter.sent)
-                if sent == len(letter.data):
+                frame = self._outbox[0]
+                sent = sum(frame.sent)
+                if sent == len(frame.data):
                     self._outbox.popleft()
                     continue
-                data = letter.data[sent:]
+                data = frame.data[sent:]
                 try:
-                    if letter.fd >= 0 and not sent:
-                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [letter.fd]))]
-                        letter.sent.extend(map(self._sock.sendmsg, ([data],), (rights,), (_AT_ONCE,)))
+                    if frame.fd >= 0 and not sent:
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [frame.fd]))]
+                        frame.sent.extend(map(self._sock.sendmsg, ([data],), (rights,), (_SEND_FLAGS,)))
                     else:
-                        letter.sent.extend(map(self._sock.send, (data,), (_AT_ONCE,)))
+                        frame.sent.extend(map(self._sock.send, (data,), (_SEND_FLAGS,)))
                 except BlockingIOError:
                     self._make_room()
         except OSError as e:
@@ -356,38 +357,39 @@ class Client:
         if self._over is not None:
             raise self._over_error()
 
-    def hurry(self) -> None:
+    def notify_now(self) -> None:
         """Notifies the sidecar now of submissions for which the notification was deferred."""
-        if self._unheard:
+        if self._notification_deferred:
             with self._lock:
                 if self._over is None:
-                    self._tell(_NOW)
+                    self._notify(_NOW)
 
-    def _tell(self, when: int) -> None:
+    def _notify(self, when: int) -> None:
         """Makes sure that the sidecar looks at the ring: now (_NOW), or within a millisecond (_SOON).
 
         _SOON needs no doorbell while submissions follow each other. The caller holds _lock.
         """
         words = self._words
-        # The sidecar sets _LOOKING before it looks, and looks once more after it has set it to a lower level of
-        # attention.
+        # The sidecar sets _LOOKING before it looks at the ring. After it has set _LOOKING to a value that needs
+        # doorbells, it looks at the ring once more.
         self._order()
         state = words[_LOOKING]
         if state > when or not state:
             self._order()
             taken = words[_TAKEN]
             # A sleeping sidecar that has taken nothing since the last doorbell has not woken yet.
-            if taken != words[_SUBMITTED] and (state or taken != self._rung):
+            if taken != words[_SUBMITTED] and (state or taken != self._taken_at_doorbell):
                 self._doorbell()
-                self._rung = taken  # if a signal comes before this line, the sidecar gets a second doorbell
-        self._unheard = state == when == _SOON
+                # If a signal comes before this line, the sidecar gets a second doorbell, which is harmless.
+                self._taken_at_doorbell = taken
+        self._notification_deferred = state == when == _SOON
 
     def _doorbell(self) -> None:
         if self._outbox:
-            # The doorbell is still needed: the frames there may have been sent before the submission.
+            # The doorbell is still needed, because the frames in the outbox may have been sent before the submission.
             self._flush()
         try:
-            self._sock.send(_DOORBELL, _AT_ONCE)
+            self._sock.send(_DOORBELL, _SEND_FLAGS)
         except BlockingIOError:
             pass  # the sidecar has frames to read, and looks at the ring after each
         except OSError as e:
@@ -430,7 +432,7 @@ class Client:
         """Begins an operation and returns it as a pending request.
 
         keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond, or
-        with later possibly not before hurry, another submission, or a wait. What op uses must not be touched until
+        with later possibly not before notify_now, another submission, or a wait. What op uses must not be touched until
         the operation is done.
 
         Raises ValueError if the name of op.key is in use. The name of an operation is in use until it is done and,
@@ -441,8 +443,8 @@ class Client:
         with self._lock:
             if self._over is not None:
                 raise self._over_error()
-            while self._unwanted:
-                self.free_result(self._unwanted.popleft())
+            while self._discarded:
+                self.free_result(self._discarded.popleft())
             if key is not None:
                 self._check_name(key, op.label)
             if len(self._pending) >= _MAX_IN_FLIGHT - 1:
@@ -465,13 +467,13 @@ class Client:
                     self._names[key] = p
                 _submission(self._ring, 4096 + 16 * (n & _MASK), ident, op.slot, 0)
                 self._order()
-                self._unheard = True
+                self._notification_deferred = True
                 words[_SUBMITTED] = n + 1
                 if not later:
-                    self._tell(_SOON)
+                    self._notify(_SOON)
             except BaseException:
-                # Interrupted. An operation that the sidecar will not see ends here; any other goes on, and keeps
-                # its memory.
+                # A signal handler has raised. An operation that the sidecar will not see is done; any other operation
+                # goes on and keeps its memory.
                 if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
@@ -497,7 +499,7 @@ class Client:
                 "handle was not synchronized; use another name, or synchronize first"
             )
 
-    def let_go(self) -> None:
+    def release_names(self) -> None:
         """Frees all names, each as soon as its operation is done, because the program has left the job."""
         with self._lock:
             for p in list(self._names.values()):
@@ -519,7 +521,7 @@ class Client:
             self._next_slot += 1
         else:
             raise ValueError(f"{op.label}: {_SLOTS} operations have not been synchronized; synchronize some first")
-        self._outbox.append(_Letter(wire.prepare(next(self._ids), slot, op.body)))
+        self._outbox.append(_OutgoingFrame(wire.prepare(next(self._ids), slot, op.body)))
         op.slot = slot
         self._flush()
 
@@ -529,29 +531,29 @@ class Client:
         if slot >= 0:
             self._free_slots.append(slot)
 
-    def place(self, chunk: Chunk) -> None:
+    def ensure_mapped(self, chunk: Chunk) -> None:
         """Makes sure that the sidecar has mapped a chunk of the arena."""
-        if chunk.placed:
+        if chunk.mapped:
             return
-        with self._placing:
-            if chunk.told is None:
-                chunk.told = self.request(lambda i: wire.arena(i, chunk.number, chunk.size), chunk.fd)
-            self.wait(chunk.told)
-            chunk.placed = True
+        with self._mapping_lock:
+            if chunk.announcement is None:
+                chunk.announcement = self.request(lambda i: wire.arena(i, chunk.number, chunk.size), chunk.fd)
+            self.wait(chunk.announcement)
+            chunk.mapped = True
             chunk.close_fd()
 
     def take(self, nbytes: int) -> Extent:
         """Takes nbytes of memory that the sidecar has mapped, and returns their place."""
         extent = self.arena.take(nbytes)
         try:
-            self.place(extent[0])
+            self.ensure_mapped(extent[0])
         except BaseException:
             self.arena.give(extent)
             raise
         return extent
 
     def _drop_chunk(self, chunk: Chunk) -> None:
-        if chunk.placed and self._over is None:
+        if chunk.mapped and self._over is None:
             # The answer is not waited for: if the sidecar keeps the chunk, that only costs memory.
             self.request(lambda i: wire.drop_arena(i, chunk.number))
 
@@ -564,11 +566,12 @@ class Client:
             return memoryview(b"")
         known = self._maps.get(number)
         if known is None:
-            raise SidecarError(f"{self._who}: result in arena {number}, which the sidecar has not announced")
+            raise SidecarError(f"{self._sidecar_name}: result in arena {number}, which the sidecar has not announced")
         view = known[1]
         if offset > len(view) or nbytes > len(view) - offset:
             raise SidecarError(
-                f"{self._who}: result of {nbytes} bytes at offset {offset} is not in arena {number}, which has {len(view)} bytes"
+                f"{self._sidecar_name}: result of {nbytes} bytes at offset {offset} is not in arena {number}, "
+                f"which has {len(view)} bytes"
             )
         return view[offset : offset + nbytes]
 
@@ -582,7 +585,7 @@ class Client:
 
     def discard_result(self, place: wire.Place) -> None:
         """Does what free_result does, but later. A finalizer may call it."""
-        self._unwanted.append(place)
+        self._discarded.append(place)
 
     # Waiting.
 
@@ -603,10 +606,10 @@ class Client:
         words, me = self._words, threading.get_ident()
         while not p.done:
             if words[_WANTED] == _NEVER:
-                # This comes before the sidecar looks. If it overwrites the reader's value, _rouse_reader corrects
-                # that; the next reader sets its own.
-                words[_WANTED] = _WATCHING
-            self.hurry()
+                # The value is set before the sidecar looks at the ring. If it overwrites the reader's value,
+                # _wake_reader corrects that. The next reader sets its own value.
+                words[_WANTED] = _POLLING
+            self.notify_now()
             # _SEEN is read before the done flags. Other threads may read meanwhile, and until must not exceed the
             # completions that can come.
             until = words[_SEEN] + 1
@@ -615,16 +618,16 @@ class Client:
                 break
             self._waiting.add(me)
             try:
-                self._rouse_reader()
+                self._wake_reader()
                 with self._mutex:
-                    # The reader sets done and then checks _waiting. It releases _reader and then checks _waiting
-                    # once more.
+                    # No wake-up is lost, because the reader checks _waiting after it has set done, and once more
+                    # after it has released _reader.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:
                 self._waiting.discard(me)
 
-    def _rouse_reader(self) -> None:
+    def _wake_reader(self) -> None:
         """Makes the reader wake for every completion from now on, and for those that it has not seen yet."""
         words = self._words
         words[_WANTED] = 0
@@ -646,9 +649,9 @@ class Client:
 
     def poll_all(self) -> None:
         """Reads the completions and answers that have come, or makes the reader do it."""
-        self.hurry()
+        self.notify_now()
         if not self._take_turn(_NOT_WAITING):
-            self._rouse_reader()
+            self._wake_reader()
 
     def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
         """Reads once, or until p is done, and sleeps until there are as many completions as until says. Returns
@@ -664,8 +667,8 @@ class Client:
                     self._read(flags)
                 while turn and p is not None and not p.done:
                     if p.in_ring and len(self._pending) == 1:
-                        self._watch()
-                    if self._sleepy(until):
+                        self._poll_ring()
+                    if self._may_sleep(until):
                         self._read(flags)
             finally:
                 if leave:
@@ -708,22 +711,22 @@ class Client:
         if self._reader._is_owned():  # type: ignore[attr-defined]
             self._reader.release()
 
-    def _watch(self) -> None:
+    def _poll_ring(self) -> None:
         """Polls the ring for a short time for a completion, for which the sidecar need not send a doorbell. The
         caller holds _reader.
         """
         words = self._words
-        words[_WANTED] = _WATCHING
+        words[_WANTED] = _POLLING
         seen = words[_SEEN]
-        stop = time.perf_counter() + _WATCH_SECONDS
+        stop = time.perf_counter() + _POLL_SECONDS
         while words[_COMPLETED] == seen and time.perf_counter() < stop:
             os.sched_yield()
 
-    def _sleepy(self, until: int) -> bool:
+    def _may_sleep(self, until: int) -> bool:
         """Asks the sidecar for a doorbell at so many completions, and returns whether the thread may sleep.
 
         If another thread waits, the doorbell comes at the first new completion. If there is a new completion or
-        unread data already, _sleepy takes it and returns False. The caller holds _reader.
+        unread data already, _may_sleep takes it and returns False. The caller holds _reader.
         """
         words = self._words
         seen = words[_SEEN]

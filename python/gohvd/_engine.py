@@ -41,7 +41,7 @@ _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
 _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
 
 # The name of operations without one that are waited for at once. The names of others are numbered from 1.
-_AT_ONCE = "noname.0"
+_SYNC_NAME = "noname.0"
 
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
 
@@ -132,12 +132,12 @@ class Call(Generic[A]):
         plan = self.plan
         if plan is not None and not plan.client.poll(pending):
             return False
-        self.let_go()
+        self.release_name()
         if pending.error is None:
             self.results()
         return True
 
-    def let_go(self) -> None:
+    def release_name(self) -> None:
         """Lets the name become free as soon as the operation is done, without a wait for it."""
         if self.pending is not None:
             self.pending.held = False
@@ -252,7 +252,7 @@ class Engine:
         self._job = 0
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
-        self._timeline_signal = TimelineSignal(self._pass_on)
+        self._timeline_signal = TimelineSignal(self._forward_signal)
         self.at_shutdown: List[Callable[[], None]] = []
         """The functions to call when the job is left."""
         # The object that users know as global_process_set; module process_sets sets it.
@@ -359,7 +359,7 @@ class Engine:
                     f()
                 self._clear_plans()
                 if self._client is not None:
-                    self._client.let_go()
+                    self._client.release_names()
                     if self._client.over:
                         self._client.close()
                         self._client = None
@@ -379,7 +379,7 @@ class Engine:
         self._main_thread = threading.get_ident()
         self._plans_lock = threading.Lock()
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         """Sends the sidecar a signal that this process has received. Signal handlers call it."""
         client = self._client
         if client is not None:
@@ -492,7 +492,7 @@ class Engine:
         The arrays are of one type, dtype, whose number and size are code. In a group they may be of several types;
         types are then the type and code of each. targets, for allreduce and broadcast, receive the results; they
         may be the arrays themselves. at_once means that the caller does nothing until the operation is done. later
-        means that the caller soon calls hurry, begins another operation, or waits.
+        means that the caller soon calls notify_now, begins another operation, or waits.
         """
         client = self._client
         if self._place is None or client is None:
@@ -502,8 +502,8 @@ class Engine:
             # The main thread of each rank has at most one such operation in flight, so they can share a name, which
             # need not be negotiated each time. They cannot if a signal has interrupted the last one, which is still
             # in flight.
-            if not client.in_use((set_id, _full_name(kind, _AT_ONCE, grouped))):
-                name = _AT_ONCE
+            if not client.in_use((set_id, _full_name(kind, _SYNC_NAME, grouped))):
+                name = _SYNC_NAME
         if types is None:
             where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
         else:
@@ -528,18 +528,18 @@ class Engine:
         call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
-    def hurry(self) -> None:
+    def notify_now(self) -> None:
         """Notifies the sidecar of operations that were begun with later."""
         client = self._client
         if client is not None:
-            client.hurry()
+            client.notify_now()
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
         """Returns the arena and offset of the memory at address; None if the sidecar cannot work on it in place."""
         found = client.arena.find(address) if address else None
         if found is None or found[1] % alignment:
             return None
-        client.place(found[0])
+        client.ensure_mapped(found[0])
         return found[0].number, found[1]
 
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:

@@ -42,7 +42,7 @@ class Bounded(unittest.TestCase):
 
 
 class InTheJob(Bounded):
-    """What all ranks do together."""
+    """Tests in which all ranks take part."""
 
     def test_again_and_again(self) -> None:
         """120 times init, work and shutdown in one process, over one sidecar, without more descriptors or memory maps."""
@@ -97,7 +97,7 @@ class InTheJob(Bounded):
         self.assertEqual(failures, [])
 
     def test_the_next_reads(self) -> None:
-        """When who reads has what it wants, one of those that wait takes its place."""
+        """When the reader's operation is done, a waiting thread takes its place."""
         hvd.init()
         client = hvd._engine.engine.client()
         for _ in range(20):
@@ -154,7 +154,7 @@ class InTheJob(Bounded):
             self.assertEqual(got, [True], f"{name} {after} {call}")
             client.wait(answered)
 
-        for name in ("_enter_reader", "_sleepy", "_read", "_leave_reader", "_release_reader"):
+        for name in ("_enter_reader", "_may_sleep", "_read", "_leave_reader", "_release_reader"):
             for after in (False, True):
                 interrupted(name, after)
         # Where this thread waits because another one reads, which then ends.
@@ -225,7 +225,7 @@ class InTheJob(Bounded):
                 see(second)
 
     def test_names_of_an_earlier_job(self) -> None:
-        """A name that nobody has looked after is in use until shutdown."""
+        """The name of an operation without a wait is in use until shutdown."""
         hvd.init()
         hvd.allreduce_async([1.0], name="left")
         hvd.shutdown()
@@ -233,7 +233,7 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
 
     def test_names_of_no_use(self) -> None:
-        """What is begun and forgotten keeps no name, if it has none of the program's. Names that were in use are dropped."""
+        """An operation without a name and without a wait keeps no name. Names that are no longer in use are dropped."""
         hvd.init()
         client = hvd._engine.engine.client()
         unseen = hvd.allreduce_async([1.0], name="unseen")
@@ -837,10 +837,10 @@ class WithFake(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
-    """What the client asks of the sidecar, and what it does not ask."""
+    """Which doorbells the client sends, and which it asks for."""
 
     class Sidecar:
-        """The ring as the other end has it."""
+        """The sidecar's end of the ring."""
 
         def __init__(self, fake: Fake) -> None:
             self.fake = fake
@@ -854,22 +854,22 @@ class Ring(WithFake):
                 self.completed += 1
             self.words[_client._COMPLETED] = self.completed
 
-        def ring(self) -> None:
+        def notify(self) -> None:
             with contextlib.suppress(BrokenPipeError):  # a client that looks has seen what is complete, and may have left
                 self.fake.sock.sendall(b"\0")
 
         def until(self, word: int, *values: int) -> None:
-            """Waits until a word of the client's is one of these."""
+            """Waits until a word of the client's has one of these values."""
             end = time.monotonic() + 20
             while self.words[word] not in values:
                 assert time.monotonic() < end, (word, self.words[word], values)
                 os.sched_yield()
 
-        def heard(self) -> bool:
-            """Whether the client has rung since."""
+        def doorbell_came(self) -> bool:
+            """Returns whether the client has sent a doorbell that was not read yet."""
             return bool(select.select([self.fake.sock], [], [], 0)[0])
 
-        def hears(self, often: bool = False) -> None:
+        def expect_doorbell(self, often: bool = False) -> None:
             got = self.fake.sock.recv(100)
             assert got == b"\0" or often and not got.strip(b"\0"), got
             self.words[_client._TAKEN] = self.words[_client._SUBMITTED]
@@ -894,35 +894,35 @@ class Ring(WithFake):
         first.start()
         return every, first
 
-    def test_told_later(self) -> None:
+    def test_deferred_notification(self) -> None:
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
             step.wait()  # three submissions for later
-            assert s.words[_client._SUBMITTED] == 3 and not s.heard()
+            assert s.words[_client._SUBMITTED] == 3 and not s.doorbell_came()
             step.wait()
-            s.hears()  # hurry, twice
+            s.expect_doorbell()  # notify_now, twice
             step.wait()  # one for later
-            assert not s.heard()
+            assert not s.doorbell_came()
             step.wait()
-            s.hears()  # one that is not for later
+            s.expect_doorbell()  # one that is not for later
             step.wait()
-            s.hears()  # a wait, for it tells of one more
+            s.expect_doorbell()  # a wait sends the notification of one more submission
             s.complete(2, 3, 4, 5, 6, 7)
-            s.ring()
+            s.notify()
             step.wait()  # one that was interrupted
-            assert not s.heard()
+            assert not s.doorbell_came()
             step.wait()
-            s.hears()  # who waits for it tells of it
+            s.expect_doorbell()  # the wait for it sends the notification
             s.complete(8)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             all_of_them = [client.submit(self.operation(i), later=True) for i in range(3)]
             step.wait()
             step.wait()
-            client.hurry()
-            client.hurry()
+            client.notify_now()
+            client.notify_now()
             all_of_them.append(client.submit(self.operation(3), later=True))
             step.wait()
             step.wait()
@@ -938,10 +938,10 @@ class Ring(WithFake):
             def interrupt(when: int) -> None:
                 raise Signal
 
-            client._tell = interrupt  # type: ignore[method-assign]
+            client._notify = interrupt  # type: ignore[method-assign]
             with self.assertRaises(Signal):
                 client.submit(self.operation(6))
-            del client._tell  # type: ignore[method-assign]
+            del client._notify  # type: ignore[method-assign]
             step.wait()
             step.wait()
             (p,) = client._pending.values()
@@ -950,17 +950,17 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_doorbell_after_a_frame(self) -> None:
-        """A frame that was sent, but not yet taken from what is to be sent when a signal came, is no doorbell."""
+        """A doorbell is sent even if a signal has left a frame in the outbox that was sent already."""
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             s.complete(2)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
-            letter = _client._Letter(b"sent")
-            letter.sent = [len(letter.data)]
-            client._outbox.append(letter)
+            frame = _client._OutgoingFrame(b"sent")
+            frame.sent = [len(frame.data)]
+            client._outbox.append(frame)
             client.wait(client.submit(self.operation(0)))
 
         self.meet_ring(script, use)
@@ -972,9 +972,9 @@ class Ring(WithFake):
             s.words[_client._LOOKING] = 1
             step.wait()
             step.wait()
-            assert not s.heard()
+            assert not s.doorbell_came()
             s.complete(2)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             step.wait()
@@ -985,21 +985,21 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_one_doorbell_until_it_wakes(self) -> None:
-        """A sidecar that sleeps and was rung for is not rung for again until it has taken something."""
+        """A sleeping sidecar gets no second doorbell before it has taken a submission."""
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
             step.wait()
-            s.hears()  # three submissions
+            s.expect_doorbell()  # three submissions
             step.wait()
             step.wait()
-            s.hears()  # one more
+            s.expect_doorbell()  # one more
             step.wait()
 
         def use(client: _client.Client) -> None:
             for i in range(3):
                 client.submit(self.operation(i))
-            client.hurry()
+            client.notify_now()
             step.wait()
             step.wait()
             client.submit(self.operation(3))
@@ -1012,9 +1012,9 @@ class Ring(WithFake):
         """It does not leave the sidecar with a client that waits."""
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             s.complete(2)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             p = client.submit(self.operation(0))
@@ -1025,29 +1025,29 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_sidecar_that_looks_soon(self) -> None:
-        """It hears of nothing but that the client waits, unless it has taken what it is waited for."""
+        """A sidecar that looks within a millisecond gets a doorbell only for a wait, and only if submissions are not taken."""
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
             s.words[_client._LOOKING] = _client._SOON
             step.wait()
             step.wait()
-            assert not s.heard()
+            assert not s.doorbell_came()
             s.words[_client._TAKEN] = 1
             step.wait()
-            step.wait()  # hurry
-            assert not s.heard()
+            step.wait()  # notify_now
+            assert not s.doorbell_came()
             step.wait()
-            s.hears()
+            s.expect_doorbell()
             s.complete(2, 3)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             step.wait()
             first = client.submit(self.operation(0))
             step.wait()
             step.wait()
-            client.hurry()
+            client.notify_now()
             step.wait()
             step.wait()
             client.wait(client.submit(self.operation(1)))
@@ -1057,24 +1057,24 @@ class Ring(WithFake):
 
     def test_sleeps_until_half_is_done(self) -> None:
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             s.until(_client._WANTED, 5)  # the first, and half of eight others
-            s.complete(3, 4, 5, 6)  # and does not ring
+            s.complete(3, 4, 5, 6)  # without a doorbell
             time.sleep(0.05)  # a client that looked by itself would see them
             assert s.words[_client._SEEN] == 0, s.words[_client._SEEN]
             s.complete(7)
-            s.ring()
+            s.notify()
             s.until(_client._SEEN, 5)
             s.until(_client._WANTED, 6)  # what it waits for was not among them
             s.complete(2)
-            s.ring()
+            s.notify()
             s.until(_client._WANTED, 8)  # one more, and half of two others that are not done
             s.complete(8, 9, 10)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             every = [client.submit(self.operation(i), later=True) for i in range(9)]
-            frames = [_client.Pending(), _client.Pending()]  # their ends are not told of in the ring
+            frames = [_client.Pending(), _client.Pending()]  # their completions do not come through the ring
             client.wait(every[0], [*every[1:], *frames])
             self.assertEqual([p.done for p in every], 6 * [True] + 3 * [False])
             client.wait(every[6], every[7:])
@@ -1084,23 +1084,23 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_two_that_wait(self) -> None:
-        """Who waits while another reads hears of each completion, also of those that it was not to be woken for."""
+        """A thread that waits while another one reads is woken for each completion, whatever the reader waits for."""
         both = threading.Event()
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             s.until(_client._WANTED, 3)
             s.complete(5)
             both.set()
-            s.hears()  # the second has come to wait, and says so
-            s.ring()
+            s.expect_doorbell()  # the second has come to wait, and says so
+            s.notify()
             s.until(_client._SEEN, 1)
             s.until(_client._WANTED, 2)  # not what the first alone would want
             s.complete(6)
-            s.ring()
+            s.notify()
             s.until(_client._SEEN, 2)
             s.complete(2, 3, 4)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             every, first = self.five(client)
@@ -1116,7 +1116,7 @@ class Ring(WithFake):
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             step.wait()
             s.complete(3, 4, 5, 6, 7, 8, 9)
             step.wait()
@@ -1125,7 +1125,7 @@ class Ring(WithFake):
                 assert time.monotonic() < end, list(s.words[40:41])
                 os.sched_yield()
             s.complete(2, 10, 11)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             every = [client.submit(self.operation(i), later=True) for i in range(10)]
@@ -1148,15 +1148,15 @@ class Ring(WithFake):
         polling = threading.Event()
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
+            s.expect_doorbell()
             s.until(_client._WANTED, 3)
             s.complete(6)
             polling.set()
-            s.hears(often=True)
-            s.ring()
+            s.expect_doorbell(often=True)
+            s.notify()
             s.until(_client._SEEN, 1)
             s.complete(2, 3, 4, 5)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
             every, first = self.five(client)
@@ -1189,34 +1189,34 @@ class Ring(WithFake):
 
         self.meet_ring(lambda s: None, use)
 
-    def test_watching(self) -> None:
-        """Who waits for the only operation looks for a while, in which nobody need ring."""
+    def test_polling(self) -> None:
+        """A thread that waits for the only operation polls the ring for some time, for which it needs no doorbell."""
 
         def script(s: Ring.Sidecar) -> None:
-            s.hears()
-            s.until(_client._WANTED, _client._WATCHING)
+            s.expect_doorbell()
+            s.until(_client._WANTED, _client._POLLING)
             s.complete(2)
-            s.hears()
+            s.expect_doorbell()
             s.until(_client._WANTED, 2)  # it has looked for long enough
             s.complete(3)
-            s.ring()
+            s.notify()
 
         def use(client: _client.Client) -> None:
-            watching = _client._WATCH_SECONDS
+            before = _client._POLL_SECONDS
             try:
-                _client._WATCH_SECONDS = 20.0
+                _client._POLL_SECONDS = 20.0
                 client.wait(client.submit(self.operation(0)))
-                _client._WATCH_SECONDS = 0.01
+                _client._POLL_SECONDS = 0.01
                 client.wait(client.submit(self.operation(1)))
             finally:
-                _client._WATCH_SECONDS = watching
+                _client._POLL_SECONDS = before
 
         self.meet_ring(script, use)
 
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Nonsense(WithFake):
-    """Sidecars that do what none may do. The client says so, and waits for nothing."""
+    """Sidecars that break the protocol. The client reports an error and does not wait."""
 
     def refuses(self, text: str, script: Callable[[Fake], None]) -> None:
         def use(client: _client.Client) -> None:

@@ -654,31 +654,31 @@ class Synchronizing(OptimizerTest):
             with mock.patch.object(module.os, "cpu_count", lambda: processors), mock.patch.object(
                 module.os, "sched_getaffinity", lambda _: set(range(mine))
             ), mock.patch.object(module, "size", lambda: ranks), mock.patch.object(module, "local_size", lambda: here):
-                return module._alone_on_few_processors()
+                return module._oversubscribed_host()
 
         self.assertTrue(few(2, 2, 2, 2))
         self.assertTrue(few(7, 7, 4, 4))
         self.assertFalse(few(8, 8, 4, 4))
-        self.assertTrue(few(8, 1, 4, 4))  # each has one of its own
+        self.assertTrue(few(8, 1, 4, 4))  # each rank has a processor of its own
         self.assertFalse(few(8, 2, 4, 4))
-        self.assertFalse(few(2, 2, 4, 2))  # others can be talked to meanwhile
+        self.assertFalse(few(2, 2, 4, 2))  # the ranks can communicate with other hosts meanwhile
 
-    def test_gradients_are_told_of_together(self) -> None:
+    def test_gradients_are_notified_together(self) -> None:
         if self.size == 1:
             return
         model, optimizer = self.start()
         client = _engine.engine.client()
-        tell, told = client._tell, []
+        notify, notified = client._notify, []
         for crowded in (False, True):
-            optimizer._crowded = crowded
+            optimizer._oversubscribed = crowded
             for step in range(4):
                 optimizer.zero_grad(set_to_none=False)
                 hvd.barrier()
-                with mock.patch.object(client, "_tell", lambda when: (told.append(step), tell(when))[1]):
+                with mock.patch.object(client, "_notify", lambda when: (notified.append(step), notify(when))[1]):
                     loss_of(model, batch(step, self.rank)).backward()
-                self.assertFalse(crowded and client._unheard, "the backward pass has ended")
+                self.assertFalse(crowded and client._notification_deferred, "the backward pass has ended")
                 optimizer.step()
-        self.assertEqual(told[-2:], [2, 3])
+        self.assertEqual(notified[-2:], [2, 3])
         self.same_at_all_ranks(model)
 
     def test_interrupted(self) -> None:

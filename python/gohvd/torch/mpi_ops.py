@@ -189,13 +189,13 @@ class _Handles:
         try:
             return entry[1](entry[0])
         finally:
-            entry[0].let_go()
+            entry[0].release_name()
 
     def forget(self, number: int) -> None:
         """Discards a handle: its names are free when its operations are done."""
         entry = self._entries.pop(number, None)
         if entry is not None:
-            entry[0].let_go()
+            entry[0].release_name()
 
     def reset(self) -> None:
         self._numbers = itertools.count(1)
@@ -363,7 +363,7 @@ def allreduce_async_(
 def begin_allreduce_(
     tensor: Tensor, name: Optional[str], op: int, prescale: float, postscale: float, process_set: ProcessSet, later: bool = False
 ) -> int:
-    """Does what ``allreduce_async_`` does, but may notify the sidecar later: at the next operation, ``hurry`` or
+    """Does what ``allreduce_async_`` does, but may notify the sidecar later: at the next operation, ``notify_now`` or
     ``synchronize``.
     """
     tensors = [tensor]
@@ -372,9 +372,9 @@ def begin_allreduce_(
     )
 
 
-def hurry() -> None:
+def notify_now() -> None:
     """Notifies the sidecar of all operations that were begun."""
-    _engine.engine.hurry()
+    _engine.engine.notify_now()
 
 
 def allreduce_(

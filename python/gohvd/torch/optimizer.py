@@ -22,7 +22,7 @@ from gohvd.torch.mpi_ops import (
     begin_allreduce_,
     forget,
     grouped_allreduce_async_,
-    hurry,
+    notify_now,
     local_size,
     rocm_built,
     size,
@@ -46,7 +46,7 @@ class _Distributed(torch.optim.Optimizer):
     replaces. It shares that optimizer's param groups and state.
     """
 
-    # These are declared for readers and type checkers; _take_place sets them.
+    # These are declared for readers and type checkers; _take_over sets them.
     process_set: ProcessSet
     backward_passes_per_step: int
     _compression: Type[Compressor]
@@ -57,7 +57,7 @@ class _Distributed(torch.optim.Optimizer):
     _handles: Dict[Any, Tuple[Any, Any]]
     _wires: Dict[torch.Tensor, torch.Tensor]  # memory of compressed tensors, by parameter
 
-    def _take_place(
+    def _take_over(
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Optional[_Named],
@@ -163,7 +163,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Returns the tensor to transmit for tensor, which has p's elements, and the context that decompresses it."""
-        if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _in_reach(tensor):
+        if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _can_be_shared(tensor):
             return self._compression.compress(tensor)
         wire = self._wires.get(p)
         # A program may change the memory order of p.
@@ -226,10 +226,10 @@ class _Memory:
         self._last = weakref.ref(buffer)
         flat = torch.frombuffer(buffer, dtype=like.dtype)
         self.address = flat.data_ptr()
-        return flat.as_strided(like.size(), like.stride()) if _in_order(like) else flat.view(like.shape)
+        return flat.as_strided(like.size(), like.stride()) if _is_channels_last(like) else flat.view(like.shape)
 
 
-def _alone_on_few_processors() -> bool:
+def _oversubscribed_host() -> bool:
     """Returns whether a trainer and its sidecar cannot run at once and have no ranks on other hosts to communicate
     with meanwhile.
     """
@@ -257,7 +257,7 @@ class _DistributedOptimizer(_Distributed):
         self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
         # The number of sparse dimensions, by parameter with sparse gradients.
         self._was_sparse: Dict[torch.Tensor, int] = {}
-        self._crowded = _alone_on_few_processors()
+        self._oversubscribed = _oversubscribed_host()
         self._synchronized = False
         self._should_synchronize = True
         self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
@@ -286,23 +286,23 @@ class _DistributedOptimizer(_Distributed):
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
         if p.grad is not None:
-            self._adopt(p)
+            self._share_gradient(p)
         if not last:
             return
         group = self._p_to_group.get(p)
         if group is None:
             # If no processor is free to reduce during the backward pass, the sidecar is notified of its gradients
             # at its end.
-            later = self._crowded and p.device.type == "cpu"
+            later = self._oversubscribed and p.device.type == "cpu"
             if later:
-                torch.autograd.Variable._execution_engine.queue_callback(hurry)
+                torch.autograd.Variable._execution_engine.queue_callback(notify_now)
             self._submit(p, later)
             return
         self._group_counts[group] += 1
         if self._group_counts[group] == len(group):
             self._submit_group(group)
 
-    def _adopt(self, p: torch.Tensor) -> torch.Tensor:
+    def _share_gradient(self, p: torch.Tensor) -> torch.Tensor:
         """Moves p.grad into memory that all ranks of the host reduce in place, unless it is there already, and
         returns it.
 
@@ -313,14 +313,14 @@ class _DistributedOptimizer(_Distributed):
             dims = self._was_sparse.get(p)
             if dims is not None:
                 p.grad = torch.zeros_like(p).to_sparse(dims)
-            elif self._views and _in_reach(p):
+            elif self._views and _can_be_shared(p):
                 p.grad = self._memory_of(p).tensor(p).zero_()
             else:
-                order = torch.preserve_format if _in_order(p) else torch.contiguous_format
+                order = torch.preserve_format if _is_channels_last(p) else torch.contiguous_format
                 p.grad = torch.zeros_like(p, memory_format=order)
         elif grad.is_sparse:
             self._was_sparse[p] = grad.sparse_dim()
-        elif self._views and _in_reach(grad):
+        elif self._views and _can_be_shared(grad):
             memory = self._memory_of(p)
             if grad.data_ptr() != memory.address:
                 p.grad = memory.tensor(grad).copy_(grad)
@@ -339,7 +339,7 @@ class _DistributedOptimizer(_Distributed):
 
     def _submit(self, p: torch.Tensor, later: bool = False) -> None:
         """Begins to reduce p's gradient. later true means that begin_allreduce_ is used."""
-        grad = self._adopt(p)
+        grad = self._share_gradient(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
             self._handles[p] = (sparse_allreduce_async(grad, name, self.op, process_set=self.process_set), None)
@@ -353,7 +353,7 @@ class _DistributedOptimizer(_Distributed):
         name = self._parameter_names[group[0]]
         dense = []
         for p in group:
-            if self._adopt(p).is_sparse and not self.sparse_as_dense:
+            if self._share_gradient(p).is_sparse and not self.sparse_as_dense:
                 self._submit(p)
             else:
                 dense.append(p)
@@ -481,7 +481,7 @@ class _DistributedAdasumOptimizer(_Distributed):
     @torch.no_grad()
     def _submit(self, p: torch.Tensor) -> None:
         if p not in self._deltas:
-            reach = _in_reach(p)
+            reach = _can_be_shared(p)
             self._deltas[p] = alloc_tensor(tuple(p.shape), p.dtype) if reach else torch.empty_like(
                 p, memory_format=torch.contiguous_format
             )
@@ -535,12 +535,12 @@ class _DistributedAdasumOptimizer(_Distributed):
         p.add_(self._compression.decompress(output, ctx))
 
 
-def _in_reach(tensor: torch.Tensor) -> bool:
+def _can_be_shared(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor can be in shared memory."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
-def _in_order(tensor: torch.Tensor) -> bool:
+def _is_channels_last(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's elements are without gaps, but in the order of channels_last."""
     return not tensor.is_contiguous() and (
         tensor.is_contiguous(memory_format=torch.channels_last)
@@ -557,7 +557,7 @@ def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """
     if grad.is_sparse:
         grad = grad.to_dense()
-    if not _in_order(p):
+    if not _is_channels_last(p):
         return grad.contiguous()
     order = torch.channels_last if p.dim() == 4 else torch.channels_last_3d
     return grad.contiguous(memory_format=order).as_strided((grad.numel(),), (1,))
@@ -673,7 +673,7 @@ def DistributedOptimizer(
     base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
     kind = type(optimizer)
     distributed = object.__new__(type(kind.__name__, (base, kind), {"__doc__": kind.__doc__}))
-    distributed._take_place(optimizer, named_parameters, compression, backward_passes_per_step, process_set)
+    distributed._take_over(optimizer, named_parameters, compression, backward_passes_per_step, process_set)
     if adasum:
         distributed._begin()
     else:
