@@ -127,10 +127,10 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 	go func() { ended <- d.server.Close(ctx) }() // may still run when the process exits
 	select {
 	case <-signals:
-		return errors.New("ended by a second signal")
+		return errors.New("a second signal ended hvdd before the job was shut down")
 	case err := <-ended:
 		if err != nil {
-			d.log.Warn("the job did not end well", zap.Error(err))
+			d.log.Warn("shutting down the job failed", zap.Error(err))
 		}
 		return nil
 	}
@@ -157,7 +157,7 @@ func inherited(fd int) (clients, error) {
 func unixConn(fd int) (*net.UnixConn, error) {
 	f := os.NewFile(uintptr(fd), fmt.Sprintf("descriptor %d", fd))
 	if f == nil {
-		return nil, errors.New("no descriptor has this number")
+		return nil, errors.New("the number is no open descriptor")
 	}
 	c, err := net.FileConn(f)
 	if err := errors.Join(err, f.Close()); err != nil {
@@ -165,7 +165,7 @@ func unixConn(fd int) (*net.UnixConn, error) {
 	}
 	conn, ok := c.(*net.UnixConn)
 	if !ok {
-		return nil, errors.Join(fmt.Errorf("got a connection of %v, want a Unix socket", c.LocalAddr().Network()), c.Close())
+		return nil, errors.Join(fmt.Errorf("got a socket of network %v, want a Unix socket", c.LocalAddr().Network()), c.Close())
 	}
 	return conn, nil
 }

@@ -62,7 +62,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 	go func() {
 		defer close(done)
 		if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("--health has ended", zap.Error(err))
+			log.Error("/healthz is no longer served", zap.Error(err))
 		}
 	}()
 	return func() {

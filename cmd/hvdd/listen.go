@@ -91,14 +91,14 @@ func sweep(path string) error {
 	case err != nil:
 		return err
 	case info.Mode()&os.ModeSocket == 0:
-		return fmt.Errorf("there is a file of another kind: %v", info.Mode())
+		return fmt.Errorf("a file that is no socket exists there, with mode %v", info.Mode())
 	}
 	conn, err := net.DialTimeout("unix", path, lockTimeout)
 	if err == nil {
-		return errors.Join(errors.New("somebody listens there already"), conn.Close())
+		return errors.Join(errors.New("another process listens there already"), conn.Close())
 	}
 	if !errors.Is(err, unix.ECONNREFUSED) {
-		return fmt.Errorf("is it in use? %w", err)
+		return fmt.Errorf("check whether the socket is in use: %w", err)
 	}
 	return os.Remove(path)
 }
@@ -113,7 +113,7 @@ func activated(settings *config.Config) (clients, error) {
 		return nil, nil
 	case "1":
 	default:
-		return nil, fmt.Errorf("LISTEN_FDS is %q, want 1 socket", n)
+		return nil, fmt.Errorf("LISTEN_FDS is %q, want 1", n)
 	}
 	unix.CloseOnExec(firstListenFD)
 	f := os.NewFile(firstListenFD, "LISTEN_FDS")
@@ -123,7 +123,7 @@ func activated(settings *config.Config) (clients, error) {
 	}
 	u, ok := l.(*net.UnixListener)
 	if !ok {
-		return nil, errors.Join(fmt.Errorf("LISTEN_FDS: got a socket of %v, want a Unix socket", l.Addr().Network()), l.Close())
+		return nil, errors.Join(fmt.Errorf("LISTEN_FDS: got a socket of network %v, want a Unix socket", l.Addr().Network()), l.Close())
 	}
 	return newListener(u), nil
 }
@@ -142,7 +142,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 			wait = 0
 			serving.Go(func() {
 				if err := s.ServeConn(conn, true); err != nil {
-					log.Warn("a connection has ended", zap.Error(err))
+					log.Warn("a connection ended with an error", zap.Error(err))
 				}
 			})
 		case l.ctx.Err() != nil:

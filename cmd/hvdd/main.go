@@ -32,15 +32,16 @@ func (e usageError) Unwrap() error { return e.error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-const long = `Hvdd runs one rank of a job for another program, which talks to it over a Unix socket and shared memory. It finds its place
-in the job in its environment, as a rank does (see hvdrun --help).
+const long = `hvdd runs one rank of a job for another program, which communicates with hvdd over a Unix socket and
+shared memory. hvdd reads its place in the job from its environment, as a rank does (see hvdrun --help).
 
-With --fd the program at the other end of that descriptor is its only client, and it ends with that program. With --socket it
-listens at a path, that only its own user can use, for any number of clients. Without either it takes the socket that systemd
-gives it (LISTEN_FDS). A client that goes in the middle of a job is the failure of the rank: the status is 1 then.
+With --fd, the program at the other end of that descriptor is the only client, and hvdd exits when that program
+exits. With --socket, hvdd listens at a path for any number of clients of its own user. Without either it uses the
+socket that systemd passes (LISTEN_FDS). If a client ends during a job, the rank has failed, and the exit status is 1.
 
-SIGTERM shuts the job down, for all ranks, and ends hvdd; so does SIGINT, but not with --fd, where the terminal's Ctrl-C is the
-program's to deal with. A second signal ends it at once. Under systemd (Type=notify) it tells of its state and feeds the watchdog.`
+SIGTERM shuts the job down, for all ranks, and ends hvdd. SIGINT does the same, except with --fd: the program handles
+Ctrl-C of the terminal itself. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd reports its state
+and sends the watchdog's keep-alives.`
 
 // run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
@@ -51,7 +52,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 		Long:  long,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return usagef("got the argument %q, want flags alone", args[0])
+				return usagef("got argument %q, want only flags", args[0])
 			}
 			return nil
 		},

@@ -137,7 +137,7 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--no-such"}, 2, "no-such"},
 		{[]string{"serve"}, 2, "serve"},
 		{[]string{"--socket", "/no/such/directory/s"}, 1, "/no/such/directory"},
-		{[]string{"--socket", "/dev/null"}, 1, "of another kind"},
+		{[]string{"--socket", "/dev/null"}, 1, "a file that is no socket"},
 	} {
 		self, err := os.Executable()
 		if err != nil {
@@ -171,7 +171,7 @@ func TestOnlyClient(t *testing.T) {
 	c.Hello()
 	c.Init()
 	c.Close()
-	p.wants(1, "without a farewell")
+	p.wants(1, "without Bye")
 
 	p, c = pair(t)
 	c.Write([]byte("GET / HTTP/1.1\r\n"))

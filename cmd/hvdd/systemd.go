@@ -46,7 +46,7 @@ func (n notifier) tell(lines string) {
 		err = errors.Join(err, conn.Close())
 	}
 	if err != nil {
-		n.log.Warn("cannot tell systemd", zap.Error(err))
+		n.log.Warn("cannot notify systemd", zap.Error(err))
 	}
 }
 

@@ -32,9 +32,9 @@ const (
 
 var (
 	// errEnd reports that the connection has ended and the client has not sent Bye.
-	errEnd = errors.New("the connection has ended without a farewell")
+	errEnd = errors.New("the client closed the connection without Bye")
 	// errBye reports that the client has sent Bye.
-	errBye = errors.New("the client has left")
+	errBye = errors.New("the client sent Bye before Shutdown")
 )
 
 // conn is a connection to a client. One goroutine, the reader, reads requests, starts the operations and
@@ -227,7 +227,7 @@ func (c *conn) submissions() (some bool, err error) {
 		some = true
 		p := c.plans[slot]
 		if p == nil {
-			p = &plan{wrong: usage("submit", "", fmt.Errorf("slot %d is not prepared", slot))}
+			p = &plan{wrong: usage("submit", "", fmt.Errorf("slot %d has no prepared operation", slot))}
 		}
 		if err := c.submit(p, id); err != nil {
 			return false, err
@@ -241,11 +241,11 @@ func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.busy[id]; ok {
-		return fmt.Errorf("%w: number %d is in use", errFrame, id)
+		return fmt.Errorf("%w: number %d is in use by a request or an operation in flight", errFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.flying.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d", errFrame, n, len(c.busy)+1, most)
+		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d of each", errFrame, n, len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
 	c.flying.Add(int64(weight))
@@ -415,7 +415,7 @@ func (c *conn) help() (came bool, err error) {
 // reply sends an answer or a notice, with the descriptor fd unless that is -1.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
-		c.server.log.Error("a reply cannot be sent", zap.Uint64("request", r.Id), zap.Error(err))
+		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid), zap.Uint64("request", r.Id), zap.Error(err))
 	}
 }
 
@@ -504,7 +504,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 		return err
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("the ring is a file of %d bytes, want the %d that the request says", got, numBytes), s.Close())
+		return errors.Join(fmt.Errorf("the ring's file has %d bytes, want the %d of the request", got, numBytes), s.Close())
 	}
 	r, err := newRing(s)
 	if err != nil {
@@ -522,7 +522,7 @@ func (c *conn) free(at origin) {
 	delete(c.places, at)
 	c.mu.Unlock()
 	if b == nil {
-		c.server.log.Warn("a client gives back what it does not have", zap.Int("pid", c.pid), zap.Uint32("arena", at.arena), zap.Uint64("offset", at.offset))
+		c.server.log.Warn("a client has freed a result that it does not hold", zap.Int("pid", c.pid), zap.Uint32("arena", at.arena), zap.Uint64("offset", at.offset))
 		return
 	}
 	c.server.check(arena.Free(b))

@@ -61,20 +61,20 @@ func TestUsage(t *testing.T) {
 			"0 tensors, want one":        good(func(o *op, _ *tens) { o.Tensors = nil }),
 			"2 tensors, want one":        good(func(o *op, tt *tens) { o.Tensors = append(o.Tensors, &tens{Shape: []int64{0}}) }),
 			"1 tensors, want none":       good(func(o *op, _ *tens) { o.Kind = 6 }),
-			"a group":                    good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Grouped = 3, 0, true }),
+			"no grouped form":            good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Grouped = 3, 0, true }),
 			"was removed":                good(func(o *op, _ *tens) { o.ProcessSet = 7 }),
 			"got root rank -1":           good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1 }),
 			"splits":                     good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Splits = 4, 0, []int64{5} }),
 			"negative dimension":         good(func(o *op, tt *tens) { tt.Shape = []int64{-1} }),
 			"more than 2^63-1":           good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64, 2} }),
-			"in 16 bytes":                good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
+			"of 16 bytes":                good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
 			"dimensions, want at most":   good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
-			"16 bytes":                   good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
+			"an input of 16 bytes":       good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
 			"the output has 8 bytes":     good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
 			"input at byte 2":            good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
 			"output at byte 66":          good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
 			"overlap in arena 1":         good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
-			"no arena 9":                 good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
+			"no arena 9 exists":          good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
 			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16} }),
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
@@ -100,7 +100,7 @@ func TestUsage(t *testing.T) {
 		if got, status := c.Pop(); got != id || status != statusReply {
 			t.Errorf("completion %d %d, want %d with a reply", got, status, id)
 		}
-		refused(t, "an empty slot", c.Reply(id), classUsage, "slot 5")
+		refused(t, "an empty slot", c.Reply(id), classUsage, "slot 5 has no prepared operation")
 		fd, rb := sidecartest.NewRing(t, 16)
 		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
@@ -153,8 +153,8 @@ func TestArenaRefused(t *testing.T) {
 		{"another size", "65536 bytes", 1, 2 * size, sidecartest.Seals, nil},
 		{"number 0", "a number from", 0, size, sidecartest.Seals, nil},
 		{"a number of the sidecar's", "a number from", ownArenas, size, sidecartest.Seals, nil},
-		{"no bytes", "at most", 1, 0, sidecartest.Seals, nil},
-		{"too large", "at most", 1, 1<<40 + 4096, sidecartest.Seals, nil},
+		{"no bytes", "1 to 2^40 bytes", 1, 0, sidecartest.Seals, nil},
+		{"too large", "1 to 2^40 bytes", 1, 1<<40 + 4096, sidecartest.Seals, nil},
 		{"a number in use", "already", 5, size, sidecartest.Seals, nil},
 	} {
 		fd, b := sidecartest.File(t, size, q.seals)
@@ -214,7 +214,7 @@ func TestArenaOfAnother(t *testing.T) {
 	x := tensor.View[int32](first.Arena(1, 4096))
 	y := tensor.View[int32](second.Arena(2, 4096))
 	x[0], y[0] = 7, 8
-	const others = "arena 1 is another client's"
+	const others = "arena 1 belongs to another client"
 	sum := sidecartest.Sum("x", 1, 0, 1)
 	refused(t, "all of it", second.Run(sum), classUsage, others)
 	out := sidecartest.Sum("x", 2, 0, 1)
@@ -310,16 +310,16 @@ func TestGarbage(t *testing.T) {
 		return fd
 	}
 	for what, send := range map[string]func(c *client){
-		"broken frame: its length": func(c *client) { c.Write([]byte{0x81, 0x80, 0x80, 0x08}) },
-		"more than 16777216":       func(c *client) { c.Write(bytes.Repeat([]byte{0xff}, 10)) },
-		"proto":                    func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
-		"is none that":             func(c *client) { c.Write([]byte{2, 8, 1}) },
-		"number 0":                 func(c *client) { c.Write([]byte{2, 0x62, 0}) },
-		"slot 131072":              func(c *client) { c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1))) },
-		"a frame that takes none":  func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
-		"2 descriptors or more":    func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
-		"with a doorbell":          func(c *client) { c.Write([]byte{0}, memfd(c)) },
-		"without a farewell": func(c *client) {
+		"protocol error: the length":  func(c *client) { c.Write([]byte{0x81, 0x80, 0x80, 0x08}) },
+		"more than 16777216":          func(c *client) { c.Write(bytes.Repeat([]byte{0xff}, 10)) },
+		"proto":                       func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
+		"of a kind that this version": func(c *client) { c.Write([]byte{2, 8, 1}) },
+		"got a request with number 0": func(c *client) { c.Write([]byte{2, 0x62, 0}) },
+		"slot 131072":                 func(c *client) { c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1))) },
+		"a frame that takes none":     func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
+		"2 or more descriptors":       func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"with a doorbell":             func(c *client) { c.Write([]byte{0}, memfd(c)) },
+		"without Bye": func(c *client) {
 			frame := c.Frame(sidecartest.Status())
 			c.Write(frame[:len(frame)-1])
 			if err := unix.Shutdown(c.FD, unix.SHUT_WR); err != nil {
@@ -336,7 +336,7 @@ func TestGarbage(t *testing.T) {
 			c.RingBytes[64] = 17
 			c.Doorbell()
 		},
-		"0x1 after its slot": func(c *client) {
+		"0x1 after the slot": func(c *client) {
 			c.Ring(16)
 			c.RingBytes[4096], c.RingBytes[4096+12], c.RingBytes[64] = 1, 1, 1
 			c.Doorbell()
@@ -345,9 +345,9 @@ func TestGarbage(t *testing.T) {
 		before := descriptors(t)
 		c := connect(t, s)
 		send(c)
-		if err := c.end(); what == "without a farewell" && err != nil {
+		if err := c.end(); what == "without Bye" && err != nil {
 			t.Errorf("%s: %v", what, err)
-		} else if what != "without a farewell" && !errors.Is(err, errFrame) {
+		} else if what != "without Bye" && !errors.Is(err, errFrame) {
 			t.Errorf("%s: the connection has ended with %v", what, err)
 		}
 		c.Close()
@@ -541,7 +541,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 func TestStrangers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
-		"i/o timeout": "", "greeting is": "GET / HT", "it speaks version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",
+		"i/o timeout": "", "greeting is": "GET / HT", "got protocol version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",
 	} {
 		c := stranger(t, s)
 		if hello == "" {
@@ -654,7 +654,7 @@ func TestOtherUser(t *testing.T) {
 			t.Fatal(err)
 		}
 		err = s.ServeConn(conn, true)
-		if refused := err != nil && strings.Contains(err.Error(), "it is user 65534, want 0"); refused != (uid != 0) {
+		if refused := err != nil && strings.Contains(err.Error(), "the client runs as user 65534, want 0"); refused != (uid != 0) {
 			t.Errorf("user %d: %v", uid, err)
 		}
 		if err := cmd.Wait(); (err == nil) != (uid == 0) {

@@ -34,7 +34,7 @@ const (
 )
 
 // errFrame is wrapped by errors about data that breaks the protocol. It ends the connection.
-var errFrame = errors.New("broken frame")
+var errFrame = errors.New("protocol error")
 
 // cutFrame returns the body of the first frame in b and the number of bytes of the whole frame, 0 if it has
 // not come in full.
@@ -44,7 +44,7 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	case head == 0 && len(b) < maxHeadBytes:
 		return nil, 0, nil
 	case head <= 0 || n > maxFrameBytes:
-		return nil, 0, fmt.Errorf("%w: its length is more than %d bytes", errFrame, maxFrameBytes)
+		return nil, 0, fmt.Errorf("%w: the length of a frame is more than %d bytes", errFrame, maxFrameBytes)
 	case uint64(len(b)-head) < n:
 		return nil, 0, nil
 	}
@@ -87,7 +87,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		case err == unix.EAGAIN:
 			return false, nil
 		case err != nil:
-			return false, fmt.Errorf("reading: %w", err)
+			return false, fmt.Errorf("read from the client: %w", err)
 		case n == 0:
 			return false, errEnd
 		}
@@ -112,7 +112,7 @@ func (i *inbox) Wait(ms int) bool {
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
-		return fmt.Errorf("%w: its descriptors: %w", errFrame, err)
+		return fmt.Errorf("%w: descriptors of a frame: %w", errFrame, err)
 	}
 	for _, m := range messages {
 		if m.Header.Level != unix.SOL_SOCKET || m.Header.Type != unix.SCM_RIGHTS {
@@ -120,12 +120,12 @@ func (i *inbox) take(oob []byte, flags int) error {
 		}
 		fds, err := unix.ParseUnixRights(&m)
 		if err != nil {
-			return fmt.Errorf("%w: its descriptors: %w", errFrame, err)
+			return fmt.Errorf("%w: descriptors of a frame: %w", errFrame, err)
 		}
 		i.fds = append(i.fds, fds...)
 	}
 	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: %d descriptors or more that no frame names, want at most one", errFrame, len(i.fds))
+		return fmt.Errorf("%w: %d or more descriptors came with a frame, want at most 1", errFrame, len(i.fds))
 	}
 	return nil
 }
@@ -144,7 +144,7 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 // Descriptor returns the descriptor that came with the frame. The caller closes it.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
-		return -1, errors.New("no descriptor came with it")
+		return -1, errors.New("no descriptor came with the request")
 	}
 	fd := i.fds[0]
 	i.fds = i.fds[:0]
@@ -154,7 +154,7 @@ func (i *inbox) Descriptor() (int, error) {
 // Spare returns an error if a descriptor came that no frame has taken and no unread bytes are left.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
-		return fmt.Errorf("%w: a descriptor with a frame that takes none", errFrame)
+		return fmt.Errorf("%w: a descriptor came with a frame that takes none", errFrame)
 	}
 	return nil
 }
@@ -175,10 +175,10 @@ func readRequest(body []byte) (*sidecarpb.Request, error) {
 		return nil, fmt.Errorf("%w: %w", errFrame, err)
 	}
 	if q.What == nil {
-		return nil, fmt.Errorf("%w: request %d is none that this version knows", errFrame, q.Id)
+		return nil, fmt.Errorf("%w: request %d is of a kind that this version does not have", errFrame, q.Id)
 	}
 	if q.Id == 0 {
-		return nil, fmt.Errorf("%w: a request with the number 0", errFrame)
+		return nil, fmt.Errorf("%w: got a request with number 0, want 1 or more", errFrame)
 	}
 	return q, nil
 }

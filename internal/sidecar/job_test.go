@@ -35,7 +35,7 @@ func TestDeathOfAClient(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-servers[1].Dead()
-	if err := servers[1].Death(); err == nil || !strings.Contains(err.Error(), "without a farewell") {
+	if err := servers[1].Death(); err == nil || !strings.Contains(err.Error(), "without Bye") {
 		t.Errorf("rank 1 died of %v", err)
 	}
 	if err := clients[1].end(); err == nil {
@@ -106,7 +106,7 @@ func TestFarewells(t *testing.T) {
 	}
 	second.Bye()
 	<-s.Dead()
-	if err := s.Death(); err == nil || !strings.Contains(err.Error(), "has left") {
+	if err := s.Death(); err == nil || !strings.Contains(err.Error(), "sent Bye before Shutdown") {
 		t.Errorf("the rank has failed because of %v", err)
 	}
 }
@@ -308,8 +308,8 @@ func TestTimeline(t *testing.T) {
 	}
 	c.Init()
 	for _, test := range []struct{ path, says string }{
-		{"", `the path "" is not absolute`}, {"t.json", `the path "t.json" is not absolute`},
-		{"/" + strings.Repeat("x", 4096), "a path of 4097 bytes, want at most 4096"},
+		{"", `got path "", want an absolute path`}, {"t.json", `got path "t.json", want an absolute path`},
+		{"/" + strings.Repeat("x", 4096), "got a path of 4097 bytes, want at most 4096"},
 		{filepath.Join(path, "below"), "start timeline: "},
 	} {
 		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), classUsage, test.says)

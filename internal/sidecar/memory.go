@@ -41,23 +41,23 @@ type given struct {
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
 	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
-		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1 and at most 2^40 bytes", number, numBytes)
+		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number, numBytes)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.all[number] != nil || len(m.all) >= maxArenas {
 		discard(fd)
 		if m.all[number] != nil {
-			return fmt.Errorf("there is an arena %d already", number)
+			return fmt.Errorf("arena %d exists already", number)
 		}
-		return fmt.Errorf("arena %d is one more than the %d that there can be", number, maxArenas)
+		return fmt.Errorf("arena %d: %d arenas exist, want at most %d", number, len(m.all), maxArenas)
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {
 		return fmt.Errorf("arena %d: %w", number, err)
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("arena %d is a file of %d bytes, want the %d that the request says", number, got, numBytes), s.Close())
+		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want the %d of the request", number, got, numBytes), s.Close())
 	}
 	m.all[number] = &given{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
 	return nil
@@ -68,9 +68,9 @@ func (m *memory) of(owner *conn, number uint32) (*given, error) {
 	g := m.all[number]
 	switch {
 	case g == nil:
-		return nil, fmt.Errorf("there is no arena %d", number)
+		return nil, fmt.Errorf("no arena %d exists", number)
 	case g.owner != owner:
-		return nil, fmt.Errorf("arena %d is another client's", number)
+		return nil, fmt.Errorf("arena %d belongs to another client", number)
 	}
 	return g, nil
 }
@@ -84,7 +84,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	case err != nil:
 		return err
 	case g.users > 0:
-		return fmt.Errorf("arena %d is in use: operations on %d places in it are in flight", number, g.users)
+		return fmt.Errorf("arena %d is in use by operations in flight, in %d places", number, g.users)
 	}
 	return m.remove(g)
 }
@@ -126,7 +126,7 @@ func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, e
 		}
 		g, err := m.of(owner, p.arena)
 		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
-			err = fmt.Errorf("%d bytes from byte %d of arena %d, which has %d", p.numBytes, p.offset, p.arena, len(g.bytes))
+			err = fmt.Errorf("%d bytes from byte %d are not in arena %d, which has %d bytes", p.numBytes, p.offset, p.arena, len(g.bytes))
 		}
 		if err != nil {
 			for _, used := range uses {
@@ -183,7 +183,7 @@ func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
 	defer c.mu.Unlock()
 	s := c.all[id]
 	if s == nil {
-		return nil, -1, fmt.Errorf("chunk %d has gone", id)
+		return nil, -1, fmt.Errorf("chunk %d was removed", id)
 	}
 	// The client may only read the chunk. In a job of one rank nobody else has sealed it.
 	if err := s.Seal(); err != nil {

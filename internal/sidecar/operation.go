@@ -62,7 +62,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		return &plan{wrong: usage(kind.String(), o.GetName(), fmt.Errorf(format, args...))}
 	}
 	if kind < message.Allreduce || kind > message.Join {
-		return misuse("operation %d, want one from %d to %d", o.GetKind(), message.Allreduce, message.Join)
+		return misuse("got operation %d, want %d to %d", o.GetKind(), message.Allreduce, message.Join)
 	}
 	op := tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8))
 	p := &plan{
@@ -78,13 +78,13 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	case op != tensor.NoReduce && !op.Valid():
 		return misuse("reduction %d is unknown", o.ReduceOp)
 	case p.Wire != tensor.Invalid && !p.Wire.IsHalf():
-		return misuse("compression to element type %d, want float16 or bfloat16", o.WireDtype)
+		return misuse("got compression to element type %d, want float16 or bfloat16", o.WireDtype)
 	case err != nil:
 		return misuse("%w", err)
 	case len(o.Tensors) > maxTensors:
-		return misuse("%d tensors, want at most %d", len(o.Tensors), maxTensors)
+		return misuse("got %d tensors, want at most %d", len(o.Tensors), maxTensors)
 	case !kind.MovesData() && len(o.Tensors) > 0:
-		return misuse("%d tensors, want none", len(o.Tensors))
+		return misuse("got %d tensors, want none", len(o.Tensors))
 	}
 	if len(o.Splits) > 0 {
 		p.splits = o.Splits
@@ -119,9 +119,9 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	}
 	switch n := len(o.Tensors); {
 	case o.Grouped && (kind == message.Barrier || kind == message.Broadcast || kind == message.Alltoall):
-		return misuse("a group, which this operation does not have")
+		return misuse("this operation has no grouped form")
 	case !o.Grouped && kind.MovesData() && n != 1:
-		return misuse("%d tensors, want one", n)
+		return misuse("got %d tensors, want one", n)
 	}
 	return p
 }
@@ -129,7 +129,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 // timeoutOf returns a timeout that a client has given in seconds. 0 means the timeout of the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
-		return 0, fmt.Errorf("a timeout of %v s", seconds)
+		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns", seconds)
 	}
 	return time.Duration(seconds * float64(time.Second)), nil
 }
@@ -161,11 +161,11 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	size := uint64(dt.Size())
 	switch {
 	case dt != p.DType && !p.grouped:
-		return fmt.Errorf("element type %v in an operation on %v, want a group", dt, p.DType)
+		return fmt.Errorf("got element type %v in an operation on %v: only tensors of a group may have different types", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
-		return fmt.Errorf("shape %v of %v in %d bytes", shape, dt, in.numBytes)
+		return fmt.Errorf("got an input of %d bytes for shape %v of %v", in.numBytes, shape, dt)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
-		return fmt.Errorf("input at byte %d, output at byte %d with %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
+		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
 	}
 	p.tensors = append(p.tensors, described{dt, shape})
 	if p.grouped && p.Kind == message.Allreduce {
@@ -206,7 +206,7 @@ func (p *plan) overlaps() error {
 		}
 		for _, before := range []stretch{reads, writes} {
 			if before.location != nil && before.end() > s.offset && (written(s) || written(before)) {
-				return fmt.Errorf("tensors %d and %d overlap in arena %d at byte %d, and are no input and output in place", before.tensor, s.tensor, s.arena, s.offset)
+				return fmt.Errorf("tensors %d and %d overlap in arena %d at byte %d; only the output of a tensor may be the same memory as its input", before.tensor, s.tensor, s.arena, s.offset)
 			}
 		}
 		if reads.location == nil || s.end() > reads.end() {

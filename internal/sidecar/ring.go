@@ -62,17 +62,17 @@ type ring struct {
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
 	if len(b) < ringEntries {
-		return nil, fmt.Errorf("a ring of %d bytes, want at least %d", len(b), ringEntries)
+		return nil, fmt.Errorf("got a ring of %d bytes, want at least %d", len(b), ringEntries)
 	}
 	magic, version := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:])
 	n := binary.LittleEndian.Uint32(b[8:])
 	switch want := ringEntries + 2*ringEntryBytes*uint64(n); {
 	case magic != ringMagic || version != ringVersion:
-		return nil, fmt.Errorf("a ring with magic %#x and version %d, want %#x and %d", magic, version, ringMagic, ringVersion)
+		return nil, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d", magic, version, ringMagic, ringVersion)
 	case n < minRing || n > maxRing || n&(n-1) != 0:
-		return nil, fmt.Errorf("a ring of %d entries, want a power of two from %d to %d", n, minRing, maxRing)
+		return nil, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, minRing, maxRing)
 	case uint64(len(b)) < want:
-		return nil, fmt.Errorf("a ring of %d entries in %d bytes, want %d", n, len(b), want)
+		return nil, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b), want)
 	}
 	return &ring{
 		bytes: b, n: uint64(n), segment: s,
@@ -114,12 +114,12 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	completed := r.completed
 	r.mu.Unlock()
 	if until-r.read > r.n || r.read+1-completed > r.n {
-		return 0, 0, false, fmt.Errorf("%w: the ring of %d has %d submissions, of which %d were taken and %d completed", errFrame, r.n, until, r.read, completed)
+		return 0, 0, false, fmt.Errorf("%w: the ring of %d entries has %d submissions, of which %d were taken and %d completed", errFrame, r.n, until, r.read, completed)
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]
 	id, slot = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
 	if zero := binary.LittleEndian.Uint32(e[12:]); zero != 0 || id == 0 {
-		return 0, 0, false, fmt.Errorf("%w: submission %d of the ring has number %d and %#x after its slot", errFrame, r.read, id, zero)
+		return 0, 0, false, fmt.Errorf("%w: submission %d of the ring has number %d and %#x after the slot, want a number of 1 or more and 0", errFrame, r.read, id, zero)
 	}
 	r.read++
 	r.taken.Store(r.read)

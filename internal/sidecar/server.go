@@ -66,7 +66,7 @@ type Config struct {
 }
 
 // errEnding is returned for requests and connections when Close has been called.
-var errEnding = errors.New("the sidecar is being ended")
+var errEnding = errors.New("the sidecar is shutting down")
 
 // Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
 type Server struct {
@@ -166,7 +166,7 @@ func (s *Server) Death() error {
 func (s *Server) Close(ctx context.Context) error {
 	s.cancel() // cancels an Init that is waiting
 	s.changing <- struct{}{}
-	err := s.shutdown(ctx, "its sidecar was told to end", false)
+	err := s.shutdown(ctx, "its sidecar received a request to exit", false)
 	s.mu.Lock()
 	s.closed = true
 	for c := range s.conns {
@@ -203,7 +203,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	case s.closed:
 		refused = errEnding
 	case len(s.conns) >= maxConns:
-		refused = fmt.Errorf("it is one more than %d clients", maxConns)
+		refused = fmt.Errorf("refused: %d clients are connected, want at most %d", maxConns, maxConns)
 	default:
 		s.conns[c] = struct{}{}
 		c.out.Put(dial.Greeting(magic, version), -1) // under mu: a client that has the greeting is counted, and gets no notice before it
@@ -246,7 +246,7 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	inJob := s.state == StateStarting || s.state == StateRunning
 	dies := inJob && s.ctx.Err() == nil && s.death == nil && (!bye || last)
 	if dies {
-		s.death = fmt.Errorf("client %d was part of the job: %w", c.pid, why)
+		s.death = fmt.Errorf("client %d ended during the job: %w", c.pid, why)
 		close(s.dead)
 	}
 	if last && s.state == StateEnded {
@@ -257,7 +257,7 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	case dies:
 		s.log.Error("the rank has failed", zap.Error(s.Death()))
 	case !bye && s.ctx.Err() == nil:
-		s.log.Warn("a client has gone", zap.Int("pid", c.pid), zap.Error(why))
+		s.log.Warn("a client has ended without Bye", zap.Int("pid", c.pid), zap.Error(why))
 	}
 }
 
@@ -287,7 +287,7 @@ func (c *conn) watch(pidfd *os.File) {
 		})
 	}
 	if err == nil { // else the pidfd was closed because the connection has ended
-		c.cut(errors.New("its process has ended"))
+		c.cut(errors.New("the client's process exited"))
 	}
 }
 
@@ -320,7 +320,7 @@ func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.
 	}
 	if got != version {
 		_, err := conn.Write(dial.Greeting(magic, version))
-		return fail(errors.Join(fmt.Errorf("it speaks version %d, want %d", got, version), err))
+		return fail(errors.Join(fmt.Errorf("got protocol version %d, want %d", got, version), err))
 	}
 	if fd, err = bare(conn); err != nil {
 		return fail(err)
@@ -342,7 +342,7 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 			return
 		}
 		if pid = int(cred.Pid); int(cred.Uid) != os.Geteuid() {
-			failed = fmt.Errorf("it is user %d, want %d", cred.Uid, os.Geteuid())
+			failed = fmt.Errorf("refused: the client runs as user %d, want %d", cred.Uid, os.Geteuid())
 			return
 		}
 		pidfd, failed = openPidfd(int(fd), pid)
@@ -361,7 +361,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
 		return nil, nil // then only the end of the connection shows that the process has ended
 	case err != nil:
-		return nil, fmt.Errorf("its process: %w", err)
+		return nil, fmt.Errorf("open a pidfd of the client: %w", err)
 	}
 	if err := unix.SetNonblock(p, true); err != nil {
 		return nil, errors.Join(err, unix.Close(p))
@@ -608,9 +608,9 @@ func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 	case r == nil:
 		return rank.ErrNotInitialized
 	case len(path) > maxPathBytes:
-		return fmt.Errorf("a path of %d bytes, want at most %d", len(path), maxPathBytes)
+		return fmt.Errorf("got a path of %d bytes, want at most %d", len(path), maxPathBytes)
 	case !filepath.IsAbs(path): // the client's working directory is not known here
-		return fmt.Errorf("the path %q is not absolute", path)
+		return fmt.Errorf("got path %q, want an absolute path", path)
 	}
 	return r.Watch.StartTimeline(path, q.GetMarkCycles())
 }
@@ -656,6 +656,6 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 // check logs an error of releasing resources. Such an error should not happen, and affects only this process.
 func (s *Server) check(err error) {
 	if err != nil {
-		s.log.Error("giving up what nobody uses", zap.Error(err))
+		s.log.Error("cannot release resources that are no longer used", zap.Error(err))
 	}
 }

@@ -23,7 +23,7 @@ import (
 const Patience = 30 * time.Second
 
 // ErrEnd reports that the sidecar has closed the connection.
-var ErrEnd = errors.New("the sidecar has closed the connection")
+var ErrEnd = errors.New("the sidecar closed the connection")
 
 // TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it.
 type TB interface {
@@ -153,7 +153,7 @@ func (c *Client) TryWrite(b []byte, fds ...int) error {
 			continue
 		}
 		if err != nil {
-			return fmt.Errorf("writing to the sidecar: %w", err)
+			return fmt.Errorf("write to the sidecar: %w", err)
 		}
 		b, oob = b[n:], nil
 	}
@@ -172,7 +172,7 @@ func (c *Client) Read() error {
 		case err == unix.EINTR:
 			continue
 		case err != nil:
-			return fmt.Errorf("reading from the sidecar: %w", err)
+			return fmt.Errorf("read from the sidecar: %w", err)
 		case n == 0:
 			return ErrEnd
 		}
@@ -229,7 +229,7 @@ func (c *Client) sort() error {
 // take maps an arena of the sidecar, with the descriptor that came with the reply a.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
-		return fmt.Errorf("news of arena %d came without a descriptor", a.Arena)
+		return fmt.Errorf("arena %d came without a descriptor", a.Arena)
 	}
 	fd := c.fds[0]
 	c.fds = c.fds[1:]
@@ -252,11 +252,11 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 // shrink it.
 func sealed(fd, numBytes int) error {
 	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
-		return errors.Join(errors.New("it can be mapped to write"), unix.Munmap(b))
+		return errors.Join(errors.New("the file can be mapped to write"), unix.Munmap(b))
 	}
 	const want = Seals | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
 	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got&want != want {
-		return fmt.Errorf("its seals are %#x, %v, want %#x", got, err, want)
+		return fmt.Errorf("got seals %#x, %v, want %#x", got, err, want)
 	}
 	return nil
 }
