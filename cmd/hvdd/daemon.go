@@ -76,7 +76,7 @@ func (d *daemon) clients() (clients, error) {
 	case d.socket != "":
 		return listen(d.socket)
 	}
-	c, err := activated(&d.settings)
+	c, err := fromSystemd(&d.settings)
 	if err == nil && c == nil {
 		err = usagef("no socket: want --fd, --socket, or one from systemd (LISTEN_FDS)")
 	}
@@ -97,10 +97,10 @@ func (d *daemon) serve(from clients) error {
 	if d.fd < 0 { // with --fd the service, if any, is the client's
 		systemd = newNotifier(&d.settings, d.log)
 	}
-	var telling sync.WaitGroup
+	var notifying sync.WaitGroup
 	done := make(chan struct{})
-	telling.Go(func() { systemd.run(d.server, done) })
-	defer telling.Wait()
+	notifying.Go(func() { systemd.run(d.server, done) })
+	defer notifying.Wait()
 	defer close(done)
 	select {
 	case <-d.server.Dead():
@@ -114,7 +114,7 @@ func (d *daemon) serve(from clients) error {
 		return errors.Join(err, d.end(signals))
 	case <-signals:
 	}
-	systemd.tell("STOPPING=1\n")
+	systemd.send("STOPPING=1\n")
 	from.stop()
 	return d.end(signals)
 }
@@ -143,15 +143,15 @@ type clients interface {
 	stop()
 }
 
-// only is a source of a single client, at the other end of an inherited connection.
-type only struct{ conn *net.UnixConn }
+// singleClient is a source of a single client, at the other end of an inherited connection.
+type singleClient struct{ conn *net.UnixConn }
 
 func inherited(fd int) (clients, error) {
 	conn, err := unixConn(fd)
 	if err != nil {
 		return nil, usagef("--fd %d: %w", fd, err)
 	}
-	return only{conn}, nil
+	return singleClient{conn}, nil
 }
 
 func unixConn(fd int) (*net.UnixConn, error) {
@@ -170,6 +170,8 @@ func unixConn(fd int) (*net.UnixConn, error) {
 	return conn, nil
 }
 
-func (o only) serve(s *sidecar.Server, _ *zap.Logger) error { return s.ServeConn(o.conn, false) }
+func (o singleClient) serve(s *sidecar.Server, _ *zap.Logger) error {
+	return s.ServeConn(o.conn, false)
+}
 
-func (o only) stop() {}
+func (o singleClient) stop() {}

@@ -46,14 +46,14 @@ func listen(path string) (clients, error) {
 		return nil, fmt.Errorf("--socket %s: %w", path, err)
 	}
 	defer unlock()
-	if err := sweep(path); err != nil {
+	if err := removeStale(path); err != nil {
 		return nil, fmt.Errorf("--socket %s: %w", path, err)
 	}
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
 	if err != nil {
 		return nil, fmt.Errorf("--socket: %w", err)
 	}
-	// A client that connects before this is authenticated like any other.
+	// A client that connects before the chmod is authenticated like any other.
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, errors.Join(fmt.Errorf("--socket: %w", err), l.Close())
 	}
@@ -82,8 +82,8 @@ func lock(dir string) (unlock func(), err error) {
 	}
 }
 
-// sweep removes a socket at path that has no listener.
-func sweep(path string) error {
+// removeStale removes a socket at path that has no listener.
+func removeStale(path string) error {
 	info, err := os.Lstat(path)
 	switch {
 	case errors.Is(err, os.ErrNotExist):
@@ -103,8 +103,8 @@ func sweep(path string) error {
 	return os.Remove(path)
 }
 
-// activated returns the socket that systemd has passed (sd_listen_fds), or nil if there is none.
-func activated(settings *config.Config) (clients, error) {
+// fromSystemd returns the socket that systemd has passed (sd_listen_fds), or nil if there is none.
+func fromSystemd(settings *config.Config) (clients, error) {
 	if settings.Variable("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
 		return nil, nil
 	}

@@ -33,8 +33,8 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	return n
 }
 
-// tell sends lines of NAME=value. Errors are logged only: the daemon works without a service manager.
-func (n notifier) tell(lines string) {
+// send sends lines of NAME=value. Errors are logged only: the daemon works without a service manager.
+func (n notifier) send(lines string) {
 	if n.path == "" {
 		return
 	}
@@ -56,7 +56,7 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	if n.path == "" {
 		return
 	}
-	n.tell("READY=1\n" + status(s))
+	n.send("READY=1\n" + status(s))
 	if n.every == 0 {
 		return
 	}
@@ -65,7 +65,7 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			n.tell("WATCHDOG=1\n" + status(s)) // status blocks while the Server's lock is held: a Server that hangs is not reported as alive
+			n.send("WATCHDOG=1\n" + status(s)) // status blocks while the Server's lock is held: a Server that hangs is not reported as alive
 		case <-done:
 			return
 		}

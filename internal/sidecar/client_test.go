@@ -71,7 +71,7 @@ func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
 // install makes s run operations with r.
-func install(s *Server, r runner) { s.inside.Store(&r) }
+func install(s *Server, r runner) { s.running.Store(&r) }
 
 // client is a client of a Server in this process.
 type client struct {
@@ -110,7 +110,7 @@ func (c *client) bye() {
 	c.t.Helper()
 	c.Bye()
 	if err := c.end(); err != nil {
-		c.t.Errorf("the farewell: %v", err)
+		c.t.Errorf("Bye: %v", err)
 	}
 }
 

@@ -19,15 +19,15 @@ const (
 	// maxSlots is one more than the highest slot number. A client can use maxInFlight slots for operations in
 	// flight and as many again for prepared operations that it keeps for later.
 	maxSlots = 2 * maxInFlight
-	// helpsPerRead is how many times the reader looks at the ring for each read of the socket while it works
+	// looksPerRead is how many times the reader looks at the ring for each read of the socket while it works
 	// for the engine. The read is a system call.
-	helpsPerRead = 32
-	// dozes is how many more times the reader looks at the ring before it sleeps, at intervals of dozeTime,
+	looksPerRead = 32
+	// extraPolls is how many more times the reader looks at the ring before it sleeps, at intervals of pollInterval,
 	// after the client has submitted something that it does not wait for. A client that submits one operation
 	// after another then needs no doorbell for any of them. It also keeps the processor, which it needs more
 	// than the engine does, and the engine receives many operations at once.
-	dozes    = 5
-	dozeTime = 1 // ms
+	extraPolls   = 5
+	pollInterval = 1 // ms
 )
 
 var (
@@ -47,24 +47,24 @@ type conn struct {
 	out    *outbox
 
 	// The following fields belong to the reader.
-	ring  *ring
-	until uint64           // a turn starts the submissions with indexes below this
-	dozes int              // how often the reader looks at the ring once more before it sleeps
-	plans map[uint32]*plan // by slot
-	// looks counts how often help has looked at the ring.
+	ring      *ring
+	until     uint64           // a turn starts the submissions with indexes below this
+	pollsLeft int              // how often the reader looks at the ring once more before it sleeps
+	plans     map[uint32]*plan // by slot
+	// looks counts how often drive has looked at the ring.
 	looks int
 
-	// attending is true while the reader works for the engine and sends the doorbells for the goroutines that
-	// finish operations. owed is true if the reader has to send a doorbell.
-	attending, owed atomic.Bool
-	flying          atomic.Int64 // operations in flight
+	// driving is true while the reader works for the engine and sends the doorbells for the goroutines that
+	// finish operations. doorbellOwed is true if the reader has to send a doorbell.
+	driving, doorbellOwed atomic.Bool
+	inFlight              atomic.Int64 // operations in flight
 
-	mu     sync.Mutex
-	busy   map[uint64]struct{} // numbers of requests and operations that are not answered
-	left   bool                // the connection has ended, and the client takes no more results
-	places map[origin][]byte   // results that the client has not freed
-	told   map[uint32]bool     // arenas of the sidecar that the client knows
-	why    error               // why the connection was cut
+	mu        sync.Mutex
+	busy      map[uint64]struct{} // numbers of requests and operations that are not answered
+	left      bool                // the connection has ended, and the client takes no more results
+	places    map[origin][]byte   // results that the client has not freed
+	announced map[uint32]bool     // arenas of the sidecar that the client knows
+	why       error               // why the connection was ended
 }
 
 // origin is a position in one of the sidecar's arenas.
@@ -78,7 +78,7 @@ func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
 		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd),
 		plans: make(map[uint32]*plan), busy: make(map[uint64]struct{}),
-		places: make(map[origin][]byte), told: make(map[uint32]bool),
+		places: make(map[origin][]byte), announced: make(map[uint32]bool),
 	}
 }
 
@@ -111,8 +111,8 @@ func (c *conn) serve() error {
 	return err
 }
 
-// cut ends the connection for the reason why. The reader still reads what the client has sent before.
-func (c *conn) cut(why error) {
+// disconnect ends the connection for the reason why. The reader still reads what the client has sent before.
+func (c *conn) disconnect(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.why == nil && !c.left {
@@ -124,7 +124,7 @@ func (c *conn) cut(why error) {
 // read serves requests and submissions until the connection ends. It returns the reason, which is never nil.
 func (c *conn) read() error {
 	for {
-		if err := c.rest(); err != nil {
+		if err := c.park(); err != nil {
 			return err
 		}
 		for again := true; again; {
@@ -137,15 +137,15 @@ func (c *conn) read() error {
 	}
 }
 
-// rest blocks until there may be something to do. It returns an error if the connection has ended.
-func (c *conn) rest() error {
+// park blocks until there may be something to do. It returns an error if the connection has ended.
+func (c *conn) park() error {
 	if c.ring != nil {
-		for ; c.dozes > 0; c.dozes-- {
-			if !c.ring.rest(dozing) && c.ring.awaited() || c.in.Wait(dozeTime) || c.ring.pending() != c.ring.read {
+		for ; c.pollsLeft > 0; c.pollsLeft-- {
+			if !c.ring.park(polling) && c.ring.awaited() || c.in.Wait(pollInterval) || c.ring.pending() != c.ring.read {
 				return nil
 			}
 		}
-		if !c.ring.rest(asleep) {
+		if !c.ring.park(asleep) {
 			return nil
 		}
 	}
@@ -157,7 +157,7 @@ func (c *conn) rest() error {
 // may be more to do.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
-		c.ring.watch() // in each turn, because the ring may have come in the last one
+		c.ring.startLooking() // in each turn, because the ring may have come in the last one
 		c.until = c.ring.pending()
 	}
 	// The client sends the frames that a submission refers to before it writes the submission. turn handles
@@ -176,8 +176,8 @@ func (c *conn) turn() (again bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	if c.flying.Load() > 0 {
-		came, err = c.help()
+	if c.inFlight.Load() > 0 {
+		came, err = c.drive()
 	}
 	return again || took || came, err
 }
@@ -190,11 +190,11 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			c.ringOverdue() // a client that has no room to send a doorbell has sent frames instead
+			c.notifyOverdue() // a client that has no room to send a doorbell has sent frames instead
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			c.ringOverdue() // a doorbell; turn reads the ring in any case
+			c.notifyOverdue() // a doorbell; turn reads the ring in any case
 			continue
 		}
 		if c.out.Unsent() > maxUnsentBytes {
@@ -220,7 +220,7 @@ func (c *conn) submissions() (some bool, err error) {
 		id, slot, ok, err := c.ring.next(c.until)
 		if err != nil || !ok {
 			if some && !c.ring.awaited() {
-				c.dozes = dozes
+				c.pollsLeft = extraPolls
 			}
 			return some, err
 		}
@@ -244,11 +244,11 @@ func (c *conn) enter(id uint64, weight int) error {
 		return fmt.Errorf("%w: number %d is in use by a request or an operation in flight", errFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
-	if n := c.flying.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
+	if n := c.inFlight.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
 		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d of each", errFrame, n, len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
-	c.flying.Add(int64(weight))
+	c.inFlight.Add(int64(weight))
 	return nil
 }
 
@@ -257,7 +257,7 @@ func (c *conn) leave(id uint64, weight int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.busy, id)
-	c.flying.Add(-int64(weight))
+	c.inFlight.Add(-int64(weight))
 }
 
 // submit starts an operation. An error of submit ends the connection; other errors are sent to the client as
@@ -287,7 +287,7 @@ func (o *operation) answer(err error) {
 	c := o.conn
 	c.server.check(c.server.memory.unuse(o.uses))
 	if err != nil {
-		o.forget()
+		o.freeOutputs()
 	}
 	status := uint32(statusDone)
 	if err != nil || !o.plain() {
@@ -295,7 +295,7 @@ func (o *operation) answer(err error) {
 		r := &sidecarpb.Reply{Id: o.id}
 		if err == nil {
 			a := o.completion()
-			err = c.give(o, a)
+			err = c.handOver(o, a)
 			r.What = &sidecarpb.Reply_Completion{Completion: a}
 		}
 		if err != nil {
@@ -305,26 +305,26 @@ func (o *operation) answer(err error) {
 	}
 	c.leave(o.id, o.plan.weight())
 	if c.ring.complete(o.id, status) {
-		c.ringLater()
+		c.notifyLater()
 	}
 }
 
-// give hands the results of o to the client; the completion a describes them. If the client has left, or
-// cannot be given access to the memory, give frees the results.
-func (c *conn) give(o *operation, a *sidecarpb.Completion) error {
-	if o.made == nil {
+// handOver hands the results of o to the client; the completion a describes them. If the client has left, or
+// cannot be given access to the memory, handOver frees the results.
+func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
+	if o.allocated == nil {
 		return nil
 	}
-	given, err := c.tell(o, a)
+	given, err := c.announce(o, a)
 	if !given { // without mu, because freeing may call Server.chunkRemoved, which takes it
-		o.forget()
+		o.freeOutputs()
 	}
 	return err
 }
 
-// tell sends the client the arenas of its results that it does not know yet, and records the results as held
+// announce sends the client the arenas of its results that it does not know yet, and records the results as held
 // by the client. It reports whether there is a client.
-func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err error) {
+func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.left {
@@ -332,82 +332,82 @@ func (c *conn) tell(o *operation, a *sidecarpb.Completion) (given bool, err erro
 	}
 	for _, r := range a.Results {
 		number := r.Memory.Arena
-		if number < ownArenas || c.told[number] {
+		if number < ownArenas || c.announced[number] {
 			continue
 		}
-		news, fd, err := c.server.chunks.news(number - ownArenas)
+		notice, fd, err := c.server.chunks.announcement(number - ownArenas)
 		if err != nil {
 			return false, err
 		}
-		c.told[number] = true
-		c.reply(news, fd)
+		c.announced[number] = true
+		c.reply(notice, fd)
 	}
 	for i, r := range a.Results {
-		if b := o.made[i]; b != nil {
+		if b := o.allocated[i]; b != nil {
 			c.places[origin{r.Memory.Arena, r.Memory.Offset}] = b
 		}
 	}
 	return true, nil
 }
 
-// gone tells the client that an arena that it knows has been removed.
-func (c *conn) gone(number uint32) {
+// announceRemoval tells the client that an arena that it knows has been removed.
+func (c *conn) announceRemoval(number uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.told[number] {
-		delete(c.told, number)
+	if c.announced[number] {
+		delete(c.announced, number)
 		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
 	}
 }
 
-// ringLater sends the doorbell, or leaves it to the reader, which may send one for many completions.
-func (c *conn) ringLater() {
-	if c.attending.Load() {
-		c.owed.Store(true)
-		if c.attending.Load() || !c.owed.Swap(false) {
-			return // help checks owed again after it has stopped attending
+// notifyLater sends the doorbell, or leaves it to the reader, which may send one for many completions.
+func (c *conn) notifyLater() {
+	if c.driving.Load() {
+		c.doorbellOwed.Store(true)
+		if c.driving.Load() || !c.doorbellOwed.Swap(false) {
+			return // drive checks doorbellOwed again after it has stopped driving
 		}
 	}
-	c.out.Bell()
+	c.out.SendDoorbell()
 }
 
-// ringOverdue sends the doorbell if there are completions that the client did not want to be notified of
+// notifyOverdue sends the doorbell if there are completions that the client did not want to be notified of
 // before, but waits for now.
-func (c *conn) ringOverdue() {
+func (c *conn) notifyOverdue() {
 	if c.ring != nil && c.ring.overdue() {
-		c.out.Bell()
+		c.out.SendDoorbell()
 	}
 }
 
-// help works for the engine while operations are in flight. It returns when something comes from the client,
+// drive works for the engine while operations are in flight. It returns when something comes from the client,
 // the client does not wait for completions, nothing happens for a while, or no operation is left. It reports
 // whether something has come.
-func (c *conn) help() (came bool, err error) {
-	inside := c.server.inside.Load()
-	if inside == nil {
+func (c *conn) drive() (came bool, err error) {
+	run := c.server.running.Load()
+	if run == nil {
 		return false, nil
 	}
 	if c.ring != nil && !c.ring.awaited() {
-		(*inside).Notify()
+		(*run).Notify()
 		return false, nil
 	}
-	c.attending.Store(true)
-	(*inside).Drive(context.Background(), func() bool {
-		if c.owed.Load() && c.owed.Swap(false) {
-			c.out.Bell()
+	c.driving.Store(true)
+	(*run).Drive(context.Background(), func() bool {
+		if c.doorbellOwed.Load() && c.doorbellOwed.Swap(false) {
+			c.out.SendDoorbell()
 		}
-		if c.flying.Load() == 0 || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
+		if c.inFlight.Load() == 0 || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
 			return true
 		}
-		if c.looks++; c.looks%helpsPerRead != 0 {
+		if c.looks++; c.looks%looksPerRead != 0 {
 			return false
 		}
 		came, err = c.in.Fill(false)
 		return came || err != nil
 	})
-	c.attending.Store(false)
-	if c.owed.Swap(false) {
-		c.out.Bell()
+	c.driving.Store(false)
+	if c.doorbellOwed.Swap(false) {
+		c.out.SendDoorbell()
 	}
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }

@@ -507,7 +507,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 	}
 	gone(t, s)
 	<-sent // an error, if not all was read
-	s.inside.Store(nil)
+	s.running.Store(nil)
 }
 
 // A client that does not read can go while replies are queued for it.

@@ -68,7 +68,7 @@ func FuzzFrames(f *testing.F) {
 			if len(p.places) != 2*len(p.tensors) || len(p.tensors) != len(o.GetTensors()) {
 				t.Fatalf("%d tensors with %d places", len(p.tensors), len(p.places))
 			}
-			m := memory{all: map[uint32]*given{1: {number: 1, bytes: make([]byte, 4096)}}}
+			m := memory{all: map[uint32]*clientArena{1: {number: 1, bytes: make([]byte, 4096)}}}
 			uses, err := m.use(nil, p.places, nil)
 			if err == nil {
 				err = m.unuse(uses)

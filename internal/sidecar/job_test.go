@@ -86,7 +86,7 @@ func TestLeavingAFailedJob(t *testing.T) {
 
 // A client that goes without a job does not fail the rank, nor does a Bye while other clients stay. The Bye
 // of the last client in a job does.
-func TestFarewells(t *testing.T) {
+func TestBye(t *testing.T) {
 	s := job(t, 1)[0]
 	connect(t, s).bye()
 	c := connect(t, s)

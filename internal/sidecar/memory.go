@@ -23,11 +23,11 @@ const (
 // memory is the set of the clients' arenas, by number.
 type memory struct {
 	mu  sync.Mutex
-	all map[uint32]*given
+	all map[uint32]*clientArena
 }
 
-// given is an arena of a client.
-type given struct {
+// clientArena is an arena of a client.
+type clientArena struct {
 	number uint32
 	id     uint32 // of the chunk
 	bytes  []byte
@@ -59,12 +59,12 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	if got := uint64(len(s.Bytes())); got != numBytes {
 		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want the %d of the request", number, got, numBytes), s.Close())
 	}
-	m.all[number] = &given{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
+	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
 	return nil
 }
 
 // of returns the arena with a number, or an error if owner has none with that number. The caller holds mu.
-func (m *memory) of(owner *conn, number uint32) (*given, error) {
+func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
 	g := m.all[number]
 	switch {
 	case g == nil:
@@ -90,7 +90,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 }
 
 // remove removes an arena that nobody uses. The caller holds mu.
-func (m *memory) remove(g *given) error {
+func (m *memory) remove(g *clientArena) error {
 	delete(m.all, g.number)
 	return arena.Abandon(g.id)
 }
@@ -113,7 +113,7 @@ func (m *memory) leave(owner *conn) error {
 
 // use sets the memory of each place of an operation of owner, and keeps its arenas mapped until unuse. It
 // returns uses with those arenas appended, once for each place. With an error nothing is in use.
-func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, error) {
+func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for i := range places {
@@ -142,7 +142,7 @@ func (m *memory) use(owner *conn, places []location, uses []*given) ([]*given, e
 }
 
 // unuse reverses use, and removes arenas whose owner has left and that no operation uses any more.
-func (m *memory) unuse(uses []*given) error {
+func (m *memory) unuse(uses []*clientArena) error {
 	if len(uses) == 0 {
 		return nil
 	}
@@ -176,16 +176,17 @@ func (c *chunks) removed(id uint32) {
 	delete(c.all, id)
 }
 
-// news returns the notice of chunk id for a client and a descriptor to send with it. The caller makes sure
+// announcement returns the notice of chunk id for a client and a descriptor to send with it. The caller makes sure
 // that the chunk stays, because there is a tensor in it.
-func (c *chunks) news(id uint32) (*sidecarpb.Reply, int, error) {
+func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	s := c.all[id]
 	if s == nil {
 		return nil, -1, fmt.Errorf("chunk %d was removed", id)
 	}
-	// The client may only read the chunk. In a job of one rank nobody else has sealed it.
+	// The seals make sure that the client can only read the chunk. In a job of one rank no other part of the
+	// program has sealed it.
 	if err := s.Seal(); err != nil {
 		return nil, -1, fmt.Errorf("chunk %d: %w", id, err)
 	}

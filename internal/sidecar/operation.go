@@ -29,7 +29,7 @@ type plan struct {
 	root    int
 	splits  []int64 // of an alltoall; nil means equal splits
 	grouped bool
-	tensors []described
+	tensors []tensorSpec
 	places  []location // two for each tensor: input and output
 	// parts is the tensors of a group that is one request, and whole is their elements as one shape. For
 	// other operations parts is nil.
@@ -39,8 +39,8 @@ type plan struct {
 	wrong error // why the plan cannot be run; nil if it can
 }
 
-// described is the element type and shape of a tensor as a client has described them.
-type described struct {
+// tensorSpec is the element type and shape of a tensor as a client has described them.
+type tensorSpec struct {
 	dtype tensor.DType
 	shape tensor.Shape
 }
@@ -167,7 +167,7 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
 		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
 	}
-	p.tensors = append(p.tensors, described{dt, shape})
+	p.tensors = append(p.tensors, tensorSpec{dt, shape})
 	if p.grouped && p.Kind == message.Allreduce {
 		p.parts = p.parts.Append(dt, shape)
 		p.whole[0] += n
@@ -241,13 +241,13 @@ type operation struct {
 	plan *plan
 	conn *conn
 	id   uint64
-	uses []*given
+	uses []*clientArena
 	set  *rank.Set
 	// entries has one entry for each tensor, or a single entry with Parts for a group that is one request.
-	entries []entry
-	left    atomic.Int64          // entries that are not done
-	failed  atomic.Pointer[error] // why the first output could not be allocated
-	made    [][]byte              // outputs that were allocated, by tensor; nil if the client gives all outputs
+	entries   []entry
+	left      atomic.Int64          // entries that are not done
+	failed    atomic.Pointer[error] // why the first output could not be allocated
+	allocated [][]byte              // outputs that were allocated, by tensor; nil if the client gives all outputs
 }
 
 // entry is one request of an operation.
@@ -264,11 +264,11 @@ func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 		return o, p.wrong
 	}
 	var err error
-	if o.uses, err = c.server.memory.use(c, p.places, make([]*given, 0, len(p.places))); err != nil {
+	if o.uses, err = c.server.memory.use(c, p.places, make([]*clientArena, 0, len(p.places))); err != nil {
 		return o, usage(p.Kind.String(), p.Name, err)
 	}
 	if p.makes {
-		o.made = make([][]byte, len(p.tensors))
+		o.allocated = make([][]byte, len(p.tensors))
 	}
 	if p.parts != nil {
 		o.entries = make([]entry, 1)
@@ -397,7 +397,7 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	}
 	b, err := arena.Alloc(numBytes)
 	if err == nil {
-		o.made[i] = b
+		o.allocated[i] = b
 	}
 	return b, err
 }
@@ -454,14 +454,14 @@ func (o *operation) shape(i int) tensor.Shape {
 	return shape
 }
 
-// forget frees the outputs that were allocated.
-func (o *operation) forget() {
-	for _, b := range o.made {
+// freeOutputs frees the outputs that were allocated.
+func (o *operation) freeOutputs() {
+	for _, b := range o.allocated {
 		if b != nil {
 			o.conn.server.check(arena.Free(b))
 		}
 	}
-	o.made = nil
+	o.allocated = nil
 }
 
 // plain reports whether the outcome of o is known from the fact of its success. If the sidecar allocates an

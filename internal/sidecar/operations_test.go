@@ -205,13 +205,13 @@ func TestBellIsOwed(t *testing.T) {
 	defer unix.Close(pair[0])
 	defer unix.Close(pair[1])
 	c := newConn(s, pair[0], 0)
-	c.flying.Store(1)
+	c.inFlight.Store(1)
 	for what, help := range map[string]func(context.Context, func() bool){
-		"after the last look": func(context.Context, func() bool) { c.ringLater() },
-		"before a look":       func(_ context.Context, done func() bool) { c.ringLater(); c.ringLater(); done() },
+		"after the last look": func(context.Context, func() bool) { c.notifyLater() },
+		"before a look":       func(_ context.Context, done func() bool) { c.notifyLater(); c.notifyLater(); done() },
 	} {
 		install(s, stub{drive: help})
-		if _, err := c.help(); err != nil {
+		if _, err := c.drive(); err != nil {
 			t.Fatal(err)
 		}
 		var b [10]byte
@@ -219,7 +219,7 @@ func TestBellIsOwed(t *testing.T) {
 			t.Errorf("%s: got %v, %v, want one doorbell", what, b[:max(n, 0)], err)
 		}
 	}
-	s.inside.Store(nil)
+	s.running.Store(nil)
 }
 
 // A client gets a doorbell at the completion that it wants, and one for earlier completions if it sends a
@@ -232,7 +232,7 @@ func TestWantedCompletions(t *testing.T) {
 		// do runs operations one after the other, and returns how many doorbells the sidecar has sent. It sends them before it answers a request that
 		// came later.
 		do := func(n int) int {
-			before := c.Bells
+			before := c.Doorbells
 			for range n {
 				c.Push(0)
 				c.Doorbell()
@@ -244,45 +244,45 @@ func TestWantedCompletions(t *testing.T) {
 				}
 				c.Must(sidecartest.Status())
 			}
-			return c.Bells - before
+			return c.Doorbells - before
 		}
 		if got := do(3); got != 3 {
-			t.Errorf("a client that does not say what it wants was rung %d times for 3 completions", got)
+			t.Errorf("a client that does not say what it wants got %d doorbells for 3 completions", got)
 		}
 		wanted.Store(6)
 		if got := do(2); got != 0 {
-			t.Errorf("rung %d times for completions 4 and 5, want the 6th", got)
+			t.Errorf("got %d doorbells for completions 4 and 5, want the 6th", got)
 		}
 		if got := do(1); got != 1 {
-			t.Errorf("rung %d times for completion 6, want once", got)
+			t.Errorf("got %d doorbells for completion 6, want 1", got)
 		}
 		wanted.Store(math.MaxUint64)
 		if got := do(2); got != 0 {
-			t.Errorf("rung %d times, want never", got)
+			t.Errorf("got %d doorbells, want 0", got)
 		}
 		// look sends a doorbell and returns how many the sidecar sends in return.
 		look := func() int {
-			before := c.Bells
+			before := c.Doorbells
 			c.Doorbell()
 			c.Must(sidecartest.Status())
-			return c.Bells - before
+			return c.Doorbells - before
 		}
 		never := look()
 		wanted.Store(0)
 		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
-			t.Errorf("rung %d times in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
+			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
 		}
 		// A frame without an answer works like a doorbell, for which there may be no room.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
 		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: ownArenas}}})
-		before := c.Bells
+		before := c.Doorbells
 		if err := c.Read(); err != nil {
 			t.Fatal(err)
 		}
-		if c.Must(sidecartest.Status()); c.Bells != before+1 {
-			t.Errorf("rung %d times in return for a frame, want once", c.Bells-before)
+		if c.Must(sidecartest.Status()); c.Doorbells != before+1 {
+			t.Errorf("got %d doorbells in return for a frame, want 1", c.Doorbells-before)
 		}
 	})
 }
@@ -300,10 +300,10 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 		}
 		if r == 0 {
 			// The sidecar works for the engine until the other rank has submitted the operation.
-			inside := *s.inside.Load()
-			install(s, stub{begin: inside.Begin, drive: func(ctx context.Context, done func() bool) {
+			engine := *s.running.Load()
+			install(s, stub{begin: engine.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
-					inside.Drive(ctx, done)
+					engine.Drive(ctx, done)
 				}
 			}})
 			c.Push(0)
@@ -343,12 +343,12 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 			c.Pop()
 			return was
 		}
-		until(t, func() bool { return run() == dozing })
+		until(t, func() bool { return run() == polling })
 		until(t, func() bool { return state.Load() == asleep })
 		wanted.Store(math.MaxUint64 - 1)
 		for range 100 {
-			if was := run(); was == dozing {
-				t.Fatal("the sidecar dozes after an operation that the client has waited for")
+			if was := run(); was == polling {
+				t.Fatal("the sidecar polls after an operation that the client has waited for")
 			}
 			for state.Load() == looking {
 				runtime.Gosched()
@@ -362,14 +362,14 @@ func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.Patience); !so(); runtime.Gosched() {
 		if time.Now().After(deadline) {
-			t.Error("it has not become so")
+			t.Error("the condition did not become true in time")
 			return
 		}
 	}
 }
 
-// A reader does not rest if a submission came before it said that it would.
-func TestRest(t *testing.T) {
+// A reader does not park if a submission came before park.
+func TestPark(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
 	segment, err := shmem.Adopt(fd)
 	if err != nil {
@@ -380,15 +380,15 @@ func TestRest(t *testing.T) {
 		t.Fatal(err)
 	}
 	state, submitted := word(b, ringLooking), word(b, ringSubmitted)
-	if r.watch(); state.Load() != looking {
-		t.Error("it does not say that it looks")
+	if r.startLooking(); state.Load() != looking {
+		t.Error("the state is not looking")
 	}
-	if !r.rest(asleep) || state.Load() != asleep {
-		t.Errorf("with nothing submitted it does not rest, or says that it looks: %d", state.Load())
+	if !r.park(asleep) || state.Load() != asleep {
+		t.Errorf("park with nothing submitted: got state %d, want asleep and true", state.Load())
 	}
 	submitted.Store(1)
-	if r.watch(); r.rest(asleep) || r.rest(dozing) {
-		t.Error("it rests over a submission")
+	if r.startLooking(); r.park(asleep) || r.park(polling) {
+		t.Error("the reader parks although there is a submission")
 	}
 	wanted := word(b, ringWanted)
 	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true, math.MaxUint64: false} {

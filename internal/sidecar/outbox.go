@@ -77,8 +77,8 @@ func (o *outbox) Put(data []byte, fd int) {
 	}
 }
 
-// Bell sends a doorbell, unless the other end has something else to read.
-func (o *outbox) Bell() {
+// SendDoorbell sends a doorbell, unless the other end has something else to read.
+func (o *outbox) SendDoorbell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed || len(o.queue) > 0 {

@@ -53,8 +53,8 @@ func numbered(n int) []byte {
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
-	o.Bell()
-	o.Bell()
+	o.SendDoorbell()
+	o.SendDoorbell()
 	if got := drain(t, far); !bytes.Equal(got, []byte{0}) {
 		t.Fatalf("got %v, want one doorbell", got)
 	}
@@ -64,7 +64,7 @@ func TestBell(t *testing.T) {
 	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}
-	o.Bell()
+	o.SendDoorbell()
 	var running sync.WaitGroup
 	running.Go(o.Run)
 	for len(got) < len(sent) {
@@ -79,7 +79,7 @@ func TestBell(t *testing.T) {
 	}
 	o.Close()
 	running.Wait()
-	o.Bell()
+	o.SendDoorbell()
 	o.Put([]byte{1}, -1)
 	if got := drain(t, far); len(got) != 0 {
 		t.Errorf("a closed outbox has sent %v", got)

@@ -32,7 +32,7 @@ const (
 const (
 	asleep  = 0 // the reader waits for a doorbell
 	looking = 1 // the reader looks at the ring
-	dozing  = 2 // the reader looks at the ring again within dozeTime
+	polling = 2 // the reader looks at the ring again within pollInterval
 )
 
 // Statuses of a completion.
@@ -55,7 +55,7 @@ type ring struct {
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
 	completed uint64
-	told      uint64 // completions at the last doorbell
+	notified  uint64 // completions at the last doorbell
 }
 
 // newRing returns the ring in a segment. The ring owns the segment unless newRing returns an error.
@@ -87,16 +87,17 @@ func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Poin
 // pending returns how many submissions the client has made, as the client counts. Only the reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
-// watch tells the client that it needs no doorbell, because the reader looks at the ring until it calls rest.
-func (r *ring) watch() {
+// startLooking tells the client that no doorbell is needed, because the reader looks at the ring until it calls
+// park.
+func (r *ring) startLooking() {
 	if r.state.Load() != looking {
 		r.state.Store(looking)
 	}
 }
 
-// rest tells the client that the reader is asleep or dozing. It reports whether the reader may rest, which is
+// park tells the client that the reader is asleep or polling. It reports whether the reader may park, which is
 // so if there is no new submission. Only the reader calls it.
-func (r *ring) rest(state uint64) bool {
+func (r *ring) park(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
@@ -147,7 +148,7 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.segment != nil && r.told != r.completed && r.due()
+	return r.segment != nil && r.notified != r.completed && r.due()
 }
 
 // due reports whether the client waits for a doorbell, which the caller then sends. The caller holds mu.
@@ -155,7 +156,7 @@ func (r *ring) due() bool {
 	if r.wanted.Load() > r.completed {
 		return false
 	}
-	r.told = r.completed
+	r.notified = r.completed
 	return true
 }
 

@@ -79,8 +79,8 @@ type Server struct {
 	ctx        context.Context // canceled by Close
 	wg         sync.WaitGroup
 	operations atomic.Uint64
-	// inside runs operations on the rank while there is one; else it is nil.
-	inside atomic.Pointer[runner]
+	// running runs operations on the rank; it is nil while there is no rank.
+	running atomic.Pointer[runner]
 	// changing is a lock with one place, held by the goroutine that starts or ends an engine.
 	changing chan struct{}
 
@@ -128,7 +128,7 @@ func New(cfg Config) *Server {
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
-		memory:   memory{all: make(map[uint32]*given)},
+		memory:   memory{all: make(map[uint32]*clientArena)},
 		chunks:   chunks{all: make(map[uint32]*shmem.Segment)},
 		changing: make(chan struct{}, 1),
 		state:    StateIdle, conns: make(map[*conn]struct{}), dead: make(chan struct{}),
@@ -145,7 +145,7 @@ func (s *Server) chunkRemoved(id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c := range s.conns {
-		c.gone(ownArenas + id)
+		c.announceRemoval(ownArenas + id)
 	}
 }
 
@@ -170,7 +170,7 @@ func (s *Server) Close(ctx context.Context) error {
 	s.mu.Lock()
 	s.closed = true
 	for c := range s.conns {
-		c.cut(errEnding)
+		c.disconnect(errEnding)
 	}
 	s.mu.Unlock()
 	s.wg.Wait()
@@ -191,7 +191,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.wg.Add(1) // not after Close has begun to wait
 	s.mu.Unlock()
 	defer s.wg.Done()
-	fd, pid, pidfd, err := s.welcome(conn, path)
+	fd, pid, pidfd, err := s.accept(conn, path)
 	if err != nil {
 		return err
 	}
@@ -268,14 +268,14 @@ func (s *Server) tidy() {
 	}
 	defer func() { <-s.changing }()
 	if s.Report().State == StateEnded {
-		// No client waits for the job to end in order, so its end is cut short.
+		// No client waits for the orderly end of the job, so the engine is closed without a shutdown.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
 		s.check(s.shutdown(over, "", false))
 	}
 }
 
-// watch cuts the connection when the client's process ends, even if other processes have inherited the
+// watch ends the connection when the client's process ends, even if other processes have inherited the
 // socket.
 func (c *conn) watch(pidfd *os.File) {
 	raw, err := pidfd.SyscallConn()
@@ -287,13 +287,13 @@ func (c *conn) watch(pidfd *os.File) {
 		})
 	}
 	if err == nil { // else the pidfd was closed because the connection has ended
-		c.cut(errors.New("the client's process exited"))
+		c.disconnect(errors.New("the client's process exited"))
 	}
 }
 
-// welcome authenticates a new client and reads its greeting. It returns the blocking socket, over which the
+// accept authenticates a new client and reads its greeting. It returns the blocking socket, over which the
 // caller sends the greeting of the sidecar, and the client's process. It closes conn.
-func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
+func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
 	defer stop()
@@ -322,7 +322,7 @@ func (s *Server) welcome(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.
 		_, err := conn.Write(dial.Greeting(magic, version))
 		return fail(errors.Join(fmt.Errorf("got protocol version %d, want %d", got, version), err))
 	}
-	if fd, err = bare(conn); err != nil {
+	if fd, err = rawSocket(conn); err != nil {
 		return fail(err)
 	}
 	return fd, pid, pidfd, nil
@@ -369,8 +369,8 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	return os.NewFile(uintptr(p), "pidfd"), nil
 }
 
-// bare returns a blocking descriptor for the socket of conn, and closes conn.
-func bare(conn *net.UnixConn) (int, error) {
+// rawSocket returns a blocking descriptor for the socket of conn, and closes conn.
+func rawSocket(conn *net.UnixConn) (int, error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
 		return -1, err
@@ -490,11 +490,11 @@ func (s *Server) setState(state string, r *rank.Rank) {
 	defer s.mu.Unlock()
 	s.state, s.rank = state, r
 	if r == nil {
-		s.inside.Store(nil)
+		s.running.Store(nil)
 		return
 	}
-	inside := runner(rankRunner{r})
-	s.inside.Store(&inside)
+	run := runner(rankRunner{r})
+	s.running.Store(&run)
 	over := make(chan struct{})
 	s.over = over
 	s.wg.Go(func() {
@@ -548,11 +548,11 @@ func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error
 
 // begin starts an operation on the rank. It returns an error if there is none.
 func (s *Server) begin(o *operation) error {
-	inside := s.inside.Load()
-	if inside == nil {
+	r := s.running.Load()
+	if r == nil {
 		return o.plan.Misuse("%w", rank.ErrNotInitialized)
 	}
-	return (*inside).Begin(o)
+	return (*r).Begin(o)
 }
 
 // addSet adds a process set to the job and waits until all ranks have.
@@ -648,7 +648,7 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 		Clients: uint32(len(s.conns)), Operations: s.operations.Load(),
 	}
 	for c := range s.conns {
-		r.InFlight += uint64(c.flying.Load())
+		r.InFlight += uint64(c.inFlight.Load())
 	}
 	return r
 }

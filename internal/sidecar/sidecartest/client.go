@@ -56,9 +56,9 @@ const (
 type Client struct {
 	// FD is the socket, -1 after Close.
 	FD int
-	// News are the replies that answer no request. Bells counts the doorbells of the sidecar.
-	News  []*sidecarpb.Reply
-	Bells int
+	// News are the replies that answer no request. Doorbells counts the doorbells of the sidecar.
+	News      []*sidecarpb.Reply
+	Doorbells int
 	// Arenas are the mapped arenas of the client and of the sidecar, by number. RingBytes is the ring.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
@@ -206,7 +206,7 @@ func (c *Client) sort() error {
 		body := c.buf[head : head+int(n)]
 		c.buf = c.buf[head+int(n):]
 		if n == 0 {
-			c.Bells++
+			c.Doorbells++
 			continue
 		}
 		r := new(sidecarpb.Reply)
