@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// what is an operation without its data.
+// what is the description of an operation, without its data.
 type what struct {
 	kind message.Kind
 	// uneven alltoalls give each member a different number of rows.

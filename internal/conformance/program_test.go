@@ -43,7 +43,7 @@ type joint struct {
 	last   agreement
 }
 
-// author writes programs.
+// author is a random generator of programs, with the state of the one that it writes.
 type author struct {
 	*rand.Rand
 	p *program
