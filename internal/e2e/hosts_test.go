@@ -24,7 +24,7 @@ import (
 type spread struct {
 	*job
 	ranks   []*exec.Cmd
-	ended   []time.Time // by rank
+	ended   []time.Time // when each rank has ended
 	running sync.WaitGroup
 }
 

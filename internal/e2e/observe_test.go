@@ -195,7 +195,7 @@ func checkMerged(t *testing.T, file string, ranks int) {
 // clockOf is the data about its rank's clock in a timeline file.
 type clockOf struct {
 	start         float64 // time of day at which the rank's times begin, in microseconds
-	offset, bound float64 // the last measurement, in microseconds
+	offset, bound float64 // last measured offset and its error bound, in microseconds
 	measured      int
 }
 
