@@ -152,7 +152,7 @@ func TestLinksResolve(t *testing.T) {
 	}
 }
 
-// maxColumns is the width of prose.
+// maxColumns is the largest width of a line of prose.
 const maxColumns = 110
 
 // Prose in pages is at most 110 columns wide, because longer lines wrap in editors and reviews. Tables, code
