@@ -72,7 +72,7 @@ type Call struct {
 	DType               tensor.DType
 	Name                string
 	Rank                *Rank
-	Set                 *Set // nil is that of all ranks
+	Set                 *Set // nil means the set of all ranks
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
@@ -80,7 +80,7 @@ type Call struct {
 	ErrorFeedback       bool
 	Empty               bool
 	Hold                bool          // the name stays in use until the caller releases it
-	Timeout             time.Duration // 0 is that of the settings
+	Timeout             time.Duration // 0 means the timeout of the settings
 }
 
 // NewCall returns a call of an operation on elements of dt without options.
@@ -173,7 +173,8 @@ func (c *Call) Fill(e *tensorqueue.Entry) {
 // Submit names e, which is an operation or a group that is one request, and queues it. The caller calls
 // Drive, Notify or NotifyLater of the engine next.
 func (c *Call) Submit(e *tensorqueue.Entry) error {
-	// Before a number is drawn: a call that fails at this rank alone must not shift those that follow.
+	// Check before ensureName counts the call: a call that fails only at this rank must not change the
+	// generated names of later calls.
 	if err := e.Request.CheckParameters(); err != nil {
 		return c.Misuse("%w", err)
 	}
@@ -196,7 +197,7 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 		return err
 	}
 	names := memberNames(c.Name, len(entries))
-	if err := message.CheckName(names[len(names)-1]); err != nil { // none is longer
+	if err := message.CheckName(names[len(names)-1]); err != nil { // the last name is the longest
 		return c.Misuse("%w", err)
 	}
 	for i, name := range names {
@@ -238,8 +239,8 @@ func (c *Call) ensureName() error {
 	return nil
 }
 
-// enter queues e, whose request has a name and has not been checked.
-func (c *Call) enter(e *tensorqueue.Entry) error {
+// checkAndQueue checks and queues e, whose request has a name.
+func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 	if err := e.Request.Check(); err != nil {
 		return c.Misuse("%w", err)
 	}
@@ -276,14 +277,15 @@ func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	if !c.Set.joined.CompareAndSwap(false, true) {
 		return c.Misuse("this rank has joined %v already", c.Set)
 	}
-	if err := c.enter(e); err != nil {
+	if err := c.checkAndQueue(e); err != nil {
 		c.Set.joined.Store(false)
 		return err
 	}
 	return nil
 }
 
-// OnlyBools makes all bytes of b 0 or 1, as Go requires of a bool: other ranks may have sent others.
+// OnlyBools sets every byte of b that is not 0 to 1, as Go requires of a bool. Other ranks may have sent
+// other values.
 func OnlyBools(b []byte) {
 	for i, v := range b {
 		if v > 1 {

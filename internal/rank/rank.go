@@ -102,12 +102,12 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // of all ranks
 
-	at          *place.Meeting
+	meeting     *place.Meeting
 	session     *Session    // nil in a job of one
-	log         *zap.Logger // nil if it is the program's
+	log         *zap.Logger // nil if the program owns it
 	sets        setTable
 	dynamicSets bool
-	timeout     time.Duration // of operations that say none
+	timeout     time.Duration // of operations without a timeout of their own
 }
 
 // Start joins r, which is zero, to its job and waits until all ranks have joined. After an error r cannot be
@@ -134,10 +134,10 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 }
 
 func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
-	if r.at, err = o.meet(ctx, cfg); err != nil {
+	if r.meeting, err = o.meet(ctx, cfg); err != nil {
 		return err
 	}
-	cfg = r.at.Settings
+	cfg = r.meeting.Settings
 	rank, size := cfg.Rank, cfg.Size
 	sets, err := staticSets(o.Sets, size)
 	if err != nil {
@@ -155,7 +155,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	}
 	if size > 1 {
 		r.session, err = OpenSession(ctx, SessionConfig{
-			At: r.at, LastEpoch: o.LastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device, SharesDevice: o.SharesDevice, Log: log,
+			At: r.meeting, LastEpoch: o.LastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device, SharesDevice: o.SharesDevice, Log: log,
 		})
 		if err != nil {
 			return r.failed(err)
@@ -170,7 +170,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Oversubscribed: shm.Oversubscribed(ecfg.LocalProcesses)}))
 		}
 	}
-	if err := r.at.Met(ctx); err != nil {
+	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
 	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
@@ -236,8 +236,8 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 // tells the launcher.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
-	if refused, by := errors.AsType[*rendezvous.RefusedError](err); by && refused.Reason == rendezvous.RootFailed {
-		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}, r.at.Settings.Rank != 0
+	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused && refused.Reason == rendezvous.RootFailed {
+		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}, r.meeting.Settings.Rank != 0
 	}
 	if !ok {
 		return err
@@ -251,7 +251,7 @@ func (r *Rank) failed(err error) error {
 	return p
 }
 
-// publish tells the launcher which ranks failed, so that it does not blame a rank that gave up because of
+// publish reports to the launcher which ranks failed, so that it does not blame a rank that ended because of
 // them.
 func (r *Rank) publish(p *engine.PeerError) {
 	launcher := r.launcher()
@@ -264,17 +264,17 @@ func (r *Rank) publish(p *engine.PeerError) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
-	// If the launcher cannot be told, the error that the program gets says the same.
+	// An error is ignored: the program receives the verdict as the error of its operations.
 	_ = launcher.ReportVerdict(ctx, v)
 }
 
 // launcher returns the link to the launcher, or nil if there is none.
 func (r *Rank) launcher() joblink.Link {
-	kv := r.at.Launcher()
+	kv := r.meeting.Launcher()
 	if kv == nil {
 		return nil
 	}
-	return joblink.New(kv, r.at.Settings.Rank)
+	return joblink.New(kv, r.meeting.Settings.Rank)
 }
 
 // Shutdown takes r out of the job, as hvd.Shutdown does, and closes it.
@@ -301,11 +301,11 @@ func (r *Rank) release() error {
 	if r.session != nil {
 		errs = append(errs, r.session.Close())
 	}
-	if r.at != nil {
-		errs = append(errs, r.at.Close())
+	if r.meeting != nil {
+		errs = append(errs, r.meeting.Close())
 	}
 	if r.log != nil {
-		_ = r.log.Sync() // of lines that were left out; standard error itself may refuse
+		_ = r.log.Sync() // writes the number of omitted lines; standard error may not support Sync
 	}
 	return errors.Join(errs...)
 }

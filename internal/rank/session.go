@@ -40,7 +40,7 @@ type SessionConfig struct {
 	Capabilities map[string]string
 	Log          *zap.Logger
 
-	ringAbove int // of rendezvous.JoinConfig; tests have less
+	ringAbove int // rendezvous.JoinConfig.RingAbove; tests set a smaller number
 }
 
 // Session is a rank's connection to the others in one epoch.
@@ -57,8 +57,8 @@ type Session struct {
 	// LocalSize is the number of ranks on the host of this rank.
 	LocalSize int
 
-	rank topo.Rank
-	met  *rendezvous.Session
+	rank   topo.Rank
+	joined *rendezvous.Session
 }
 
 // OpenSession waits until all ranks of the job have joined, ctx ends, or something contradicts itself. After
@@ -75,7 +75,7 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 }
 
 // Watch derives a context that ends when a rank fails before all are Ready (see rendezvous.Session.Watch).
-func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.met.Watch(ctx) }
+func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.joined.Watch(ctx) }
 
 // Ready waits until every rank is connected with all others and, if they share memory, has their memory for
 // the lane of all ranks. The error is the same at all ranks.
@@ -87,7 +87,7 @@ func (s *Session) Ready(ctx context.Context) error {
 			}
 		}
 	}
-	return s.met.Ready(ctx)
+	return s.joined.Ready(ctx)
 }
 
 // Fail tells the other ranks that this rank cannot go on because of err. It returns what has failed the
@@ -95,23 +95,23 @@ func (s *Session) Ready(ctx context.Context) error {
 func (s *Session) Fail(err error) error {
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
-		return s.met.Fail(err, memory.ranks...)
+		return s.joined.Fail(err, memory.ranks...)
 	}
 	if peer, ok := errors.AsType[*transport.PeerError](err); ok && !dial.IsExhausted(err) {
-		return s.met.Fail(err, s.rank, peer.Peer)
+		return s.joined.Fail(err, s.rank, peer.Peer)
 	}
 	if dial.MayRecover(err) {
-		return s.met.Fail(err) // another rank is the cause, or may be
+		return s.joined.Fail(err) // another rank may be the cause
 	}
-	return s.met.Fail(err, s.rank)
+	return s.joined.Fail(err, s.rank)
 }
 
 // Close closes everything but the mesh.
 func (s *Session) Close() error {
-	if s.met == nil {
+	if s.joined == nil {
 		return nil
 	}
-	return s.met.Close()
+	return s.joined.Close()
 }
 
 func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
@@ -121,8 +121,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	if err != nil {
 		return err
 	}
-	local, offer := shareOut(cfg)
-	// abandon closes what there is, in any state.
+	local, offer := listenShared(cfg)
+	// abandon closes everything that open has opened so far.
 	abandon := func(err error) error {
 		if s.Mesh != nil {
 			err = errors.Join(err, s.Mesh.Close())
@@ -140,7 +140,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	terms := set.Terms()
 	maps.Copy(terms, cfg.Terms)
 	maps.Copy(terms, at.Terms)
-	s.met, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
+	s.joined, err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
@@ -153,14 +153,14 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	if err != nil {
 		return abandon(err)
 	}
-	s.rank, s.Epoch = topo.Rank(set.Rank), s.met.Epoch
+	s.rank, s.Epoch = topo.Rank(set.Rank), s.joined.Epoch
 	cfg.Log.Debug("init: all ranks have joined", zap.Uint64("epoch", s.Epoch))
 	watched, stop := s.Watch(ctx)
 	defer stop()
 	if err := s.connect(watched, set, endpoint); err != nil {
 		return abandon(s.Fail(err))
 	}
-	for _, rec := range s.met.Records {
+	for _, rec := range s.joined.Records {
 		s.Hosts, s.Capabilities = append(s.Hosts, rec.Host), append(s.Capabilities, rec.Capabilities)
 		if rec.HostID == host {
 			s.LocalSize++
@@ -172,15 +172,16 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	lacking, why := s.Lacking(message.SHM)
 	switch {
 	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size:
-		// Every rank finds this by itself, when it has all records. A rank that left before the others have them would be taken for dead.
-		if err := s.met.Ready(watched); err != nil {
+		// Every rank detects this when it has all records. If a rank left before the others have them, the
+		// others would report it as dead.
+		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}
 		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + ": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // else it is for each host to see
-		cfg.Log.Warn("the ranks share no memory and use TCP", zap.String("why", why))
+	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // on several hosts, each host decides for itself
+		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {
 			return abandon(s.Fail(err))
 		}
@@ -224,7 +225,7 @@ func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 // connect makes the mesh after the ranks have checked in, and learns the records of all.
 func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp.Endpoint) error {
 	addrs := func() (addrs []string) {
-		for _, rec := range s.met.Records {
+		for _, rec := range s.joined.Records {
 			addrs = append(addrs, rec.Addr)
 		}
 		return addrs
@@ -234,7 +235,7 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 		return err
 	}
 	s.Mesh = mesh
-	if err := s.met.Gather(ctx, mesh); err != nil {
+	if err := s.joined.Gather(ctx, mesh); err != nil {
 		return err
 	}
 	return mesh.Learn(addrs())
@@ -242,12 +243,13 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 
 // share makes the ranks of this host share memory, if the settings allow it.
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
-	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.met.Agree}
-	for _, rec := range s.met.Records {
+	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.joined.Agree}
+	for _, rec := range s.joined.Records {
 		epoch.Hosts, epoch.Offers = append(epoch.Hosts, rec.HostID), append(epoch.Offers, shm.Offer(rec.Memory))
 	}
 	if s.LocalSize == set.Size {
-		// The set of all ranks will need it, and if it cannot be had the ranks are still free to use TCP.
+		// Reserve the segment of the set of all ranks now, while the ranks can still choose TCP if that
+		// fails.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(set.Size, opsshm.Config{})}
 	}
 	shared, err := local.Connect(ctx, epoch)
@@ -255,7 +257,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 		return err
 	}
 	s.Mesh = shared
-	return s.use(shared, set, log)
+	return s.useMemory(shared, set, log)
 }
 
 // memoryError says that the ranks of a host cannot share memory, because of some of them.
@@ -266,8 +268,8 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
-// use takes the shared memory of mesh, if all ranks have it.
-func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
+// useMemory takes the shared memory of mesh, if all ranks have it.
+func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
 	if len(mesh.Group()) == set.Size {
 		s.Memory = mesh
 		return nil
@@ -275,17 +277,17 @@ func (s *Session) use(mesh shm.Sharer, set *config.Config, log *zap.Logger) erro
 	why := mesh.Why()
 	switch {
 	case why == "":
-		return nil // the others are on other hosts
+		return nil // the other ranks are on other hosts
 	case set.SharedMemory == config.SharedIfPossible:
-		log.Warn("ranks cannot share memory: using TCP", zap.String("why", why))
+		log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		return nil
 	}
 	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
-// shareOut opens the socket by which this rank passes file descriptors, if memory is to be shared. If it
+// listenShared opens the socket by which this rank passes file descriptors, if memory is to be shared. If it
 // cannot be opened, the offer tells the others why.
-func shareOut(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
+func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}
 	}

@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// open opens the sessions of a job whose ranks are in this process, and closes those there are at the end of the test.
+// open opens the sessions of a job whose ranks are in this process. It closes them at the end of the test.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
 	return openLacking(t, hosts, set, nil)
 }
@@ -152,8 +152,8 @@ func TestOpenWithoutMemory(t *testing.T) {
 	}
 }
 
-// A backend that one rank cannot serve is planned with by none, and an explicit choice of it is an error at every rank that names
-// the rank and the reason.
+// If one rank cannot use a backend, no rank uses it. If the settings choose that backend, every rank gets an
+// error that names the rank and the reason.
 func TestOneRankLacksABackend(t *testing.T) {
 	hosts, lacks := []string{"a", "a", "a"}, map[int]string{1: "no memory today"}
 	all := func(value string) map[int]map[string]string {
@@ -209,7 +209,7 @@ func TestShare(t *testing.T) {
 	} {
 		for _, mode := range modes {
 			s := &Session{Hosts: []string{"a", "b"}}
-			err := s.use(test.mesh, &config.Config{Size: 2, SharedMemory: mode}, zap.NewNop())
+			err := s.useMemory(test.mesh, &config.Config{Size: 2, SharedMemory: mode}, zap.NewNop())
 			if (err != nil) != slices.Contains(test.fails, mode) {
 				t.Errorf("%s, %v: got %v", test.name, mode, err)
 			}

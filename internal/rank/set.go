@@ -34,8 +34,8 @@ func (s *Set) String() string { return fmt.Sprintf("process set %d of ranks %v",
 
 // Release ends this rank's join of s, after all have joined or the join has failed.
 func (s *Set) Release() {
-	// The ranks that joined early have made fewer unnamed calls than the others. Now nothing is in flight, so all can begin to
-	// count anew.
+	// The ranks that joined early have made fewer unnamed calls than the others. No call is in flight now, so
+	// all ranks can reset the counters.
 	for i := range s.unnamed {
 		s.unnamed[i].Store(0)
 	}
@@ -139,7 +139,7 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 		}
 		done(ch, err)
 	}
-	return c.enter(&ch.Entry)
+	return c.checkAndQueue(&ch.Entry)
 }
 
 // membersOf checks the ranks of a set and sorts them.

@@ -28,7 +28,7 @@ func TestStallsAreExplainedByAWatcher(t *testing.T) {
 			r := NewWatch(WatchConfig{Settings: &config.Config{}, Launcher: joblink.New(kv, 0), Log: zap.NewNop()})
 			var e engine.Config
 			r.Configure(&e)
-			r.running.Go(r.passStallsOn)
+			r.running.Go(r.forwardStalls)
 			synctest.Wait()
 			if got := e.StallsExplained(); got != watched {
 				t.Errorf("watched %v: the stalls are explained: %v", watched, got)

@@ -22,37 +22,38 @@ type timelines struct {
 	rank *Watch
 
 	mu      sync.Mutex
-	now     *timeline.Timeline // nil while there is none
+	active  *timeline.Timeline // nil while there is none
 	path    string             // of it, as rank 0 has it
 	started int                // by signals
 
-	counting sync.Mutex         // of what follows; nobody waits while he has it
-	current  *timeline.Timeline // now
-	past     uint64             // operations that earlier ones have dropped
+	countMu sync.Mutex         // guards the fields below; its holder never blocks
+	current *timeline.Timeline // now
+	past    uint64             // operations that earlier ones have dropped
 }
 
-// dropped returns how many operations are in no timeline that should be.
+// dropped returns how many operations the timelines have dropped.
 func (t *timelines) dropped() uint64 {
-	t.counting.Lock()
-	defer t.counting.Unlock()
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
 	if t.current == nil {
 		return t.past
 	}
 	return t.past + t.current.Dropped()
 }
 
-// count has dropped follow another timeline, which may be nil.
+// count makes dropped count the operations of next, which may be nil.
 func (t *timelines) count(next *timeline.Timeline) {
-	t.counting.Lock()
-	defer t.counting.Unlock()
+	t.countMu.Lock()
+	defer t.countMu.Unlock()
 	if t.current != nil {
 		t.past += t.current.Dropped()
 	}
 	t.current = next
 }
 
-// StartTimeline writes what this rank does from now on to a file: rank 0 to path, others beside it (timeline.PathOf). A timeline
-// that goes to another path ends; if it goes to this one already nothing changes.
+// StartTimeline writes the operations of this rank from now on to a file: rank 0 to path, other ranks to
+// files beside it (timeline.PathOf). A timeline with another path ends. If the timeline has this path
+// already, nothing changes.
 func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
@@ -77,7 +78,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 		return errors.New("timeline: got an empty file name")
 	case e == nil:
 		return errNoEngine
-	case t.now != nil && t.path == path:
+	case t.active != nil && t.path == path:
 		return nil
 	}
 	cfg := &t.rank.cfg
@@ -93,31 +94,31 @@ func (t *timelines) start(path string, markCycles bool) error {
 		cfg.Log.Warn("closing the timeline failed", zap.Error(err))
 	}
 	e.Watch(next)
-	t.now, t.path = next, path
+	t.active, t.path = next, path
 	t.count(next)
 	return nil
 }
 
 func (t *timelines) stop() error {
-	if t.now == nil {
+	if t.active == nil {
 		return nil
 	}
-	old := t.now
-	t.now, t.path = nil, ""
+	old := t.active
+	t.active, t.path = nil, ""
 	t.engine().Watch(nil)
 	err := old.Close()
-	t.count(nil) // with what was dropped in the end
+	t.count(nil) // counts what Close has dropped
 	return err
 }
 
-// write brings what the timeline has to the disk.
+// write writes the buffered part of the timeline to its file.
 func (t *timelines) write() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.now == nil {
+	if t.active == nil {
 		return
 	}
-	if err := t.now.Write(); err != nil {
+	if err := t.active.Write(); err != nil {
 		t.rank.cfg.Log.Warn("writing the timeline failed", zap.Error(err))
 	}
 }
@@ -128,7 +129,8 @@ func (t *timelines) engine() *engine.Engine {
 	return t.rank.engine
 }
 
-// pathOfEpoch returns where the timeline of an epoch goes: not to where that of the one before is, which may be what somebody wants to see.
+// pathOfEpoch returns the path of the timeline of an epoch. The paths of epochs differ, so that an epoch does
+// not overwrite the timeline of the one before.
 func pathOfEpoch(path string, epoch uint64) string {
 	if epoch <= 1 {
 		return path
@@ -136,7 +138,7 @@ func pathOfEpoch(path string, epoch uint64) string {
 	return beforeExt(path, fmt.Sprintf(".epoch%d", epoch))
 }
 
-// beforeExt puts text before the extension of a path. A device is the same for all.
+// beforeExt inserts text before the extension of a path. The path of a device is returned unchanged.
 func beforeExt(path, text string) string {
 	if timeline.PathOf(path, 1) == path {
 		return path
@@ -174,11 +176,11 @@ func (t *timelines) toggleAt(got <-chan os.Signal) {
 	}
 }
 
-// toggle stops the timeline, or starts it in a file that no signal has started it in before.
+// toggle stops the timeline. If there is none, it starts one in a file that no earlier signal has used.
 func (t *timelines) toggle() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.now != nil {
+	if t.active != nil {
 		return t.stop()
 	}
 	set := t.rank.cfg.Settings
@@ -186,7 +188,7 @@ func (t *timelines) toggle() error {
 	if path == "" || path == config.TimelineDynamic {
 		path = "hvd-timeline.json"
 	}
-	taken := path == set.Timeline // by the one that was there from the start
+	taken := path == set.Timeline // by the timeline that Attach has started
 	path = pathOfEpoch(path, t.rank.cfg.Epoch)
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))

@@ -38,8 +38,8 @@ type WatchConfig struct {
 	Log  *zap.Logger
 }
 
-// Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the launcher's questions. A failure in one of
-// them costs a warning, never an operation.
+// Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the requests of the
+// launcher. If one of them fails, Watch logs a warning; no operation fails.
 type Watch struct {
 	cfg      WatchConfig
 	recorder *recorder.Recorder // nil if it is off
@@ -48,29 +48,31 @@ type Watch struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	running sync.WaitGroup
-	stalls  chan recorder.Stall // the engine's reports that are to be passed on
-	watched atomic.Bool         // the launcher makes a report of them
+	stalls  chan recorder.Stall // stall reports of the engine for forwardStalls
+	watched atomic.Bool         // the launcher prints a report for each stall
 
-	mu      sync.Mutex
-	engine  *engine.Engine // nil before Attach
-	metrics *metrics.Server
-	waiting []waiting // the last stalls
+	mu       sync.Mutex
+	engine   *engine.Engine // nil before Attach
+	metrics  *metrics.Server
+	reported []reportedStall // the last stalls
 }
 
-// waiting is a stall that was reported, and when it was last.
-type waiting struct {
+// reportedStall is a stall that was reported, and when it was last.
+type reportedStall struct {
 	recorder.Stall
 	at time.Time
 }
 
 const (
-	// reportTimeout is how long the answers of a failed job wait for the launcher to have what this rank knows.
+	// reportTimeout bounds how long the answers of a failed job wait until the launcher has received this
+	// rank's dump.
 	reportTimeout = 500 * time.Millisecond
-	// maxStalls is how many reports of the engine may wait to be passed on, and how many a dump has.
+	// maxStalls caps the stall reports that wait for forwardStalls, and those in a dump.
 	maxStalls = 16
 )
 
-// NewWatch makes what an engine is to be started with. The caller closes it when the engine has ended.
+// NewWatch returns the Watch for an engine that is about to start. The caller closes it when the engine has
+// ended.
 func NewWatch(cfg WatchConfig) *Watch {
 	r := &Watch{cfg: cfg, stalls: make(chan recorder.Stall, maxStalls)}
 	if cfg.Settings.FlightRecorder {
@@ -81,7 +83,7 @@ func NewWatch(cfg WatchConfig) *Watch {
 	return r
 }
 
-// Configure tells an engine that is about to be started of r.
+// Configure sets the callbacks and the recorder of r in the configuration of an engine.
 func (r *Watch) Configure(cfg *engine.Config) {
 	if r.recorder != nil {
 		cfg.Recorder = r.recorder
@@ -103,7 +105,8 @@ func (r *Watch) Configure(cfg *engine.Config) {
 	}
 }
 
-// Attach begins to show what e does. An error is one of the settings.
+// Attach starts the metrics server, the timeline and the answers to the launcher for e. An error means that a
+// setting is invalid.
 func (r *Watch) Attach(e *engine.Engine) error {
 	r.mu.Lock()
 	r.engine = e
@@ -126,12 +129,12 @@ func (r *Watch) Attach(e *engine.Engine) error {
 		r.running.Go(r.answer)
 	}
 	if r.cfg.Rank == 0 {
-		r.running.Go(r.passStallsOn)
+		r.running.Go(r.forwardStalls)
 	}
 	return nil
 }
 
-// Close ends all of it. The engine must have ended.
+// Close stops everything that Attach has started. The engine must have ended.
 func (r *Watch) Close() error {
 	r.cancel()
 	r.running.Wait()
@@ -145,7 +148,7 @@ func (r *Watch) Close() error {
 	if server == nil {
 		return nil
 	}
-	return server.Close() // it waits for answers, which want the lock
+	return server.Close() // Close waits for running requests, which need mu
 }
 
 // Stats returns the counters of the rank. They are 0 before Attach.
@@ -179,7 +182,7 @@ func (r *Watch) serveMetrics(addr string) error {
 	return nil
 }
 
-// answer answers what the launcher asks.
+// answer answers the requests of the launcher.
 func (r *Watch) answer() {
 	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
 		switch what {
@@ -205,8 +208,8 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine
 	var stalls []string
-	for _, s := range r.waiting {
-		// What still waits is reported again before that.
+	for _, s := range r.reported {
+		// The engine reports a tensor that still waits again before this time has passed.
 		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
 			stalls = append(stalls, s.Text)
 		}
@@ -224,7 +227,7 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	return r.recorder.Dump(about)
 }
 
-// encodedDump is Dump for the launcher; nil if that cannot be had.
+// encodedDump returns Dump encoded for the launcher, or nil if encoding fails.
 func (r *Watch) encodedDump(why string) []byte {
 	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
@@ -234,8 +237,8 @@ func (r *Watch) encodedDump(why string) []byte {
 	return text
 }
 
-// leave writes a dump to the folder for them, if there is one.
-func (r *Watch) leave(why string) {
+// writeDump writes a dump to the folder of HVD_DUMP_DIR, if it is set.
+func (r *Watch) writeDump(why string) {
 	dir := r.cfg.Settings.DumpDir
 	if dir == "" {
 		return
@@ -248,16 +251,16 @@ func (r *Watch) leave(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
-// failed leaves what this rank knows to people, before its operations are answered: then the program may exit. It bounds how long they
-// wait.
+// failed sends or writes a dump, and writes the timeline, before the operations of this rank are answered,
+// because the program may exit then. It returns after a bounded time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
-	told := r.volunteer(joblink.Failure, r.encodedDump(why))
+	sent := r.sendReport(joblink.Failure, r.encodedDump(why))
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
-		if !told {
-			r.leave(why)
+		if !sent {
+			r.writeDump(why)
 		}
 		r.timeline.write()
 	})
@@ -267,8 +270,9 @@ func (r *Watch) failed(failure error) {
 	}
 }
 
-// volunteer tells the launcher something, and reports whether it has heard. It then writes the files.
-func (r *Watch) volunteer(what string, body []byte) bool {
+// sendReport sends a report to the launcher, which writes it to a file, and reports whether the launcher has
+// received it.
+func (r *Watch) sendReport(what string, body []byte) bool {
 	if r.cfg.Launcher == nil || body == nil {
 		return false
 	}
@@ -281,7 +285,7 @@ func (r *Watch) volunteer(what string, body []byte) bool {
 	return err == nil
 }
 
-// stalled takes a report of the engine's loop, which it does not delay.
+// stalled queues a stall report of the engine's loop without blocking.
 func (r *Watch) stalled(s *controller.Stall) {
 	select {
 	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
@@ -289,8 +293,8 @@ func (r *Watch) stalled(s *controller.Stall) {
 	}
 }
 
-// passStallsOn tells the launcher of stalls, which then asks all ranks what they wait for.
-func (r *Watch) passStallsOn() {
+// forwardStalls sends stall reports to the launcher, which then requests a dump of all ranks.
+func (r *Watch) forwardStalls() {
 	if r.cfg.Launcher != nil {
 		watched, err := r.cfg.Launcher.HasListener(r.ctx)
 		r.watched.Store(watched && err == nil)
@@ -303,18 +307,18 @@ func (r *Watch) passStallsOn() {
 		case stall = <-r.stalls:
 		}
 		r.mu.Lock()
-		r.waiting = slices.DeleteFunc(r.waiting, func(w waiting) bool { return w.Set == stall.Set && w.Name == stall.Name })
-		if len(r.waiting) == maxStalls {
-			r.waiting = slices.Delete(r.waiting, 0, 1)
+		r.reported = slices.DeleteFunc(r.reported, func(w reportedStall) bool { return w.Set == stall.Set && w.Name == stall.Name })
+		if len(r.reported) == maxStalls {
+			r.reported = slices.Delete(r.reported, 0, 1)
 		}
-		r.waiting = append(r.waiting, waiting{stall, time.Now()})
+		r.reported = append(r.reported, reportedStall{stall, time.Now()})
 		r.mu.Unlock()
 		text, err := recorder.EncodeStall(stall)
 		if err != nil {
 			r.cfg.Log.Warn("encoding a stall report failed", zap.Error(err))
 		}
-		if !r.volunteer(joblink.Stall, text) {
-			r.leave("stalled: " + stall.Text)
+		if !r.sendReport(joblink.Stall, text) {
+			r.writeDump("stalled: " + stall.Text)
 		}
 	}
 }
