@@ -27,7 +27,7 @@ import (
 )
 
 const (
-	// align is that of tensors, in bytes: a cache line, and a vector of AVX-512.
+	// align is the alignment of tensors in bytes: a cache line, and a vector of AVX-512.
 	align = 64
 	// chunkBytes is the size of a chunk, except for tensors that are larger.
 	chunkBytes = 64 << 20
@@ -77,11 +77,11 @@ type heap struct {
 	watchers []*watcher
 
 	// index is for Find: the chunks in ascending order of address. It is replaced and never changed in place.
-	index atomic.Pointer[[]placed]
+	index atomic.Pointer[[]chunkRange]
 }
 
-// placed is the address range of a chunk.
-type placed struct {
+// chunkRange is the address range of a chunk.
+type chunkRange struct {
 	from, to uintptr
 	id       uint32
 }
@@ -100,14 +100,14 @@ var process heap
 // MiB.
 func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
 
-// Free frees the tensor that begins where b does. It is an error if none is allocated there.
+// Free frees the tensor that begins at the first byte of b. It is an error if none is allocated there.
 func Free(b []byte) error { return process.release(b) }
 
 // Adopt makes a segment in which another process allocates tensors a chunk: Find finds it and watchers learn
 // of it. The arena owns the Segment until Abandon.
 func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 
-// Abandon removes an adopted chunk and unmaps it. Nobody may use it any more.
+// Abandon removes an adopted chunk and unmaps it. The caller ensures that it is not used any more.
 func Abandon(id uint32) error { return process.abandon(id) }
 
 // Find returns the place of b if all of it is in one live chunk. It takes no lock, allocates nothing and
@@ -129,9 +129,9 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	if numBytes < 0 {
 		return nil, fmt.Errorf("arena: allocate: got %d bytes, want at least 0", numBytes)
 	}
-	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor too has an address of its own
+	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor has an address of its own too
 	if size < int64(numBytes) {
-		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("more than the address space")}
+		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("the size exceeds the address space")}
 	}
 	b, dirty := h.take(size)
 	if b == nil {
@@ -194,7 +194,7 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	defer h.mu.Unlock()
 	h.lastID++
 	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
-	// What rounding to pages left behind a large tensor is nobody's: a small one there would keep it all.
+	// The rest of the last page after a large tensor stays unused: a small tensor there would keep the whole chunk.
 	c.free = []span{{0, max(size, chunkBytes)}}
 	h.add(c)
 	b, dirty = h.cut(c, 0, size)
@@ -234,18 +234,18 @@ func (h *heap) abandon(id uint32) error {
 	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == id && c.Adopted })
 	if i < 0 {
 		h.mu.Unlock()
-		return fmt.Errorf("arena: abandon: no chunk %d was adopted", id)
+		return fmt.Errorf("arena: abandon: got chunk %d, which was not adopted", id)
 	}
 	segment := h.chunks[i].Segment
 	h.remove(i)
 	h.mu.Unlock()
-	return segment.Close() // without the lock, as in release
+	return segment.Close() // the lock is not held, because this takes long
 }
 
 func (h *heap) release(b []byte) error {
-	unused, err := h.giveBack(b)
+	unused, err := h.free(b)
 	if unused != nil {
-		// Without the lock, for it takes long: 0.1 s per GiB.
+		// The lock is not held, because this takes long: 0.1 s per GiB.
 		err = unused.Segment.Close()
 	}
 	if err != nil {
@@ -254,24 +254,24 @@ func (h *heap) release(b []byte) error {
 	return nil
 }
 
-// giveBack frees the tensor at the start of b. It returns the chunk if this was its last tensor and nobody
-// needs it.
-func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
+// free frees the tensor at the start of b. It returns the chunk if this was its last tensor and the chunk is not
+// kept for further tensors.
+func (h *heap) free(b []byte) (unused *chunk, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	ref, ok := h.find(b[:0])
 	if !ok {
-		return nil, fmt.Errorf("%d bytes at %p are in no arena: not allocated, or freed twice", len(b), unsafe.SliceData(b))
+		return nil, fmt.Errorf("got %d bytes at %p, which are in no arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
 	}
 	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == ref.Chunk })
 	c := h.chunks[i]
 	size, ok := c.live[ref.Offset]
 	if !ok {
-		return nil, fmt.Errorf("no tensor begins at byte %d of chunk %d: not the start of one, or freed twice", ref.Offset, ref.Chunk)
+		return nil, fmt.Errorf("got byte %d of chunk %d, where no tensor begins: it is inside a tensor, or the tensor was freed before", ref.Offset, ref.Chunk)
 	}
 	delete(c.live, ref.Offset)
 	h.live -= size
-	c.giveBack(span{ref.Offset, size})
+	c.addFree(span{ref.Offset, size})
 	if len(c.live) > 0 || h.keeps(c) {
 		return nil, nil
 	}
@@ -279,8 +279,8 @@ func (h *heap) giveBack(b []byte) (unused *chunk, err error) {
 	return c, nil
 }
 
-// giveBack frees s and merges it with the free ranges around it.
-func (c *chunk) giveBack(s span) {
+// addFree frees s and merges it with the free ranges around it.
+func (c *chunk) addFree(s span) {
 	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int { return cmp.Compare(f.offset, offset) })
 	from, to := i, i // the free ranges that the new one takes in
 	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
@@ -310,12 +310,12 @@ func (h *heap) keeps(c *chunk) bool {
 
 // reindex updates the index for Find. The caller holds mu.
 func (h *heap) reindex() {
-	index := make([]placed, 0, len(h.chunks))
+	index := make([]chunkRange, 0, len(h.chunks))
 	for _, c := range h.chunks {
 		from := address(c.bytes)
-		index = append(index, placed{from, from + uintptr(len(c.bytes)), c.ID})
+		index = append(index, chunkRange{from, from + uintptr(len(c.bytes)), c.ID})
 	}
-	slices.SortFunc(index, func(a, b placed) int { return cmp.Compare(a.from, b.from) })
+	slices.SortFunc(index, func(a, b chunkRange) int { return cmp.Compare(a.from, b.from) })
 	h.index.Store(&index)
 }
 
@@ -327,7 +327,7 @@ func (h *heap) find(b []byte) (Ref, bool) {
 		return Ref{}, false
 	}
 	at := address(b)
-	// The last chunk that begins at or before b. Written out: a search with a closure takes twice as long.
+	// Find the last chunk that begins at or before b. A search with a closure would take twice as long.
 	lo, hi := 0, len(*index)
 	for lo < hi {
 		if mid := int(uint(lo+hi) / 2); (*index)[mid].from <= at {

@@ -33,7 +33,7 @@ func mustFree(t testing.TB, h *heap, b []byte) {
 	}
 }
 
-// drain frees the chunk that a heap of a test keeps.
+// drain frees the empty chunk that a heap keeps.
 func drain(t testing.TB, h *heap) {
 	t.Helper()
 	chunks, mapped, live := h.stats()
@@ -83,7 +83,7 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// Random allocations never overlap, are zero, keep their bytes, and are found where they are, against a plain account.
+// Random allocations do not overlap, are zeroed, keep their bytes, and Find returns their places, compared with a list of them.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -157,7 +157,7 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// Freed ranges come together again, in whichever order they are freed, so that the chunk can be given out whole.
+// Freed ranges are merged, in whichever order they are freed, so that the whole chunk can be allocated again.
 func TestCoalesce(t *testing.T) {
 	h := newHeap(t)
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}} {
@@ -176,7 +176,7 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
-// The smallest range that suffices is used, so that large ones stay whole.
+// The smallest range that is large enough is used, so that large ranges stay whole.
 func TestBestFit(t *testing.T) {
 	h := newHeap(t)
 	small, wall := mustAlloc(t, h, 4096), mustAlloc(t, h, 64)
@@ -231,7 +231,7 @@ func TestFind(t *testing.T) {
 			t.Errorf("%s: got %v, %v, want %v", name, at, ok, c.ok)
 		}
 	}
-	// A slice that ends one byte behind the chunk; nothing reads it.
+	// This slice ends one byte after the chunk; the test does not read it.
 	if _, ok := h.find(beyond(chunk)); ok {
 		t.Error("found a slice that is not all in the chunk")
 	}
@@ -242,7 +242,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// The kept chunk is the only empty one; IDs are not used again, and the memory and file of a chunk end with it.
+// At most one empty chunk is kept. IDs are not reused, and the memory and the file of a removed chunk are freed.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
 	before := openFiles(t)
@@ -269,7 +269,7 @@ func TestChunks(t *testing.T) {
 			t.Errorf("got %d open files, want %d", n, before+1)
 		}
 	}
-	// a is freed first and its chunk kept.
+	// a is freed first, so its chunk is kept.
 	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
 		t.Errorf("got chunks %v, want %v", got, want)
 	}
@@ -320,8 +320,8 @@ func TestWatch(t *testing.T) {
 	expect("after stop", "")
 }
 
-// Alloc, Free, Find and Watch at once: no tensor is given out twice, and whoever watches knows all chunks in use.
-// An adopted chunk is found and told of, holds nothing of this process's, and goes when it is abandoned, not before.
+// Alloc, Free, Find and Watch run at once: no memory is allocated twice, and watchers know all chunks in use.
+// Find and watchers know an adopted chunk, Alloc does not use it, and it is removed only by Abandon.
 func TestAdopt(t *testing.T) {
 	h := newHeap(t)
 	adopted, err := shmem.Create("adopted", chunkBytes) // as large as those that are kept
@@ -469,7 +469,7 @@ func BenchmarkAllocFree(b *testing.B) {
 
 func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }
 
-// Chunks of the allocator can be given to one who writes them, until they are sealed; those that were adopted say so.
+// Another process can write chunks of the allocator until they are sealed. Adopted chunks have Adopted set.
 func TestChunksAreOpen(t *testing.T) {
 	h := newHeap(t)
 	var chunks []Chunk

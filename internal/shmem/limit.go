@@ -29,9 +29,9 @@ func checkLimits(need int64) error {
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.EFBIG):
-		return fmt.Errorf("the limit for files (RLIMIT_FSIZE, ulimit -f): %w", err)
+		return fmt.Errorf("the size exceeds the limit for files (RLIMIT_FSIZE, ulimit -f): %w", err)
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.ENOMEM):
-		return fmt.Errorf("the machine has no more memory, or does not allow more: %w", err)
+		return fmt.Errorf("the machine has no memory left, or the kernel allows no more: %w", err)
 	default:
 		return fmt.Errorf("fallocate: %w", err)
 	}

@@ -63,7 +63,7 @@ type NoMemoryError struct {
 }
 
 func (e *NoMemoryError) Error() string {
-	return fmt.Sprintf("memfd: %s: no %d bytes of shared memory: %v", e.What, e.NeedBytes, e.Err)
+	return fmt.Sprintf("shmem: %s: cannot allocate %d bytes of shared memory: %v", e.What, e.NeedBytes, e.Err)
 }
 
 func (e *NoMemoryError) Unwrap() error { return e.Err }
@@ -87,19 +87,19 @@ func Create(name string, numBytes int64) (*Segment, error) {
 // descriptor can map it for writing.
 func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	if numBytes <= 0 {
-		return nil, fmt.Errorf("memfd: %s: got a size of %d bytes, want at least 1", name, numBytes)
+		return nil, fmt.Errorf("shmem: %s: got a size of %d bytes, want at least 1", name, numBytes)
 	}
 	page := int64(os.Getpagesize())
 	size := (numBytes + page - 1) / page * page
 	if size < numBytes || int64(int(size)) != size {
-		return nil, &NoMemoryError{name, numBytes, errors.New("more than the address space")}
+		return nil, &NoMemoryError{name, numBytes, errors.New("the size exceeds the address space")}
 	}
 	if err := checkLimits(size); err != nil {
 		return nil, &NoMemoryError{name, size, err}
 	}
 	fd, err := open(name)
 	if err != nil {
-		return nil, fmt.Errorf("memfd: %s: memfd_create: %w", name, err)
+		return nil, fmt.Errorf("shmem: %s: memfd_create: %w", name, err)
 	}
 	s, err := fill(name, fd, size)
 	if err != nil {
@@ -181,7 +181,7 @@ const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 // fix seals the size.
 func fix(name string, fd int) error {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, fixed); err != nil {
-		return fmt.Errorf("memfd: %s: seal: %w", name, err)
+		return fmt.Errorf("shmem: %s: seal: %w", name, err)
 	}
 	return nil
 }
@@ -194,7 +194,7 @@ func seal(name string, fd int) error {
 		err = add(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
-		return fmt.Errorf("memfd: %s: seal: %w", name, err)
+		return fmt.Errorf("shmem: %s: seal: %w", name, err)
 	}
 	return nil
 }
@@ -215,11 +215,11 @@ func add(fd, seals int) error {
 func Map(fd int) (*Segment, error) {
 	size, err := check(fd, unix.F_SEAL_SHRINK)
 	if err != nil {
-		return nil, fmt.Errorf("memfd: map: %w", err)
+		return nil, fmt.Errorf("shmem: map: %w", err)
 	}
 	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
-		return nil, fmt.Errorf("memfd: map %d bytes: %w", size, err)
+		return nil, fmt.Errorf("shmem: map %d bytes: %w", size, err)
 	}
 	// An error does not matter: huge pages only make access faster.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
@@ -227,13 +227,13 @@ func Map(fd int) (*Segment, error) {
 }
 
 // Adopt maps all of a file that another process has made, for reading and writing, and then seals it as
-// Create does: from then on nobody else can map it for writing, but existing mappings remain. The Segment
+// Create does: from then on no other process can map it for writing, but existing mappings remain. The Segment
 // owns fd; if there is an error, Adopt closes it. It is an error if the file could raise SIGBUS: if it is not
 // sealed against shrinking and growing, does not have whole pages, or has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("memfd: adopt: %w", err), closeFD(fd))
+		return nil, errors.Join(fmt.Errorf("shmem: adopt: %w", err), closeFD(fd))
 	}
 	return s, nil
 }
@@ -245,7 +245,7 @@ func adopt(fd int) (*Segment, error) {
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("memory of descriptor %d: %w", fd, err)
+		return nil, fmt.Errorf("get the allocated memory of descriptor %d: %w", fd, err)
 	}
 	if have := st.Blocks * blockBytes; have < size {
 		return nil, fmt.Errorf("got a file with %d of %d bytes allocated, want all", have, size)
@@ -261,7 +261,7 @@ func adopt(fd int) (*Segment, error) {
 	}
 	// Until the seals were set, a process that breaks the rules could punch a hole. So check again.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
-		return nil, errors.Join(fmt.Errorf("memory was taken out of descriptor %d: %d bytes left of %d", fd, st.Blocks*blockBytes, size), err, unmap(b))
+		return nil, errors.Join(fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d", fd, st.Blocks*blockBytes, size), err, unmap(b))
 	}
 	return &Segment{name: "adopt", bytes: b, own: fd}, nil
 }
@@ -274,14 +274,14 @@ const blockBytes = 512
 func check(fd int, want int) (size int64, err error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
-		return 0, fmt.Errorf("seals of descriptor %d: %w", fd, err)
+		return 0, fmt.Errorf("get the seals of descriptor %d: %w", fd, err)
 	}
 	if seals&want != want {
-		return 0, fmt.Errorf("got a file with seals %#x, want one that is sealed against shrinking, at least %#x", seals, want)
+		return 0, fmt.Errorf("got a file with seals %#x, want at least %#x: its size is not sealed", seals, want)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return 0, fmt.Errorf("size of descriptor %d: %w", fd, err)
+		return 0, fmt.Errorf("get the size of descriptor %d: %w", fd, err)
 	}
 	if page := int64(os.Getpagesize()); st.Size <= 0 || st.Size%page != 0 || int64(int(st.Size)) != st.Size {
 		return 0, fmt.Errorf("got a file of %d bytes, want whole pages of %d bytes", st.Size, page)
@@ -319,21 +319,21 @@ func (s *Segment) Blank() error {
 	const flags = unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_FIXED | unix.MAP_NORESERVE
 	at := unsafe.Pointer(unsafe.SliceData(s.bytes))
 	if _, err := unix.MmapPtr(-1, 0, at, uintptr(len(s.bytes)), unix.PROT_READ, flags); err != nil {
-		return fmt.Errorf("memfd: blank %d bytes: %w", len(s.bytes), err)
+		return fmt.Errorf("shmem: replace a mapping of %d bytes with zeros: %w", len(s.bytes), err)
 	}
 	return nil
 }
 
 func unmap(b []byte) error {
 	if err := unix.Munmap(b); err != nil {
-		return fmt.Errorf("memfd: unmap %d bytes: %w", len(b), err)
+		return fmt.Errorf("shmem: unmap %d bytes: %w", len(b), err)
 	}
 	return nil
 }
 
 func closeFD(fd int) error {
 	if err := unix.Close(fd); err != nil {
-		return fmt.Errorf("memfd: close: %w", err)
+		return fmt.Errorf("shmem: close: %w", err)
 	}
 	return nil
 }

@@ -321,7 +321,7 @@ func TestFileLimit(t *testing.T) {
 		want string
 	}{
 		{1 << 20, "false <nil>\n"},
-		{1<<20 + 1, fmt.Sprintf("true memfd: child: no %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
+		{1<<20 + 1, fmt.Sprintf("true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
 	} {
 		// bash counts in KiB.
 		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe, strconv.FormatInt(c.n, 10))

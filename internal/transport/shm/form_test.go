@@ -203,7 +203,7 @@ func TestNoMemory(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	dissolved(t, j, []string{"rank 2: memfd: gohvd-control: no 3221", "RLIMIT_FSIZE"})
+	dissolved(t, j, []string{"rank 2: shmem: gohvd-control: cannot allocate 3221", "RLIMIT_FSIZE"})
 }
 
 // A rank that never calls Connect costs the others no more than their patience, and leaves nothing.
