@@ -117,7 +117,7 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// Shutdown is the package-level Shutdown for this rank.
+// Shutdown takes this rank out of the job, as the package-level Shutdown does for the rank of the process.
 func (e *Engine) Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {

@@ -87,9 +87,9 @@ func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	return UniqueID(id), nil
 }
 
-// InitWithID is Init for a rank of a job of size ranks that all have the same id. Contradictions (two sizes,
-// two ranks with the same number, two ranks with the same device) are errors at all ranks. After a Shutdown
-// the ranks need a new id.
+// InitWithID joins this process to the job of id as the given rank, as Init does. All size ranks give the
+// same id. Contradictions (two sizes, two ranks with the same number, two ranks with the same device) are
+// errors at all ranks. After a Shutdown the ranks need a new id.
 func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOption) error {
 	return Init(ctx, append(opts[:len(opts):len(opts)], WithID(rank, size, id))...)
 }

@@ -386,7 +386,8 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
 }
 
-// withLock is withFile with the open file. It reports whether the file was removed before it could be locked.
+// withLock calls f as withFile does, with the file that the caller has opened. It reports whether the file
+// was removed before it could be locked.
 func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
 	if err := flock(ctx, closed, file, lock); err != nil {
 		return false, err

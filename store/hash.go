@@ -182,7 +182,7 @@ func (s *HashStore) Close() error {
 	return nil
 }
 
-// Look is Get without the wait. ok reports whether key has a value.
+// Look returns the value of key as Get does, without waiting. ok reports whether key has a value.
 func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
 	value, ok, err = s.look(ctx, key)
 	return clone(value), ok, failed("look", key, err)

@@ -210,7 +210,7 @@ func (h *heap) add(c *chunk) {
 	}
 }
 
-// remove is the opposite of add, for chunk i. The caller holds mu.
+// remove takes chunk i, which add has added, out of the heap. The caller holds mu.
 func (h *heap) remove(i int) {
 	id := h.chunks[i].ID
 	h.chunks = slices.Delete(h.chunks, i, i+1)

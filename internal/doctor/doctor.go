@@ -20,6 +20,7 @@ import (
 // Status is the severity of a Line.
 type Status string
 
+// The severities. One Line with Fail makes the exit status of hvdrun doctor 1.
 const (
 	OK   Status = "ok"
 	Warn Status = "warn"

@@ -40,7 +40,7 @@ const (
 // policy decides the reaction to the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll is the policy of a job in which a rank that fails ends the job.
+// endAll implements the policy of a job in which a rank that fails ends the job.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Check returns what is wrong with r by itself, or nil. The coordinator checks what ranks must agree on.
+// Check returns an error if r contradicts itself. The coordinator checks what ranks must agree on.
 func (r *Request) Check() error {
 	if !r.Kind.Valid() {
 		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
@@ -23,7 +23,8 @@ func (r *Request) Check() error {
 	return nil
 }
 
-// CheckParameters is Check for a request whose name is not known yet; its errors do not name the operation.
+// CheckParameters does what Check does for a request whose name is not known yet. Its errors do not name the
+// operation.
 func (r *Request) CheckParameters() error {
 	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
 		return fmt.Errorf("group %q of %d tensors", r.Group, r.GroupSize)
@@ -59,7 +60,7 @@ func (r *Request) CheckParameters() error {
 	return nil
 }
 
-// checkParts is CheckParameters of a group.
+// checkParts does what CheckParameters does for the parts of a group.
 func (r *Request) checkParts() error {
 	switch {
 	case r.Kind != Allreduce:
@@ -107,7 +108,8 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 	return nil
 }
 
-// check is Check for responses, whose sizes followers compute with.
+// check returns an error if the response contradicts itself. Followers compute with the sizes in a response,
+// so they check them first.
 func (r *Response) check() error {
 	if r.Kind == Error {
 		return CheckName(r.Name)
@@ -130,7 +132,7 @@ func (r *Response) check() error {
 	return nil
 }
 
-// CheckName says what is wrong with the name of a tensor or group, or returns nil.
+// CheckName returns an error if a tensor or group cannot have the name.
 func CheckName(name string) error {
 	if name == "" || len(name) > MaxNameBytes {
 		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)

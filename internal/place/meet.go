@@ -584,7 +584,7 @@ func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// publishAtMaster is the part of rank 0 in meetAtMaster.
+// publishAtMaster does the part of rank 0 in meetAtMaster.
 func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {

@@ -140,7 +140,7 @@ func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
 	return encodeWithin(d, operations, MaxBytes)
 }
 
-// encodeWithin is Encode with a limit of the encoded size.
+// encodeWithin encodes as Encode does, within a limit on the encoded size.
 func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 	few := *d
 	for n := min(operations, len(d.Operations)); ; n /= 2 {

@@ -14,7 +14,8 @@ import (
 // errNewerRoot ends an attempt to join a root because the store has a newer one.
 var errNewerRoot = errors.New("the store has a newer root")
 
-// joinRoot is Join for every rank except 0: it asks one published root after the other until one accepts it.
+// joinRoot implements Join for every rank except 0: it asks one published root after the other until one
+// accepts it.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (

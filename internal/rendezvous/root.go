@@ -109,7 +109,7 @@ func (q *joinRequest) process() process {
 	return process{topo.Rank(q.GetRank()), q.record.Host, q.record.PID}
 }
 
-// joinAsRoot is Join for rank 0.
+// joinAsRoot implements Join for rank 0.
 func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	r, err := openRoot(cfg)
 	if err != nil {
@@ -317,7 +317,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	}
 }
 
-// lateError is the error of a rank 0 that waited for the end of a running epoch.
+// lateError returns the error of a rank 0 that waited for the end of a running epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
 	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
 		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",

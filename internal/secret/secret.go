@@ -273,7 +273,8 @@ func Foreign(first []byte) error {
 	return nil
 }
 
-// readFull is io.ReadFull in the middle of a proof, with an end that says what it may mean.
+// readFull reads as io.ReadFull does, in the middle of a proof. If the connection ends, its error says what
+// the reason may be.
 func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err

@@ -8,9 +8,9 @@ package shmem
 //go:noescape
 func Pause(n int)
 
-// Fence is a full memory barrier: all processors see the stores before it before any load after it is executed.
-// Operations of sync/atomic are in one order without it. Fence is for ordinary loads and stores near them, and for
-// non-temporal stores.
+// Fence executes a full memory barrier: all processors see the stores before it before any load after it is
+// executed. Operations of sync/atomic are in one order without it. Fence is for ordinary loads and stores
+// near them, and for non-temporal stores.
 //
 //go:noescape
 func Fence()

@@ -11,7 +11,7 @@ func Pause(n int) {
 	}
 }
 
-// Fence is a full memory barrier. It is implemented as an atomic write.
+// Fence executes a full memory barrier, by an atomic write.
 func Fence() { spent.Add(1) }
 
 // spent has no meaning. It is a variable that Pause can read and Fence can write.

@@ -74,7 +74,7 @@ func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	}
 }
 
-// block is reduce for one block, which lies at the given offset of each source.
+// block reduces one block, which lies at the given offset of each source, as reduce does.
 func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	n := len(dst)
 	if r.wide {

@@ -155,7 +155,8 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
-// planReduction is Plan for reductions. It chooses the ring if every order of additions gives the same bits.
+// planReduction implements Plan for reductions. It chooses the ring if every order of additions gives the
+// same bits.
 func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
 	dt := r.WireType()
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {

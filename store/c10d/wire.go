@@ -66,9 +66,11 @@ type Dialect uint8
 const (
 	// Unknown means that Dial finds out.
 	Unknown Dialect = iota
-	// Modern is PyTorch 2.2 and later, Torch21 is 2.1, and Old is what comes before.
+	// Modern is that of PyTorch 2.2 and later.
 	Modern
+	// Torch21 is that of PyTorch 2.1.
 	Torch21
+	// Old is that of all versions before.
 	Old
 )
 

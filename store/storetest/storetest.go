@@ -533,7 +533,8 @@ func waitAndCheck(t *testing.T, ctx context.Context, s store.Store) {
 	check(true, "b") // a wait that was given up leaves nothing
 }
 
-// waitForMany has waits end when the last of their keys comes, whatever the order, and whatever was deleted meanwhile.
+// waitForMany checks that waits for several keys end when the last of the keys gets its value, in any order
+// of the keys, and with keys that are deleted meanwhile.
 func waitForMany(t *testing.T, ctx context.Context, s store.Store) {
 	const n = 8
 	var keys []string
@@ -674,7 +675,7 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "both", "value")
 }
 
-// queuesWake has every value popped once, whoever waits.
+// queuesWake checks that each pushed value is popped exactly once, however many clients wait.
 func queuesWake(t *testing.T, ctx context.Context, s store.Store) {
 	const poppers, each = 4, 10
 	var wg sync.WaitGroup

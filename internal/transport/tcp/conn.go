@@ -190,7 +190,7 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// drain is the writer goroutine. It ends when the sending half has failed, at the latest after close.
+// drain runs as the writer goroutine. It ends when the sending half has failed, at the latest after close.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -31,8 +31,9 @@ func Run(t *testing.T, f Factory) {
 	}
 }
 
-// RunUnreleased is Run without the clauses about Release and Park, for meshes that use the Control lane for a lane
-// of the tests. The Control lane cannot be released, and it is the only one that goroutines poll and park for.
+// RunUnreleased runs the tests of Run without the clauses about Release and Park, for meshes that use the
+// Control lane for a lane of the tests. The Control lane cannot be released, and it is the only one that
+// goroutines poll and park for.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -42,8 +43,8 @@ func RunUnreleased(t *testing.T, f Factory) {
 	}
 }
 
-// RunInBubble is Run with each clause in a testing/synctest bubble, for meshes that do no I/O. In a
-// bubble a call that hangs is found at once.
+// RunInBubble runs the tests of Run with each clause in a testing/synctest bubble, for meshes that do no I/O.
+// In a bubble a call that hangs is found at once.
 func RunInBubble(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) {
