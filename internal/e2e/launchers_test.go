@@ -32,13 +32,12 @@ func TestOtherLaunchers(t *testing.T) {
 	}{
 		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np", strconv.Itoa(n), self}},
 		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
-		{testnet.Python, "python3-torch", []string{
-			"-m", "torch.distributed.run", "--standalone", "--nproc_per_node", strconv.Itoa(n),
+		{testnet.Python, "python3-torch", slices.Concat(
+			[]string{"-m", "torch.distributed.run", "--nproc_per_node", strconv.Itoa(n)}, testnet.Standalone(t),
 			// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's
 			// Python.
-			"--redirects=9:1", "--tee=9:1",
-			"--no_python", self,
-		}},
+			[]string{"--redirects=9:1", "--tee=9:1", "--no_python", self},
+		)},
 	} {
 		t.Run(c.pkg, func(t *testing.T) {
 			if c.pkg == "python3-torch" {

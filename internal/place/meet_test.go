@@ -724,11 +724,11 @@ func TestMasterPortIsTaken(t *testing.T) {
 	}
 }
 
-// The real one, of Debian's PyTorch: --standalone leaves the store to rank 0, otherwise the agent has it.
+// Ranks meet under torchrun of Debian's PyTorch: with --standalone rank 0 serves the store, otherwise the agent does.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
-		"secret made":  {"--standalone"},
+		"secret made":  testnet.Standalone(t),
 		"secret given": {"--master_addr=127.0.0.1", "--master_port=" + strconv.Itoa(testnet.FreePort(t))},
 	} {
 		t.Run(secret, func(t *testing.T) {

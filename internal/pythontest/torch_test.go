@@ -92,7 +92,8 @@ func TestBesideTorch(t *testing.T) {
 // store.
 func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
 	// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's Python.
-	cmd := command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")
+	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
+	cmd := command(append(args, "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {
