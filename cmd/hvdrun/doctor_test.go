@@ -58,7 +58,7 @@ func TestDoctor(t *testing.T) {
 	if status != 1 || failed < 1 {
 		t.Errorf("got exit status %d and %d failures, want 1 and some", status, failed)
 	}
-	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" || l.Fix != "let your key in: ssh-copy-id bad" {
+	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" || l.Fix != "install your public key on the host: ssh-copy-id bad" {
 		t.Errorf("got %+v, want what the agent said and what to do", l)
 	}
 	if l := lines["tensor operations"]; l.Section != "build" || !strings.HasPrefix(l.Text, "Gloo") || !strings.Contains(l.Text, "not built in: NCCL") {

@@ -188,11 +188,11 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 		}
 	}
 	for _, c := range []struct{ named, path, want, examined string }{
-		{"", none, "[ ] PyTorch (no hvdd: HVD_SIDECAR_BINARY is not set, and there is none beside hvdrun or on PATH)", "Go; not built in: PyTorch (no hvdd: "},
+		{"", none, "[ ] PyTorch (no hvdd: HVD_SIDECAR_BINARY is not set, and hvdd is neither beside hvdrun nor on PATH)", "Go; not built in: PyTorch (no hvdd: "},
 		{"", dir, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
 		{program, none, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
-		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", plain), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
-		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is no program)", dir), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", plain), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", dir), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
 	} {
 		t.Setenv(config.SidecarBinaryVariable, c.named)
 		t.Setenv("PATH", c.path)

@@ -105,12 +105,12 @@ const (
 // its list, a name that ends in a dot stands for all versions.
 func libraries(_ context.Context, s *System) []Line {
 	var lines []Line
-	noted, err := s.notedLibraries()
+	cached, err := s.cachedLibraries()
 	if err != nil {
 		return []Line{warn("", "run ldconfig", "%v", err)}
 	}
 	for _, name := range []string{"libnccl.so.2", "libcudart.so."} {
-		files := s.findLibrary(name, noted)
+		files := s.findLibrary(name, cached)
 		label := strings.TrimSuffix(name, ".")
 		if len(files) == 0 {
 			lines = append(lines, ok(label, "not found by the loader"))
@@ -121,9 +121,9 @@ func libraries(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// notedLibraries returns the paths in the loader's cache, where they are strings that end in a zero byte. It
+// cachedLibraries returns the paths in the loader's cache, where they are strings that end in a zero byte. It
 // returns none if there is no cache, as with musl.
-func (s *System) notedLibraries() ([]string, error) {
+func (s *System) cachedLibraries() ([]string, error) {
 	f, err := s.Root.Open(loaderCache)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
@@ -147,9 +147,9 @@ func (s *System) notedLibraries() ([]string, error) {
 }
 
 // findLibrary returns the existing files that are called name or, if name ends in a dot, begin with it. The
-// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in noted, then the default
+// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in cached, then the default
 // folders.
-func (s *System) findLibrary(name string, noted []string) []string {
+func (s *System) findLibrary(name string, cached []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
 	}
@@ -164,11 +164,11 @@ func (s *System) findLibrary(name string, noted []string) []string {
 	}
 	addFolder := func(folder string) {
 		if !path.IsAbs(folder) {
-			return // relative to the working directory, which differs from job to job
+			return // a relative folder depends on the working directory, which differs from job to job
 		}
 		entries, err := fs.ReadDir(s.Root, inRoot(folder))
 		if err != nil {
-			return // the loader ignores it too
+			return // the loader ignores such a folder too
 		}
 		for _, e := range entries {
 			if matches(e.Name()) {
@@ -179,7 +179,7 @@ func (s *System) findLibrary(name string, noted []string) []string {
 	for folder := range strings.SplitSeq(s.getenv("LD_LIBRARY_PATH"), ":") {
 		addFolder(folder)
 	}
-	for _, file := range noted {
+	for _, file := range cached {
 		if matches(path.Base(file)) {
 			add(file)
 		}

@@ -23,7 +23,7 @@ func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	return func(yield func(cgroup) bool) {
 		text, err := fs.ReadFile(s.Root, "proc/self/cgroup")
 		if err != nil {
-			return // a kernel without cgroups
+			return // the kernel has no cgroups
 		}
 		for line := range strings.Lines(string(text)) {
 			// hierarchy-ID:controllers:path, where version 2 has ID 0 and no controllers (cgroups(7)).

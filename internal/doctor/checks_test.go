@@ -123,7 +123,7 @@ func TestSIMD(t *testing.T) {
 		{"none", "amd64", true, "warn simd: without the tag"},
 		{"none", "arm64", true, "warn simd: without the tag"},
 		{"none", "amd64", false, "warn simd: AVX2"},
-		{"none", "riscv64", false, "warn simd: assembly for amd64 and arm64"},
+		{"none", "riscv64", false, "warn simd: use amd64 or arm64"},
 	} {
 		s := soundSystem()
 		s.SIMD, s.Arch, s.Build.NoAsm = c.simd, c.arch, c.noasm
@@ -337,7 +337,7 @@ func TestHostName(t *testing.T) {
 		want  string
 	}{
 		"found":               {[]string{"10.0.0.2", "127.0.1.1"}, nil, []string{"h1"}, "ok host name: h0 is 10.0.0.2 127.0.1.1"},
-		"loopback":            {[]string{"127.0.1.1", "::1"}, nil, nil, "ok host name: h0 is 127.0.1.1 ::1, on this host alone"},
+		"loopback":            {[]string{"127.0.1.1", "::1"}, nil, nil, "ok host name: h0 is 127.0.1.1 ::1, which only this host can reach"},
 		"loopback with hosts": {[]string{"127.0.1.1", "::1"}, nil, []string{"h1"}, "warn host name: other hosts cannot reach"},
 		"not found":           {nil, errors.New("no such host"), nil, "warn host name: h0: no such host"},
 	} {
@@ -385,8 +385,8 @@ func TestLauncher(t *testing.T) {
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
 		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil, "rank 1 of 2, by OMPI_COMM_WORLD_RANK"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT=29500"}, nil,
-			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, published at 127.0.0.1:29500"},
-		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil, "rank 1 of 2, by RANK; the ranks meet as HVD_UNIQUE_ID says"},
+			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, of which it tells at 127.0.0.1:29500"},
+		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil, "rank 1 of 2, by RANK; the ranks meet at HVD_UNIQUE_ID"},
 		{[]string{"HOROVOD_RANK=2", "HOROVOD_SIZE=2"}, []string{"fail launcher: place: hvdrun: HOROVOD_RANK is 2"}, "HOROVOD_RANK is 2"},
 		{[]string{"RANK=1", "WORLD_SIZE=2"}, []string{"fail launcher: place: plain environment: rank 1 of 2 does not know where the ranks meet: MASTER_ADDR and MASTER_PORT not set"}, ""},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_SIZE=1"}, nil, "rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by HVD_SIZE; the ranks meet nowhere"},
@@ -423,5 +423,5 @@ func TestVariables(t *testing.T) {
 		t.Errorf("got %v, want no secret", lines)
 	}
 	s.Environ = []string{"HVD_NO_SETTING=1", "HOROVOD_HOSTNAME="}
-	holds(t, "no rank", look(t, s, "variables"), "ok variables: none")
+	holds(t, "no rank", look(t, s, "variables"), "ok variables: no setting")
 }

@@ -160,7 +160,7 @@ func TestABrokenMachine(t *testing.T) {
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: none",
 		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm", "ok Kubernetes", "ok plain environment",
-		"ok variables: none")
+		"ok variables: no setting")
 }
 
 func TestHangs(t *testing.T) {
@@ -168,11 +168,12 @@ func TestHangs(t *testing.T) {
 		const limit = 8 * time.Second
 		release := make(chan struct{})
 		hang := func(context.Context, *System) []Line { <-release; return []Line{ok("", "late")} }
-		// Many, because what ends in time must be seen whichever of two channels is looked at first.
-		heed := Check{"a", "heeds", func(ctx context.Context, _ *System) []Line { <-ctx.Done(); return []Line{fail("x", "y", "z")} }}
+		// There are many such checks because select chooses at random when both channels are ready, and every line that
+		// arrived in time must be in the result.
+		returns := Check{"a", "returns", func(ctx context.Context, _ *System) []Line { <-ctx.Done(); return []Line{fail("x", "y", "z")} }}
 		checks := []Check{
 			{"a", "hangs", hang},
-			heed, heed, heed, heed, heed, heed, heed, heed,
+			returns, returns, returns, returns, returns, returns, returns, returns,
 			{"b", "answers", func(context.Context, *System) []Line { return []Line{ok("", "fine"), ok("more", "fine")} }},
 			{"b", "hangs too", hang},
 		}
@@ -181,9 +182,9 @@ func TestHangs(t *testing.T) {
 		if took := time.Since(start); took != limit {
 			t.Errorf("took %v, want %v", took, limit)
 		}
-		holds(t, "hanging", lines, "warn hangs: it has not ended within 8s",
+		holds(t, "hanging", lines, "warn hangs: the check has not ended within 8s",
 			"fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z",
-			"ok answers: fine", "ok more: fine", "warn hangs too: it has not ended within 8s")
+			"ok answers: fine", "ok more: fine", "warn hangs too: the check has not ended within 8s")
 		if lines[0].Section != "a" || lines[len(lines)-1].Section != "b" {
 			t.Errorf("got sections %q and %q, want a and b", lines[0].Section, lines[len(lines)-1].Section)
 		}
@@ -290,7 +291,7 @@ func TestThisMachine(t *testing.T) {
 		}
 		status[l.Name] = l.Status
 	}
-	// What the other tests of this module need as well.
+	// The other tests of this module need these too.
 	for _, name := range []string{"online", "affinity", "memfd", "interface lo"} {
 		if status[name] != OK {
 			t.Errorf("%s: got %q, want ok", name, status[name])

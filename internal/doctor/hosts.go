@@ -14,7 +14,7 @@ const maxAgents = 32
 func agent(_ context.Context, s *System) []Line {
 	name := s.Agent("HOST", nil)[0]
 	file, err := s.LookPath(name)
-	const fix = "install it (Debian: apt install openssh-client), or name another with --agent"
+	const fix = "install it (Debian: apt install openssh-client), or give another command with --agent"
 	switch {
 	case err == nil:
 		return []Line{ok("", "%s", file)}
@@ -28,7 +28,7 @@ func agent(_ context.Context, s *System) []Line {
 // hosts runs a command that does nothing on each host, concurrently.
 func hosts(ctx context.Context, s *System) []Line {
 	if len(s.Hosts) == 0 {
-		return []Line{ok("", "none asked for (--hosts)")}
+		return []Line{ok("", "none given with --hosts")}
 	}
 	lines := make([]Line, len(s.Hosts))
 	turns := make(chan struct{}, maxAgents)
@@ -41,7 +41,7 @@ func hosts(ctx context.Context, s *System) []Line {
 				defer func() { <-turns }()
 				lines[i] = s.try(ctx, name, host)
 			case <-ctx.Done():
-				lines[i] = warn(name, "ask for fewer hosts at once", "not tried: others took all of the time")
+				lines[i] = warn(name, "check fewer hosts at once", "not tried: the other hosts took all of the time")
 			}
 		})
 	}
@@ -53,20 +53,20 @@ func hosts(ctx context.Context, s *System) []Line {
 func (s *System) try(ctx context.Context, name, host string) Line {
 	argv := s.Agent(host, []string{"true"})
 	start := time.Now()
-	said, err := s.Reach(ctx, argv)
+	stderr, err := s.Reach(ctx, argv)
 	took := time.Since(start)
 	if err == nil {
 		return ok(name, "reached in %v", took.Round(time.Millisecond))
 	}
 	command := strings.Join(argv, " ")
 	if ctx.Err() != nil {
-		return fail(name, "see what it waits for: "+command, "no answer in %v", took.Round(100*time.Millisecond))
+		return fail(name, "run it by hand to see why it hangs: "+command, "no answer within %v", took.Round(100*time.Millisecond))
 	}
 	text := err.Error()
-	if last := lastLine(said); last != "" {
+	if last := lastLine(stderr); last != "" {
 		text += ": " + last
 	}
-	return fail(name, fixFor(host, said, command), "%s", text)
+	return fail(name, fixFor(host, stderr, command), "%s", text)
 }
 
 func lastLine(text string) string {
@@ -75,16 +75,16 @@ func lastLine(text string) string {
 }
 
 // fixFor returns a fix that depends on the error message of OpenSSH.
-func fixFor(host, said, command string) string {
+func fixFor(host, stderr, command string) string {
 	for _, c := range []struct{ says, fix string }{
-		{"Host key verification failed", "check the host's key and accept it by hand once: ssh " + host},
-		{"Permission denied", "let your key in: ssh-copy-id " + host},
-		{"Could not resolve hostname", "correct the name, or put it into /etc/hosts, the DNS or ~/.ssh/config"},
-		{"Connection refused", "start sshd there, or name its port with --ssh-port or in ~/.ssh/config"},
-		{"timed out", "see that the host is up and its firewall lets port 22 through"},
-		{"No route to host", "see that the host is up and on this network"},
+		{"Host key verification failed", "verify the host's key, and accept it by running once: ssh " + host},
+		{"Permission denied", "install your public key on the host: ssh-copy-id " + host},
+		{"Could not resolve hostname", "correct the name, or add it to /etc/hosts, the DNS or ~/.ssh/config"},
+		{"Connection refused", "start sshd on the host, or give its port with --ssh-port or in ~/.ssh/config"},
+		{"timed out", "check that the host is up and that its firewall permits port 22"},
+		{"No route to host", "check that the host is up and on this network"},
 	} {
-		if strings.Contains(said, c.says) {
+		if strings.Contains(stderr, c.says) {
 			return c.fix
 		}
 	}

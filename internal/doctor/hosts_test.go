@@ -51,9 +51,9 @@ func TestHosts(t *testing.T) {
 		t.Errorf("got %q, want the exit status alone", lines[2].Text)
 	}
 	for said, want := range map[string]string{
-		"Host key verification failed.":                                         "accept it by hand once: ssh h",
+		"Host key verification failed.":                                         "accept it by running once: ssh h",
 		"ssh: Could not resolve hostname h: Name or service not known":          "correct the name",
-		"ssh: connect to host h port 22: Connection refused":                    "start sshd there",
+		"ssh: connect to host h port 22: Connection refused":                    "start sshd on the host",
 		"ssh: connect to host h port 22: Connection timed out":                  "firewall",
 		"ssh: connect to host h port 22: No route to host":                      "on this network",
 		"kex_exchange_identification: Connection closed by remote host\nlost..": "run it by hand: agent h true",
@@ -105,7 +105,7 @@ func TestManyHosts(t *testing.T) {
 		hung, left := 0, 0
 		for _, l := range lines {
 			switch {
-			case l.Status == Fail && l.Text == "no answer in 7s" && l.Fix == "see what it waits for: agent -q "+strings.TrimPrefix(l.Name, "host ")+" true":
+			case l.Status == Fail && l.Text == "no answer within 7s" && l.Fix == "run it by hand to see why it hangs: agent -q "+strings.TrimPrefix(l.Name, "host ")+" true":
 				hung++
 			case l.Status == Warn && strings.HasPrefix(l.Text, "not tried"):
 				left++
@@ -135,7 +135,7 @@ func TestReach(t *testing.T) {
 		"no input":    {"cat && exit 3", "", "exit status 3"},
 		"no output":   {"seq 100000; exit 4", "", "exit status 4"},
 		"last words":  {"echo early >&2; echo late >&2; exit 255", "early\nlate\n", "exit status 255"},
-		"many words":  {"head -c 100000 /dev/zero | tr '\\0' x >&2; printf y >&2; exit 1", strings.Repeat("x", saidBytes-1) + "y", "exit status 1"},
+		"many words":  {"head -c 100000 /dev/zero | tr '\\0' x >&2; printf y >&2; exit 1", strings.Repeat("x", keptBytes-1) + "y", "exit status 1"},
 		"by a signal": {"kill -9 $$", "", "signal: killed"},
 	} {
 		said, err := reach(testnet.Context(t), []string{script(t, c.text), "-v", "h1", "true"})

@@ -8,7 +8,7 @@ import (
 )
 
 // getrlimitFix is the fix if getrlimit fails, which happens only in a sandbox.
-const getrlimitFix = "have a sandbox that allows getrlimit"
+const getrlimitFix = "run in a sandbox that permits getrlimit"
 
 // fileSize checks the limit for the size of files, which applies to memfds too.
 func fileSize(_ context.Context, s *System) []Line {
@@ -18,7 +18,7 @@ func fileSize(_ context.Context, s *System) []Line {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	case r.Cur < lowBytes:
 		return []Line{warn("", "ulimit -f unlimited, or LimitFSIZE=infinity in the service",
-			"%s (RLIMIT_FSIZE): tensors in shared memory count as files and cannot be larger", limitText(r.Cur))}
+			"%s (RLIMIT_FSIZE): the limit applies to shared memory too, so no tensor there can be larger", limitText(r.Cur))}
 	default:
 		return []Line{ok("", "%s (RLIMIT_FSIZE)", limitText(r.Cur))}
 	}
@@ -32,10 +32,10 @@ func lockedMemory(_ context.Context, s *System) []Line {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
 	cards, err := fs.Glob(s.Root, "dev/infiniband/uverbs*")
-	switch found := limitText(r.Cur) + " (RLIMIT_MEMLOCK); gohvd locks none, NCCL and MPI do over InfiniBand"; {
+	switch found := limitText(r.Cur) + " (RLIMIT_MEMLOCK); gohvd locks no memory, but NCCL and MPI do with InfiniBand"; {
 	case err == nil && len(cards) > 0 && r.Cur != unix.RLIM_INFINITY:
 		return []Line{warn("", "ulimit -l unlimited, docker --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service",
-			"%s, which is here", found)}
+			"%s, which this host has", found)}
 	default:
 		return []Line{ok("", "%s", found)}
 	}

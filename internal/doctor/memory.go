@@ -29,7 +29,7 @@ func memory(_ context.Context, s *System) []Line {
 	// The unit of the file is KiB.
 	found := fmt.Sprintf("%s available of %s", bytesText(available<<10), bytesText(total<<10))
 	if available<<10 < lowBytes {
-		return []Line{warn("", "end what else runs here, or start fewer ranks", "%s", found)}
+		return []Line{warn("", "stop other programs on this host, or start fewer ranks", "%s", found)}
 	}
 	return []Line{ok("", "%s", found)}
 }
@@ -52,7 +52,7 @@ func memoryLimit(_ context.Context, s *System) []Line {
 		return []Line{ok("", "no limit")}
 	case left < lowBytes:
 		return []Line{warn("", "raise the limit (docker --memory, limits.memory of the pod, MemoryMax=) or start fewer ranks",
-			"%s: the kernel kills who needs more", found)}
+			"%s: the kernel kills processes that exceed the limit", found)}
 	default:
 		return []Line{ok("", "%s", found)}
 	}
@@ -97,7 +97,7 @@ func field(text, name string) (uint64, bool) {
 // devShm reports the size of /dev/shm, the folder of POSIX shared memory. Docker limits it to 64 MiB.
 func devShm(_ context.Context, s *System) []Line {
 	const (
-		users = "gohvd does not use it (its shared memory is memfd); PyTorch's data loaders, NCCL and Open MPI do"
+		users = "gohvd does not use it (it uses memfd), but PyTorch's data loaders, NCCL and Open MPI do"
 		fix   = "make it larger: docker --shm-size=8g, an emptyDir with medium: Memory in a pod, or mount -o remount,size=8g /dev/shm"
 	)
 	st, err := s.Statfs("/dev/shm")
@@ -116,10 +116,10 @@ func devShm(_ context.Context, s *System) []Line {
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
-		return []Line{fail("", "lift the limit that it names, or have a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and seals; "+
-			"HOROVOD_CPU_OPERATIONS=shm,tcp does without", "%v", err)}
+		return []Line{fail("", "raise the limit that the error names, or use a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and "+
+			"file seals; with HOROVOD_CPU_OPERATIONS=shm,tcp ranks run without shared memory", "%v", err)}
 	}
-	return []Line{ok("", "shared memory can be made, sized and sealed")}
+	return []Line{ok("", "shared memory can be created, sized and sealed")}
 }
 
 // bytesText formats n bytes in a suitable unit.

@@ -19,7 +19,7 @@ const maxIdle = 8
 func interfaces(_ context.Context, s *System) []Line {
 	all, err := s.Interfaces()
 	if err != nil {
-		return []Line{warn("", "have a sandbox that allows netlink sockets", "%v", err)}
+		return []Line{warn("", "run in a sandbox that permits netlink sockets", "%v", err)}
 	}
 	var (
 		lines    []Line
@@ -34,11 +34,11 @@ func interfaces(_ context.Context, s *System) []Line {
 		case len(i.Addrs) == 0:
 			idle = append(idle, i.Name)
 		case !i.Up:
-			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or take its address away", "down, %s", found))
+			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or remove its address", "down, %s", found))
 		case !i.Running && s.isBridge(i.Name): // normal for a bridge without members, such as docker0 without a container
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
-			lines = append(lines, warn(name, "look at its cable or its other end, or take its address away", "up without a carrier, %s", found))
+			lines = append(lines, warn(name, "check its cable and the peer at the other end, or remove its address", "up without a carrier, %s", found))
 		default:
 			lines = append(lines, ok(name, "up, %s", found))
 		}
@@ -52,7 +52,7 @@ func interfaces(_ context.Context, s *System) []Line {
 	}
 	if !loopback {
 		lines = append(lines, fail("loopback", "ip link set lo up; ip address add 127.0.0.1/8 dev lo",
-			"not up with an address: ranks of one host meet there"))
+			"not up or without an address: the ranks of one host connect over it"))
 	}
 	return lines
 }
@@ -74,46 +74,46 @@ func hasLoopback(prefixes []string) bool {
 // hostName looks up the addresses of this host's name. gohvd does not need them, but other libraries take
 // them for the addresses at which peers reach this host.
 func hostName(ctx context.Context, s *System) []Line {
-	const fix = "put the name into /etc/hosts with an address that the other hosts reach, or into the DNS"
+	const fix = "add the name to /etc/hosts, with an address that the other hosts can reach, or to the DNS"
 	name, err := s.Hostname()
 	if err != nil {
-		return []Line{fail("", "give the host a name (hostnamectl hostname NAME): ranks know their host by it", "%v", err)}
+		return []Line{fail("", "give the host a name (hostnamectl hostname NAME), by which ranks identify their host", "%v", err)}
 	}
 	addrs, err := s.LookupHost(ctx, name)
 	if err != nil {
-		return []Line{warn("", fix, "%s: %v; torch's gloo and MPI look it up", name, err)}
+		return []Line{warn("", fix, "%s: %v; gloo of torch and MPI look up this name", name, err)}
 	}
-	alone := true
+	onlyLoopback := true
 	for _, a := range addrs {
 		ip, err := netip.ParseAddr(a)
-		alone = alone && err == nil && ip.IsLoopback()
+		onlyLoopback = onlyLoopback && err == nil && ip.IsLoopback()
 	}
 	found := fmt.Sprintf("%s is %s", name, strings.Join(addrs, " "))
 	switch {
-	case alone && len(s.Hosts) > 0:
-		return []Line{warn("", fix, "%s, which other hosts cannot reach; torch's gloo uses it", found)}
-	case alone:
-		return []Line{ok("", "%s, on this host alone", found)}
+	case onlyLoopback && len(s.Hosts) > 0:
+		return []Line{warn("", fix, "%s, which other hosts cannot reach; gloo of torch uses this address", found)}
+	case onlyLoopback:
+		return []Line{ok("", "%s, which only this host can reach", found)}
 	default:
 		return []Line{ok("", "%s", found)}
 	}
 }
 
-// lateClock is the error of the clock from which on logs of several hosts cannot be ordered.
-const lateClock = time.Second
+// maxClockError is the largest error of the clock with which the logs of several hosts can be ordered.
+const maxClockError = time.Second
 
 // clock reports whether the clock is synchronized. Logs and certificates depend on that; deadlines do not.
 func clock(_ context.Context, s *System) []Line {
 	const fix = "run chrony or systemd-timesyncd; in a container or virtual machine, on the host"
 	state, t, err := s.Clock()
 	if err != nil {
-		return []Line{warn("", "have a sandbox that allows adjtimex", "%v", err)}
+		return []Line{warn("", "run in a sandbox that permits adjtimex", "%v", err)}
 	}
 	most := time.Duration(t.Maxerror) * time.Microsecond
 	switch {
 	case state == unix.TIME_ERROR || t.Status&unix.STA_UNSYNC != 0:
-		return []Line{warn("", fix, "not synchronised: times in logs of several hosts do not compare, certificates may seem invalid")}
-	case most > lateClock:
+		return []Line{warn("", fix, "not synchronised: times in the logs of several hosts cannot be compared, and certificates may seem invalid")}
+	case most > maxClockError:
 		return []Line{warn("", fix, "synchronised, but may be wrong by %v", most.Round(time.Millisecond))}
 	default:
 		return []Line{ok("", "synchronised, wrong by at most %v", most.Round(10*time.Microsecond))}

@@ -17,9 +17,9 @@ func simd(_ context.Context, s *System) []Line {
 	case s.Build.NoAsm:
 		return []Line{warn("", "build without the tag noasm", slow)}
 	case s.Arch == "amd64":
-		return []Line{warn("", "use a processor with AVX2, F16C and FMA, or a virtual machine that shows them", slow)}
+		return []Line{warn("", "use a processor with AVX2, F16C and FMA, or a virtual machine that exposes them", slow)}
 	default:
-		return []Line{warn("", "there is assembly for amd64 and arm64", slow)}
+		return []Line{warn("", "use amd64 or arm64, for which gohvd has assembly", slow)}
 	}
 }
 
@@ -32,10 +32,10 @@ func cores(_ context.Context, s *System) []Line {
 	} else { // one line per core follows the line for all cores (proc_stat(5))
 		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
 	}
-	lines = append(lines, ok("affinity", "this process may run on %d", s.Affinity))
+	lines = append(lines, ok("affinity", "this process may run on %d cores", s.Affinity))
 	if s.GOMAXPROCS > s.Affinity {
 		return append(lines, warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
-			"%d threads for %d cores: threads of Go wait for each other", s.GOMAXPROCS, s.Affinity))
+			"%d threads for %d cores: threads wait for each other", s.GOMAXPROCS, s.Affinity))
 	}
 	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
@@ -54,7 +54,7 @@ func quota(_ context.Context, s *System) []Line {
 		return []Line{ok("", "no limit")}
 	case least < float64(s.Affinity):
 		return []Line{warn("", "raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
-			"%.3g cores of the %d that are visible (/%s): ranks are stopped when it is used up", least, s.Affinity, file)}
+			"%.3g cores of the %d that are visible (/%s): ranks are stopped when the quota is used up", least, s.Affinity, file)}
 	default:
 		return []Line{ok("", "%.3g cores (/%s)", least, file)}
 	}

@@ -14,7 +14,7 @@ import (
 
 const (
 	sidecarName  = config.SidecarProgram
-	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or name it with " + config.SidecarBinaryVariable
+	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or give its path with " + config.SidecarBinaryVariable
 	oldestPython = 10 // 3.10
 )
 
@@ -68,7 +68,7 @@ func python(ctx context.Context, s *System) []Line {
 		err = json.Unmarshal([]byte(text), &facts)
 	}
 	if err != nil {
-		return []Line{warn("", "run "+file+" by hand", "%s: %v", file, err)}
+		return []Line{warn("", "run "+file+" by hand to see the error", "%s: %v", file, err)}
 	}
 	lines := []Line{ok("", "%s at %s", facts.Version, file)}
 	if facts.Minor < oldestPython {
@@ -84,12 +84,12 @@ func python(ctx context.Context, s *System) []Line {
 	case facts.Absent:
 		return append(lines, ok("gohvd", "not installed for this Python"), s.hvddLine(ctx, s.Sidecar))
 	case facts.Gohvd == "":
-		return append(lines, warn("gohvd", "install it anew: pip install ./python", "it cannot be imported: %s", facts.Error))
+		return append(lines, warn("gohvd", "reinstall it: pip install ./python", "cannot import gohvd: %s", facts.Error))
 	}
 	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))
 	switch running := s.getenv(config.SidecarVariable); {
 	case running != "":
-		return append(lines, ok(sidecarName, "%s is %s, which runs already", config.SidecarVariable, running))
+		return append(lines, ok(sidecarName, "%s is %s, which is running already", config.SidecarVariable, running))
 	case facts.Hvdd == "":
 		return append(lines, fail(sidecarName, sidecarFix, "%s", facts.Error))
 	}
@@ -99,7 +99,7 @@ func python(ctx context.Context, s *System) []Line {
 // hvddLine runs an hvdd to get its version, which should equal the version of this program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {
-		return ok(sidecarName, "not beside hvdrun; only programs in Python need it")
+		return ok(sidecarName, "not beside hvdrun; only Python programs need it")
 	}
 	text, err := s.Output(ctx, s.Environ, []string{file, "--version"})
 	its := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName))
@@ -107,7 +107,7 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	case err != nil:
 		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
 	case its != config.VersionText():
-		return warn(sidecarName, sidecarFix, "%s is of version %s, and hvdrun of %s", file, its, config.VersionText())
+		return warn(sidecarName, sidecarFix, "%s has version %s, and hvdrun has version %s", file, its, config.VersionText())
 	}
 	return ok(sidecarName, "%s at %s", its, file)
 }
@@ -117,7 +117,7 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 func (s *System) findSidecar() error {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {
-			return fmt.Errorf("%s is %q, which is no program", config.SidecarBinaryVariable, named)
+			return fmt.Errorf("%s is %q, which is not a program", config.SidecarBinaryVariable, named)
 		}
 		return nil
 	}
@@ -125,7 +125,7 @@ func (s *System) findSidecar() error {
 		return nil
 	}
 	if _, err := s.LookPath(sidecarName); err != nil {
-		return fmt.Errorf("no %s: %s is not set, and there is none beside hvdrun or on PATH", sidecarName, config.SidecarBinaryVariable)
+		return fmt.Errorf("no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName, config.SidecarBinaryVariable)
 	}
 	return nil
 }

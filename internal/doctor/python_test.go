@@ -31,11 +31,11 @@ func TestPythonPrograms(t *testing.T) {
 		},
 		"Python is old": {
 			facts: `{"version": "3.8.1", "minor": 8, "error": "x", "absent": true}`,
-			want:  []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed", "ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only programs in Python"},
+			want:  []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed", "ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only Python programs"},
 		},
 		"gohvd is broken": {
 			facts: `{"version": "3.12", "minor": 12, "torch": "2.4", "error": "SyntaxError: bad"}`,
-			want:  []string{"ok python", "ok torch: 2.4", "ok numpy", "warn gohvd: it cannot be imported: SyntaxError: bad"},
+			want:  []string{"ok python", "ok torch: 2.4", "ok numpy", "warn gohvd: cannot import gohvd: SyntaxError: bad"},
 		},
 		"no hvdd": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
@@ -43,7 +43,7 @@ func TestPythonPrograms(t *testing.T) {
 		},
 		"no hvdd needed": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`, environ: []string{"HVD_SIDECAR=unix:///s"},
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "ok hvdd: HVD_SIDECAR is unix:///s, which runs already"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "ok hvdd: HVD_SIDECAR is unix:///s, which is running already"},
 		},
 		"hvdd does not run": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`,
@@ -51,7 +51,7 @@ func TestPythonPrograms(t *testing.T) {
 		},
 		"hvdd is another": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd is of version v0, and hvdrun of " + config.VersionText()},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd has version v0, and hvdrun has version " + config.VersionText()},
 		},
 	} {
 		s := soundSystem()

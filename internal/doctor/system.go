@@ -60,9 +60,9 @@ type System struct {
 	// Output runs a command with an environment and empty standard input, and returns the end of its standard
 	// output. It kills the command when ctx ends.
 	Output func(ctx context.Context, env, argv []string) (string, error)
-	// Reach runs a command with empty standard input. said is the end of its standard error. It kills the
+	// Reach runs a command with empty standard input. stderr is the end of its standard error. It kills the
 	// command when ctx ends.
-	Reach func(ctx context.Context, argv []string) (said string, err error)
+	Reach func(ctx context.Context, argv []string) (stderr string, err error)
 }
 
 // Build describes how a program was built.
@@ -174,8 +174,8 @@ func netInterfaces() ([]Interface, error) {
 const (
 	// killDelay is how long processes that an agent has left behind may keep its standard error open.
 	killDelay = grace / 2
-	// saidBytes caps how much of a command's output is kept: its end.
-	saidBytes = 4 << 10
+	// keptBytes caps how much of a command's output is kept: its end.
+	keptBytes = 4 << 10
 )
 
 // command returns a command in a process group of its own. The end of ctx kills the whole group.
@@ -202,7 +202,7 @@ func output(ctx context.Context, env, argv []string) (string, error) {
 }
 
 // reach runs an agent and returns the end of its standard error.
-func reach(ctx context.Context, argv []string) (said string, err error) {
+func reach(ctx context.Context, argv []string) (stderr string, err error) {
 	var last tail
 	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
@@ -211,13 +211,13 @@ func reach(ctx context.Context, argv []string) (said string, err error) {
 	return string(last), err
 }
 
-// tail is a writer that keeps the last saidBytes.
+// tail is a writer that keeps the last keptBytes.
 type tail []byte
 
 func (t *tail) Write(b []byte) (int, error) {
-	*t = append(*t, b[max(0, len(b)-saidBytes):]...)
-	if len(*t) > saidBytes {
-		*t = bytes.Clone((*t)[len(*t)-saidBytes:])
+	*t = append(*t, b[max(0, len(b)-keptBytes):]...)
+	if len(*t) > keptBytes {
+		*t = bytes.Clone((*t)[len(*t)-keptBytes:])
 	}
 	return len(b), nil
 }

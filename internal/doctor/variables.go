@@ -18,18 +18,18 @@ func launcher(_ context.Context, s *System) []Line {
 			where := env.Where()
 			for _, name := range []string{"HVD_INIT_METHOD", "HVD_UNIQUE_ID"} {
 				if s.getenv(name) != "" {
-					where = "as " + name + " says"
+					where = "at " + name
 				}
 			}
 			lines = append(lines, ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where))
 		case l.Suspect && env == nil && err == nil:
-			lines = append(lines, warn(string(l.Kind), "start the ranks with srun, or set HVD_SIZE=1 if this process is to be a job of its own", "%s", l.Why))
+			lines = append(lines, warn(string(l.Kind), "start the ranks with srun, or set HVD_SIZE=1 if this process is a job of one rank", "%s", l.Why))
 		default:
 			lines = append(lines, ok(string(l.Kind), "%s", l.Why))
 		}
 	}
 	if err != nil {
-		lines = append(lines, fail("", "set what is missing, start the process with the launcher that sets all of it, or set HVD_SIZE=1 for a job of its own", "%v", err))
+		lines = append(lines, fail("", "set the missing variables, start the process with a launcher that sets them, or set HVD_SIZE=1 for a job of one rank", "%v", err))
 	}
 	return lines
 }
@@ -49,7 +49,7 @@ func variables(_ context.Context, s *System) []Line {
 		}
 	}
 	if len(lines) == 0 {
-		return []Line{ok("", "none of gohvd's is set")}
+		return []Line{ok("", "no setting of gohvd is set")}
 	}
 	return lines
 }
