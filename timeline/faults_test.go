@@ -560,7 +560,7 @@ func TestRemoved(t *testing.T) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	testnet.Eventually(t, "it is written again", func() bool { return testnet.Logged(entries, "written again") })
+	testnet.Eventually(t, "it is written again", func() bool { return testnet.Logged(entries, "works again") })
 	tl.Record(simple(number+1, "g"))
 	if err := tl.Write(); err != nil {
 		t.Fatal(err)
@@ -617,7 +617,7 @@ func TestCloseFails(t *testing.T) {
 			t.Fatal(err)
 		}
 		err := tl.Close()
-		testnet.WantError(t, err, "closing", "2 operations", "no such file")
+		testnet.WantError(t, err, "close ", "2 operations", "no such file")
 		if tl.Dropped() != 2 || !errors.Is(tl.Close(), err) {
 			t.Errorf("got %d dropped, and %v from a second Close", tl.Dropped(), tl.Close())
 		}
@@ -667,7 +667,7 @@ func TestStuck(t *testing.T) {
 		t.Fatal(err)
 	}
 	k := quick
-	k.patience = 100 * time.Millisecond
+	k.timeout = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)
 	// A pipe holds 64 KiB, the buffers some more.
 	for n := range uint64(20_000) {
@@ -795,7 +795,7 @@ func fillDisk(path string) error {
 	if err := os.Remove(ballast); err != nil {
 		return err
 	}
-	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "written again") }); err != nil {
+	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "works again") }); err != nil {
 		return err
 	}
 	_ = tl.Write() // so that the file does not change while it is read; the disk may be full again

@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 }
 
 // quick writes often, so that tests meet many flushes.
-var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond, patience: 20 * time.Second}
+var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond, timeout: 20 * time.Second}
 
 func testConfig(path string) Config {
 	return Config{Path: path, Rank: 0, Size: 4, Host: "h", Epoch: 7, Clock: trace.Clock{Domain: "boot/1", Monotonic: 5*time.Second + 1}}
@@ -522,7 +522,7 @@ func TestVisibleSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const visible = 50 * time.Millisecond
 		path := filepath.Join(t.TempDir(), "t.json")
-		tl := mustStart(t, testConfig(path), usual)
+		tl := mustStart(t, testConfig(path), defaultKnobs)
 		for number := range uint64(4) {
 			if number%2 == 0 {
 				time.Sleep(time.Hour)
@@ -570,7 +570,7 @@ func resnet() (ops []*trace.Operation) {
 }
 
 func BenchmarkRecord(b *testing.B) {
-	tl := mustStart(b, testConfig("/dev/null"), usual)
+	tl := mustStart(b, testConfig("/dev/null"), defaultKnobs)
 	ops := resnet()
 	tensors := 0
 	for _, op := range ops {
@@ -613,7 +613,7 @@ func BenchmarkFormat(b *testing.B) {
 					}
 				}
 				cfg := testConfig(filepath.Join(b.TempDir(), path))
-				w := newWriter(cfg, usual, new(atomic.Uint64))
+				w := newWriter(cfg, defaultKnobs, new(atomic.Uint64))
 				if err := w.open(); err != nil {
 					b.Fatal(err)
 				}
@@ -656,17 +656,17 @@ func TestLogsAreSeldom(t *testing.T) {
 	}
 	w.report(nil)
 	w.report(nil)
-	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "written again", "300") {
+	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "works again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
-	// A disk that comes and goes is told of once a minute, and so is what is lost for other reasons.
+	// A disk that fails and works in turn is logged once a minute, and so are drops for other reasons.
 	for range 100 {
 		w.report(errors.New("again"))
 		w.report(nil)
 		w.dropped.Add(1)
 		w.report(nil)
 	}
-	if got := entries.TakeAll(); len(got) != 3 || got[2].Message != "the timeline has gaps: more happens than can be written" {
+	if got := entries.TakeAll(); len(got) != 3 || got[2].Message != "operations are dropped from the timeline: the disk is slower than the operations come" {
 		t.Errorf("got %v, want one line more", got)
 	}
 	w.warnedBroken = w.warnedBroken.Add(-warnEvery)
@@ -677,6 +677,6 @@ func TestLogsAreSeldom(t *testing.T) {
 	w.report(nil)
 	w.report(nil)
 	if got := entries.TakeAll(); len(got) != 3 {
-		t.Errorf("got %v, want each told again after a minute", got)
+		t.Errorf("got %v, want each warning again after a minute", got)
 	}
 }

@@ -273,7 +273,7 @@ func TestStreamCloseCounts(t *testing.T) {
 	cfg := testConfig(path)
 	cfg.Last = time.Hour
 	k := byHand()
-	k.tensors, k.patience = 1<<14, time.Second
+	k.tensors, k.timeout = 1<<14, time.Second
 	tl := mustStart(t, cfg, k)
 	for n := range uint64(3) {
 		tl.Record(simple(n+1, "g"))
@@ -284,7 +284,7 @@ func TestStreamCloseCounts(t *testing.T) {
 	for n := range uint64(1000) {
 		tl.Record(simple(n+4, "g"))
 	}
-	testnet.WantError(t, tl.Close(), "1000 operations are not written")
+	testnet.WantError(t, tl.Close(), "1000 operations were not written")
 	if tl.Dropped() != 1000 {
 		t.Errorf("got %d dropped, want 1000", tl.Dropped())
 	}

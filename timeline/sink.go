@@ -44,8 +44,8 @@ type stream struct {
 func openStream(path string, mode os.FileMode) (*stream, error) {
 	flags := os.O_WRONLY
 	if mode&os.ModeNamedPipe != 0 {
-		// Opened in this mode, Linux does not wait for a reader, and writing does not fail when the last reader
-		// closes its end, because this process has a reading end itself (fifo(7)).
+		// With O_RDWR Linux does not wait for a reader, and writing does not fail when the last reader closes
+		// its end, because this process has a reading end itself (fifo(7)).
 		flags = os.O_RDWR
 	}
 	f, err := os.OpenFile(path, flags, 0)
@@ -65,7 +65,7 @@ func (s *stream) begin(_ int, first []byte, tail int) error {
 	}
 	n, err := s.f.Write(first[:len(first)-tail])
 	if n > 0 && err != nil {
-		return fmt.Errorf("%s: %d of %d bytes of the header: %w", s.f.Name(), n, len(first)-tail, err)
+		return fmt.Errorf("%s: wrote %d of %d bytes of the header: %w", s.f.Name(), n, len(first)-tail, err)
 	}
 	s.begun = err == nil
 	return err
@@ -214,7 +214,7 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 // keep closes the file and makes it the segment of the given number. It removes the oldest segments so that
 // one more is within the cap.
 func (d *disk) keep(number int) error {
-	if err := errors.Join(d.show(), d.mine()); err != nil {
+	if err := errors.Join(d.show(), d.checkPath()); err != nil {
 		return err
 	}
 	name := beside(d.path, strconv.Itoa(number))
@@ -257,8 +257,8 @@ func (d *disk) show() error {
 	return nil
 }
 
-// mine returns an error if the path no longer names the file that this process put there.
-func (d *disk) mine() error {
+// checkPath returns an error if the path no longer names the file that this process put there.
+func (d *disk) checkPath() error {
 	if !d.shown {
 		return nil
 	}
@@ -285,7 +285,7 @@ func lost(err error) error {
 }
 
 func (d *disk) write(p, tail []byte) (int, error) {
-	if err := d.mine(); err != nil {
+	if err := d.checkPath(); err != nil {
 		return 0, err
 	}
 	if _, err := d.f.WriteAt(append(p, tail...), d.body); err != nil {

@@ -64,13 +64,13 @@ type knobs struct {
 	// interval is how long the first record in an empty buffer waits for more before it is written; retry is
 	// how long after a failure writing is tried again.
 	interval, retry time.Duration
-	// patience is how long Close and Write wait for the disk.
-	patience time.Duration
+	// timeout is how long Close and Write wait for the disk.
+	timeout time.Duration
 }
 
-// usual are the knobs outside tests. The interval leaves 10 ms for the writing itself: docs/timeline.md
+// defaultKnobs are the knobs outside tests. The interval leaves 10 ms for the writing itself: docs/timeline.md
 // promises events in the file after 50 ms.
-var usual = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, patience: 5 * time.Second}
+var defaultKnobs = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, timeout: 5 * time.Second}
 
 // Timeline is the timeline of one rank. Its methods may be called from any goroutine.
 type Timeline struct {
@@ -130,7 +130,7 @@ func isDevice(path string) bool {
 // Start makes the file, replacing an existing one, removes the segments of an earlier run and returns the
 // timeline. It fails if the file cannot be made. With Last it does not touch an existing file and only tests
 // whether one can be made. The caller closes the timeline.
-func Start(cfg Config) (*Timeline, error) { return start(cfg, usual) }
+func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {
 	if cfg.Log == nil {
@@ -205,7 +205,7 @@ func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 // Write writes everything that was recorded. With Last it writes the operations in memory as one file,
 // replacing the file before. It waits at most 5 seconds. After Close it returns ErrClosed.
 func (t *Timeline) Write() error {
-	timer := time.NewTimer(t.knobs.patience)
+	timer := time.NewTimer(t.knobs.timeout)
 	defer timer.Stop()
 	answer := make(chan error, 1)
 	select {
@@ -213,19 +213,19 @@ func (t *Timeline) Write() error {
 	case <-t.done:
 		return ErrClosed
 	case <-timer.C:
-		return t.slow("writing")
+		return t.slow("write")
 	}
 	select {
 	case err := <-answer:
 		return err
 	case <-timer.C:
-		return t.slow("writing")
+		return t.slow("write")
 	}
 }
 
 // slow returns the error of a disk that did not answer in time.
 func (t *Timeline) slow(doing string) error {
-	return fmt.Errorf("timeline: %s: the disk has not answered within %v", doing, t.knobs.patience)
+	return fmt.Errorf("timeline: %s: the disk did not finish within %v", doing, t.knobs.timeout)
 }
 
 // Close writes the remaining records and closes the file. It waits at most 5 seconds and then abandons a
@@ -237,25 +237,25 @@ func (t *Timeline) Close() error {
 		t.mu.Unlock()
 		if t.stream != nil {
 			// The write in progress gets half of the time, so that its error can still be returned.
-			t.stream.limit(time.Now().Add(t.knobs.patience / 2))
+			t.stream.limit(time.Now().Add(t.knobs.timeout / 2))
 		}
 		close(t.closing)
 	})
-	timer := time.NewTimer(t.knobs.patience)
+	timer := time.NewTimer(t.knobs.timeout)
 	defer timer.Stop()
 	select {
 	case <-t.done:
 		return t.err
 	case <-timer.C:
-		return t.slow("closing")
+		return t.slow("close")
 	}
 }
 
 // run owns the files and writes the records until Close.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// settle writes all records so far: first the rest of an earlier attempt, then the records added meanwhile.
-	settle := func() error {
+	// flushAll writes all records so far: first the rest of an earlier attempt, then the records added meanwhile.
+	flushAll := func() error {
 		if err := w.flush(); err != nil {
 			return err
 		}
@@ -287,16 +287,16 @@ func (t *Timeline) run(w *writer) {
 		case <-retry:
 		case answer = <-t.requests:
 		case <-t.closing:
-			err := settle()
+			err := flushAll()
 			t.mu.Lock()
 			left := len(t.filling.records)
 			t.mu.Unlock()
 			t.err = w.close(err, left)
 			return
 		}
-		err := settle()
+		err := flushAll()
 		if err == nil && answer != nil && w.ring != nil {
-			err = w.unroll()
+			err = w.writeRing()
 		}
 		if failing = err != nil; failing {
 			timer.Reset(t.knobs.retry)

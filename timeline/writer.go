@@ -47,10 +47,10 @@ type writer struct {
 	header  int64 // bytes of the header
 	limit   int64 // most bytes of a segment; 0 is no limit
 
-	// warnedSlow and warnedBroken are the times of the last warnings, told is the number of drops reported so
+	// warnedSlow and warnedBroken are the times of the last warnings, reported is the number of drops logged so
 	// far, and failed says that the last report was of an error that is not over.
 	warnedSlow, warnedBroken time.Time
-	told                     uint64
+	reported                 uint64
 	failed                   bool
 }
 
@@ -157,9 +157,9 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// unroll writes the records of the ring. On disk they replace the file before. To a stream they are appended,
+// writeRing writes the records of the ring. On disk they replace the file before. To a stream they are appended,
 // and the ring drops them.
-func (w *writer) unroll() error {
+func (w *writer) writeRing() error {
 	_, once := w.sink.(*stream)
 	if !once {
 		w.pending, w.out, w.unwritten = w.pending[:0], w.out[:0], 0
@@ -274,7 +274,7 @@ func (w *writer) push() error {
 // from the other batch.
 func (w *writer) close(err error, left int) error {
 	if err == nil && w.ring != nil {
-		err = w.unroll()
+		err = w.writeRing()
 	}
 	if err == nil {
 		err = w.place(func(dst []byte) []byte { return w.format.end(dst, w.dropped.Load()) })
@@ -295,27 +295,27 @@ func (w *writer) close(err error, left int) error {
 		lost += len(w.ring.kept())
 	}
 	w.dropped.Add(uint64(lost))
-	return fmt.Errorf("timeline: rank %d: closing %s, %d operations are not written: %w", w.cfg.Rank, w.cfg.Path, lost, err)
+	return fmt.Errorf("timeline: rank %d: close %s: %d operations were not written: %w", w.cfg.Rank, w.cfg.Path, lost, err)
 }
 
 // report logs errors, new drops and recovery, at most one warning of a kind per warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {
-		w.cfg.Log.Info("the timeline is written again", zap.String("file", w.cfg.Path), zap.Uint64("dropped", dropped))
-		w.failed, w.told = false, dropped
+		w.cfg.Log.Info("writing the timeline works again", zap.String("file", w.cfg.Path), zap.Uint64("dropped", dropped))
+		w.failed, w.reported = false, dropped
 		return
 	}
-	if dropped == w.told && (err == nil || w.failed) {
+	if dropped == w.reported && (err == nil || w.failed) {
 		return
 	}
-	text, last := "the timeline has gaps: more happens than can be written", &w.warnedSlow
+	text, last := "operations are dropped from the timeline: the disk is slower than the operations come", &w.warnedSlow
 	if err != nil {
-		text, last = "the timeline cannot be written, and will have gaps", &w.warnedBroken
+		text, last = "cannot write the timeline: later operations may be dropped from it", &w.warnedBroken
 	}
 	if !last.IsZero() && time.Since(*last) < warnEvery {
 		return
 	}
-	*last, w.told, w.failed = time.Now(), dropped, err != nil
+	*last, w.reported, w.failed = time.Now(), dropped, err != nil
 	w.cfg.Log.Warn(text, zap.String("file", w.cfg.Path), zap.Uint64("dropped", dropped), zap.Error(err))
 }

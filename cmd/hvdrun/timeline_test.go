@@ -85,14 +85,14 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		want   string
 		report bool
 	}{
-		{[]string{bad}, 1, bad + ": byte 0: invalid character 'h' at start of value: want [", false},
+		{[]string{bad}, 1, bad + ": byte 0: invalid character 'h' at start of value: want the JSON array", false},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "no such file", false},
 		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
 		{[]string{dir}, 0, "", true}, // A folder may have other files too.
 		{nil, 2, "got no FILE, want rank 0's timeline", false},
 		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
 		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},
-		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to be merged", false},
+		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to merge", false},
 	} {
 		stdout, stderr, status := output(t, append([]string{"timeline"}, c.args...)...)
 		if status != c.status || !strings.Contains(stderr, c.want) || (stderr == "") != (c.want == "") || (stdout != "") != c.report {

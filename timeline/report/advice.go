@@ -34,24 +34,24 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 	worst, second := f.Worst()
 	switch {
 	case f.Compared == 0 && r.Operations == 0:
-		return "there is nothing to compare"
+		return "no operation to compare"
 	case f.Compared == 0:
-		return "nobody can be called late: the files have the submissions of one rank alone"
+		return "lateness is unknown: the files have the submissions of only one rank"
 	case worst == nil && r.ClockErrorUS > 0:
-		return fmt.Sprintf("no rank was later than the clocks can tell, which is %s", duration(r.ClockErrorUS))
+		return fmt.Sprintf("no rank was later than the error of the clocks, %s", duration(r.ClockErrorUS))
 	case worst == nil:
 		return "no rank was late"
 	}
 	late := f.Suspects(r.steady())
 	switch {
 	case len(late) == 1 && second == nil:
-		return fmt.Sprintf("rank %d held up all others for %s; no other did", late[0].Rank, r.time(late[0].Held))
+		return fmt.Sprintf("rank %d held up all others for %s; no other rank did", late[0].Rank, r.time(late[0].Held))
 	case len(late) == 1:
-		return fmt.Sprintf("rank %d held up all others for %s; no other for more than %s", late[0].Rank, r.time(late[0].Held), r.perStep(second.Held))
+		return fmt.Sprintf("rank %d held up all others for %s; no other rank for more than %s", late[0].Rank, r.time(late[0].Held), r.perStep(second.Held))
 	case len(late) > 1:
-		return fmt.Sprintf("%s are late together: they caused %s of the waiting, and others waited for %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting; some rank waited for another during %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
 	case !r.steady().Long(worst.Held):
-		return fmt.Sprintf("no rank held up the others for long: rank %d most, for %s", worst.Rank, r.time(worst.Held))
+		return fmt.Sprintf("no rank held up the others for long: the longest was rank %d, for %s", worst.Rank, r.time(worst.Held))
 	case second == nil:
 		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.time(worst.Held))
 	}
@@ -63,7 +63,7 @@ func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""
 	}
-	text := fmt.Sprintf("start-up, %s until the first complete step, is not counted", duration(r.StartupUS))
+	text := fmt.Sprintf("start-up (%s until the first complete step) is not counted", duration(r.StartupUS))
 	if worst := f.WorstInStartup(time.Duration(r.StartupUS * nanosPerMicro)); worst != nil {
 		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank, duration(micros(worst.StartupHeld)))
 	}
@@ -80,7 +80,7 @@ func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"
 	}
-	return "in all"
+	return "in total"
 }
 
 // time formats a time after the start-up and its share of all time after it.
@@ -111,59 +111,59 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 		all = append(all, Suggestion{Setting: setting, Do: do, Because: fmt.Sprintf(because, args...)})
 	}
 	late := f.Suspects(r.steady())
-	const before = "before it submits: its input pipeline, its share of the data, its cores (HOROVOD_THREAD_AFFINITY), other load on %s; not at the network"
+	const before = "before it submits, not at the network: its input pipeline, its share of the data, its cores (HOROVOD_THREAD_AFFINITY), other load on %s"
 	switch {
 	case len(late) == 1:
 		add("", fmt.Sprintf("look at what rank %d does "+before, late[0].Rank, c.place(late[0].Rank)),
-			"it holds up all others for %s of the time", percent(r.share(late[0].Held)))
+			"rank %d holds up all others for %s of the time", late[0].Rank, percent(r.share(late[0].Held)))
 	case len(late) > 1:
 		add("", fmt.Sprintf("look at what each of %s does "+before, ranksOf(late), c.place(late[0].Rank)),
-			"they cause %s of the waiting", percent(f.Share(late...)))
+			"%s cause %s of the waiting", ranksOf(late), percent(f.Share(late...)))
 	case r.Outside.Share >= most:
 		add("", "look at the program, not at gohvd or the network: its input pipeline (more DataLoader workers, prefetching), then its computation",
-			"at every rank at least %s of %s %s pass with no operation in flight", duration(r.Outside.US), duration(r.Outside.StepUS), r.per())
+			"every rank has no operation in flight for at least %s of %s %s", duration(r.Outside.US), duration(r.Outside.StepUS), r.per())
 	}
 	once := c.once()
 	autoNamed := once >= 100 && float64(once) >= most*float64(r.Names)
 	if autoNamed {
 		add("", "give tensors names that are the same in every step",
-			"%d of %d names never come again; what has no lasting name is negotiated in full each time", once, r.Names)
+			"%d of %d names occur only once, and a tensor with a new name is negotiated in full", once, r.Names)
 	}
 	if n := r.Cache.SteadyHits + r.Cache.SteadyMisses; !autoNamed && !r.Horovod && n >= 100 && float64(r.Cache.SteadyMisses) >= 0.05*float64(n) {
 		missed := percent(float64(r.Cache.SteadyMisses) / float64(n))
 		if o.CacheCapacity > 0 && r.Names > o.CacheCapacity {
 			add("HOROVOD_CACHE_CAPACITY", fmt.Sprintf("set it to %d or more", r.Names),
-				"%s of the requests for names that had come before were not cached, and there are %d names for %d places", missed, r.Names, o.CacheCapacity)
+				"%s of the requests whose name had occurred before were not cached: there are %d names, but the cache holds %d", missed, r.Names, o.CacheCapacity)
 		} else {
 			add("", "keep shapes, types and operations of a name the same from step to step",
-				"%s of the requests for names that had come before were not cached, though the cache has room for their %d names", missed, r.Names)
+				"%s of the requests whose name had occurred before were not cached, although the cache has room for all %d names", missed, r.Names)
 		}
 	}
 	if f := &r.Fusion; f.Responses >= 200 && r.Steps > 0 && f.MeanTensors < 2 && f.MeanBytes < 64<<10 && r.part(negotiation) >= 0.1 {
-		add("HOROVOD_CYCLE_TIME", "set it to 1 (ms), so that more tensors run as one, or submit them as a group",
-			"responses have %.1f tensors and %s on average, and negotiation goes on for %s of the time", f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
+		add("HOROVOD_CYCLE_TIME", "set it to 1 (ms), so that more tensors are fused, or submit them as a group",
+			"a response has %.1f tensors and %s on average, and negotiation takes %s of the time", f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
 	// If operations are queued behind the exchange of data, more lanes would only share the same network.
 	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
-		add("", "put operations that do not depend on each other into process sets of their own: each set has a lane",
-			"granted operations wait for the ones before them for %s of the time", percent(q))
+		add("", "put operations that do not depend on each other into different process sets: the operations of one set run one after the other",
+			"granted operations wait for earlier operations for %s of the time", percent(q))
 	}
 	tcp, exchanging := c.backends["tcp"], r.part(exchange)+r.part(negotiation)
 	switch {
 	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 && r.part(exchange) >= 0.1:
 		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or leave it out",
-			"all ranks are on one host, and %s of the time go into exchanging data by TCP", percent(r.part(exchange)))
+			"all ranks are on one host, and the exchange of data over TCP takes %s of the time", percent(r.part(exchange)))
 	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:
 		faster := "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE)"
 		if c.hosts() == 1 && len(r.Missing) == 0 {
-			faster = "give each rank processor cores of its own, if others use them"
+			faster = "give each rank processor cores that nothing else uses"
 		}
 		add("", faster+"; or send less: 16-bit compression, fewer and larger steps (backward_passes_per_step)",
-			"no rank is late, and %s of the time go into exchanging data, %s into agreeing on it", percent(r.part(exchange)), percent(r.part(negotiation)))
+			"no rank is late, the exchange of data takes %s of the time, and negotiation takes %s", percent(r.part(exchange)), percent(r.part(negotiation)))
 	}
 	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) && !r.Horovod {
-		add("", "allocate tensors with hvd.Alloc, which are not copied",
-			"copies take %s of the time, the exchange itself %s", percent(p), percent(r.part(exchange)))
+		add("", "allocate tensors with hvd.Alloc, which avoids the copies",
+			"copies take %s of the time, and the exchange takes %s", percent(p), percent(r.part(exchange)))
 	}
 	return all
 }

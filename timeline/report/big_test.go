@@ -143,7 +143,7 @@ func TestHostileInputIsBounded(t *testing.T) {
 	if heap > 100<<20 {
 		t.Errorf("got %d bytes of heap, want at most 100 MiB", heap)
 	}
-	if r.Names > maxNames || r.Operations < maxOpen || !strings.Contains(strings.Join(r.Problems, "\n"), "more than 16384 operations are open") {
+	if r.Names > maxNames || r.Operations < maxOpen || !strings.Contains(strings.Join(r.Problems, "\n"), "more than 16384 operations are in flight") {
 		t.Errorf("got %d names and %d operations", r.Names, r.Operations)
 	}
 	out := filepath.Join(t.TempDir(), "out.json")

@@ -137,7 +137,7 @@ func TestMerge(t *testing.T) {
 		if !bytes.Contains(text, []byte(`"args":{"name":"rank 3 on host h-b"}`)) {
 			t.Error("rank 3 has no name")
 		}
-		if _, err := j.Merge(in); err == nil || !strings.Contains(err.Error(), "is one of the files to be merged") {
+		if _, err := j.Merge(in); err == nil || !strings.Contains(err.Error(), "is one of the files to merge") {
 			t.Errorf("got %v, want the input not written over", err)
 		}
 		if _, err := j.Merge(filepath.Join(dir, "none", "x.json")); err == nil {

@@ -35,10 +35,10 @@ func (e *FormatError) Error() string { return fmt.Sprintf("%s: byte %d: %v", e.F
 func (e *FormatError) Unwrap() error { return e.Err }
 
 var (
-	errNoArray  = errors.New("want [ and the events of a timeline")
-	errNoEvent  = errors.New("want an event, as {...}, or ]")
-	errAfterEnd = errors.New("want nothing after the closing ]")
-	errTooLong  = fmt.Errorf("an event of more than %d bytes", maxRecord)
+	errNoArray  = errors.New("want the JSON array of a timeline, which begins with [")
+	errNoEvent  = errors.New("want an event {...} or the closing ]")
+	errAfterEnd = errors.New("want the end of the file after the closing ]")
+	errTooLong  = fmt.Errorf("got an event of more than %d bytes", maxRecord)
 )
 
 // scanner splits a JSON array into its events. It keeps at most one event in memory, whatever the file
@@ -130,7 +130,7 @@ func (s *scanner) fault(err, want error) error {
 	}
 	switch {
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
-		f.Truncated, f.Err = true, errors.New("the file ends here")
+		f.Truncated, f.Err = true, errors.New("the file ends before the closing ]")
 	case err == nil:
 		f.Err = want
 	case want == errNoArray:
@@ -189,7 +189,7 @@ const (
 	maxMicros = 1e15
 )
 
-var errRange = errors.New("a time beyond its range")
+var errRange = fmt.Errorf("got a time of more than %g us", float64(maxMicros))
 
 // parse decodes the text of an event into e.
 func parse(text jsontext.Value, e *event) error {

@@ -335,30 +335,30 @@ func (r *Report) fillProblems(c *collection) {
 	switch {
 	case len(r.Missing) == 0:
 	case r.Horovod:
-		add("Horovod writes rank 0's file alone: other ranks' requests are known by their arrival at rank 0, those that were cached not at all")
+		add("Horovod writes only rank 0's file: requests of other ranks are known by their arrival at rank 0, and not at all if they were cached")
 	default:
-		add("no file of %s: of operations on the global set, arrivals at rank 0 stand for their submissions, if rank 0's file has them", topo.FormatRanks(r.Missing))
+		add("no file of %s: for operations of process set 0, arrivals at rank 0 replace their submissions, if rank 0's file has them", topo.FormatRanks(r.Missing))
 	}
 	if r.Dropped > 0 {
-		add("%d operations were dropped, because a rank could not write as fast or at all: what follows is without them", r.Dropped)
+		add("%d operations were dropped, because a rank could not write its timeline fast enough or at all; the report is without them", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: nothing is known of the clock but the time of day, so lateness is not judged", topo.FormatRanks(r.Unaligned))
+		add("%s: the files align the clock only by the time of day, so lateness is not measured", topo.FormatRanks(r.Unaligned))
 	}
 	if c.malformed > 0 {
 		add("%d events could not be read and are left out", c.malformed)
 	}
 	if c.unfinished > 0 {
-		add("%d operations have a beginning and no end, and are left out", c.unfinished)
+		add("%d operations have no end and are left out", c.unfinished)
 	}
 	if c.tooMany > 0 {
-		add("more than %d operations are open at a time: %d events are left out", maxOpen, c.tooMany)
+		add("more than %d operations are in flight at once: %d events are left out", maxOpen, c.tooMany)
 	}
 	if c.names.full() {
-		add("there are more than %d names of tensors: the rest are counted, but not by name", maxNames)
+		add("there are more than %d tensor names: the operations of all further names are counted together", maxNames)
 	}
 	if r.Operations == 0 {
-		add("there is no operation in the files")
+		add("the files have no operations")
 	}
 }
 

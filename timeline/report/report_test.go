@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-var rewrite = flag.Bool("rewrite", false, "write the golden files anew")
+var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
 // near says that a time is what it should be within the buckets of a sketch.
 func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
@@ -34,7 +34,7 @@ func TestTheLateRankIsNamed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := reportOf(t, s.write(t, t.TempDir(), ".json"))
 			l := r.Lateness
-			if want := "rank 2 held up all others for 4.99 ms per step (5.1 % of the time); no other did"; l.Verdict != want {
+			if want := "rank 2 held up all others for 4.99 ms per step (5.1 % of the time); no other rank did"; l.Verdict != want {
 				t.Errorf("got verdict %q, want %q", l.Verdict, want)
 			}
 			if len(l.Ranks) != 4 || l.Compared != 2*(stragglerSteps-1) || l.Alone != 0 || l.Arrivals {
@@ -84,9 +84,9 @@ func TestWhatIsWorthwhile(t *testing.T) {
 		steps int64
 		want  string
 	}{
-		{60 * time.Millisecond, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other did"},
-		{40 * time.Millisecond, 100, "no rank held up the others for long: rank 1 most, for 400 us per step (4.0 % of the time)"},
-		{60 * time.Millisecond, 1000, "no rank held up the others for long: rank 1 most, for 60.0 us per step (6.0 % of the time)"},
+		{60 * time.Millisecond, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other rank did"},
+		{40 * time.Millisecond, 100, "no rank held up the others for long: the longest was rank 1, for 400 us per step (4.0 % of the time)"},
+		{60 * time.Millisecond, 1000, "no rank held up the others for long: the longest was rank 1, for 60.0 us per step (6.0 % of the time)"},
 	} {
 		r := Report{DurationUS: 1e6, Steps: c.steps}
 		f := &analysis.Lateness{Compared: 1, Ranks: []*analysis.RankLateness{{}, {Rank: 1, Held: c.held}}}
@@ -188,7 +188,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	// A single rank without arrivals can accuse nobody.
 	s.arrivals = false
 	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
-	if !strings.HasPrefix(r.Lateness.Verdict, "nobody can be called late") || r.Lateness.WaitedUS != 0 {
+	if !strings.HasPrefix(r.Lateness.Verdict, "lateness is unknown") || r.Lateness.WaitedUS != 0 {
 		t.Errorf("got %+v", r.Lateness)
 	}
 }
@@ -223,7 +223,7 @@ func TestSegments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 || !strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have a beginning and no end") {
+	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 || !strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have no end") {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
@@ -313,7 +313,7 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 					file = fmt.Sprintf("t.rank%d.json", rank)
 				}
 				if !slices.ContainsFunc(r.Problems, func(p string) bool {
-					return strings.Contains(p, file+": of another job: its rank started at 2023-11-14T22:13:20Z, and that of ") && strings.Contains(p, "2023-11-14T22:15:00Z")
+					return strings.Contains(p, file+": another job: the rank started at 2023-11-14T22:13:20Z, but the rank of ") && strings.Contains(p, "2023-11-14T22:15:00Z")
 				}) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
@@ -514,7 +514,7 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 		t.Errorf("got files of %v, %d operations and %d dropped, want ranks 0 and 1, 3 and 6", r.Files, r.Operations, r.Dropped)
 	}
 	text := strings.Join(r.Problems, "\n")
-	for _, want := range []string{"t.rank1.json: segment 1 of rank 1 again", "t.rank3.json: of another job", "t.rank2.json: of another job",
+	for _, want := range []string{"t.rank1.json: another file has segment 1 of rank 1 too", "t.rank3.json: another job", "t.rank2.json: another job",
 		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations were dropped"} {
 		if !strings.Contains(text, want) && !strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment", 1)) {
 			t.Errorf("got %q, want %q in it", text, want)
@@ -551,16 +551,16 @@ func TestSuggestions(t *testing.T) {
 		n      int
 		want   string
 	}{
-		"nothing": {func(int, int, *testOp) {}, 20, "|look at the program|at every rank at least 99.9 ms of 100 ms per step pass with no operation in flight"},
+		"nothing": {func(int, int, *testOp) {}, 20, "|look at the program|every rank has no operation in flight for at least 99.9 ms of 100 ms per step"},
 		"capacity": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 1100,
-			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|1100 names for 1024 places"},
+			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|there are 1100 names, but the cache holds 1024"},
 		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20, "|keep shapes|100 % of the requests"},
 		"no names": {func(step, i int, o *testOp) { o.tensors[0].name = fmt.Sprint("noname.", step, ".", i) }, 100,
-			"|give tensors names|never come again"},
+			"|give tensors names|occur only once"},
 		"tiny": {func(_, _ int, o *testOp) { o.granted += 90; o.begun += 90; o.ended += 90 }, 200,
-			"HOROVOD_CYCLE_TIME|set it to 1|responses have 1.0 tensors and 4.00 KiB on average"},
-		"one host": {tcp("SHM_ALLREDUCE", "shm"), 2, "|give each rank processor cores of its own|no rank is late, and 33 % of the time"},
-		"queue":    {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for the ones before"},
+			"HOROVOD_CYCLE_TIME|set it to 1|a response has 1.0 tensors and 4.00 KiB on average"},
+		"one host": {tcp("SHM_ALLREDUCE", "shm"), 2, "|give each rank processor cores that nothing else uses|no rank is late, the exchange of data takes 33 % of the time"},
+		"queue":    {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for earlier operations"},
 		"tcp":      {tcp("TCP_ALLREDUCE", "tcp"), 2, "HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
 		"copies":   {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
 	} {

@@ -42,16 +42,16 @@ func TestScanner(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"":                     "f: byte 0: the file ends here",
-		"  \n x":               "f: byte 4: invalid character 'x' at start of value: want [ and",
-		"{\"traceEvents\":[]}": "f: byte 1: want [ and",
-		"\x7fELF":              `f: byte 0: invalid character '\x7f' at start of value: want [ and`,
-		"[":                    "f: byte 1: the file ends here",
-		"[{\"a\":1},\n":        "f: byte 10: the file ends here",
-		"[{\"a\":1},\n{\"b":    "f: byte 13: the file ends here",
-		"[{},7]":               "f: byte 5: want an event, as {...}, or ]",
+		"":                     "f: byte 0: the file ends before the closing ]",
+		"  \n x":               "f: byte 4: invalid character 'x' at start of value: want the JSON array",
+		"{\"traceEvents\":[]}": "f: byte 1: want the JSON array",
+		"\x7fELF":              `f: byte 0: invalid character '\x7f' at start of value: want the JSON array`,
+		"[":                    "f: byte 1: the file ends before the closing ]",
+		"[{\"a\":1},\n":        "f: byte 10: the file ends before the closing ]",
+		"[{\"a\":1},\n{\"b":    "f: byte 13: the file ends before the closing ]",
+		"[{},7]":               "f: byte 5: want an event {...} or the closing ]",
 		"[{}{}]":               "f: byte 3: invalid character '{' after array element",
-		"[{}]\n\n[{}]":         "f: byte 7: want nothing after the closing ]",
+		"[{}]\n\n[{}]":         "f: byte 7: want the end of the file after the closing ]",
 	} {
 		_, err := records(strings.NewReader(text))
 		var f *FormatError
@@ -122,17 +122,17 @@ func TestFilesThatAreNone(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct{ text, want string }{
-		"empty":      {"", "byte 0: the file ends here"},
-		"text":       {"hello", "byte 0: invalid character 'h' at start of value: want ["},
-		"object":     {`{"traceEvents":[]}`, "want ["},
-		"binary":     {"\x00\x01\x02", `invalid character '\x00' at start of value: want [`},
+		"empty":      {"", "byte 0: the file ends before the closing ]"},
+		"text":       {"hello", "byte 0: invalid character 'h' at start of value: want the JSON array"},
+		"object":     {`{"traceEvents":[]}`, "want the JSON array"},
+		"binary":     {"\x00\x01\x02", `invalid character '\x00' at start of value: want the JSON array`},
 		"gzip head":  {"\x1f\x8b", "bad.json: unexpected EOF"},
 		"gzip rest":  {"\x1f\x8bxxxxxxxxxxxxxxxx", "bad.json: gzip: invalid header"},
-		"only a [":   {"[", "byte 1: the file ends here"},
-		"merged":     {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`, "this is a merged trace, want the files of the ranks"},
-		"half a gz":  {string(packed[:12]), "the file ends here"},
+		"only a [":   {"[", "byte 1: the file ends before the closing ]"},
+		"merged":     {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`, "got a merged trace, want the timeline files of the ranks"},
+		"half a gz":  {string(packed[:12]), "the file ends before the closing ]"},
 		"no file":    {"-", "no such file"},
-		"empty path": {"/", "the folder has no files"},
+		"empty path": {"/", "the folder has no timeline files"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "bad.json")
@@ -181,7 +181,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Operations < last || len(r.Problems) == 0 || !strings.Contains(r.Problems[0], "truncated, and used up to there: standard input: byte "+fmt.Sprint(cut)) {
+		if r.Operations < last || len(r.Problems) == 0 || !strings.Contains(r.Problems[0], "truncated file, used up to the error: standard input: byte "+fmt.Sprint(cut)) {
 			t.Fatalf("cut at %d: got %d operations after %d, and %q", cut, r.Operations, last, r.Problems)
 		}
 		last = r.Operations

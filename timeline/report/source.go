@@ -110,7 +110,7 @@ func find(path string) ([]string, error) {
 		all = append(all, path) // a pipe of the shell, which is read like standard input
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("%s: the folder has no files", path)
+		return nil, fmt.Errorf("%s: the folder has no timeline files", path)
 	}
 	return all, nil
 }
@@ -219,7 +219,7 @@ func (s *source) survey() error {
 		return s.problem
 	}
 	if merged {
-		return fmt.Errorf("%s: this is a merged trace, want the files of the ranks, as they were written", s.path)
+		return fmt.Errorf("%s: got a merged trace, want the timeline files of the ranks", s.path)
 	}
 	return nil
 }
@@ -361,19 +361,19 @@ func (j *Job) arrange(sources []*source) {
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.horovod != newest.horovod || s.horovod && s != newest:
-			j.problemf("left out: %s: of another job than %s, by Horovod's way of writing", s.path, newest.path)
+			j.problemf("left out: %s: another job than that of %s: one of them is a file of Horovod", s.path, newest.path)
 			continue
 		case s.epoch != newest.epoch || s.size != newest.size:
-			j.problemf("left out: %s: of another job: epoch %d and %d ranks, while %s has epoch %d and %d ranks",
+			j.problemf("left out: %s: another job: epoch %d with %d ranks, but %s has epoch %d with %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
 			continue
 		case s.job != named.job && s.job != "" && named.job != "":
-			j.problemf("left out: %s: of another job: its rank started at %s, and that of %s at %s", s.path, s.started(), named.path, named.started())
+			j.problemf("left out: %s: another job: the rank started at %s, but the rank of %s at %s", s.path, s.started(), named.path, named.started())
 			continue
 		case last < 0 || j.ranks[last].rank != s.rank:
 			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
 		case j.ranks[last].segments[len(j.ranks[last].segments)-1].segment == s.segment:
-			j.problemf("left out: %s: segment %d of rank %d again", s.path, s.segment, s.rank)
+			j.problemf("left out: %s: another file has segment %d of rank %d too", s.path, s.segment, s.rank)
 			continue
 		default:
 			j.ranks[last].segments = append(j.ranks[last].segments, s)
@@ -384,7 +384,7 @@ func (j *Job) arrange(sources []*source) {
 			if errors.As(s.problem, &f) && f.Truncated {
 				what = "truncated"
 			}
-			j.problemf("%s, and used up to there: %v", what, s.problem)
+			j.problemf("%s file, used up to the error: %v", what, s.problem)
 		}
 	}
 	j.setClocks()

@@ -47,30 +47,30 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 	line("%s: %s, %d operations on %d tensors, %d errors", what, duration(r.DurationUS), r.Operations, r.Tensors, r.Errors)
 	if r.Steps > 0 {
-		line("%d steps of %s (median) after the start-up, by tensors' names that come again", r.Steps, duration(r.StepUS))
+		line("%d steps of %s (median) after the start-up; a step begins when a tensor's name occurs again", r.Steps, duration(r.StepUS))
 	} else {
-		line("no steps: no tensor's name comes again")
+		line("no steps: no tensor's name occurs again")
 	}
 	switch {
 	case r.ClockErrorUS > 0:
-		line("clocks agree to within %s of rank 0's", duration(r.ClockErrorUS))
+		line("clocks are aligned to rank 0's clock within %s", duration(r.ClockErrorUS))
 	case len(r.Files) > 1 && len(r.Unaligned) == 0:
-		line("all ranks read one clock")
+		line("all ranks use the same clock")
 	}
 	for _, p := range r.Problems {
 		line("note: %s", printable(p))
 	}
 
-	line("\nWho is late\n  %s", r.Lateness.Verdict)
+	line("\nLate ranks\n  %s", r.Lateness.Verdict)
 	if r.Lateness.Startup != "" {
 		line("  %s", r.Lateness.Startup)
 	}
 	if l := &r.Lateness; len(l.Ranks) > 0 && l.Compared > 0 {
-		source := "when each rank submitted"
+		source := "the times at which ranks submitted"
 		if l.Arrivals {
-			source += ", or its request arrived at rank 0"
+			source += ", or at which their requests arrived at rank 0"
 		}
-		line("  of %d operations, by %s; all ranks together waited %s", l.Compared, source, duration(l.WaitedUS))
+		line("  %d operations compared, by %s; all ranks together waited for %s", l.Compared, source, duration(l.WaitedUS))
 		shown := l.shown()
 		table("rank|held up all|per step|last|caused|share|late p50|p90|p99|max", "", func(row func(string, ...any)) {
 			for _, s := range shown {
@@ -83,13 +83,13 @@ func (r *Report) WriteText(w io.Writer) error {
 			}
 		})
 		if hidden := len(l.Ranks) - len(shown); hidden > 0 {
-			line("  and %d ranks that held up the others for less", hidden)
+			line("  and %d more ranks, which held up the others for less time", hidden)
 		}
 	}
 
-	line("\nWhere time goes, %s: time with at least one operation in the phase; phases overlap", r.per())
+	line("\nTime in phases, %s (time with at least one operation in the phase; phases overlap)", r.per())
 	if r.Lateness.Compared == 0 {
-		line("  negotiation has the waiting for others in it, which one rank's file alone does not show")
+		line("  negotiation includes waiting for other ranks, because the files have the submissions of only one rank")
 	}
 	if o := &r.Outside; o.StepUS > 0 {
 		text := fmt.Sprintf("  outside gohvd: %s of %s %s (%s)", duration(o.US), duration(o.StepUS), r.per(), percent(o.Share))
@@ -97,7 +97,7 @@ func (r *Report) WriteText(w io.Writer) error {
 			text += " or more at every rank"
 		}
 		if o.Share >= most {
-			text += ": your program, not communication"
+			text += ": the program takes this time, not communication"
 		}
 		line("%s", text)
 	}
@@ -116,26 +116,26 @@ func (r *Report) WriteText(w io.Writer) error {
 		}
 	})
 	if hidden := len(r.Phases) - mostRanks; hidden > 0 {
-		line("  and %d ranks more", hidden)
+		line("  and %d more ranks", hidden)
 	}
 
 	line("\nFusion and cache")
 	if f := &r.Fusion; f.Responses > 0 {
 		fill := ""
 		if f.ThresholdBytes > 0 {
-			fill = fmt.Sprintf("; %s of the threshold of %s", percent(f.Fill), size(float64(f.ThresholdBytes)))
+			fill = fmt.Sprintf("; on average %s of the fusion threshold of %s", percent(f.Fill), size(float64(f.ThresholdBytes)))
 		}
 		line("  a response had %s tensors (median %d, at most %d) and %s (median %s, at most %s)%s", places(f.MeanTensors), f.P50Tensors,
 			f.MaxTensors, size(f.MeanBytes), size(float64(f.P50Bytes)), size(float64(f.MaxBytes)), fill)
 	} else if r.Horovod {
-		line("  Horovod's file does not say what ran together")
+		line("  Horovod's file does not say which tensors were fused")
 	} else {
-		line("  there was nothing to fuse")
+		line("  the files have no operations that can be fused")
 	}
 	if c := &r.Cache; c.Hits+c.Misses > 0 {
 		text := fmt.Sprintf("  %s of the requests were cached", percent(float64(c.Hits)/float64(c.Hits+c.Misses)))
 		if n := c.SteadyHits + c.SteadyMisses; n > 0 {
-			text += fmt.Sprintf(", and %s of those whose name had come before", percent(float64(c.SteadyHits)/float64(n)))
+			text += fmt.Sprintf(", and %s of those whose name had occurred before", percent(float64(c.SteadyHits)/float64(n)))
 		}
 		line("%s", text)
 	}
@@ -160,7 +160,7 @@ func (r *Report) WriteText(w io.Writer) error {
 
 	line("\nSuggestions")
 	if len(r.Suggestions) == 0 {
-		line("  none: nothing in the files calls for another setting")
+		line("  none: the files show no reason to change a setting or the program")
 	}
 	for _, s := range r.Suggestions {
 		if s.Setting != "" {
