@@ -49,26 +49,26 @@ var (
 
 	duration = desc("hvd_collective_duration_seconds", "Time that a fused response took, from the beginning of its execution to its end.", labelOp, labelBackend)
 	tensors  = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.", labelOp, labelBackend)
-	moved    = desc("hvd_collective_bytes_total", "Bytes that this rank put into operations or, for broadcasts, got.", labelOp, labelBackend, labelDType)
+	moved    = desc("hvd_collective_bytes_total", "Bytes that this rank contributed to operations or, for broadcasts, received.", labelOp, labelBackend, labelDType)
 
 	negotiation = desc("hvd_negotiation_seconds", "Time from the submission of a tensor, or a grouped allreduce, until all ranks had submitted it and agreed to run it.")
 	queued      = desc("hvd_queue_seconds", "Time from the agreement to run a fused response to the beginning of its execution.")
 
 	numbers = []number{
 		gauge("hvd_world_size", "Ranks in the job.", func(s *trace.Stats) float64 { return float64(s.Size) }),
-		gauge("hvd_epoch", "Number of the job's present formation; counters begin with it.", func(s *trace.Stats) float64 { return float64(s.Epoch) }),
-		gauge("hvd_queue_depth", "Tensors that were submitted and not answered, a grouped allreduce being one.", func(s *trace.Stats) float64 { return float64(s.InFlight) }),
+		gauge("hvd_epoch", "Number of the job's epoch, which grows with each Init; counters begin with it.", func(s *trace.Stats) float64 { return float64(s.Epoch) }),
+		gauge("hvd_queue_depth", "Tensors that were submitted and have not completed; a grouped allreduce counts as one.", func(s *trace.Stats) float64 { return float64(s.InFlight) }),
 		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *trace.Stats) uint64 { return s.FusionResponses }),
 		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *trace.Stats) uint64 { return s.FusedTensors }),
 		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
-		gauge("hvd_fusion_buffer_bytes", "Most bytes that are fused into one response; 0 if nothing is fused.",
+		gauge("hvd_fusion_buffer_bytes", "Largest number of bytes that are fused into one response; 0 if nothing is fused.",
 			func(s *trace.Stats) float64 { return float64(s.FusionThresholdBytes) }),
-		counter("hvd_response_cache_hits_total", "Requests that travelled as a bit of the response cache.", func(s *trace.Stats) uint64 { return s.CacheHits }),
-		counter("hvd_response_cache_misses_total", "Requests that travelled in full.", func(s *trace.Stats) uint64 { return s.CacheMisses }),
-		counter("hvd_refused_tensors_total", "Tensors answered with an error of their own, as where ranks disagree on a shape.",
+		counter("hvd_response_cache_hits_total", "Requests that were sent as a bit of the response cache.", func(s *trace.Stats) uint64 { return s.CacheHits }),
+		counter("hvd_response_cache_misses_total", "Requests that were sent in full.", func(s *trace.Stats) uint64 { return s.CacheMisses }),
+		counter("hvd_refused_tensors_total", "Tensors that completed with an error of their own, for example because ranks disagree on the shape.",
 			func(s *trace.Stats) uint64 { return s.Refused }),
-		counter("hvd_failed_tensors_total", "Tensors answered with an error because the job failed or was shut down.", func(s *trace.Stats) uint64 { return s.Failed }),
-		counter("hvd_timeline_dropped_operations_total", "Operations that are missing in the timeline because it could not be written as fast, or at all.",
+		counter("hvd_failed_tensors_total", "Tensors that completed with an error because the job failed or was shut down.", func(s *trace.Stats) uint64 { return s.Failed }),
+		counter("hvd_timeline_dropped_operations_total", "Operations that were dropped from the timeline because it could not be written fast enough, or at all.",
 			func(s *trace.Stats) uint64 { return s.TimelineDropped }),
 	}
 )
@@ -80,9 +80,9 @@ var (
 			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
 		})
 	clock = []number{
-		gauge("hvd_start_offset_seconds", "Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.",
+		gauge("hvd_start_offset_seconds", "Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.",
 			func(s *trace.Stats) float64 { return s.ClockOffset.Seconds() }),
-		gauge("hvd_clock_error_seconds", "How far hvd_start_offset_seconds may be from the truth, either way.",
+		gauge("hvd_clock_error_seconds", "Largest error of hvd_start_offset_seconds, in either direction.",
 			func(s *trace.Stats) float64 { return s.ClockError.Seconds() }),
 	}
 )
@@ -91,12 +91,12 @@ var (
 var (
 	coordinator = []number{
 		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 { return s.Coordinator.Cycles }),
-		gauge("hvd_stalled_tensors", "Tensors that some ranks have waited for since longer than the stall warning.",
+		gauge("hvd_stalled_tensors", "Tensors that some ranks have waited for longer than the time of the stall warning.",
 			func(s *trace.Stats) float64 { return float64(s.Coordinator.Stalled) }),
 		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *trace.Stats) uint64 { return s.Coordinator.StallReports }),
 	}
-	last     = desc("hvd_rank_last_total", "Tensors for which this rank was the last to ask.", labelLate)
-	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.", labelLate)
+	last     = desc("hvd_rank_last_total", "Tensors that this rank was the last to request.", labelLate)
+	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.", labelLate)
 )
 
 // NewCollector returns a collector of the metrics in the result of get. get is called once per scrape, and
@@ -220,7 +220,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 // buildInfo returns a gauge of 1 with the versions as labels.
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: name, Help: "1, with the version of gohvd and that of Go it was built with.",
+		Name: name, Help: "1, with the version of gohvd and the version of Go that built it.",
 		ConstLabels: prometheus.Labels{labelVersion: config.Version(), labelGo: runtime.Version()},
 	}, func() float64 { return 1 })
 }

@@ -78,13 +78,13 @@ func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 
 func TestCollector(t *testing.T) {
 	const want = `
-# HELP hvd_clock_error_seconds How far hvd_start_offset_seconds may be from the truth, either way.
+# HELP hvd_clock_error_seconds Largest error of hvd_start_offset_seconds, in either direction.
 # TYPE hvd_clock_error_seconds gauge
 hvd_clock_error_seconds 5e-05
-# HELP hvd_start_offset_seconds Time since the start of rank 0 less that since the start of this rank, as last measured. It changes as clocks drift apart; clocks set wrong do not show.
+# HELP hvd_start_offset_seconds Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.
 # TYPE hvd_start_offset_seconds gauge
 hvd_start_offset_seconds -1.5
-# HELP hvd_collective_bytes_total Bytes that this rank put into operations or, for broadcasts, got.
+# HELP hvd_collective_bytes_total Bytes that this rank contributed to operations or, for broadcasts, received.
 # TYPE hvd_collective_bytes_total counter
 hvd_collective_bytes_total{backend="shm",dtype="float16",op="allreduce"} 5
 hvd_collective_bytes_total{backend="shm",dtype="float32",op="allreduce"} 1.06954752e+08
@@ -131,13 +131,13 @@ hvd_collective_tensors_total{backend="tcp",op="broadcast"} 1
 # HELP hvd_cycles_total Negotiation cycles of the coordinator.
 # TYPE hvd_cycles_total counter
 hvd_cycles_total 70
-# HELP hvd_epoch Number of the job's present formation; counters begin with it.
+# HELP hvd_epoch Number of the job's epoch, which grows with each Init; counters begin with it.
 # TYPE hvd_epoch gauge
 hvd_epoch 2
-# HELP hvd_failed_tensors_total Tensors answered with an error because the job failed or was shut down.
+# HELP hvd_failed_tensors_total Tensors that completed with an error because the job failed or was shut down.
 # TYPE hvd_failed_tensors_total counter
 hvd_failed_tensors_total 4
-# HELP hvd_fusion_buffer_bytes Most bytes that are fused into one response; 0 if nothing is fused.
+# HELP hvd_fusion_buffer_bytes Largest number of bytes that are fused into one response; 0 if nothing is fused.
 # TYPE hvd_fusion_buffer_bytes gauge
 hvd_fusion_buffer_bytes 1.34217728e+08
 # HELP hvd_fusion_bytes_total Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.
@@ -152,36 +152,36 @@ hvd_fusion_responses_total 2
 # HELP hvd_fusion_tensors_total Tensors in the responses that could have had more than one.
 # TYPE hvd_fusion_tensors_total counter
 hvd_fusion_tensors_total 161
-# HELP hvd_queue_depth Tensors that were submitted and not answered, a grouped allreduce being one.
+# HELP hvd_queue_depth Tensors that were submitted and have not completed; a grouped allreduce counts as one.
 # TYPE hvd_queue_depth gauge
 hvd_queue_depth 5
 # HELP hvd_rank_info 1, with the rank and host of the process, to be joined with its other metrics.
 # TYPE hvd_rank_info gauge
 hvd_rank_info{host="h1",rank="0"} 1
-# HELP hvd_rank_last_total Tensors for which this rank was the last to ask.
+# HELP hvd_rank_last_total Tensors that this rank was the last to request.
 # TYPE hvd_rank_last_total counter
 hvd_rank_last_total{late_rank="0"} 8
 hvd_rank_last_total{late_rank="3"} 90
-# HELP hvd_rank_lateness_seconds_total Time for which this rank held up all others: they had asked for an operation and it had not. Time counts once, however many operations waited.
+# HELP hvd_rank_lateness_seconds_total Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.
 # TYPE hvd_rank_lateness_seconds_total counter
 hvd_rank_lateness_seconds_total{late_rank="0"} 1
 hvd_rank_lateness_seconds_total{late_rank="3"} 9.5
-# HELP hvd_refused_tensors_total Tensors answered with an error of their own, as where ranks disagree on a shape.
+# HELP hvd_refused_tensors_total Tensors that completed with an error of their own, for example because ranks disagree on the shape.
 # TYPE hvd_refused_tensors_total counter
 hvd_refused_tensors_total 3
-# HELP hvd_response_cache_hits_total Requests that travelled as a bit of the response cache.
+# HELP hvd_response_cache_hits_total Requests that were sent as a bit of the response cache.
 # TYPE hvd_response_cache_hits_total counter
 hvd_response_cache_hits_total 300
-# HELP hvd_response_cache_misses_total Requests that travelled in full.
+# HELP hvd_response_cache_misses_total Requests that were sent in full.
 # TYPE hvd_response_cache_misses_total counter
 hvd_response_cache_misses_total 161
 # HELP hvd_stall_reports_total Stall warnings that were given.
 # TYPE hvd_stall_reports_total counter
 hvd_stall_reports_total 11
-# HELP hvd_stalled_tensors Tensors that some ranks have waited for since longer than the stall warning.
+# HELP hvd_stalled_tensors Tensors that some ranks have waited for longer than the time of the stall warning.
 # TYPE hvd_stalled_tensors gauge
 hvd_stalled_tensors 10
-# HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because it could not be written as fast, or at all.
+# HELP hvd_timeline_dropped_operations_total Operations that were dropped from the timeline because it could not be written fast enough, or at all.
 # TYPE hvd_timeline_dropped_operations_total counter
 hvd_timeline_dropped_operations_total 6
 # HELP hvd_world_size Ranks in the job.

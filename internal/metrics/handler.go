@@ -26,7 +26,7 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 // Handler serves /metrics with the metrics of a rank, of the Go runtime and of the process, and /healthz with
 // status 200. get is as for NewCollector.
 func Handler(get func() trace.Stats) http.Handler {
-	// Not compressed: it is about 20 KiB, and the rank's cores are busy with the job.
+	// The response is not compressed: it has about 20 KiB, and the rank's cores are busy with the job.
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true, DisableCompression: true}))
 }
 
@@ -35,7 +35,7 @@ func paths(metrics http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metrics)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-		// If the client is gone, it needs no answer.
+		// An error means that the client has closed the connection, and then it needs no answer.
 		_, _ = io.WriteString(w, "ok\n")
 	})
 	return mux

@@ -88,8 +88,8 @@ func (j *Job) Handler() http.Handler {
 }
 
 func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
-	wait := patience
-	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 && s < patience.Seconds() {
+	wait := scrapeTimeout
+	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 && s < scrapeTimeout.Seconds() {
 		wait = time.Duration(s * float64(time.Second))
 	}
 	families, err := j.gather(r.Context(), wait)
@@ -108,7 +108,7 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
 	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	g, err := j.question(max(min(askTime, wait*3/4), leastAskTime))
+	g, err := j.query(max(min(askTime, wait*3/4), leastAskTime))
 	if err != nil {
 		return nil, err
 	}
@@ -120,9 +120,9 @@ func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFami
 	}
 }
 
-// question returns the query in progress, or the last one if it is fresh. Otherwise it starts one, for which
+// query returns the query in progress, or the last one if it is fresh. Otherwise it starts one, for which
 // the ranks have the time ask.
-func (j *Job) question(ask time.Duration) (*gathering, error) {
+func (j *Job) query(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.closed {
@@ -152,7 +152,7 @@ func (j *Job) question(ask time.Duration) (*gathering, error) {
 			return
 		}
 		if err != nil {
-			j.cfg.Log.Warn("ranks could not be asked for metrics", zap.Error(err))
+			j.cfg.Log.Warn("asking the ranks for metrics failed", zap.Error(err))
 		}
 		g.families, g.err = j.merge(answers, time.Since(g.begun))
 	})
@@ -171,7 +171,7 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 		}
 		if err := m.add(rank, host, text); err != nil {
 			bad++
-			j.cfg.Log.Warn("metrics of a rank cannot be used", zap.Int("rank", rank), zap.String("host", host), zap.Error(err))
+			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank), zap.String("host", host), zap.Error(err))
 			continue
 		}
 		up[rank] = true
@@ -205,7 +205,7 @@ var (
 	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started.")
 	startDesc = desc(jobPrefix+"start_time_seconds", "When the job was started, in seconds since 1970.")
 	tookDesc  = desc(jobPrefix+"gather_seconds", "Time that it took to ask the ranks for these metrics.")
-	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used.")
+	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that were invalid.")
 )
 
 // jobCollector collects the launcher's own metrics.

@@ -151,20 +151,20 @@ func TestBadAnswers(t *testing.T) {
 	}{
 		"nothing":            {nil, "no metrics"},
 		"only a comment":     {[]byte("# hello\n"), "no metrics"},
-		"garbage":            {[]byte("\x00\x01\x02"), "no metrics"},
-		"cut":                {textOf(t, 1, asIs)[:5000], "no metrics"},
+		"garbage":            {[]byte("\x00\x01\x02"), "not in Prometheus's text format"},
+		"cut":                {textOf(t, 1, asIs)[:5000], "not in Prometheus's text format"},
 		"not UTF-8":          {[]byte("x{y=\"\xff\"} 1\n"), "UTF-8"},
 		"100 MiB":            {bytes.Repeat([]byte("x 1\n"), 25<<20), "got 104857600 bytes, want"},
-		"of another type":    {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"), `"hvd_epoch" of type COUNTER, and other ranks have it of type GAUGE`},
+		"of another type":    {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"), `"hvd_epoch" of type COUNTER, but other ranks sent type GAUGE`},
 		"twice":              {[]byte("x{a=\"1\",b=\"2\"} 1\nx{b=\"2\",a=\"1\"} 1\n"), `"x" twice`},
 		"twice, a histogram": {[]byte("# TYPE x histogram\nx_sum{rank=\"1\"} 1\nx_count{rank=\"1\"} 1\nx_sum{rank=\"2\"} 1\nx_count{rank=\"2\"} 1\n"), `"x" twice`},
 		"another's rank too": {[]byte("x{rank=\"1\"} 1\nx{rank=\"3\"} 1\n"), `"x" twice`},
 		"a label twice":      {[]byte("x{a=\"1\",a=\"2\"} 1\n"), "duplicate label"},
-		"a histogram's sum":  {[]byte("hvd_negotiation_seconds_sum 1\n"), `"hvd_negotiation_seconds_sum" beside "hvd_negotiation_seconds"`},
+		"a histogram's sum":  {[]byte("hvd_negotiation_seconds_sum 1\n"), `"hvd_negotiation_seconds_sum" and "hvd_negotiation_seconds"`},
 		"over a name":        {[]byte("x_bucket 1\n# TYPE x histogram\nx_sum 1\nx_count 1\n"), `"x_bucket"`},
-		"over another's":     {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"), `"go_gc" beside "go_gc_count"`},
-		"the launcher's":     {[]byte("hvd_up{} 1\n"), `"hvd_up", which only the launcher has`},
-		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"), `"hvd_job_ranks", which only the launcher has`},
+		"over another's":     {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"), `"go_gc" and "go_gc_count"`},
+		"the launcher's":     {[]byte("hvd_up{} 1\n"), `"hvd_up", a name that is reserved for the launcher`},
+		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"), `"hvd_job_ranks", a name that is reserved for the launcher`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			j, entries := jobOf(t, 3, map[int][]byte{0: append(textOf(t, 0, asIs), "go_gc_count 1\n"...), 1: c.text, 2: textOf(t, 2, asIs)})
@@ -174,7 +174,7 @@ func TestBadAnswers(t *testing.T) {
 			if n := strings.Count(text, `rank="1"}`); n != 1 {
 				t.Errorf("%d series of rank 1, want hvd_up alone", n)
 			}
-			if !testnet.Logged(entries, "metrics of a rank cannot be used", c.want) || entries.Len() != 1 {
+			if !testnet.Logged(entries, "the metrics of a rank are invalid", c.want) || entries.Len() != 1 {
 				t.Errorf("got log %v, want %q", entries.All(), c.want)
 			}
 		})
@@ -296,7 +296,7 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 }
 
 // Who waits less than others gets an error in time, and takes them nothing away; so does one that goes.
-func TestImpatientScrapes(t *testing.T) {
+func TestShortScrapeTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		_, j := newAsker(t)
 		h := j.Handler()
@@ -324,8 +324,8 @@ func TestImpatientScrapes(t *testing.T) {
 		time.Sleep(100 * time.Millisecond)
 		leave()
 		w := request(h, "/metrics", "X-Prometheus-Scrape-Timeout-Seconds", "0.2")
-		if w.Code != http.StatusServiceUnavailable || time.Since(begun) != 300*time.Millisecond || !strings.Contains(w.Body.String(), "in time") {
-			t.Errorf("the impatient one: got %d after %v: %s", w.Code, time.Since(begun), w.Body)
+		if w.Code != http.StatusServiceUnavailable || time.Since(begun) != 300*time.Millisecond || !strings.Contains(w.Body.String(), "before the scrape timed out") {
+			t.Errorf("the scrape with a short timeout: got %d after %v: %s", w.Code, time.Since(begun), w.Body)
 		}
 		patient.Wait()
 		j.Close()
@@ -333,7 +333,7 @@ func TestImpatientScrapes(t *testing.T) {
 }
 
 // When the job ends, a scrape under way ends at once, and Close waits for the question.
-func TestCloseDuringQuestion(t *testing.T) {
+func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
 		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"}, Ask: func(ctx context.Context) (map[int][]byte, error) {
@@ -344,7 +344,7 @@ func TestCloseDuringQuestion(t *testing.T) {
 		var scrape sync.WaitGroup
 		begun := time.Now()
 		scrape.Go(func() {
-			if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "ended") {
+			if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "over") {
 				t.Errorf("got %d: %s", w.Code, w.Body)
 			}
 		})
@@ -374,7 +374,7 @@ func TestQuestionThatFails(t *testing.T) {
 	})
 	defer j.Close()
 	wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 0`, `hvd_up{host="a",rank="1"} 1`, `x{host="a",rank="1"} 1`)
-	if !testnet.Logged(entries, "ranks could not be asked for metrics", "store is closed") {
+	if !testnet.Logged(entries, "asking the ranks for metrics failed", "store is closed") {
 		t.Errorf("got log %v", entries.All())
 	}
 }

@@ -19,8 +19,8 @@ import (
 const maxText = 2 << 20
 
 var (
-	errLate  = errors.New("metrics: the ranks have not answered in time")
-	errEnded = errors.New("metrics: the job has ended")
+	errLate  = errors.New("metrics: the ranks did not answer before the scrape timed out")
+	errEnded = errors.New("metrics: the job is over")
 )
 
 // merger merges the metrics of several ranks.
@@ -36,7 +36,7 @@ func newMerger() *merger {
 // add adds a rank's answer. If the answer is invalid, add returns an error and adds nothing.
 func (m *merger) add(rank int, host string, text []byte) error {
 	if len(text) > maxText {
-		return fmt.Errorf("got %d bytes, want %d at most", len(text), maxText)
+		return fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
 	}
 	// One label that is not UTF-8 makes Prometheus reject the metrics of all ranks.
 	if !utf8.Valid(text) {
@@ -44,7 +44,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	}
 	families, err := m.parser.TextToMetricFamilies(bytes.NewReader(text))
 	if err != nil {
-		return fmt.Errorf("got text that is no metrics: %.200w", err)
+		return fmt.Errorf("got text that is not in Prometheus's text format: %.200w", err)
 	}
 	if len(families) == 0 {
 		return errors.New("got no metrics")
@@ -53,13 +53,13 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	hostPair := &dto.LabelPair{Name: new(labelHost), Value: &host}
 	for name, f := range families {
 		if name == upName || strings.HasPrefix(name, jobPrefix) {
-			return fmt.Errorf("got %.100q, which only the launcher has", name)
+			return fmt.Errorf("got metric %.100q, a name that is reserved for the launcher", name)
 		}
 		if have := m.families[name]; have != nil && have.GetType() != f.GetType() {
-			return fmt.Errorf("got %.100q of type %v, and other ranks have it of type %v", name, f.GetType(), have.GetType())
+			return fmt.Errorf("got metric %.100q of type %v, but other ranks sent type %v", name, f.GetType(), have.GetType())
 		}
-		if with := m.mixedUp(name, f, families); with != "" {
-			return fmt.Errorf("got %.100q beside %.100q, whose series have one name", name, with)
+		if with := m.clash(name, f, families); with != "" {
+			return fmt.Errorf("got metrics %.100q and %.100q, which share the name of a series", name, with)
 		}
 		seen := make(map[string]bool, len(f.Metric))
 		for _, metric := range f.Metric {
@@ -71,7 +71,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 			metric.TimestampMs = nil
 			key := keyOf(metric.Label)
 			if seen[key] {
-				return fmt.Errorf("got %.100q twice with the same labels", name)
+				return fmt.Errorf("got metric %.100q twice with the same labels", name)
 			}
 			seen[key] = true
 		}
@@ -89,9 +89,9 @@ func (m *merger) add(rank int, host string, text []byte) error {
 // suffixes are the suffixes of the series of a histogram or a summary.
 var suffixes = []string{"_bucket", "_sum", "_count"}
 
-// mixedUp returns the name of another metric, already added or in others, that shares a series name with f,
+// clash returns the name of another metric, already added or in others, that shares a series name with f,
 // which is called name. It returns "" if there is none.
-func (m *merger) mixedUp(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
+func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
 	for _, suffix := range suffixes {
 		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {
 			if all[name+suffix] != nil && hasSuffixes(f) {

@@ -16,12 +16,12 @@ import (
 )
 
 const (
-	// patience limits each part of a scrape: reading the request, and writing the response.
-	patience = 10 * time.Second
+	// scrapeTimeout limits each part of a scrape: reading the request, and writing the response.
+	scrapeTimeout = 10 * time.Second
 	// grace is how long responses in progress may take when the server is closed: a scrape must not delay the
 	// end of a job.
 	grace = 250 * time.Millisecond
-	// maxConns is the greatest number of connections at a time, so that strangers cannot use up the process's
+	// maxConns is the greatest number of connections at a time, so that clients cannot use up the process's
 	// file descriptors.
 	maxConns = 32
 )
@@ -45,7 +45,7 @@ func Address(addr string, plus int) (string, error) {
 		n += uint64(plus)
 	}
 	if n > 65535 {
-		return "", fmt.Errorf("metrics: address %q: the port of local rank %d would be %d, want 65535 at most", addr, plus, n)
+		return "", fmt.Errorf("metrics: address %q: the port of local rank %d is %d, want at most 65535", addr, plus, n)
 	}
 	if host == "" {
 		host = "127.0.0.1"
@@ -86,7 +86,7 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	s := &Server{listener: &bounded{l, dial.NewLimiter(maxConns)}, cancel: cancel}
 	s.http = http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
-		ReadTimeout: patience, WriteTimeout: patience, IdleTimeout: 3 * time.Minute, MaxHeaderBytes: 8 << 10,
+		ReadTimeout: scrapeTimeout, WriteTimeout: scrapeTimeout, IdleTimeout: 3 * time.Minute, MaxHeaderBytes: 8 << 10,
 		ErrorLog:    zap.NewStdLog(log),
 		BaseContext: func(net.Listener) context.Context { return ctx },
 	}

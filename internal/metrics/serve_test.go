@@ -37,7 +37,7 @@ func TestAddress(t *testing.T) {
 		want string
 	}{
 		{"", 0, "missing port"}, {"h1", 0, `"h1"`}, {"h1:", 0, `port ""`}, {":http", 0, `"http"`}, {":65536", 0, "65536"}, {":-1", 0, "-1"},
-		{"::1", 0, "too many colons"}, {":65530", 6, "local rank 6 would be 65536"}, {"70000", 0, "70000"},
+		{"::1", 0, "too many colons"}, {":65530", 6, "local rank 6 is 65536"}, {"70000", 0, "70000"},
 	} {
 		_, err := metrics.Address(c.addr, c.plus)
 		testnet.WantError(t, err, "metrics: address", c.want)
@@ -109,7 +109,7 @@ func TestStrangersAreBounded(t *testing.T) {
 	if _, err := get(t, s.Addr()); err != nil {
 		t.Error(err)
 	}
-	if err := first.SetReadDeadline(time.Now().Add(patience)); err != nil {
+	if err := first.SetReadDeadline(time.Now().Add(waitLimit)); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := first.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
@@ -141,8 +141,8 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	resp.Body.Close()
 }
 
-// patience is against hanging, and less than what a server bears silence for.
-const patience = 8 * time.Second
+// waitLimit bounds the waits of the tests. It is less than the timeouts of the server.
+const waitLimit = 8 * time.Second
 
 // Close lets an answer end that is about to, cuts one that is not, and waits for both.
 func TestCloseDuringScrapes(t *testing.T) {
@@ -167,7 +167,7 @@ func closeDuringScrapes(t *testing.T) bool {
 		}
 		select {
 		case <-r.Context().Done():
-		case <-time.After(patience):
+		case <-time.After(waitLimit):
 			t.Error("the slow answer was not told to end")
 		}
 		close(ended)
@@ -210,7 +210,7 @@ func closeDuringScrapes(t *testing.T) bool {
 		t.Errorf("got %q and error %v", body, err)
 	}
 	<-ended
-	if err := silent.SetReadDeadline(time.Now().Add(patience)); err != nil {
+	if err := silent.SetReadDeadline(time.Now().Add(waitLimit)); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := silent.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
@@ -224,7 +224,7 @@ func closeDuringScrapes(t *testing.T) bool {
 		close(leave)
 		select {
 		case <-closed:
-		case <-time.After(patience):
+		case <-time.After(waitLimit):
 			t.Fatal("Close hangs")
 		}
 	}
