@@ -170,7 +170,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	for r, s := range newest {
 		why := absent[r]
 		if s != nil && s.Epoch < f.Epoch {
-			why, s = fmt.Sprintf("it is in epoch %d still, others in %d", s.Epoch, f.Epoch), nil
+			why, s = fmt.Sprintf("it is still in epoch %d, other ranks are in epoch %d", s.Epoch, f.Epoch), nil
 		}
 		if s == nil {
 			f.Silent = append(f.Silent, Silent{r, why})

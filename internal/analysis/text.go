@@ -37,18 +37,18 @@ func (f *Findings) Blame(culprits []int) {
 // lines at most, each without control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
-	list(&b, len(f.Waiting), shown, "tensors are waited for otherwise", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
-	list(&b, len(f.Running), shown, "operations are under way otherwise", func(i int) { writeRunning(&b, &f.Running[i]) })
+	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
+	list(&b, len(f.Running), shown, "operations in progress", func(i int) { writeRunning(&b, &f.Running[i]) })
 	if len(f.Ranks) > 0 && len(f.Waiting)+len(f.Running) == 0 {
 		b.WriteString("No rank that answered waits for an operation.\n")
 	}
 	f.writeSilent(&b)
 	if len(f.Stalls) > 0 {
-		b.WriteString("The coordinator knows of these stalls:\n")
+		b.WriteString("Stalls that the coordinator reports:\n")
 		list(&b, len(f.Stalls), shown, "stalls", func(i int) { fmt.Fprintf(&b, "  %s\n", Plain(f.Stalls[i])) })
 	}
 	if len(f.Ranks) > 0 {
-		b.WriteString("Where the ranks are:\n")
+		b.WriteString("State of each rank:\n")
 		list(&b, len(f.Ranks), maxRankLines, "ranks", func(i int) {
 			r := &f.Ranks[i]
 			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, Plain(r.Host), r.PID, r.describe())
@@ -77,7 +77,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	}
 	unknown := "" // the others may wait for these ranks
 	if len(w.Silent) > 0 {
-		unknown = fmt.Sprintf("; of %s, which did not answer, nothing is known", topo.FormatRanks(w.Silent))
+		unknown = fmt.Sprintf("; %s did not answer and may be missing too", topo.FormatRanks(w.Silent))
 	}
 	switch {
 	case len(missing) > 0 && join:
@@ -89,7 +89,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	case len(w.Silent) > 0:
 		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
 	default:
-		fmt.Fprintf(b, "%s %s called %s, and it was not granted yet, for %s: that is under way, or waits for the rest of a group.\n",
+		fmt.Fprintf(b, "%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.\n",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)
 	}
 	list(b, len(w.Missing), shown, "ranks", func(i int) {
@@ -97,16 +97,16 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 		var times string
 		switch first := fmt.Sprintf("%q", w.Names[0]); {
 		case join && m.Times == 0:
-			times = "goes on"
+			times = "has not joined"
 		case m.Times == 0 && !m.Complete:
-			times = "has not called it in what its recorder has"
+			times = "has not called it since the oldest entry of its flight recorder"
 		case m.Times == 0:
 			times = "never called it in this epoch"
 		default:
 			if w.NumNames == 1 {
 				first = "it"
 			}
-			times = fmt.Sprintf("called %s %s before, the last ended %s ago", first, count(m.Times), span(m.Ago))
+			times = fmt.Sprintf("called %s %s before; the last call ended %s ago", first, count(m.Times), span(m.Ago))
 		}
 		where := ""
 		if at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank }); at >= 0 {
@@ -128,13 +128,13 @@ func writeRunning(b *strings.Builder, r *Running) {
 		}
 	}
 	if len(r.Inside) > 0 {
-		parts = append(parts, fmt.Sprintf("%s %s inside %s, asked for %s ago", topo.FormatRanks(r.Inside), are(r.Inside), what, span(r.Longest)))
+		parts = append(parts, fmt.Sprintf("%s %s executing %s, submitted %s ago", topo.FormatRanks(r.Inside), are(r.Inside), what, span(r.Longest)))
 	} else {
-		parts = append(parts, fmt.Sprintf("nobody is inside %s, asked for %s ago", what, span(r.Longest)))
+		parts = append(parts, fmt.Sprintf("no rank is executing %s, submitted %s ago", what, span(r.Longest)))
 	}
-	add(r.Queued, "%s: not begun")
+	add(r.Queued, "%s: not started")
 	add(r.Waiting, "%s: not granted yet")
-	add(r.Ended, "%s: done with it")
+	add(r.Ended, "%s: completed")
 	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
 }
 
@@ -148,7 +148,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 		}
 		of[s.Why] = append(of[s.Why], s.Rank)
 	}
-	list(b, len(whys), 2*shown, "reasons of other ranks", func(i int) {
+	list(b, len(whys), 2*shown, "reasons why ranks did not answer", func(i int) {
 		why := whys[i]
 		text := ""
 		if why != "" {
@@ -160,14 +160,14 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 
 // describe returns the state of the rank as a clause.
 func (r *Rank) describe() string {
-	text := "it waits for nothing"
+	text := "no operation is pending"
 	if r.First != nil {
 		state := "has waited for"
 		switch {
 		case r.First.Begun > 0:
-			state = "has been inside"
+			state = "has executed"
 		case r.First.Granted > 0:
-			state = "has waited to begin"
+			state = "has waited to execute"
 		}
 		text = fmt.Sprintf("it %s %s for %s", state, label(r.First.Kind, []string{r.First.Name}, 1, r.First.Set), span(r.Waited))
 		if r.Pending > 1 {
@@ -175,7 +175,7 @@ func (r *Rank) describe() string {
 		}
 	}
 	if r.Last == nil {
-		return text + "; it has ended no operation"
+		return text + "; no operation has ended"
 	}
 	text += fmt.Sprintf("; its last operation was %s, which ended %s ago", label(r.Last.Kind, []string{r.Last.Name}, 1, r.Last.Set), span(r.Ago))
 	if r.Last.Error != "" {

@@ -63,14 +63,14 @@ func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	return all
 }
 
-// head returns the report without where the ranks are.
+// head returns the report without the state of each rank.
 func head(report string) string {
-	text, _, _ := strings.Cut(report, "Where the ranks are:\n")
+	text, _, _ := strings.Cut(report, "State of each rank:\n")
 	return text
 }
 
 const (
-	atLast = "it waits for nothing; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
+	atLast = "no operation is pending; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
 	where1 = "; " + atLast + "\n"
 )
 
@@ -88,7 +88,7 @@ func TestReport(t *testing.T) {
 				j[r].waits(time.Duration(r+2)*time.Second, "grad/0")
 			}
 		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
-			"  rank 1 called it 2 times before, the last ended 19.0 s ago" + where1},
+			"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
 
 		{"two ranks at different names", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "a")
@@ -121,7 +121,7 @@ func TestReport(t *testing.T) {
 			j[1].Record(operation(2, time.Second, "grad/0", "grad/1"))
 			j[0].waits(2*time.Second, "grad/0", "grad/1")
 		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", \"grad/1\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 called \"grad/0\" once before, the last ended 19.0 s ago" + where1},
+			"  rank 1 called \"grad/0\" once before; the last call ended 19.0 s ago" + where1},
 
 		{"a recorder that does not go back", 2, func(j []*rankAt) {
 			j[1].Recorder = New(1)
@@ -129,7 +129,7 @@ func TestReport(t *testing.T) {
 			j[1].Record(operation(2, time.Second, "grad/1"))
 			j[0].waits(2*time.Second, "x")
 		}, nil, nil, "Rank 1 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 has not called it in what its recorder has" + where1},
+			"  rank 1 has not called it since the oldest entry of its flight recorder" + where1},
 
 		{"one gives no answer", 3, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "x")
@@ -142,13 +142,13 @@ func TestReport(t *testing.T) {
 			j[1].waits(2*time.Second, "x")
 			j[3].waits(2*time.Second, "x")
 		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"},
-			"Rank 0 has not called allreduce \"x\", for which ranks 1 and 3 have waited for 18.0 s; of ranks 2 and 4, which did not answer, nothing is known.\n" +
+			"Rank 0 has not called allreduce \"x\", for which ranks 1 and 3 have waited for 18.0 s; ranks 2 and 4 did not answer and may be missing too.\n" +
 				"  rank 0 never called it in this epoch" + where1 + "Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
 
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
-		}, []int{0, 1}, nil, "Rank 0 has joined and rank 1 has not, for 17.0 s; of rank 2, which did not answer, nothing is known.\n" +
-			"  rank 1 goes on" + where1 + "Rank 2 did not answer.\n"},
+		}, []int{0, 1}, nil, "Rank 0 has joined and rank 1 has not, for 17.0 s; rank 2 did not answer and may be missing too.\n" +
+			"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
 
 		{"nobody answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
 			"Ranks 0, 3 and 4 did not answer.\nRanks 1 and 2 did not answer: it has ended.\n"},
@@ -158,7 +158,7 @@ func TestReport(t *testing.T) {
 		{"all have asked", 2, func(j []*rankAt) {
 			j[0].waits(20*time.Second-5*ms, "x")
 			j[1].waits(20*time.Second-4*ms, "x")
-		}, nil, nil, "Ranks 0 and 1 have called allreduce \"x\", and it was not granted yet, for 5 ms: that is under way, or waits for the rest of a group.\n"},
+		}, nil, nil, "Ranks 0 and 1 have called allreduce \"x\", which has not been granted for 5 ms: the grant is in progress, or other tensors of its group are missing.\n"},
 
 		{"inside, queued, not heard of, done", 5, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
@@ -166,29 +166,29 @@ func TestReport(t *testing.T) {
 			j[2].runs(3*time.Second, 0, 3, "x")
 			j[3].waits(4*time.Second, "x")
 			j[4].Record(operation(3, 3*time.Second, "x"))
-		}, nil, nil, "Ranks 0 and 1 are inside allreduce \"x\" (tcp), asked for 18.0 s ago; rank 2: not begun; rank 3: not granted yet; rank 4: done with it.\n"},
+		}, nil, nil, "Ranks 0 and 1 are executing allreduce \"x\" (tcp), submitted 18.0 s ago; rank 2: not started; rank 3: not granted yet; rank 4: completed.\n"},
 
 		{"queued alone", 2, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 0, 0, "x")
 			j[1].runs(2*time.Second, 0, 0, "x")
 			j[0].runs(2*time.Second, 0, 0, "y")
 			j[1].runs(2*time.Second, 0, 0, "y")
-		}, nil, nil, "Nobody is inside allreduce \"x\", \"y\" (tcp), asked for 18.0 s ago; ranks 0 and 1: not begun.\n"},
+		}, nil, nil, "No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
 
 		// The dumps are of different moments: rank 1 has done it meanwhile, again.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
 			j[1].Record(operation(3, 3*time.Second, "grad/0"))
-		}, nil, nil, "Nobody is inside allreduce \"grad/0\", asked for 18.0 s ago; rank 0: not granted yet; rank 1: done with it.\n"},
+		}, nil, nil, "No rank is executing allreduce \"grad/0\", submitted 18.0 s ago; rank 0: not granted yet; rank 1: completed.\n"},
 
 		{"a rank has joined", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
 		}, nil, nil, "Rank 0 has joined and ranks 1 and 2 have not, for 17.0 s.\n" +
-			"  rank 1 goes on; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"  rank 2 goes on; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
-			"Ranks 1 and 2 have called allreduce \"x\", and it was not granted yet, for 16.0 s: that is under way, or waits for the rest of a group.\n"},
+			"  rank 1 has not joined; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"  rank 2 has not joined; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
+			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
 
 		// That ranks have joined, longest ago, is no fault, and what is queued waits for what is inside.
 		{"what says most is first", 4, func(j []*rankAt) {
@@ -207,7 +207,7 @@ func TestReport(t *testing.T) {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
 		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
-			"  rank 3 never called it in this epoch; it has waited to begin allreduce \"queued\" for 16.0 s and 1 more; " +
+			"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and 1 more; " +
 			"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
 			"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
 			func() (lines string) {
@@ -216,13 +216,13 @@ func TestReport(t *testing.T) {
 					if r == 3 {
 						more = 1
 					}
-					lines += fmt.Sprintf("  rank %d goes on; it has waited to begin allreduce \"queued\" for 16.0 s and %d more; "+
+					lines += fmt.Sprintf("  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and %d more; "+
 						"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
 				}
 				return lines
 			}() +
-			"Ranks 1-3 are inside allreduce \"inside\" (tcp), asked for 15.0 s ago.\n" +
-			"Nobody is inside allreduce \"queued\" (tcp), asked for 16.0 s ago; ranks 1-3: not begun.\n"},
+			"Ranks 1-3 are executing allreduce \"inside\" (tcp), submitted 15.0 s ago.\n" +
+			"No rank is executing allreduce \"queued\" (tcp), submitted 16.0 s ago; ranks 1-3: not started.\n"},
 
 		{"a process set, of which some is known", 5, func(j []*rankAt) {
 			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
@@ -239,21 +239,21 @@ func TestReport(t *testing.T) {
 			}
 			j[3].Pending = []trace.Pending{{Set: 3, Kind: message.Allreduce, Name: "s", Submitted: 2 * time.Second}}
 		}, nil, nil, "Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
-			"  rank 1 called it once before, the last ended 18.8 s ago; it waits for nothing; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
+			"  rank 1 called it once before; the last call ended 18.8 s ago; no operation is pending; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
 
 		{"epochs", 3, func(j []*rankAt) {
 			j[0].Epoch, j[2].Epoch = 2, 2
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "old")
-		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; of rank 1, which did not answer, nothing is known.\n" +
-			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is in epoch 1 still, others in 2.\n"},
+		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
+			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is still in epoch 1, other ranks are in epoch 2.\n"},
 
 		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
 			j[0].Stalls = []string{"allreduce \"\\n\" has waited\n\x1b[2J"}
 			j[0].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
 			j[1].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
-		}, nil, nil, "Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", and it was not granted yet, for 18.0 s: that is under way, or waits for the rest of a group.\n" +
-			"The coordinator knows of these stalls:\n  allreduce \"\\n\" has waited??[2J\n"},
+		}, nil, nil, "Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", which has not been granted for 18.0 s: the grant is in progress, or other tensors of its group are missing.\n" +
+			"Stalls that the coordinator reports:\n  allreduce \"\\n\" has waited??[2J\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			j := job(c.size)
@@ -283,7 +283,7 @@ func TestReport(t *testing.T) {
 	}
 }
 
-func TestWhereTheRanksAre(t *testing.T) {
+func TestStateOfEachRank(t *testing.T) {
 	j := job(70)
 	j[1].waits(3*time.Second, "later")
 	j[1].waits(2*time.Second, "x")
@@ -293,15 +293,15 @@ func TestWhereTheRanksAre(t *testing.T) {
 	failed := operation(3, 19*time.Second, "bad")
 	failed.Failed = fmt.Errorf("rank 1 sent\n%s", strings.Repeat("x", 1<<10))
 	j[5].Record(failed)
-	_, got, _ := strings.Cut(analysis.Analyse(dumps(t, j...), 70, nil).Text(), "Where the ranks are:\n")
+	_, got, _ := strings.Cut(analysis.Analyse(dumps(t, j...), 70, nil).Text(), "State of each rank:\n")
 	lines := strings.Split(got, "\n")
 	for i, want := range []string{
 		"  rank 0 (host h0, pid 100): " + atLast,
 		"  rank 1 (host h0, pid 101): it has waited for allreduce \"x\" for 18.0 s and 1 more; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
-		"  rank 2 (host h1, pid 102): it has been inside allreduce \"x\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
-		"  rank 3 (host h1, pid 103): it has waited to begin allreduce \"x\" for 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
-		"  rank 4 (host h2, pid 104): it waits for nothing; it has ended no operation",
-		"  rank 5 (host h2, pid 105): it waits for nothing; its last operation was allreduce \"bad\", which ended 1.0 s ago, with an error: rank 1 sent?" +
+		"  rank 2 (host h1, pid 102): it has executed allreduce \"x\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 3 (host h1, pid 103): it has waited to execute allreduce \"x\" for 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 4 (host h2, pid 104): no operation is pending; no operation has ended",
+		"  rank 5 (host h2, pid 105): no operation is pending; its last operation was allreduce \"bad\", which ended 1.0 s ago, with an error: rank 1 sent?" +
 			strings.Repeat("x", 500-12) + "...",
 	} {
 		if lines[i] != want {
