@@ -96,7 +96,7 @@ func (w *world) beforeEnqueue() []refusal {
 		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
 			return err
-		}, nil, "adasum is a reduction for allreduce alone"},
+		}, nil, "reduction adasum is supported only by allreduce"},
 	}
 	cases = append(cases, w.over(w.removed, "removed set", hvd.ErrNoProcessSet.Error(), hvd.ErrNoProcessSet)...)
 	cases = append(cases, w.over(w.foreign, "not a member", fmt.Sprintf("rank %d is not a member of %v", e.Rank(), w.foreign), nil)...)

@@ -12,7 +12,7 @@ import (
 // Check returns an error if r contradicts itself. The coordinator checks what ranks must agree on.
 func (r *Request) Check() error {
 	if !r.Kind.Valid() {
-		return fmt.Errorf("request %q has unknown kind %d", r.Name, r.Kind)
+		return fmt.Errorf("request %q: got unknown kind %d", r.Name, r.Kind)
 	}
 	if err := CheckName(r.Name); err != nil {
 		return err
@@ -27,7 +27,7 @@ func (r *Request) Check() error {
 // operation.
 func (r *Request) CheckParameters() error {
 	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
-		return fmt.Errorf("group %q of %d tensors", r.Group, r.GroupSize)
+		return fmt.Errorf("got group %q of %d tensors, want a name and a positive number for an operation that moves data, or no group", r.Group, r.GroupSize)
 	}
 	if r.Group != "" {
 		if err := CheckName(r.Group); err != nil {
@@ -52,7 +52,7 @@ func (r *Request) CheckParameters() error {
 		return err
 	}
 	if r.Kind == Broadcast && r.Root < 0 {
-		return fmt.Errorf("root rank %d", r.Root)
+		return fmt.Errorf("got root rank %d, want at least 0", r.Root)
 	}
 	if r.Kind.Reduces() {
 		return r.checkReduction(r.DType)
@@ -64,11 +64,11 @@ func (r *Request) CheckParameters() error {
 func (r *Request) checkParts() error {
 	switch {
 	case r.Kind != Allreduce:
-		return fmt.Errorf("tensors of a group as one, which only allreduce has")
+		return fmt.Errorf("got a group as one request, which only allreduce supports")
 	case r.Group != "":
-		return fmt.Errorf("tensors of a group in group %q", r.Group)
+		return fmt.Errorf("got a group as one request inside group %q", r.Group)
 	case len(r.Shape) != 1:
-		return fmt.Errorf("tensors of a group with shape %v, want their number of elements", r.Shape)
+		return fmt.Errorf("got a group as one request with shape %v, want one dimension, their number of elements", r.Shape)
 	}
 	if err := r.Parts.check(r.DType, r.Shape[0]); err != nil {
 		return err
@@ -87,10 +87,10 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 		return err
 	}
 	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
-		return fmt.Errorf("adasum is a reduction for allreduce alone")
+		return fmt.Errorf("reduction adasum is supported only by allreduce")
 	}
 	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
-		return fmt.Errorf("scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
+		return fmt.Errorf("got scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
 	}
 	if r.Prescale != 1 || r.Postscale != 1 {
 		if err := tensor.CheckScale(dt); err != nil {
@@ -100,9 +100,9 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 	if r.Wire != tensor.Invalid {
 		switch {
 		case r.Kind != Allreduce:
-			return fmt.Errorf("compression to %v, which only allreduce has", r.Wire)
+			return fmt.Errorf("got compression to %v, which only allreduce supports", r.Wire)
 		case !r.Wire.IsHalf() || dt != tensor.Float32 && dt != tensor.Float64:
-			return fmt.Errorf("compression of %v to %v, want float32 or float64 to float16 or bfloat16", dt, r.Wire)
+			return fmt.Errorf("got compression of %v to %v, want compression of float32 or float64 to float16 or bfloat16", dt, r.Wire)
 		}
 	}
 	return nil
@@ -119,14 +119,14 @@ func (r *Response) check() error {
 		return err
 	}
 	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter && len(r.Shape) == 0 {
-		return fmt.Errorf("%v %q has shape %v", r.Kind, r.Name, r.Shape)
+		return fmt.Errorf("%v %q: got a response with shape %v", r.Kind, r.Name, r.Shape)
 	}
 	if r.Kind == AddProcessSet && r.Set == topo.Global {
-		return fmt.Errorf("%v %q without an id", r.Kind, r.Name)
+		return fmt.Errorf("%v %q: got process set 0, want the number of a new process set", r.Kind, r.Name)
 	}
 	if r.Kind == Allgather {
 		if _, err := r.NumElems(); err != nil {
-			return fmt.Errorf("allgather %q has first dimensions %v for shape %v", r.Name, r.FirstDims, r.Shape)
+			return fmt.Errorf("allgather %q: got first dimensions %v for shape %v: one is negative, or the result is too large", r.Name, r.FirstDims, r.Shape)
 		}
 	}
 	return nil
@@ -135,7 +135,7 @@ func (r *Response) check() error {
 // CheckName returns an error if a tensor or group cannot have the name.
 func CheckName(name string) error {
 	if name == "" || len(name) > MaxNameBytes {
-		return fmt.Errorf("a tensor name has %d bytes, want 1 to %d", len(name), MaxNameBytes)
+		return fmt.Errorf("got a tensor name of %d bytes, want 1 to %d", len(name), MaxNameBytes)
 	}
 	if !utf8.ValidString(name) {
 		return fmt.Errorf("tensor name %q is not UTF-8", name)
@@ -150,7 +150,7 @@ func checkMembers(ranks []topo.Rank) error {
 	}
 	for i, r := range ranks {
 		if r < 0 || r >= MaxRanks || i > 0 && r <= ranks[i-1] {
-			return fmt.Errorf("ranks %v, want them ascending and from 0 to %d", ranks, MaxRanks-1)
+			return fmt.Errorf("got ranks %v, want ascending ranks from 0 to %d", ranks, MaxRanks-1)
 		}
 	}
 	return nil
@@ -159,10 +159,10 @@ func checkMembers(ranks []topo.Rank) error {
 // checkTensor returns the number of elements, or an error if they or their bytes cannot be counted.
 func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
 	if !dt.Valid() {
-		return 0, fmt.Errorf("unknown element type %d", dt)
+		return 0, fmt.Errorf("got unknown element type %d", dt)
 	}
 	if len(s) > MaxDims {
-		return 0, fmt.Errorf("%d dimensions, want at most %d", len(s), MaxDims)
+		return 0, fmt.Errorf("got %d dimensions, want at most %d", len(s), MaxDims)
 	}
 	n, err := s.NumElems()
 	if err != nil {

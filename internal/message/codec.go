@@ -158,7 +158,7 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Set = topo.ProcessSetID(d.u32())
 		u.Millis = d.u32()
 		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
-			d.fail(errors.New("times out no tensor"))
+			d.fail(errors.New("reports a timeout without a tensor"))
 		}
 	case UpSuspect:
 		u.Suspect = d.rank()
@@ -290,7 +290,7 @@ func (d *decoder) downSet(s *DownSet) {
 			return
 		}
 		if int64(p.Grant) >= int64(len(s.Grants)) || int64(p.Tensor) >= int64(len(s.Grants[p.Grant].Full)) {
-			d.fail(fmt.Errorf("puts tensor %d of grant %d, which is not in it", p.Tensor, p.Grant))
+			d.fail(fmt.Errorf("assigns a cache bit to tensor %d of grant %d, which does not exist", p.Tensor, p.Grant))
 			return
 		}
 	}

@@ -201,8 +201,8 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.DType, r.Op = tensor.Int32, tensor.Adasum }, "reduce with adasum: got int32"},
 		{func(r *message.Request) { r.DType, r.Op, r.Prescale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
 		{func(r *message.Request) { r.DType, r.Op, r.Postscale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
-		{func(r *message.Request) { r.Kind, r.Op = message.Reducescatter, tensor.Adasum }, "adasum is a reduction for allreduce alone"},
-		{func(r *message.Request) { r.Kind, r.Wire = message.Reducescatter, tensor.Float16 }, "compression to float16, which only allreduce has"},
+		{func(r *message.Request) { r.Kind, r.Op = message.Reducescatter, tensor.Adasum }, "reduction adasum is supported only by allreduce"},
+		{func(r *message.Request) { r.Kind, r.Wire = message.Reducescatter, tensor.Float16 }, "got compression to float16, which only allreduce supports"},
 		{func(r *message.Request) { r.Wire = tensor.Float64 }, "compression of float32 to float64, want"},
 		{func(r *message.Request) { r.DType, r.Wire = tensor.Int32, tensor.Float16 }, "compression of int32 to float16, want"},
 		{func(r *message.Request) { r.Group = "G" }, `group "G" of 0 tensors`},
@@ -211,7 +211,7 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.Kind, r.Group, r.GroupSize = message.Barrier, "G", 1 }, `group "G" of 1 tensors`},
 		{func(r *message.Request) { r.Group, r.GroupSize = "bad\xff", 1 }, "not UTF-8"},
 		{func(r *message.Request) { r.Kind = message.AddProcessSet }, "without ranks"},
-		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{1, 1} }, "want them ascending"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{1, 1} }, "want ascending ranks"},
 		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{-1} }, "from 0 to"},
 		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{message.MaxRanks} }, "from 0 to"},
 		{func(r *message.Request) { r.Kind = message.RemoveProcessSet }, "the global process set cannot be removed"},
@@ -220,24 +220,24 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 62} }, "2^63-1 bytes"},
 		{func(r *message.Request) { r.Shape = make(tensor.Shape, message.MaxDims+1) }, "65 dimensions"},
 		{func(r *message.Request) { r.Prescale = math.NaN() }, "NaN"},
-		{func(r *message.Request) { r.Kind, r.Root = message.Broadcast, -1 }, "root rank -1"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Reducescatter }, "tensors of a group as one, which only allreduce has"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Barrier }, "tensors of a group as one, which only allreduce has"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Group, r.GroupSize = floats, tensor.Shape{10}, "G", 1 }, `tensors of a group in group "G"`},
-		{func(r *message.Request) { r.Parts, r.Shape = floats, tensor.Shape{5, 2} }, "with shape [5 2], want their number"},
-		{func(r *message.Request) { r.Parts = floats }, "a group of 10 elements, want 2"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Int32 }, "a group of type float32, want int32"},
-		{func(r *message.Request) { r.Parts, r.Shape = mixed, tensor.Shape{7} }, "a group of type DType(0), want float32"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Invalid }, "a group of type float32, want DType(0)"},
-		{func(r *message.Request) { r.Parts = message.Parts{1} }, "tensor 1 of the group ends in the middle"},
-		{func(r *message.Request) { r.Parts = append(floats[:len(floats):len(floats)], 1, 2, 3) }, "tensor 4 of the group ends in the middle"},
-		{func(r *message.Request) { r.Parts = message.Parts{1, -1} }, "tensor 1 of the group ends in the middle"},
-		{func(r *message.Request) { r.Parts = message.Parts{1, math.MaxInt64, 1} }, "tensor 1 of the group ends in the middle"},
+		{func(r *message.Request) { r.Kind, r.Root = message.Broadcast, -1 }, "got root rank -1"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Reducescatter }, "got a group as one request, which only allreduce supports"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Barrier }, "got a group as one request, which only allreduce supports"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Group, r.GroupSize = floats, tensor.Shape{10}, "G", 1 }, `got a group as one request inside group "G"`},
+		{func(r *message.Request) { r.Parts, r.Shape = floats, tensor.Shape{5, 2} }, "with shape [5 2], want one dimension"},
+		{func(r *message.Request) { r.Parts = floats }, "the group has 10 elements, want 2"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Int32 }, "the group has element type float32, want int32"},
+		{func(r *message.Request) { r.Parts, r.Shape = mixed, tensor.Shape{7} }, "the group has element type DType(0), want float32"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Invalid }, "the group has element type float32, want DType(0)"},
+		{func(r *message.Request) { r.Parts = message.Parts{1} }, "tensor 1 of the group is truncated"},
+		{func(r *message.Request) { r.Parts = append(floats[:len(floats):len(floats)], 1, 2, 3) }, "tensor 4 of the group is truncated"},
+		{func(r *message.Request) { r.Parts = message.Parts{1, -1} }, "tensor 1 of the group is truncated"},
+		{func(r *message.Request) { r.Parts = message.Parts{1, math.MaxInt64, 1} }, "tensor 1 of the group is truncated"},
 		{func(r *message.Request) {
 			r.Parts = message.Parts{}.Append(tensor.Float32, make(tensor.Shape, message.MaxDims+1))
-		}, "tensor 1 of the group: 65 dimensions"},
-		{func(r *message.Request) { r.Parts = message.Parts{-1, 0} }, "tensor 1 of the group: unknown element type"},
-		{func(r *message.Request) { r.Parts = message.Parts{256 + int64(tensor.Float32), 0} }, "tensor 1 of the group: unknown element type"},
+		}, "tensor 1 of the group: got 65 dimensions"},
+		{func(r *message.Request) { r.Parts = message.Parts{-1, 0} }, "tensor 1 of the group: got unknown element type"},
+		{func(r *message.Request) { r.Parts = message.Parts{256 + int64(tensor.Float32), 0} }, "tensor 1 of the group: got unknown element type"},
 		{func(r *message.Request) {
 			r.Parts = append(floats[:len(floats):len(floats)], int64(tensor.Float32), 1, -2)
 		}, "tensor 4 of the group: tensor: shape [-2] has a negative"},
@@ -245,7 +245,7 @@ func TestRequestCheck(t *testing.T) {
 			r.Parts = message.Parts{}.Append(tensor.Float64, tensor.Shape{1 << 59}).Append(tensor.Float64, tensor.Shape{1 << 59})
 			r.DType, r.Shape = tensor.Float64, tensor.Shape{1 << 60}
 		}, "more than 2^63-1 bytes"},
-		// What is asked for must do for each type.
+		// The reduction, the scale factors and the compression must be valid for each type of the group.
 		{func(r *message.Request) {
 			r.Parts, r.Shape, r.DType, r.Op = mixed, tensor.Shape{7}, tensor.Invalid, tensor.Adasum
 		}, "reduce with adasum: got int64"},
@@ -337,11 +337,11 @@ func TestResponseCheck(t *testing.T) {
 		r    message.Response
 		want string
 	}{
-		{message.Response{Kind: message.Allgather, DType: tensor.Int32}, "has shape []"},
-		{message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{1}, FirstDims: []int64{1}}, "has shape [1]"},
-		{message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{1, 2}}, "has shape [1 2]"},
-		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Sum, Prescale: 1, Postscale: 1}, "has shape []"},
-		{message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0}}, "without an id"},
+		{message.Response{Kind: message.Allgather, DType: tensor.Int32}, "got a response with shape []"},
+		{message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{1}, FirstDims: []int64{1}}, "got a response with shape [1]"},
+		{message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{1, 2}}, "got a response with shape [1 2]"},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Sum, Prescale: 1, Postscale: 1}, "got a response with shape []"},
+		{message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0}}, "got process set 0, want the number"},
 		{message.Response{Kind: message.AddProcessSet, Set: 1}, "without ranks"},
 		{message.Response{Kind: message.RemoveProcessSet}, "cannot be removed"},
 	} {

@@ -136,7 +136,7 @@ func (r *Response) NumElems() (int64, error) {
 	var rows int64
 	for _, n := range r.FirstDims {
 		if n < 0 || rows > math.MaxInt64-n {
-			return 0, fmt.Errorf("message: allgather %q: first dimensions %v have no sum", r.Name, r.FirstDims)
+			return 0, fmt.Errorf("message: allgather %q: first dimensions %v: one is negative, or their sum is too large", r.Name, r.FirstDims)
 		}
 		rows += n
 	}

@@ -113,7 +113,7 @@ func (p Parts) check(dt tensor.DType, numElems int64) error {
 	var elems, bytes int64
 	for rest, i := p, 1; len(rest) > 0; i++ {
 		if len(rest) < 2 || rest[1] < 0 || rest[1] > int64(len(rest))-2 {
-			return fmt.Errorf("tensor %d of the group ends in the middle", i)
+			return fmt.Errorf("tensor %d of the group is truncated", i)
 		}
 		dims := 2 + rest[1]
 		each, shape := tensor.DType(min(uint64(rest[0]), math.MaxUint8)), tensor.Shape(rest[2:dims])
@@ -123,16 +123,16 @@ func (p Parts) check(dt tensor.DType, numElems int64) error {
 		}
 		size := n * int64(each.Size())
 		if size > math.MaxInt64-bytes {
-			return fmt.Errorf("a group of more than 2^63-1 bytes")
+			return fmt.Errorf("the group has more than 2^63-1 bytes")
 		}
 		elems, bytes = elems+n, bytes+size
 		rest = rest[dims:]
 	}
 	if elems != numElems {
-		return fmt.Errorf("a group of %d elements, want %d", elems, numElems)
+		return fmt.Errorf("the group has %d elements, want %d", elems, numElems)
 	}
 	if common := p.DType(); common != dt {
-		return fmt.Errorf("a group of type %v, want %v", common, dt)
+		return fmt.Errorf("the group has element type %v, want %v", common, dt)
 	}
 	return nil
 }

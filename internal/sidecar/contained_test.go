@@ -78,7 +78,7 @@ func TestUsage(t *testing.T) {
 			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16} }),
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
-			"tensor name has 5000 bytes": good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
+			"tensor name of 5000 bytes":  good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
 			"needs a name":               good(func(o *op, _ *tens) { o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true }),
 			"tensors 0 and 2 overlap": good(func(o *op, tt *tens) {
 				o.Grouped = true
