@@ -108,8 +108,8 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 	return nil
 }
 
-// check returns an error if the response contradicts itself. Followers compute with the sizes in a response,
-// so they check them first.
+// check returns an error if the response contradicts itself. Members compute with the sizes in a response, so
+// they check them first.
 func (r *Response) check() error {
 	if r.Kind == Error {
 		return CheckName(r.Name)

@@ -54,14 +54,14 @@ const (
 //	Vectors:  u8 type | and, or: u32 words, u64 each
 //	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
 //
-// Its own length is not part of it: the channel knows it.
+// A frame does not have its own length, because the channel has it.
 const (
 	flagShutdown = 1
 	flagGranted  = 2
 	flagStop     = 1
 	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
 	vectorsType = 64
-	// probeType is likewise.
+	// probeType is beyond the types of Up and Down frames too.
 	probeType = 65
 )
 
@@ -332,10 +332,10 @@ func AppendProbe(b []byte, p *Probe) []byte {
 	return appendText(b, p.Domain)
 }
 
-// IsVectors reports whether a frame is a cycle's vectors, or broken ones.
+// IsVectors reports whether a frame is a cycle's vectors, possibly malformed ones.
 func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
 
-// IsProbe reports whether a frame is a Probe, or a broken one.
+// IsProbe reports whether a frame is a Probe, possibly a malformed one.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 
 // DecodeProbe returns the inverse of AppendProbe.
@@ -380,13 +380,13 @@ func appendWords(b []byte, v []uint32) []byte {
 	return b
 }
 
-// cut shortens a text for people and makes it valid UTF-8, which protobuf requires.
-func cut(s string) string {
+// truncateText truncates a text to MaxReasonBytes and makes it valid UTF-8, which protobuf requires.
+func truncateText(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), MaxReasonBytes)], "")
 }
 
 func appendText(b []byte, s string) []byte {
-	s = cut(s)
+	s = truncateText(s)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(s)))
 	return append(b, s...)
 }
@@ -529,7 +529,7 @@ func (d *decoder) text() string {
 		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
-	return cut(string(d.take(n))) // as if its sender had cut it: what is decoded can be encoded
+	return truncateText(string(d.take(n))) // truncates as appendText does, so that re-encoding gives the same bytes
 }
 
 func (d *decoder) proto(m proto.Message) bool {
@@ -581,7 +581,7 @@ func responseToPB(r *Response) *messagepb.Response {
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
 		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
-		Text: cut(r.Text),
+		Text: truncateText(r.Text),
 	}
 }
 

@@ -259,7 +259,7 @@ func TestRequestCheck(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%+v: got error %v, want %q", r, err, c.want)
 		}
-		// The same from the wire.
+		// The decoder applies the same checks.
 		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{r}}}})
 		var up message.Up
 		if message.DecodeUp(b, &up) == nil {

@@ -4,12 +4,12 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Probe measures one rank's clock against another's. A rank sends it to rank 0, which sends it back. Times are in nanoseconds since
-// the sender's engine started.
+// Probe measures the clock of a rank against the clock of rank 0. A rank sends it to rank 0, which sends it
+// back. Times are in nanoseconds since the engine of the rank that reads the clock has started.
 type Probe struct {
-	// Sent is the time at which it left, by the clock of the sender.
+	// Sent is the time at which the sender sent the probe, by its own clock.
 	Sent uint64
-	// Received and Replied are by the clock of rank 0. They are 0 on the way there.
+	// Received and Replied are by the clock of rank 0. They are 0 on the way to rank 0.
 	Received, Replied uint64
 	// Monotonic is what rank 0's clock showed when its engine started, and Domain names that clock: a rank
 	// that reads the same clock needs no measurement. They are 0 and empty on the way to rank 0.
@@ -30,9 +30,10 @@ const (
 	UpBye
 	// UpSuspect reports that the data channel to a rank has failed.
 	UpSuspect
-	// UpTimeout says that an operation was not done in the time that its caller gave it.
+	// UpTimeout says that an operation has not finished within the timeout of its caller.
 	UpTimeout
-	// UpReleased answers DownLeft: the sender has finished everything that it ran together with a rank that has left.
+	// UpReleased answers DownLeft: the sender has finished everything that it ran together with a rank that
+	// has left.
 	UpReleased
 )
 
@@ -52,9 +53,10 @@ type Up struct {
 	Suspect topo.Rank
 	// Reason belongs to UpSuspect and to Shutdown, where it may be empty.
 	Reason string
-	// Tensor, its Set and Millis belong to UpTimeout, where they are the operation and the time it had, and to
-	// UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and its age. With
-	// Shutdown, Tensor is the last operation, as `allreduce "g"`, and Millis how long ago it ended.
+	// Tensor, its Set and Millis belong to UpTimeout, where they are the operation and the time it had, and
+	// to UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and
+	// its age. With Shutdown, Tensor is the last operation, as `allreduce "g"`, and Millis how long ago it
+	// ended.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32
@@ -123,7 +125,8 @@ type Down struct {
 	Stop bool
 	// Sets has the process sets of the recipient about which something was decided.
 	Sets []DownSet
-	// Ranks are those that failed (DownFail), that have left (DownLeft), or whose shutdown stops the others (Stop).
+	// Ranks are those that failed (DownFail), that have left (DownLeft), or whose shutdown stops the others
+	// (Stop).
 	Ranks []topo.Rank
 	// Reason says why, with DownFail, and with Stop unless the recipient has asked for it.
 	Reason string
@@ -143,12 +146,12 @@ type DownSet struct {
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm
-	// Absent are the members, ascending, that have joined without asking for these tensors. They stand in with
+	// Absent are the members, ascending, that have joined without asking for these tensors. They contribute
 	// neutral elements.
 	Absent []topo.Rank
 	// Bits are tensors that the cache holds.
 	Bits []uint32
-	// Full are tensors that it does not.
+	// Full are tensors that the cache does not hold.
 	Full []*Response
 }
 
@@ -176,7 +179,7 @@ func (s *DownSet) AddGrant() *Grant {
 	g := grow(&s.Grants)
 	g.Backend, g.Algorithm = NoBackend, NoAlgorithm
 	g.Absent, g.Bits = g.Absent[:0], g.Bits[:0]
-	// Responses outlive the frame in caches: drop the references, or an idle slot would keep them alive.
+	// Drop the references, because an unused element would keep responses alive that no cache holds any more.
 	clear(g.Full)
 	g.Full = g.Full[:0]
 	return g

@@ -14,7 +14,8 @@ const (
 	Alltoall
 	Reducescatter
 	Barrier
-	// Join says that a rank has no more tensors for a process set; it is answered when all members have joined.
+	// Join says that a rank has no more tensors for a process set; it is answered when all members have
+	// joined.
 	Join
 	// AddProcessSet and RemoveProcessSet are requests of every rank on the global set.
 	AddProcessSet
@@ -81,7 +82,8 @@ type Algorithm uint8
 // The algorithms.
 const (
 	NoAlgorithm Algorithm = iota
-	// Ring passes parts round; an element's sum begins at a rank that depends on its place in the buffer.
+	// Ring passes parts from rank to rank in a ring. The order of a sum depends on the element's position in
+	// the buffer.
 	Ring
 	// Tree is a binomial tree.
 	Tree

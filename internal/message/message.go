@@ -27,13 +27,15 @@ type Request struct {
 	Wire tensor.DType
 	// Root is for broadcast: a rank of the job, not a position in the set.
 	Root topo.Rank
-	// Group names the tensors that are to be granted together, GroupSize of them; empty and 0 for a tensor by itself.
+	// Group is the name of a group of GroupSize tensors that are granted together. A tensor without a group
+	// has "" and 0.
 	Group     string
 	GroupSize int32
-	// Parts are the tensors of an allreduce of a group, which is one request; nil for a tensor. Shape is then the number of all
-	// elements, and DType their type, Invalid if they have several.
+	// Parts are the tensors of a group whose allreduce is one request, else nil. Shape is then the total
+	// number of elements, and DType is their type, or Invalid if the group has several types.
 	Parts Parts
-	// Empty is for Join: the rank takes part with nothing in operations that otherwise refuse joined ranks.
+	// Empty is for Join: the rank contributes no rows to operations that are otherwise an error for joined
+	// ranks.
 	Empty bool
 	// Ranks are the members of a process set to add, ascending.
 	Ranks []topo.Rank
@@ -41,7 +43,7 @@ type Request struct {
 	Set topo.ProcessSetID
 	// Bit is a guess of the name's bit in the response cache, and is not sent. A wrong guess only costs time.
 	Bit uint32
-	// Hit is the response of the cache that the request was found to match, or nil. It does not travel either.
+	// Hit is the cached response that the request matches, or nil. It is not sent.
 	Hit *Response
 }
 
@@ -51,14 +53,15 @@ type Response struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
-	// Shape is each rank's shape. Where the first dimensions may differ it is 0 here. Those of an allgather are in
-	// FirstDims, in the order of the set; those of an alltoall travel when it is executed.
+	// Shape is the shape at every rank. If the first dimensions may differ between ranks, the first dimension
+	// of Shape is 0. FirstDims has those of an allgather, in the order of the set. The ranks exchange those
+	// of an alltoall when they execute it.
 	Shape               tensor.Shape
 	FirstDims           []int64
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
-	// Root is that of a broadcast, and of a join the rank that joined last.
+	// Root is the root of a broadcast. For a join it is the rank that joined last.
 	Root      topo.Rank
 	Group     string
 	GroupSize int32
@@ -70,8 +73,8 @@ type Response struct {
 	Text string
 }
 
-// Request returns what member i of the process set must have submitted for this response. For alltoall the first
-// dimension is not known and 0.
+// Request returns what member i of the process set must have submitted for this response. For alltoall the
+// first dimension is unknown, and 0 in the result.
 func (r *Response) Request(i int) Request {
 	q := r.request()
 	if r.Kind == Allgather {
@@ -127,8 +130,8 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 	return true
 }
 
-// NumElems returns the number of elements of the result: for allgather those of all ranks together, for
-// reducescatter the parts of all, for alltoall, where it is not known, 0.
+// NumElems returns the number of elements of the result: for allgather and reducescatter of all ranks
+// together, for alltoall 0, because the number is unknown.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
 		return r.Shape.NumElems()
@@ -158,9 +161,9 @@ func (r *Response) RowElems() (int64, error) {
 	return r.Shape[1:].NumElems()
 }
 
-// NumBytes returns the size of the result. The response must be sound, as the coordinator's are.
+// NumBytes returns the size of the result. The response must have passed the check of the decoder.
 func (r *Response) NumBytes() int64 {
-	if r.several() {
+	if r.hasSeveralTypes() {
 		return r.Parts.numBytes(tensor.Invalid)
 	}
 	n, err := r.NumElems()
@@ -170,10 +173,10 @@ func (r *Response) NumBytes() int64 {
 	return n * int64(r.DType.Size())
 }
 
-// WireBytes returns the size of the result in elements of the type that travels: what it takes of a fusion buffer. The
-// response must be sound.
+// WireBytes returns the size of the result in elements of WireType, which is its size in the fusion buffer.
+// The response must have passed the check of the decoder.
 func (r *Response) WireBytes() int64 {
-	if r.several() {
+	if r.hasSeveralTypes() {
 		return r.Parts.numBytes(r.Wire)
 	}
 	n, err := r.NumElems()
@@ -183,10 +186,10 @@ func (r *Response) WireBytes() int64 {
 	return n * int64(r.WireType().Size())
 }
 
-// several reports whether there are tensors of several types.
-func (r *Response) several() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
+// hasSeveralTypes reports whether the response is a group with several element types.
+func (r *Response) hasSeveralTypes() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
 
-// WireType returns the element type that travels.
+// WireType returns the element type that is sent.
 func (r *Response) WireType() tensor.DType {
 	if r.Wire.Valid() {
 		return r.Wire

@@ -9,8 +9,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Parts are the tensors of a group that is asked for, and granted, as one: for each its element type, its number of dimensions and
-// these, all in a row. They are one slice because most groups come again, and are then compared and not read.
+// Parts are the tensors of a group that is requested and granted as one: for each tensor its element type,
+// its number of dimensions and its dimensions. They are one slice because most groups are submitted
+// repeatedly, and comparing slices is cheap.
 type Parts []int64
 
 // Append appends a tensor.
@@ -18,7 +19,7 @@ func (p Parts) Append(dt tensor.DType, shape tensor.Shape) Parts {
 	return append(append(p, int64(dt), int64(len(shape))), shape...)
 }
 
-// All returns the tensors in order. They must be sound.
+// All returns the tensors in order. p must have passed check.
 func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
 	return func(yield func(tensor.DType, tensor.Shape) bool) {
 		for len(p) > 0 {
@@ -101,14 +102,14 @@ func (p Parts) numBytes(wire tensor.DType) (total int64) {
 		if wire.Valid() {
 			dt = wire
 		}
-		n, _ := shape.NumElems() // they are sound
+		n, _ := shape.NumElems() // no error: check has accepted the shape
 		total += n * int64(dt.Size())
 	}
 	return total
 }
 
-// check returns an error if p is not sound, or if all of its tensors together do not have the type and the number of elements that are
-// given.
+// check returns an error if p is malformed, or if its tensors do not have the given common type and the given
+// total number of elements.
 func (p Parts) check(dt tensor.DType, numElems int64) error {
 	var elems, bytes int64
 	for rest, i := p, 1; len(rest) > 0; i++ {

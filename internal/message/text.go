@@ -19,8 +19,8 @@ func (t UpType) String() string {
 	return upTypes[t]
 }
 
-// String formats the frame in the notation of logs and of the controller's golden tests. Vectors of bits are hexadecimal
-// numbers (bit 0 is 1), lists of bits are lists.
+// String formats the frame in the notation of logs and of the controller's golden tests. Bit vectors are
+// hexadecimal numbers (bit 0 is 1).
 func (u *Up) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
@@ -83,7 +83,7 @@ func (v Bits) String() string {
 // kindText returns a kind in one word.
 func kindText(k Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
-// String formats a request in the notation of Up. What is usual (sum, factors 1) is left out.
+// String formats a request in the notation of Up. It omits defaults (reduction sum, factors 1).
 func (q *Request) String() string {
 	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
 	switch {
