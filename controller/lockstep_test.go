@@ -553,12 +553,12 @@ func TestLockstepErrors(t *testing.T) {
 		err  error
 		want string
 	}{
-		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: protocol error: responsecache: vote for bit 0, which stood for nothing"},
+		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
 		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 failed: protocol error: request for allreduce "a" of process set 0, which the rank has joined`},
 		{"set that is there", step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
 			{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
 		}}}}}}), "added process set 1, which exists already"},
-		{"ready bit that is free", decide(1), "rank 0 failed: protocol error: responsecache: vote for bit 0, which stood for nothing"},
+		{"ready bit that is free", decide(1), "rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
 		{"news of another's set", decide(0, up(0), up(1, q)), "rank 1 failed: protocol error: requests for process set 1, of which rank 1 is not a member"},
 		{"second request", decide(0, up(0, q, q)), `rank 0 failed: protocol error: second request for allreduce "a"`},
 		{"submit to another's set", newLockstepJob(t, cfg).ranks[1].Submit(1, &q), "rank 1 is not a member of process set 1"},

@@ -330,7 +330,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {
-				return grants, fmt.Errorf("grant of cache bit %d, which stands for no response", bit)
+				return grants, fmt.Errorf("grant of cache bit %d, which has no entry", bit)
 			}
 			s.answered(bit)
 			g.Responses = append(g.Responses, r)

@@ -43,15 +43,15 @@ func TestMemberRefuses(t *testing.T) {
 	}{
 		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
 		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, of which rank 1 is not a member"},
-		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of cache bit 1, which stands for no response"},
+		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of cache bit 1, which has no entry"},
 		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant without a response"},
 		{"two kinds", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" together with allreduce "a"`},
 		{"rows of one rank too few", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
 			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4},
 		})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
-		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase bit 5, which is free"},
-		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good" as bit 0, which stands for "a"`},
-		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a" as bit 1, but it has bit 0`},
+		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase cache bit 5, which has no entry"},
+		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good": cache bit 0 has the entry "a"`},
+		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name has cache bit 0`},
 		{"absent ranks that are no members", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{2}, Full: good.Full}}}), `allreduce "good" with absent ranks [2], want members of process set 0`},
 		{"absent ranks in disorder", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "with absent ranks [1 0]"},
 		{"rows of an absent rank", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{

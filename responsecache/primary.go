@@ -71,7 +71,7 @@ func NewPrimary(capacity, members int) *Primary {
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
-			return nil, fmt.Errorf("responsecache: second vote for bit %d, %q", bit, p.At(bit).Name)
+			return nil, fmt.Errorf("responsecache: second vote for cache bit %d (%q)", bit, p.At(bit).Name)
 		}
 		p.rows[member].Set(bit)
 		p.slots[bit].votes++
@@ -81,7 +81,7 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 		q := e.response.Request(member)
 		return &q, nil
 	}
-	return nil, fmt.Errorf("responsecache: vote for bit %d, which stood for nothing at cycle %d", bit, seen)
+	return nil, fmt.Errorf("responsecache: vote for cache bit %d, which had no entry at cycle %d", bit, seen)
 }
 
 // NameAt returns the name of the entry that bit had at cycle seen, and whether the bit still has that entry.
@@ -92,7 +92,7 @@ func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, er
 	if e := p.erasedAt(bit, seen); e != nil {
 		return e.response.Name, false, nil
 	}
-	return "", false, fmt.Errorf("responsecache: bit %d stood for nothing at cycle %d", bit, seen)
+	return "", false, fmt.Errorf("responsecache: cache bit %d had no entry at cycle %d", bit, seen)
 }
 
 func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {

@@ -49,7 +49,7 @@ func TestVotes(t *testing.T) {
 	if p.Voted(0, 0) || !p.Voted(1, 0) || p.Votes(0) != 1 {
 		t.Error("the vote is the wrong member's")
 	}
-	if _, err := p.Vote(1, 0, 1); err == nil || !strings.Contains(err.Error(), `second vote for bit 0, "a"`) {
+	if _, err := p.Vote(1, 0, 1); err == nil || !strings.Contains(err.Error(), `second vote for cache bit 0 ("a")`) {
 		t.Errorf("second vote: got error %v", err)
 	}
 	if !vote(t, p, 0, 0, 1) {
@@ -67,10 +67,10 @@ func TestVotes(t *testing.T) {
 	}{
 		{"free bit", 1, 1}, {"bit that never was", 1 << 19, 1}, {"before the put", 0, 0},
 	} {
-		if _, err := p.Vote(0, test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "stood for nothing at cycle") {
+		if _, err := p.Vote(0, test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "had no entry at cycle") {
 			t.Errorf("%s: got error %v", test.name, err)
 		}
-		if _, _, err := p.NameAt(test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "stood for nothing at cycle") {
+		if _, _, err := p.NameAt(test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "had no entry at cycle") {
 			t.Errorf("%s: got error %v", test.name, err)
 		}
 	}

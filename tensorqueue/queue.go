@@ -26,8 +26,8 @@ type DuplicateNameError struct {
 }
 
 func (e *DuplicateNameError) Error() string {
-	return fmt.Sprintf("%v %q: a tensor of this name is in flight, or nobody has waited for its handle; "+
-		"wait for it (Wait, or Poll until it says true) or choose another name", e.Kind, e.Name)
+	return fmt.Sprintf("%v %q: a tensor of this name is in flight, or the program has not yet observed its completion: "+
+		"call Wait, or Poll until it returns true, or choose another name", e.Kind, e.Name)
 }
 
 // Entry is a submitted tensor.
@@ -109,7 +109,7 @@ type Name struct {
 // of all these entries was called. It takes no lock.
 func (n *Name) Release() {
 	for n != nil {
-		next := n.next // read before the Store, after which another Add may use n
+		next := n.next // Read next before the Store: after it another Add may use n.
 		n.released.Store(n.holds)
 		n = next
 	}
@@ -228,9 +228,9 @@ func (q *Queue) Find(name string) *Entry {
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
-	here := q.remove(e)
+	removed := q.remove(e)
 	q.mu.Unlock()
-	if here {
+	if removed {
 		e.Done(err)
 	}
 }
