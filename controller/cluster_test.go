@@ -15,7 +15,7 @@ import (
 const livenessTimeout = 10 * time.Second
 
 // cluster is a job in one goroutine: a Coordinator, a node per rank, and the frames between them, encoded as
-// on the wire. Nothing moves by itself: tests choose who acts next.
+// on the wire. Nothing moves by itself: tests choose which rank acts next.
 type cluster struct {
 	tb    testing.TB
 	cfg   controller.CoordinatorConfig
@@ -47,9 +47,9 @@ type node struct {
 	dead    bool // killed; if rank 0, the coordinator with it
 }
 
-// request is a request of a rank on a process set. In a program, one that awaits is made when nothing else of
-// the rank is in flight. Tensors of a group have the step in which it is submitted; its names are free before the next,
-// since a rank submits a group as a whole.
+// request is a request of a rank on a process set. In a program, a request that awaits is made when no other
+// request of the rank is in flight. Tensors of a group have the step in which the group is submitted. Its
+// names are free before the next step, because a rank submits a group as a whole.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
@@ -66,7 +66,8 @@ const (
 	turnNever // its process set is gone
 )
 
-// turnOf returns the turn of r at a rank with these pending requests, which is a member of sets and was one of gone.
+// turnOf returns the turn of r at a rank with these pending requests, which is a member of sets and was one
+// of gone.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join || p.step*r.step > 0 && p.step != r.step)
@@ -83,7 +84,7 @@ func turnOf(r request, pending []request, sets []controller.Set, gone []topo.Pro
 // lane has the grants of one set that are not finished, oldest first.
 type lane []*controller.Grant
 
-// watcher is told what happens in a cluster. Frames are theirs only during the call.
+// watcher receives the events of a cluster. A frame is valid only during the call.
 type watcher interface {
 	submitted(n *node, r request)
 	sent(n *node, u *message.Up)
@@ -100,7 +101,8 @@ type watcher interface {
 	heard()                                // the coordinator took one frame
 }
 
-// plan returns the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused types.
+// plan returns the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused
+// types.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
 		switch {
@@ -129,7 +131,7 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 	return c
 }
 
-// submit makes a request. It is sent by the next speak.
+// submit makes a request. The next send sends it.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
 	if err := n.trySubmit(set, q); err != nil {
@@ -159,15 +161,15 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
 }
 
-// speak is a turn of the rank without news from the coordinator.
-func (n *node) speak() {
+// send is a turn of the rank without a frame from the coordinator.
+func (n *node) send() {
 	n.m.Tick(n.c.now)
 	n.take()
 }
 
 // read is a turn of the rank with the oldest frame from the coordinator.
 func (n *node) read() {
-	n.speak()
+	n.send()
 	if n.over {
 		return
 	}
@@ -183,7 +185,7 @@ func (n *node) read() {
 	n.take()
 }
 
-// take does what the member's Ready says.
+// take executes the output of the member's Ready.
 func (n *node) take() {
 	if n.over {
 		return
@@ -268,7 +270,7 @@ func (n *node) lane(set topo.ProcessSetID) *lane {
 	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
 }
 
-// finish finishes the oldest grant of lane i. The news of it is sent by the next speak.
+// finish finishes the oldest grant of lane i. The next send reports it.
 func (n *node) finish(i int) {
 	g := n.lanes[i][0]
 	n.lanes[i] = n.lanes[i][1:]
@@ -277,7 +279,7 @@ func (n *node) finish(i int) {
 	n.m.Finished(g)
 }
 
-// drain says bye once everything granted is finished after STOP.
+// drain makes the member say bye when all grants have finished after STOP.
 func (n *node) drain() {
 	if !n.stopped || n.drained || n.over {
 		return
@@ -292,8 +294,8 @@ func (n *node) drain() {
 	n.take()
 }
 
-// hear is a part of the coordinator's turn: it takes the oldest frame of a rank.
-func (c *cluster) hear(n *node) {
+// receive is a part of the coordinator's turn: it applies the oldest frame of a rank.
+func (c *cluster) receive(n *node) {
 	frame := n.up[0]
 	n.up = n.up[1:]
 	if err := message.DecodeUp(frame, &c.in); err != nil {
@@ -327,11 +329,12 @@ func (c *cluster) decide() bool {
 	return sent
 }
 
-// kill ends the process of a rank: frames in flight from and to it are gone, its control connection ends. The death
-// of rank 0 is that of the coordinator: the frames that others have not read are gone too.
+// kill ends the process of a rank: frames in flight from and to the rank are lost, and its control connection
+// ends. The death of rank 0 is the death of the coordinator: frames that other ranks have not read are lost
+// too.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
-	c.hangUp(r, reason)
+	c.endConnection(r, reason)
 }
 
 func (c *cluster) die(r topo.Rank) {
@@ -340,7 +343,7 @@ func (c *cluster) die(r topo.Rank) {
 	n.up, n.down = nil, nil
 }
 
-func (c *cluster) hangUp(r topo.Rank, reason string) {
+func (c *cluster) endConnection(r topo.Rank, reason string) {
 	if r != 0 {
 		if !c.nodes[0].dead {
 			c.coord.Tick(c.now)
@@ -353,7 +356,7 @@ func (c *cluster) hangUp(r topo.Rank, reason string) {
 			continue
 		}
 		n.down = nil
-		n.speak()
+		n.send()
 		if !n.over {
 			n.m.Lost(reason)
 			n.take()
@@ -361,7 +364,7 @@ func (c *cluster) hangUp(r topo.Rank, reason string) {
 	}
 }
 
-// next returns when somebody of those that pass wants a turn.
+// next returns when the next turn of the ranks that pass selects, or of the coordinator, is due.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {
@@ -375,7 +378,7 @@ func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	return next
 }
 
-// settle does everything that can be done now; grants finish at once.
+// settle takes turns until nothing changes. Grants finish at once.
 func (c *cluster) settle() {
 	c.tb.Helper()
 	turns := 0
@@ -386,14 +389,14 @@ func (c *cluster) settle() {
 		moved = false
 		for _, n := range c.nodes {
 			if !n.over {
-				n.speak()
+				n.send()
 			}
 		}
 		if !c.nodes[0].dead {
 			c.coord.Tick(c.now)
 			for _, n := range c.nodes {
 				for ; len(n.up) > 0; moved = true {
-					c.hear(n)
+					c.receive(n)
 				}
 			}
 			moved = c.decide() || moved

@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// What tests of invariants look at from inside.
+// Internal state that tests of invariants check.
 const (
 	HeartbeatPeriod = heartbeatPeriod
 	SuspectGrace    = suspectGrace
@@ -14,7 +14,7 @@ const (
 	CloseTimeout    = closeTimeout
 )
 
-// Never is what Next says when nothing is wanted.
+// Never is the result of Next if no turn is due.
 const Never time.Duration = never
 
 // CachedAndRequested returns a name of the set that is both cached and in the request table, or empty.
@@ -29,10 +29,10 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	return ""
 }
 
-// Rows returns the number of tensors of the set that are asked for in full.
+// Rows returns the number of tensors of the set with requests in full.
 func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
 
-// RememberedSets returns the number of removed sets of which news may still come.
+// RememberedSets returns the number of removed sets for which requests may still arrive.
 func (c *Coordinator) RememberedSets() int { return len(c.sets.removed) }
 
 // Remembered returns the number of erased entries of the set that late votes can still mean.

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals plays ranks against a coordinator that notes when they ask.
+// arrivals plays ranks against a coordinator that records when their requests arrive.
 type arrivals struct {
 	t *testing.T
 	c *controller.Coordinator
@@ -25,7 +25,8 @@ func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
 	return &arrivals{t, c}
 }
 
-// at has a rank send news at a time in milliseconds, and grants what there is to grant; what is granted counts as done.
+// at makes a rank send news at a time in milliseconds, and grants what is ready. Granted operations count as
+// finished.
 func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
 	a.t.Helper()
 	a.c.Tick(time.Duration(ms) * time.Millisecond)
@@ -63,7 +64,7 @@ func (a *arrivals) wantLate(want ...analysis.HeldUp) {
 	}
 }
 
-// When each rank asked is known for tensors in full and for cached ones alike, and in the order of the grant's responses.
+// Arrival times are known both for requests in full and for votes, in the order of the responses of a grant.
 func TestArrivals(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -75,7 +76,7 @@ func TestArrivals(t *testing.T) {
 	a.want(0, 1, 9, 1, 5)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
-	// Now b is bit 0, a bit 1: both cached, and c between them in full.
+	// Now b has bit 0 and a has bit 1. Both are cached, and c, which is sent in full, is between them.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
 	all := func() message.UpSet {
 		u := asks("c")
@@ -91,7 +92,7 @@ func TestArrivals(t *testing.T) {
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 }
 
-// A vote that turns into a request because its bit is erased keeps the time when it came.
+// A vote that becomes a request because its bit is erased keeps its arrival time.
 func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -107,7 +108,8 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2})
 }
 
-// Sets without rank 0 keep nothing, for nobody will ask; nor does a coordinator that was told to stop.
+// A set without rank 0 keeps no arrival times, because Arrivals is not called for it. A coordinator keeps
+// none after Trace(false).
 func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
 	a.c.Trace(true)

@@ -17,13 +17,13 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// lockstepJob is a job in lock-step, whose collectives it does itself.
+// lockstepJob is a job in lock-step. It executes the collectives itself.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
 	coord *controller.Coordinator
 	ranks []lockstepRank
-	// pending are the requests in flight and answers what became of the others, by rank.
+	// pending are the requests in flight, and answers are the answers to the other requests, by rank.
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
@@ -190,7 +190,7 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change follows, once for all ranks, what a response does to the process sets.
+// change applies a change of the process sets, once for all ranks.
 func (j *lockstepJob) change(r *message.Response) {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -201,7 +201,8 @@ func (j *lockstepJob) change(r *message.Response) {
 	}
 }
 
-// answer notes what the n-th request of a name was answered. Who joins last depends on who is faster.
+// answer records the answer to the n-th request of a name. It omits the rank that joined last, which depends
+// on timing.
 func answer(answers map[string]string, turns map[string]int, g *controller.Grant, r *message.Response) {
 	if r.Kind == message.Join {
 		r = &message.Response{Kind: r.Kind, Name: r.Name}
@@ -211,7 +212,7 @@ func answer(answers map[string]string, turns map[string]int, g *controller.Grant
 	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(g.Set, 0, 0, g.Absent, []*message.Response{r})
 }
 
-// unwatched is a watcher that looks away.
+// unwatched is a watcher that ignores all events.
 type unwatched struct{}
 
 func (unwatched) submitted(*node, request)                    {}
@@ -228,7 +229,7 @@ func (unwatched) closed(*node)                                {}
 func (unwatched) failed(*node, *controller.Verdict)           {}
 func (unwatched) heard()                                      {}
 
-// answering notes what each rank of an event-driven job is answered.
+// answering records the answers to each rank of an event-driven job.
 type answering struct {
 	*checker
 	answers []map[string]string
@@ -244,8 +245,8 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// Invariant 14: event-driven and lock-step, fed the same submissions, answer the same requests with the same
-// results, whatever their caches and thresholds.
+// Invariant 14: an event-driven job and a job in lock-step with the same submissions answer the same requests
+// with the same results, for all cache capacities and fusion thresholds.
 func TestTwins(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -267,7 +268,7 @@ func TestTwins(t *testing.T) {
 			events.answers = append(events.answers, make(map[string]string))
 			events.turns = append(events.turns, make(map[string]int))
 		}
-		r := &run{checker: events.checker, rng: rng, todo: slices.Clone(programs), hangUp: -1}
+		r := &run{checker: events.checker, rng: rng, todo: slices.Clone(programs), halfDead: -1}
 		for range 300 {
 			r.act()
 		}
@@ -303,7 +304,7 @@ func ofSet(grants []string, id topo.ProcessSetID) []string {
 	return of
 }
 
-// run plays the programs to their end, with as many submissions of each rank in a cycle as is drawn.
+// run plays the programs to their end, with a random number of submissions of each rank in a cycle.
 func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
 	j.tb.Helper()
 	todo := slices.Clone(programs)
@@ -349,7 +350,7 @@ func allreduce(name string, numElems int64) message.Request {
 	}
 }
 
-// Who is refused by the backend although cached, because fused it is too large, is answered once.
+// A cached tensor that the backend refuses, because the fused response is too large, is answered once.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
 	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
@@ -425,8 +426,8 @@ func results(keys []string) []string {
 	return short
 }
 
-// Shutdown in lock-step: nobody is stopped before the last leaves, or others wait for what a rank that leaves has not
-// asked for. What every rank has asked for is granted in the last cycle.
+// Shutdown in lock-step: no rank is stopped before the last rank leaves, or a rank waits for a tensor that a
+// leaving rank has not requested. Tensors that every rank has requested are granted in the last cycle.
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
@@ -492,7 +493,7 @@ func TestLockstepShutdown(t *testing.T) {
 	}
 }
 
-// Vectors of more than one word, of sets that lack a rank and that lack all.
+// Vectors of more than one word, for sets without one rank and sets without most ranks.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
 	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
@@ -524,7 +525,7 @@ func TestLockstepManyBits(t *testing.T) {
 	}
 }
 
-// What other ranks, or rank 0, may not say in lock-step.
+// Frames that break the protocol of lock-step fail the rank that sent them.
 func TestLockstepErrors(t *testing.T) {
 	cfg := controller.CoordinatorConfig{
 		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
@@ -570,7 +571,7 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// A rank that has joined asks for nothing more, in lock-step too.
+// A rank that has joined makes no more requests, in lock-step too.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
@@ -597,7 +598,8 @@ func TestLockstepJoin(t *testing.T) {
 	}
 }
 
-// Rank 0 knows which ranks hold up a tensor, cached or not: stall reports, operation timeouts and lateness name them.
+// Rank 0 knows which ranks hold up a tensor, cached or not: stall reports, operation timeouts and lateness
+// name them.
 func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
 		t.Run(name, func(t *testing.T) {
@@ -652,7 +654,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons returns answers without what depends on the order of arrival: which of several bad tensors a group failed for.
+// sameReasons returns answers without the part that depends on the order of arrival: which of several bad
+// tensors made a group fail.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -678,7 +681,8 @@ func differences(events, lockstep map[string]string) string {
 	return text.String()
 }
 
-// If an operation times out while a rank is silent, that rank is named, and not those whose requests its silence holds up.
+// If an operation times out while a rank is silent, the verdict names the silent rank, and not the ranks that
+// it delays.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{

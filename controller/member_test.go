@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// loner returns a Member without a job: rank r of the given size.
-func loner(r topo.Rank, size int) *controller.Member {
+// newTestMember returns a Member without a job: rank r of the given size.
+func newTestMember(r topo.Rank, size int) *controller.Member {
 	return controller.NewMember(controller.MemberConfig{
 		Rank: r, Sets: []controller.Set{controller.Global(size)}, LivenessTimeout: livenessTimeout,
 	}, 0)
@@ -96,7 +96,7 @@ func TestMemberRefuses(t *testing.T) {
 	}
 
 	t.Run("a cycle after the stop", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Stop: true}); err != nil {
 			t.Fatal(err)
 		}
@@ -123,12 +123,12 @@ func TestMember(t *testing.T) {
 	a := allreduce("a", 1)
 
 	t.Run("submits to its sets only", func(t *testing.T) {
-		if err := loner(1, 2).Submit(7, &a); err == nil || !strings.Contains(err.Error(), "rank 1 is not a member of process set 7") {
+		if err := newTestMember(1, 2).Submit(7, &a); err == nil || !strings.Contains(err.Error(), "rank 1 is not a member of process set 7") {
 			t.Errorf("got error %v", err)
 		}
 	})
 	t.Run("submits nothing after the stop", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		if err := m.Step(stop); err != nil {
 			t.Fatal(err)
 		}
@@ -148,7 +148,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("panics when frames would be classified by another cache", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		if err := m.Submit(topo.Global, &a); err != nil {
 			t.Fatal(err)
 		}
@@ -160,7 +160,7 @@ func TestMember(t *testing.T) {
 		m.Step(stop)
 	})
 	t.Run("shuts down once", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		m.Shutdown("")
 		m.Shutdown("")
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpNews}) {
@@ -172,7 +172,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("says bye once, after the stop", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		m.Drained()
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v before the stop", got)
@@ -197,7 +197,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("suspects once", func(t *testing.T) {
-		m := loner(1, 3)
+		m := newTestMember(1, 3)
 		m.Suspect(2, "reset")
 		m.Suspect(0, "timeout")
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpSuspect}) {
@@ -212,7 +212,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("believes the coordinator more than itself", func(t *testing.T) {
-		m := loner(1, 3)
+		m := newTestMember(1, 3)
 		m.Suspect(2, "reset")
 		ups(m)
 		down := &message.Down{Type: message.DownFail, Ranks: []topo.Rank{0, 2}, Reason: "who knows"}
@@ -226,7 +226,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("news of finished work end with the epoch", func(t *testing.T) {
-		m := loner(0, 2)
+		m := newTestMember(0, 2)
 		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{
 			{Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}},
 		}}); err != nil {
@@ -241,7 +241,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("news are a sign of life", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		m.Tick(3 * controller.HeartbeatPeriod)
 		if err := m.Submit(topo.Global, &a); err != nil {
 			t.Fatal(err)
@@ -276,7 +276,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("says what it does not finish, without what it was stopped for", func(t *testing.T) {
-		m := loner(0, 2)
+		m := newTestMember(0, 2)
 		x := allreduce("x", 1)
 		grant := func(n uint64) (a, c *controller.Grant) {
 			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{{Grants: []message.Grant{
@@ -323,7 +323,7 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("has no time limits after the end", func(t *testing.T) {
-		m := loner(1, 2)
+		m := newTestMember(1, 2)
 		m.Lost("reset")
 		m.Timeout(topo.Global, "a", time.Second)
 		if got := ups(m); len(got) > 0 {
@@ -331,18 +331,19 @@ func TestMember(t *testing.T) {
 		}
 	})
 	t.Run("digest of a set that it is not in", func(t *testing.T) {
-		if d := loner(0, 2).Digest(7); d != 0 {
+		if d := newTestMember(0, 2).Digest(7); d != 0 {
 			t.Errorf("got %x, want 0", d)
 		}
 	})
 }
 
-// A process that was stopped for long does not take the others for silent, nor they each other once it is heard again.
+// A process that was stopped for a long time does not consider the other ranks silent when it continues. The
+// other ranks do not consider each other silent either.
 func TestStoppedProcess(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
 	}, 0)
-	m := loner(1, 2)
+	m := newTestMember(1, 2)
 	for _, now := range []time.Duration{time.Second, time.Hour} {
 		c.Tick(now)
 		c.Ready()
@@ -362,7 +363,7 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
-// Nor does what waits for ranks, or is executed by them, wait while the coordinator's process was stopped.
+// The time for which the coordinator's process was stopped does not count as waiting time of tensors.
 func TestStoppedProcessAndStalls(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -430,7 +431,7 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	}
 }
 
-// A frame has room for so many process sets.
+// The number of process sets is bounded by what a frame can have.
 func TestTooManySets(t *testing.T) {
 	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan()}
 	for id := range topo.ProcessSetID(message.MaxSets - 1) {
@@ -470,8 +471,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
-// When the coordinator wants its next turn. Only that it asks is checked here; what it does then, the scripts
-// show.
+// Next of the coordinator returns the time of its next turn. This test checks only the time; the scripts
+// check what the turn does.
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
@@ -483,7 +484,8 @@ func TestCoordinatorNext(t *testing.T) {
 		c.Ready()
 		c.Advance()
 	}
-	// until takes a turn each period, as the loop does: a longer gap would be one in which it was stopped.
+	// until takes a turn in each period, as the loop does. A longer gap would count as time in which the
+	// process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
 			c.Tick(now)
@@ -510,7 +512,7 @@ func TestCoordinatorNext(t *testing.T) {
 	c.Step(0, &message.Up{Type: message.UpSuspect, Suspect: 1})
 	want(c, livenessTimeout-beat/2+controller.SuspectGrace, "suspicion")
 
-	// Rank 0 has said bye, rank 1 lives and does not.
+	// Rank 0 has said bye. Rank 1 lives and does not say bye.
 	c = start(0)
 	for r := range topo.Rank(2) {
 		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
@@ -527,7 +529,7 @@ func TestCoordinatorNext(t *testing.T) {
 	}
 	want(c, controller.Never, "closed")
 
-	// Rank 0 is silent to its end.
+	// Rank 0 is silent until the liveness timeout.
 	c = start(0)
 	until(c, livenessTimeout-beat/2)
 	turn(c)
@@ -573,23 +575,23 @@ func newSteady(tb testing.TB, ranks, tensors int) *steady {
 		}, 0),
 	}
 	for r := range ranks {
-		s.members = append(s.members, loner(topo.Rank(r), ranks))
+		s.members = append(s.members, newTestMember(topo.Rank(r), ranks))
 	}
 	for i := range tensors {
 		s.requests = append(s.requests, allreduce(fmt.Sprintf("layer%d.weight", i), 1000))
 	}
-	// Sent in full, cached, and every buffer has its size.
+	// Run cycles until the tensors are cached and every buffer has its final size.
 	for range 3 {
 		s.cycle()
 	}
 	return s
 }
 
-// cycle is one trip up and one down of all tensors.
+// cycle submits all tensors, decides, and applies the decision at all ranks.
 func (s *steady) cycle() {
 	s.now += time.Microsecond
 	for r := range s.members {
-		s.speak(r)
+		s.send(r)
 	}
 	s.decide()
 	for r := range s.members {
@@ -597,8 +599,8 @@ func (s *steady) cycle() {
 	}
 }
 
-// speak is the submission of all tensors by a rank, in one frame.
-func (s *steady) speak(r int) {
+// send submits all tensors of a rank, in one frame.
+func (s *steady) send(r int) {
 	m := s.members[r]
 	m.Tick(s.now)
 	for i := range s.requests {
@@ -647,7 +649,7 @@ func (s *steady) read(r int) {
 	if len(ready.Grants) != 1 || len(ready.Grants[0].Responses) != len(s.requests) {
 		s.tb.Fatalf("rank %d is to run %v, want one fused response", r, ready.Grants)
 	}
-	// Grants are the member's again after Finished, the list only until Advance.
+	// The member reuses a grant after Finished, and the list of grants after Advance.
 	g := ready.Grants[0]
 	m.Advance()
 	m.Finished(g)
@@ -660,7 +662,7 @@ func TestMemberAllocatesNothing(t *testing.T) {
 		s := newSteady(t, 2, 161)
 		n := testing.AllocsPerRun(20, func() {
 			s.now += time.Microsecond
-			s.speak(rank)
+			s.send(rank)
 			// The coordinator's frame is the last one with another number.
 			s.down[2]++
 			s.read(rank)
@@ -677,8 +679,8 @@ func BenchmarkCycle(b *testing.B) {
 	steadily(b, func(s *steady) func() { return s.cycle })
 }
 
-// BenchmarkCoordinator is rank 0's second role alone: the frames of all ranks are decoded and counted, one is
-// made and encoded.
+// BenchmarkCoordinator measures only the coordinator: it decodes and counts the frames of all ranks, and
+// encodes one frame.
 func BenchmarkCoordinator(b *testing.B) {
 	steadily(b, func(s *steady) func() {
 		return func() {

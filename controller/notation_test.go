@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The notation of the example in docs/negotiation.md, in which scripts print frames (message.Up, message.Down) and forge them.
+// The notation of the example in docs/negotiation.md, in which scripts print frames (message.Up,
+// message.Down) and forge them.
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 
@@ -46,8 +47,8 @@ func fields(line string) []string {
 	})
 }
 
-// parseRequests reads "allreduce g0,g1 float32[4 4] op=min root=1": one request per name. It gives back what it
-// did not read.
+// parseRequests reads "allreduce g0,g1 float32[4 4] op=min root=1": one request per name. It returns the rest
+// of the line.
 func parseRequests(f []string) (qs []message.Request, rest []string, err error) {
 	if len(f) < 2 {
 		return nil, nil, fmt.Errorf("want a kind and a name, got %q", f)

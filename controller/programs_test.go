@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// refusedType is what no backend of the random programs reduces.
+// refusedType is an element type that no backend of the random programs reduces.
 const refusedType = tensor.Uint8
 
 // randomSets returns the global set of 1 to 5 ranks and up to two others, whose members are drawn.
@@ -35,15 +35,17 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 	return ranks
 }
 
-// programmer draws programs: what each rank of a job submits, in order. A request whose name is still in flight, or
-// whose process set the rank has joined or does not have yet, waits, and the requests behind it.
+// programmer draws programs: the requests of each rank of a job, in order. A request waits, with all requests
+// after it, while its name is in flight, or while the rank has joined its process set or does not have the
+// set yet.
 //
-// All members of a set submit the same names in every step, each in an order of its own, so that a job that is left
-// alone answers everything. Where a step ends with a join, each member submits what it pleases before its JOIN. Names
-// repeat from step to step, mostly with the same parameters; sometimes all ranks change them, sometimes one does.
+// All members of a set submit the same names in every step, each in a random order, so that an undisturbed
+// job answers all requests. If a step ends with a join, each member submits a random part of the names before
+// its join. Names repeat from step to step, mostly with the same parameters. Sometimes all ranks change the
+// parameters, and sometimes one rank does.
 type programmer struct {
 	rng *rand.Rand
-	// races lets removals of process sets race with requests; then the answers depend on who is faster.
+	// races lets removals of process sets race with requests, so that the answers depend on timing.
 	races    bool
 	all      []topo.Rank
 	sets     []*plannedSet
@@ -126,7 +128,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 	turns := make([][]request, len(s.Ranks))
 	s.steps++
 	joins := p.rng.IntN(6) == 0
-	// In a join a group may lack a tensor for good.
+	// In a step with a join, a group may never become complete.
 	lacking := joins && p.rng.IntN(4) == 0
 	for i := 0; i < len(s.specs); {
 		unit := 1
@@ -168,7 +170,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 	return turns
 }
 
-// tensor returns what each member asks about a tensor.
+// tensor returns the requests of each member for a tensor.
 func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Request) {
 	t := &s.specs[i]
 	if p.rng.IntN(6) == 0 || t.rows == nil {
@@ -185,7 +187,7 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// Somebody must name the group, or it lacks a tensor for good.
+			// At least one member must name the group, or the group never becomes complete.
 			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
@@ -321,8 +323,9 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
-// agree is the plain twin of the coordinator's checks: whether the requests of the members, nil for those that have
-// joined and did not ask, make a response. Of these, empty says who takes part with nothing.
+// agree is the reference for the checks of the coordinator: it reports whether the requests of the members
+// make a response. A request is nil if the member has joined without it; empty has the members that joined
+// with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

@@ -29,8 +29,8 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker holds a cluster to the invariants of docs/negotiation.md. It is a plain model of the coordinator: it
-// knows what each rank meant by each frame, and from that what must be granted.
+// checker checks the invariants of docs/negotiation.md in a cluster. It is a simple model of the coordinator:
+// it records the requests that each frame stands for, and derives the grants from them.
 type checker struct {
 	t    *testing.T
 	seed uint64
@@ -38,7 +38,7 @@ type checker struct {
 	sets []*setModel
 	// nextSet is the id of the next set.
 	nextSet topo.ProcessSetID
-	// ranks is what it knows of each rank.
+	// ranks has the state of each rank.
 	ranks []rankModel
 
 	cycle     uint64
@@ -55,7 +55,7 @@ type checker struct {
 	seen counts
 }
 
-// counts shows that random runs reach what they are for.
+// counts counts the situations that random runs must reach.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
@@ -85,7 +85,7 @@ type groupModel struct {
 	answered int
 }
 
-// readyName is a name that every member has asked for or joined.
+// readyName is a name that every member has requested, or has joined without.
 type readyName struct {
 	name   string
 	frame  int         // that completed it, or its group
@@ -134,7 +134,7 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
-// check moves a name for which no member is missing to ready, or to held.
+// check moves a name that all members have requested to ready, or to held.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
 	var first *message.Request
@@ -162,7 +162,7 @@ func (s *setModel) check(name string, frame int) {
 		s.group(first).names = append(s.group(first).names, x)
 		s.settle(first, disagree, 0, frame)
 	}
-	// Other members may name other groups, which lose a tensor by it.
+	// Other members may name other groups, which then fail.
 	lost := map[string]bool{x.group: true}
 	for _, q := range qs {
 		if q != nil && q.Group != "" && !lost[groupText(q)] {
@@ -179,7 +179,7 @@ func groupText(q *message.Request) string {
 	return fmt.Sprint(q.Group, q.GroupSize)
 }
 
-// group returns that of a request.
+// group returns the group of a request.
 func (s *setModel) group(q *message.Request) *groupModel {
 	g := s.held[groupText(q)]
 	if g == nil {
@@ -189,8 +189,8 @@ func (s *setModel) group(q *message.Request) *groupModel {
 	return g
 }
 
-// settle moves the names of a group to ready if it is complete, or fails. elsewhere is how many of its tensors were
-// just answered outside of it.
+// settle moves the names of a group to ready if it is complete, or fails. elsewhere is how many of its
+// tensors were just answered outside of it.
 func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
 	g := s.group(q)
 	g.failed = g.failed || fails
@@ -325,10 +325,10 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k.leaving = k.leaving || u.Shutdown
 }
 
-// awaited is something that ranks wait for.
+// awaited is an operation that ranks wait for.
 type awaited struct{ waiting, missing []topo.Rank }
 
-// awaited returns what ranks wait for in the set, and joins.
+// awaited returns the operations of the set that ranks wait for, including joins.
 func (s *setModel) awaited() (all []awaited) {
 	ranks := func(of func(member int) bool) (ranks []topo.Rank) {
 		for m, r := range s.Ranks {
@@ -371,7 +371,7 @@ func (ch *checker) isLeaving(r topo.Rank) bool { return ch.ranks[r].leaving }
 
 func (ch *checker) stays(r topo.Rank) bool { return !ch.ranks[r].leaving }
 
-// checkLeavers finds out whether the job is to be stopped.
+// checkLeavers determines whether the coordinator must stop the job.
 func (ch *checker) checkLeavers() {
 	if ch.stopping {
 		return
@@ -517,8 +517,8 @@ func (ch *checker) closing(r topo.Rank) {
 	}
 }
 
-// mustDecide checks that exactly those sets are decided about that have something ready and an open gate, and that
-// exactly those ranks are stopped that leave and wait for nothing.
+// mustDecide checks that a cycle has exactly the sets with ready tensors and an open gate, and that it stops
+// exactly the leaving ranks that wait for nothing.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
@@ -549,7 +549,7 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 	}
 }
 
-// removes reports whether what was decided about the global set removes a set.
+// removes reports whether a decision about the global set removes a set.
 func removes(d *message.DownSet, id topo.ProcessSetID) bool {
 	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
 		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
@@ -632,7 +632,8 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	}
 }
 
-// answered checks a granted response against what the members asked for. It gives the frame that completed it.
+// answered checks a granted response against the requests of the members. It returns the frame that completed
+// it.
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
 	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.join == (r.Kind == message.Join) && (x.join || x.name == r.Name) })
 	if i < 0 {
@@ -688,7 +689,7 @@ func firstOf(qs []*message.Request) *message.Request {
 	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
 }
 
-// change checks the answer to a request of all ranks to add or remove a set, and follows it.
+// change checks the answer to a request of all ranks to add or remove a set, and applies it.
 func (ch *checker) change(q *message.Request, r *message.Response) {
 	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
@@ -715,7 +716,7 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey returns equal for grants that run the same at all ranks.
+// grantKey returns a key that is the same at all ranks for the same grant.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank, responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {
@@ -820,14 +821,14 @@ type run struct {
 	*checker
 	rng  *rand.Rand
 	todo [][]request // by rank
-	// hangUp is the rank that died and whose connections still stand, or -1.
-	hangUp topo.Rank
+	// halfDead is the rank that has died although its connections are still open, or -1.
+	halfDead topo.Rank
 	// leavers says that ranks shut down.
 	leavers bool
 }
 
-// Whatever the order in which ranks submit, speak, read and finish, whatever the cache and the fusion, and
-// however the job ends, the invariants hold.
+// The invariants hold for every order in which ranks submit, send, read and finish, for every cache capacity
+// and fusion threshold, and for every end of the job.
 func TestInvariants(t *testing.T) {
 	n := 1000
 	if testing.Short() {
@@ -870,9 +871,9 @@ func randomRun(t *testing.T, seed uint64) counts {
 		LivenessTimeout:      livenessTimeout,
 		Plan:                 plan(refusedType),
 	}
-	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16), true), hangUp: -1}
-	// How the job ends, and when: left alone (and shut down when all is done), shut down in the middle, a death, a
-	// false suspicion.
+	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16), true), halfDead: -1}
+	// The job ends in one of four ways at a random time: a shutdown when all programs are done, a shutdown
+	// before that, a death, or a false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
 	for i := range 600 {
 		if i == when {
@@ -884,7 +885,7 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// end does to the job what it draws.
+// end ends the job in a random way.
 func (r *run) end(how int) {
 	size := len(r.c.nodes)
 	n := r.c.nodes[r.rng.IntN(size)]
@@ -894,7 +895,7 @@ func (r *run) end(how int) {
 		r.shutdown(n)
 	case 2:
 		if !n.over {
-			r.hangUp = n.rank
+			r.halfDead = n.rank
 			r.died = append(r.died, n.rank)
 			r.c.die(n.rank)
 		}
@@ -916,7 +917,7 @@ func (r *run) shutdown(n *node) {
 	}
 }
 
-// act does one random thing that can happen next.
+// act executes a random one of the possible next events.
 func (r *run) act() {
 	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
 	switch k := r.rng.IntN(14); {
@@ -924,14 +925,14 @@ func (r *run) act() {
 		r.submit(n)
 	case k < 6:
 		if !n.over {
-			n.speak()
+			n.send()
 		}
 	case k < 8:
 		if !r.c.nodes[0].dead {
 			r.c.coord.Tick(r.c.now)
 			for range r.rng.IntN(4) {
 				if from := r.c.nodes[r.rng.IntN(len(r.c.nodes))]; len(from.up) > 0 {
-					r.c.hear(from)
+					r.c.receive(from)
 				}
 			}
 			r.c.decide()
@@ -946,8 +947,8 @@ func (r *run) act() {
 			n.drain()
 		}
 	default:
-		if r.hangUp >= 0 {
-			r.mourn(n)
+		if r.halfDead >= 0 {
+			r.noticeDeath(n)
 		} else if r.leavers && r.rng.IntN(8) == 0 {
 			r.shutdown(n)
 		} else if !r.failing && len(r.accused) == 0 && r.c.now < time.Second {
@@ -956,15 +957,15 @@ func (r *run) act() {
 	}
 }
 
-// mourn is what may be noticed first of a death: a broken data channel, or the end of the control connection.
-func (r *run) mourn(n *node) {
-	if r.rng.IntN(2) == 0 && !n.over && r.hangUp != 0 {
+// noticeDeath reports a death by its first sign: a broken data channel, or the end of the control connection.
+func (r *run) noticeDeath(n *node) {
+	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
-		n.m.Suspect(r.hangUp, "data: connection reset")
+		n.m.Suspect(r.halfDead, "data: connection reset")
 		return
 	}
-	r.c.hangUp(r.hangUp, "connection reset")
-	r.hangUp = -1
+	r.c.endConnection(r.halfDead, "connection reset")
+	r.halfDead = -1
 }
 
 // submit makes the next request of a rank's program, if the name is free.
@@ -983,7 +984,7 @@ func (r *run) submit(n *node) bool {
 	return true
 }
 
-// pass lets d pass; whoever asked for a turn gets one.
+// pass lets d pass. Ranks and the coordinator take the turns that are due.
 func (r *run) pass(d time.Duration) {
 	r.c.now += d
 	if !r.c.nodes[0].dead && r.c.coord.Next() <= r.c.now {
@@ -992,12 +993,12 @@ func (r *run) pass(d time.Duration) {
 	}
 	for _, n := range r.c.nodes {
 		if !n.over && n.m.Next() <= r.c.now {
-			n.speak()
+			n.send()
 		}
 	}
 }
 
-// settle submits and does everything that can be submitted and done now.
+// settle submits requests and takes turns until nothing changes.
 func (r *run) settle() {
 	for moved := true; moved; {
 		moved = false
@@ -1010,14 +1011,15 @@ func (r *run) settle() {
 	}
 }
 
-// finish lets the job come to its end and checks that it is one.
+// finish runs the job to its end and checks the end.
 func (r *run) finish() {
 	r.t.Helper()
-	if r.hangUp >= 0 {
-		r.c.hangUp(r.hangUp, "connection reset")
+	if r.halfDead >= 0 {
+		r.c.endConnection(r.halfDead, "connection reset")
 	}
-	// The programs' last requests, paced by the cycle time, take a fraction of a second; then a second is enough for
-	// the slowest: a suspicion, a heartbeat with which erased entries are forgotten.
+	// The last requests of the programs take a fraction of a second, because of the cycle time. One more
+	// second is enough for the slowest events: a suspicion, or the heartbeat after which erased entries are
+	// forgotten.
 	for range 200 {
 		r.settle()
 		r.pass(10 * time.Millisecond)

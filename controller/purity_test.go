@@ -11,9 +11,8 @@ import (
 	"testing"
 )
 
-// Invariant 8: no step of a core waits. It cannot, because the pure packages know nothing to wait for, and the
-// same inputs give the same outputs, because they know nothing that changes by itself (STYLE, "Layout and import
-// direction").
+// Invariant 8: no step of the negotiation waits, and the same inputs give the same outputs. The pure packages
+// import nothing that can block or that changes by itself.
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{

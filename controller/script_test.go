@@ -19,7 +19,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
 
-// TestScripts plays testdata/*.txt, whose README says how they read.
+// TestScripts plays testdata/*.txt. Their notation is described in testdata/README.md.
 func TestScripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	if err != nil || len(files) == 0 {
@@ -98,7 +98,7 @@ type event struct {
 	text string
 }
 
-// play runs the script and gives it back with what its blocks print now.
+// play runs the script and returns it with the current output of its blocks.
 func play(t *testing.T, file, text string) string {
 	var all strings.Builder
 	s := &script{t: t}
@@ -280,7 +280,8 @@ func parseRanks(list string, size int) ([]topo.Rank, error) {
 	return ranks, nil
 }
 
-// cluster begins a new job: size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2 refuse=uint8 manual heartbeats
+// cluster begins a new job: size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2 refuse=uint8 manual
+// heartbeats
 func (s *script) cluster(f []string) error {
 	*s = script{t: s.t, out: new(strings.Builder)}
 	cfg := controller.CoordinatorConfig{LivenessTimeout: livenessTimeout, CacheCapacity: 4, FusionThresholdBytes: 64 << 10}
@@ -346,7 +347,7 @@ func (s *script) cluster(f []string) error {
 
 func (s *script) awake(n *node) bool { return !n.over && !slices.Contains(s.frozen, n.rank) }
 
-// settle lets frames travel until nothing moves.
+// settle takes turns until no frame is in flight.
 func (s *script) settle() {
 	for range 1000 {
 		if !s.round() {
@@ -362,7 +363,7 @@ func (s *script) round() bool {
 	moved := false
 	for _, n := range s.c.nodes {
 		if s.awake(n) {
-			n.speak()
+			n.send()
 		}
 	}
 	s.flush()
@@ -370,7 +371,7 @@ func (s *script) round() bool {
 		s.c.coord.Tick(s.c.now)
 		for _, n := range s.c.nodes {
 			for len(n.up) > 0 && !slices.Contains(s.mute, n.rank) {
-				s.c.hear(n)
+				s.c.receive(n)
 				moved = true
 			}
 		}
@@ -398,7 +399,7 @@ func (s *script) round() bool {
 	return moved
 }
 
-// tick lets d pass. Whoever asked for a turn by Next gets it on time.
+// tick lets d pass. Ranks and the coordinator take their turns at the times that Next returns.
 func (s *script) tick(d time.Duration) {
 	s.settle()
 	end := s.c.now + d
@@ -446,7 +447,7 @@ func (s *script) digest() {
 	}
 }
 
-// forge puts a frame into a rank's connection that its member did not make.
+// forge sends a frame on a rank's connection that its member did not create.
 func (s *script) forge(r topo.Rank, u *message.Up) error {
 	s.settle()
 	frame, err := message.AppendUp(nil, u)
@@ -464,7 +465,7 @@ func (s *script) flush() {
 		text := s.events[0].text
 		var ranks []topo.Rank
 		s.events = slices.DeleteFunc(s.events, func(e event) bool {
-			// The second equal event of a rank is another line.
+			// A second equal event of a rank is printed on another line.
 			if e.text != text || slices.Contains(ranks, e.rank) {
 				return false
 			}
