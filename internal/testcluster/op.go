@@ -138,7 +138,7 @@ func (op *Op) part(r *Rank) []byte {
 func (op *Op) prepare(r *Rank) error {
 	members := r.Members(op.Set)
 	if members == nil {
-		return fmt.Errorf("%v %q: process set %d is not known at rank %d", op.Request.Kind, op.Request.Name, op.Set, r.Rank)
+		return fmt.Errorf("%v %q: rank %d does not know process set %d", op.Request.Kind, op.Request.Name, r.Rank, op.Set)
 	}
 	if !slices.Contains(members, r.Rank) {
 		return fmt.Errorf("%v %q: rank %d is not in process set %d", op.Request.Kind, op.Request.Name, r.Rank, op.Set)
@@ -172,7 +172,7 @@ func (op *Op) prepare(r *Rank) error {
 func (op *Op) splitEvenly(n int) error {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0]%int64(n) != 0 {
-		return fmt.Errorf("%v %q: shape %v cannot be dealt evenly to %d ranks", op.Request.Kind, op.Request.Name, shape, n)
+		return fmt.Errorf("%v %q: got shape %v, want a first dimension that is a multiple of %d, the number of ranks", op.Request.Kind, op.Request.Name, shape, n)
 	}
 	op.Splits = slices.Repeat([]int64{shape[0] / int64(n)}, n)
 	return nil

@@ -120,8 +120,8 @@ func (c *cluster) watch() (end func()) {
 	timer := time.AfterFunc(c.o.Deadline, func() {
 		defer close(over)
 		stacks := make([]byte, 4<<20)
-		c.t.Errorf("no end after %v:\n%s", c.o.Deadline, stacks[:runtime.Stack(stacks, true)])
-		c.fail(fmt.Errorf("no end after %v", c.o.Deadline))
+		c.t.Errorf("the job has not ended after %v; all goroutines:\n%s", c.o.Deadline, stacks[:runtime.Stack(stacks, true)])
+		c.fail(fmt.Errorf("the job has not ended after %v", c.o.Deadline))
 	})
 	return func() {
 		if !timer.Stop() {
@@ -151,7 +151,7 @@ func (c *cluster) connect() error {
 func (c *cluster) connectTCP() error {
 	var endpoints []*tcp.Endpoint
 	var addrs []string
-	abandon := func(err error) error {
+	closeAll := func(err error) error {
 		for _, e := range endpoints {
 			err = errors.Join(err, e.Close())
 		}
@@ -160,7 +160,7 @@ func (c *cluster) connectTCP() error {
 	for range c.o.Ranks {
 		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
 		if err != nil {
-			return abandon(err)
+			return closeAll(err)
 		}
 		endpoints = append(endpoints, e)
 		addrs = append(addrs, e.Addr())
@@ -168,7 +168,7 @@ func (c *cluster) connectTCP() error {
 	for r, e := range endpoints {
 		mesh, err := e.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
 		if err != nil {
-			return abandon(err)
+			return closeAll(err)
 		}
 		c.meshes = append(c.meshes, mesh)
 	}
@@ -190,7 +190,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // with which the ranks agree
+	sessions := make([]*rendezvous.Session, n) // used by the ranks to agree (shm.Epoch.Agree)
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {
@@ -247,7 +247,7 @@ func (c *cluster) start() error {
 				cfg.Spin = -1
 			}
 			if c.o.OnFrame != nil {
-				cfg.Mesh = &tapped{Mesh: cfg.Mesh, rank: cfg.Rank, hear: c.o.OnFrame}
+				cfg.Mesh = &tapped{Mesh: cfg.Mesh, rank: cfg.Rank, onFrame: c.o.OnFrame}
 			}
 			if c.o.Config != nil {
 				c.o.Config(&cfg)
@@ -261,7 +261,7 @@ func (c *cluster) start() error {
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
-				c.fail(errs[i]) // the other ranks wait for it
+				c.fail(errs[i]) // ends the waits of the other ranks for this rank
 				return
 			}
 			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)
@@ -300,11 +300,11 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// tapped is a mesh that passes the frames of the negotiation to hear before it sends them.
+// tapped is a mesh that passes the frames of the negotiation to onFrame before it sends them.
 type tapped struct {
 	transport.Mesh
-	rank topo.Rank
-	hear func(from, to topo.Rank, frame []byte)
+	rank    topo.Rank
+	onFrame func(from, to topo.Rank, frame []byte)
 }
 
 // Conn implements transport.Mesh.
@@ -316,7 +316,7 @@ func (m *tapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 	return &tap{Conn: c, mesh: m, peer: peer}, nil
 }
 
-// tap is a control connection that passes each frame to the hear function of its mesh. The engine sends each
+// tap is a control connection that passes each frame to onFrame of its mesh. The engine sends each
 // frame with one call, after its length and number.
 type tap struct {
 	transport.Conn
@@ -328,6 +328,6 @@ const frameHeaderBytes = 8
 
 // Send implements transport.Conn.
 func (c *tap) Send(p []byte) error {
-	c.mesh.hear(c.mesh.rank, c.peer, p[frameHeaderBytes:])
+	c.mesh.onFrame(c.mesh.rank, c.peer, p[frameHeaderBytes:])
 	return c.Conn.Send(p)
 }

@@ -32,7 +32,7 @@ func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 	}
 }
 
-// Tests every operation, in place and not, over all transports and both negotiations.
+// All operations work, in place or not, over all transports and both negotiations.
 func TestEveryOperation(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
 		for _, lockstep := range []bool{false, true} {
@@ -159,7 +159,7 @@ func (t *recorder) Errorf(format string, args ...any) {
 	t.text = append(t.text, fmt.Sprintf(format, args...))
 }
 
-// A wait without end is ended by the deadline, whose report shows where it waited.
+// The deadline ends a wait without end. Its report shows the stack of the wait.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
@@ -172,7 +172,7 @@ func TestDeadline(t *testing.T) {
 		if took := time.Since(began); took != 7*time.Second {
 			t.Errorf("the job ended after %v", took)
 		}
-		if len(rec.text) != 1 || !strings.Contains(rec.text[0], "no end after 7s") || !strings.Contains(rec.text[0], "testcluster.(*Rank).Wait") {
+		if len(rec.text) != 1 || !strings.Contains(rec.text[0], "the job has not ended after 7s") || !strings.Contains(rec.text[0], "testcluster.(*Rank).Wait") {
 			t.Errorf("the test failed with %q, want the stacks of a Wait and nothing else", rec.text)
 		}
 	})
@@ -185,7 +185,7 @@ func TestFatal(t *testing.T) {
 		began := time.Now()
 		testcluster.Run(rec, testcluster.Options{Ranks: 3}, func(r *testcluster.Rank) {
 			if r.Rank == 1 {
-				r.Must(errors.New("it is broken"))
+				r.Must(errors.New("broken"))
 				t.Error("Must returned")
 			}
 			r.Do(testcluster.Barrier("b"))
@@ -193,7 +193,7 @@ func TestFatal(t *testing.T) {
 		if took := time.Since(began); took != 0 {
 			t.Errorf("the job ended after %v", took)
 		}
-		if !slices.Equal(rec.text, []string{"rank 1: it is broken"}) {
+		if !slices.Equal(rec.text, []string{"rank 1: broken"}) {
 			t.Errorf("the test failed with %q", rec.text)
 		}
 	})

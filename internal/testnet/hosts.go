@@ -28,8 +28,8 @@ const (
 	// prefix is the beginning of the names of all namespaces of this package.
 	prefix = "gohvd-"
 	bridge = "br0" // the bridge's name in its namespace
-	// patience is the limit of every command, every call of a server, and every wait of this package.
-	patience = time.Minute
+	// timeout is the limit of every command, every call of a server, and every wait of this package.
+	timeout = time.Minute
 )
 
 // Host is a host for tests that need several: a network namespace with one interface. A bridge in a namespace
@@ -64,7 +64,7 @@ var haveHosts = sync.OnceValue(func() (err error) {
 		return err
 	}
 	h := Host{Name: name}
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	return run(h.Command(ctx, "true"))
 })
@@ -76,7 +76,7 @@ func NeedHosts(t testing.TB) {
 	if err == nil {
 		return
 	}
-	const needs = "no hosts can be made here, which takes root and Debian's packages iproute2 and util-linux"
+	const needs = "hosts cannot be made: they need root and Debian's packages iproute2 and util-linux"
 	if os.Getenv("CI") != "" {
 		t.Fatalf("%s: %v", needs, err)
 	}
@@ -260,7 +260,7 @@ func empty(name string) error {
 	}
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	late := time.After(patience)
+	late := time.After(timeout)
 	for {
 		paths, err := filepath.Glob("/proc/[0-9]*")
 		if err != nil {
@@ -276,7 +276,7 @@ func empty(name string) error {
 		select {
 		case <-tick.C:
 		case <-late:
-			return fmt.Errorf("testnet: processes on %s live on %v after they were killed", name, patience)
+			return fmt.Errorf("testnet: processes on %s have not ended within %v after they were killed", name, timeout)
 		}
 	}
 }
@@ -304,17 +304,17 @@ func kill(path string, namespace os.FileInfo) bool {
 
 // ip runs the ip command of iproute2.
 func ip(args ...string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	return run(exec.CommandContext(ctx, "ip", args...))
 }
 
 // run runs a command. Its error includes the command line and the standard error.
 func run(cmd *exec.Cmd) error {
-	var said bytes.Buffer
-	cmd.Stderr = &said
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
 	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("testnet: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(said.Bytes()))
+		return fmt.Errorf("testnet: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(stderr.Bytes()))
 	}
 	return nil
 }

@@ -532,7 +532,7 @@ func TestNeed(t *testing.T) {
 			if cmd.ProcessState.ExitCode() != status {
 				t.Errorf("%s, CI=%q: got error %v, want status %d", c.name, ci, err, status)
 			}
-			for _, text := range []string{want, c.says, "takes root", "iproute2"} {
+			for _, text := range []string{want, c.says, "need root", "iproute2"} {
 				if !strings.Contains(string(out), text) {
 					t.Errorf("%s, CI=%q: got %q, want %q in it", c.name, ci, out, text)
 				}

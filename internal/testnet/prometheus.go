@@ -39,7 +39,7 @@ func prometheusProgram(t testing.TB, name string) string {
 // promtool reported success.
 func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, prometheusProgram(t, "promtool"), args...)
 	cmd.Dir, cmd.Stdin = dir, strings.NewReader(input)
@@ -115,9 +115,9 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	case addr := <-found:
 		return &Prometheus{t, "http://" + addr}
 	case <-done:
-		t.Fatal("prometheus has ended")
-	case <-time.After(patience):
-		t.Fatal("prometheus does not say that it is ready")
+		t.Fatal("prometheus has ended before it was ready")
+	case <-time.After(timeout):
+		t.Fatalf("prometheus has not logged that it is ready within %v", timeout)
 	}
 	return nil
 }
@@ -186,7 +186,7 @@ func (s *Prometheus) Targets() ([]Target, error) {
 
 // get fetches a path of the server and decodes the JSON answer into to.
 func (s *Prometheus) get(path string, to any) error {
-	ctx, cancel := context.WithTimeout(s.t.Context(), patience)
+	ctx, cancel := context.WithTimeout(s.t.Context(), timeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
 	if err != nil {

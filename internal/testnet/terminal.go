@@ -14,7 +14,7 @@ func Terminal(t *testing.T) (master, slave *os.File) {
 	t.Helper()
 	m, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		t.Skipf("no pseudoterminal can be had: %v", err)
+		t.Skipf("cannot make a pseudoterminal: %v", err)
 	}
 	master = os.NewFile(uintptr(m), "ptmx")
 	t.Cleanup(func() { master.Close() })
@@ -27,7 +27,7 @@ func Terminal(t *testing.T) (master, slave *os.File) {
 	}
 	slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|unix.O_NOCTTY, 0)
 	if err != nil {
-		t.Skipf("the pseudoterminal cannot be opened: %v", err)
+		t.Skipf("cannot open the pseudoterminal: %v", err)
 	}
 	t.Cleanup(func() { slave.Close() })
 	return master, slave

@@ -37,7 +37,7 @@ func Eventually(t *testing.T, what string, cond func() bool) {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			t.Fatalf("%s: not within a minute", what)
+			t.Fatalf("%s: this has not happened within a minute", what)
 		}
 	}
 }
