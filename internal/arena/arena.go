@@ -47,7 +47,7 @@ type Chunk struct {
 	// Segment can be written by any process that has its descriptor until it is sealed. Seal it before giving
 	// the descriptor to peers.
 	Segment *shmem.Segment
-	// Adopted says that the chunk belongs to another process, and nothing is allocated in it here.
+	// Adopted says that the chunk belongs to another process, and Alloc does not use it.
 	Adopted bool
 }
 

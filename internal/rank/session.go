@@ -274,7 +274,7 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		s.Memory = mesh
 		return nil
 	}
-	why := mesh.Why()
+	why := mesh.UnsharedReason()
 	switch {
 	case why == "":
 		return nil // the other ranks are on other hosts
@@ -282,7 +282,7 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		return nil
 	}
-	return &memoryError{mesh.Unable(), fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
+	return &memoryError{mesh.UnsharedRanks(), fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
 // listenShared opens the socket by which this rank passes file descriptors, if memory is to be shared. If it

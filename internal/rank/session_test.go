@@ -192,8 +192,8 @@ type sharer struct {
 }
 
 func (s *sharer) Group() []topo.Rank  { return s.group }
-func (s *sharer) Why() string         { return s.why }
-func (s *sharer) Unable() []topo.Rank { return nil }
+func (s *sharer) UnsharedReason() string         { return s.why }
+func (s *sharer) UnsharedRanks() []topo.Rank { return nil }
 
 func TestShare(t *testing.T) {
 	modes := []config.SharedMemory{config.SharedByHost, config.SharedIfPossible, config.SharedAlways}

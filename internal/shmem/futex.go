@@ -32,9 +32,9 @@ func Wait(addr *uint32, val uint32, d time.Duration) {
 }
 
 // Wake wakes all threads that wait for addr, in all processes that map its page. It does not sleep. It costs
-// a system call even if nobody waits.
+// a system call even if no thread waits.
 func Wake(addr *uint32) {
-	// The call can fail only for an address that is not mapped, and then nobody waits.
+	// The call can fail only for an address that is not mapped, and then no thread waits.
 	_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWake, maxWake, 0, 0, 0)
 }
 

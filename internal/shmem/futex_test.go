@@ -185,7 +185,7 @@ func TestWaitReturns(t *testing.T) {
 	if waits > 100 {
 		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
 	}
-	shmem.Wake(words[0]) // nobody waits
+	shmem.Wake(words[0]) // no thread waits
 }
 
 // If two threads each store a word and then load the other's word, at least one sees the other's store. The

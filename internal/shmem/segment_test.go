@@ -213,7 +213,7 @@ func TestAdopt(t *testing.T) {
 			s.Bytes()[size-1] = 7
 			if b, err := unix.Mmap(s.FD(), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
 				unix.Munmap(b)
-				t.Error("others can map it to write")
+				t.Error("another process can map the segment for writing")
 			}
 			if _, err := unix.FcntlInt(uintptr(s.FD()), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); err == nil {
 				t.Error("others can seal it")

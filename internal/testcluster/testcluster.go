@@ -212,7 +212,7 @@ func (c *cluster) shareMemory() error {
 				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r], Agree: sessions[r].Agree,
 			})
 			if err == nil && len(mesh.Group()) < n {
-				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.Why()), mesh.Close())
+				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.UnsharedReason()), mesh.Close())
 			}
 			if errs[r] = err; err == nil {
 				c.meshes[r], c.memory[r] = mesh, mesh

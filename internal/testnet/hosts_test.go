@@ -488,7 +488,7 @@ func TestSweep(t *testing.T) {
 	testnet.Eventually(t, "the process has ended", func() bool { return !runs(ended.Process.Pid) })
 	for name, goes := range map[string]bool{
 		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has the id
-		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // nobody has waited for it yet
+		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // it was not waited for yet
 		fmt.Sprintf("gohvd-%d-%s-gone-bridge", os.Getpid()+1<<23, start): true, // no process has such an id
 		"gohvd-apple-1-x-0":                        false,
 		fmt.Sprintf("gohvd-%d", os.Getpid()+1<<23): false,
@@ -498,7 +498,7 @@ func TestSweep(t *testing.T) {
 		}
 		testnet.NewHosts(t, 1)
 		if left := namespaces(t, name); (len(left) == 0) != goes {
-			t.Errorf("of %s is left: %v, want that it goes: %v", name, left, goes)
+			t.Errorf("namespace %s is left: %v; want it removed: %v", name, left, goes)
 		}
 		if !goes {
 			if out, err := exec.CommandContext(t.Context(), "ip", "netns", "delete", name).CombinedOutput(); err != nil {

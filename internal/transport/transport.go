@@ -41,7 +41,7 @@ type PeerError struct {
 }
 
 func (e *PeerError) Error() string {
-	return fmt.Sprintf("transport: lane %d to rank %d: %v", e.Lane, e.Peer, e.Err)
+	return fmt.Sprintf("transport: connection to rank %d on lane %d failed: %v", e.Peer, e.Lane, e.Err)
 }
 
 func (e *PeerError) Unwrap() error { return e.Err }

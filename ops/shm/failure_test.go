@@ -73,7 +73,7 @@ func TestContextEnds(t *testing.T) {
 					t.Errorf("got %v, want %v", err, why)
 				}
 				if took := time.Since(began); took > 20*time.Second {
-					t.Errorf("it took %v to notice", took)
+					t.Errorf("noticing the end of the context took %v", took)
 				}
 				return nil
 			})

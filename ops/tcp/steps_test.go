@@ -149,7 +149,7 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 			break
 		}
 		select {
-		case err := <-other: // so this rank's sums are all here
+		case err := <-other: // so all sums of this rank have arrived
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -55,7 +55,7 @@ func Example() {
 	cluster.Kill(0)
 	_, err = conn.Read(word)
 	fmt.Printf("%s; %v\n", word, err)
-	// Output: hello; transport: lane 0 to rank 0: unexpected EOF
+	// Output: hello; transport: connection to rank 0 on lane 0 failed: unexpected EOF
 }
 
 func TestContract(t *testing.T)         { transporttest.Run(t, meshes) }

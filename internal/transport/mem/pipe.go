@@ -184,8 +184,8 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies while it holds mu, so that after a call that returns the buffers to the sender has held mu,
-// nobody reads them. If wait is not set, read may return 0 and no error.
+// read copies while it holds mu, so that no goroutine reads the buffers after a call that returns them to the sender
+// has held mu. If wait is not set, read may return 0 and no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -242,7 +242,7 @@ func (p *pipe) leave(own, other error) {
 		p.receiver.learn(other, p.clock.arrival())
 	}
 	if p.receiver.own != nil {
-		p.empty() // nobody will read the bytes
+		p.empty() // the receiver will not read the bytes
 	}
 	for i := range p.queue[p.head:] {
 		unread := &p.queue[p.head+i]

@@ -17,16 +17,16 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects the group, or sets why to the reason for which there is none.
+// form connects the group, or sets unsharedReason if that is not possible.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
 	for _, r := range group {
 		if text, ok := failed[r]; ok {
-			m.why, m.unable = join(m.why, r, text), append(m.unable, r)
+			m.unsharedReason, m.unsharedRanks = join(m.unsharedReason, r, text), append(m.unsharedRanks, r)
 		}
 	}
-	if err != nil || m.why != "" {
+	if err != nil || m.unsharedReason != "" {
 		return errors.Join(err, m.dissolve())
 	}
 	m.group = group
@@ -36,7 +36,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Ra
 	return nil
 }
 
-// dissolve undoes setup.
+// dissolve frees what setup has made.
 func (m *Mesh) dissolve() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -67,8 +67,8 @@ type setup struct {
 	claimed map[topo.Rank]bool
 }
 
-// exchange returns when all peers have each other's descriptors, one fails, or ctx has ended. It closes no
-// connection that has passed its handshake, which would look like a death to the peer.
+// exchange exchanges descriptors with all peers. It returns when that is done, when it has failed for one of them, or
+// when ctx has ended. It closes no connection after its handshake, because the peer would take that for a death.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)
@@ -159,7 +159,7 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	}
 }
 
-// accept receives the lower ranks until the listener is closed. It returns after the goroutines that it has
+// accept accepts connections of the lower ranks until the listener is closed. It returns after the goroutines that it has
 // started.
 func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer, results chan<- error) {
 	for {

@@ -51,7 +51,7 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 	}
 }
 
-// Groups are the ranks of a host, whose Control channels are in memory. The mesh reaches everybody.
+// A group has the ranks of a host. Their Control channels are in shared memory. The mesh reaches all ranks.
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
@@ -63,8 +63,8 @@ func TestGroups(t *testing.T) {
 						want = append(want, topo.Rank(p))
 					}
 				}
-				if got := m.Group(); !slices.Equal(got, want) || m.Why() != "" {
-					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.Why(), want)
+				if got := m.Group(); !slices.Equal(got, want) || m.UnsharedReason() != "" {
+					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.UnsharedReason(), want)
 				}
 				for p := range r {
 					exchange(t, meshes, transport.Control, p, r)
@@ -82,12 +82,12 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do. Why names the rank and the
+// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do. UnsharedReason names the rank and the
 // reason at all ranks of the host.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)
-		why   []string // parts of Why on host a
+		why   []string // parts of UnsharedReason on host a
 	}{
 		"no offer": {func(t *testing.T, j *job) {
 			j.offers[2] = shm.Offer{}
@@ -147,12 +147,12 @@ func dissolved(t *testing.T, j *job, why []string) {
 	began := time.Now()
 	meshes := j.mustConnect(t)
 	if took := time.Since(began); took > patience/2 {
-		t.Errorf("it took %v", took)
+		t.Errorf("Connect took %v", took)
 	}
 	for r, m := range meshes {
 		if r%2 == 1 {
-			if got := m.Group(); len(got) != 2 || m.Why() != "" {
-				t.Errorf("rank %d: got group %v, %q, want both ranks of its host", r, got, m.Why())
+			if got := m.Group(); len(got) != 2 || m.UnsharedReason() != "" {
+				t.Errorf("rank %d: got group %v, %q, want both ranks of its host", r, got, m.UnsharedReason())
 			}
 			continue
 		}
@@ -160,12 +160,12 @@ func dissolved(t *testing.T, j *job, why []string) {
 			t.Errorf("rank %d: got group %v, want itself", r, got)
 		}
 		for _, part := range why {
-			if !strings.Contains(m.Why(), part) {
-				t.Errorf("rank %d: got %q, want %q in it", r, m.Why(), part)
+			if !strings.Contains(m.UnsharedReason(), part) {
+				t.Errorf("rank %d: got %q, want %q in it", r, m.UnsharedReason(), part)
 			}
 		}
-		if m.Why() != meshes[0].Why() {
-			t.Errorf("rank %d says %q, rank 0 %q", r, m.Why(), meshes[0].Why())
+		if m.UnsharedReason() != meshes[0].UnsharedReason() {
+			t.Errorf("rank %d says %q, rank 0 %q", r, m.UnsharedReason(), meshes[0].UnsharedReason())
 		}
 		b, err := m.Share(1, 100, nil)
 		if err != nil || len(b) < 100 {
@@ -179,7 +179,7 @@ func dissolved(t *testing.T, j *job, why []string) {
 	exchange(t, meshes, 1, 0, 4)
 }
 
-// A rank that gets no memory says so, with the size; nobody waits for it.
+// If a rank gets no memory, UnsharedReason has the size, and the other ranks do not wait for it.
 func TestNoMemory(t *testing.T) {
 	under := overTCP(t, 5)
 	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
@@ -229,7 +229,7 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// If a rank dies while the others form a group, Why names it at all of them, and they do not wait for it.
+// If a rank dies while the others form a group, UnsharedReason names it at all of them, and they do not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -267,7 +267,7 @@ func TestStrangers(t *testing.T) {
 	}
 	for r, m := range j.mustConnect(t) {
 		if len(m.Group()) != 2 {
-			t.Errorf("rank %d: got group %v, %q", r, m.Group(), m.Why())
+			t.Errorf("rank %d: got group %v, %q", r, m.Group(), m.UnsharedReason())
 		}
 	}
 }

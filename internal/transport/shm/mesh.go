@@ -20,14 +20,14 @@ import (
 
 // Mesh is one rank's end of an epoch. It implements Sharer.
 type Mesh struct {
-	log    *zap.Logger
-	rank   topo.Rank
-	size   int
-	under  transport.Mesh
-	group  []topo.Rank // ascending, with rank
-	why    string
-	unable []topo.Rank // the ranks that why names
-	peers  []*peer     // the group without this rank
+	log            *zap.Logger
+	rank           topo.Rank
+	size           int
+	under          transport.Mesh
+	group          []topo.Rank // ascending, with rank
+	unsharedReason string
+	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
+	peers          []*peer     // the group without this rank
 	// byRank has the peers by rank, nil for other ranks.
 	byRank []*peer
 
@@ -51,7 +51,7 @@ type Mesh struct {
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
 	isClosed atomic.Bool
 
-	// mu is locked before the locks of conns and outboxes, and never together with that of package arena.
+	// mu is locked before the locks of conns and outboxes, and never together with the lock of package arena.
 	mu       sync.Mutex
 	changed  chan struct{} // closed when something has changed that await may wait for; nil if no goroutine waits
 	released transport.LaneSet
@@ -91,11 +91,11 @@ func (m *Mesh) begin() error {
 // Group implements Sharer.
 func (m *Mesh) Group() []topo.Rank { return slices.Clone(m.group) }
 
-// Why implements Sharer.
-func (m *Mesh) Why() string { return m.why }
+// UnsharedReason implements Sharer.
+func (m *Mesh) UnsharedReason() string { return m.unsharedReason }
 
-// Unable implements Sharer.
-func (m *Mesh) Unable() []topo.Rank { return slices.Clone(m.unable) }
+// UnsharedRanks implements Sharer.
+func (m *Mesh) UnsharedRanks() []topo.Rank { return slices.Clone(m.unsharedRanks) }
 
 // peer returns the peer with that rank, or nil.
 func (m *Mesh) peer(rank topo.Rank) *peer {
@@ -105,7 +105,8 @@ func (m *Mesh) peer(rank topo.Rank) *peer {
 	return m.byRank[rank]
 }
 
-// await calls check, holding mu, after each change, until it returns true or an error, or ctx has ended.
+// await calls check with mu held, now and after each change, until check returns true or an error, or ctx has
+// ended.
 func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	for {
 		m.mu.Lock()
@@ -157,7 +158,7 @@ func (m *Mesh) wakePoller() {
 	}
 }
 
-// lose records that a peer has gone, or that nothing more is accepted from it.
+// lose records that a peer has gone or has violated the protocol.
 func (m *Mesh) lose(p *peer, err error) {
 	m.mu.Lock()
 	if m.closed || !p.gone.CompareAndSwap(nil, &err) {

@@ -10,7 +10,7 @@ const (
 	tokenBytes = 32
 	// maxPathBytes is the longest path that a Unix socket can have: its address has 108 bytes and ends with a zero.
 	maxPathBytes = 107
-	// maxReasonBytes bounds the reason of a rank that shares nothing.
+	// maxReasonBytes bounds the reason why a rank shares no memory.
 	maxReasonBytes = 200
 )
 

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Bounds on what a peer may give.
+// Bounds on the messages of a peer.
 const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
@@ -40,9 +40,9 @@ type peer struct {
 	gone atomic.Pointer[error] // the reason why the peer is lost, without its rank; nil while it is connected
 	// arenas has the chunks of the peer by ID. The map is replaced and never changed in place.
 	arenas atomic.Pointer[map[uint32]chunk]
-	// stale are chunks that the peer has given up, oldest first, and staleBytes their size. An operation that
-	// was cut short may still read them, so their addresses must stay readable. They belong to the receiving
-	// goroutine and, after that has ended, to Close.
+	// stale are chunks that the peer has given up, oldest first, and staleBytes is their size. An operation that
+	// has failed may still read them, so their addresses stay readable. Only the receiving goroutine uses them and,
+	// after that has ended, Close.
 	stale      []*shmem.Segment
 	staleBytes int64
 	// shares counts the lanes for which the peer has given a segment that is not released. Guarded by the
@@ -94,7 +94,7 @@ func (o *outbox) next() (message, bool) {
 	return m, true
 }
 
-// close drops what is queued.
+// close drops the queued messages.
 func (o *outbox) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()

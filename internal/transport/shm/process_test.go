@@ -89,7 +89,7 @@ func child(dir, waits string) error {
 		return err
 	}
 	defer m.Close()
-	fmt.Println("formed", len(m.Group()), m.Why())
+	fmt.Println("formed", len(m.Group()), m.UnsharedReason())
 	for in.Scan() {
 		if err := act(ctx, m, ep.Rank, in.Text()); err != nil {
 			return err
@@ -139,7 +139,7 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 	peer := 1 - rank // for two ranks
 	switch what {
-	case "share": // with everybody, and read what they share
+	case "share": // with all ranks, and read the segments of the others
 		b, err := m.Share(1, 4096, m.Group())
 		if err != nil {
 			return err
@@ -330,7 +330,7 @@ func TestKill(t *testing.T) {
 		t.Errorf("got %q, want both", got)
 	}
 	if took := time.Since(began); took > 20*time.Second {
-		t.Errorf("it took %v", took)
+		t.Errorf("noticing the death took %v", took)
 	}
 	empty(t, "killed", dir)
 	entries, err := os.ReadDir("/dev/shm")

@@ -14,10 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNoPeer is the error for a rank that is not in the group, or for this rank if a peer is wanted.
+// errNoPeer is the error for a rank that is not in the group, and for this rank in calls that need a peer.
 var errNoPeer = errors.New("the rank shares no memory with this rank")
 
-// lane is what ranks share for a lane.
+// lane has the memory that the ranks share for a lane.
 type lane struct {
 	// err is the error of Abort, Release or Close. gone has, by index in the group, the error of peers whose
 	// processes have gone.
@@ -30,7 +30,7 @@ type lane struct {
 	theirs  []chunk // by index in the group; zero until the segment or an error has come
 }
 
-// fail sets why the lane has failed, unless it has failed for a stronger reason. The caller holds mu.
+// fail fails the lane with err, unless it has failed with an error that has precedence. The caller holds mu.
 func (l *lane) fail(err error) {
 	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed && *old != transport.ErrReleased {
 		l.err.Store(&err)
@@ -51,7 +51,7 @@ func (l *lane) close() error {
 	return errors.Join(errs...)
 }
 
-// lane returns the lane with the given number, or why there is none. The caller holds mu.
+// lane returns the lane with the given number, or the reason why there is none. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	lanes := *m.lanes.Load()
 	if l := lanes[id]; l != nil {
@@ -157,7 +157,7 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare registers the only Share of a lane.
+// beginShare registers the call of Share for a lane, which may be the only one. It returns the peers of ranks.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {

@@ -107,7 +107,7 @@ func TestShare(t *testing.T) {
 	wantErr(t, "peer", err, context.DeadlineExceeded)
 	_, err = meshes[1].Peer(t.Context(), 7, 1)
 	if err == nil {
-		t.Error("got a segment of its own that it did not share")
+		t.Error("Peer returned a segment of this rank, which has not shared one")
 	}
 	var none *shmem.NoMemoryError
 	if _, err := meshes[0].Share(8, 1<<50, []topo.Rank{1}); !errors.As(err, &none) {

@@ -9,9 +9,8 @@ import (
 
 // Sharer is a transport.Mesh whose ranks of one host share memory. Connect returns one.
 //
-// No rank can write the memory of another: what comes from a peer is mapped read-only. All slices last until
-// the lane is released or the mesh is closed, also if their owner dies; afterwards they must not be used. The
-// methods are safe for concurrent use.
+// No rank can write the memory of another: memory of peers is mapped read-only. All slices stay valid until the
+// lane is released or the mesh is closed, also if their owner dies. The methods are safe for concurrent use.
 type Sharer interface {
 	transport.Mesh
 
@@ -19,12 +18,12 @@ type Sharer interface {
 	// never changes.
 	Group() []topo.Rank
 
-	// Why says why the ranks of this host do not share memory although they could, and names the ranks that
-	// are the reason. It is "" if they share memory, or if this rank is alone on its host.
-	Why() string
+	// UnsharedReason returns the reason why the ranks of this host do not share memory, with the ranks that caused
+	// it. It is "" if they share memory, or if this rank is the only one of its host.
+	UnsharedReason() string
 
-	// Unable returns the ranks that Why names, in ascending order.
-	Unable() []topo.Rank
+	// UnsharedRanks returns the ranks that UnsharedReason names, in ascending order.
+	UnsharedRanks() []topo.Rank
 
 	// Share makes this rank's segment for lane, of numBytes rounded up to whole pages, zeroed, and gives it
 	// to peers, which are ranks of the group (this rank among them is ignored). It is called once for a lane
@@ -37,13 +36,13 @@ type Sharer interface {
 	// returns what Share returned.
 	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
 
-	// Arena returns chunk id of package arena in rank's process, mapped read-only. It waits as Peer does, for
-	// rank and no lane. Once the chunk has come, a call costs one lookup without a lock. After rank's process
-	// has given the chunk up, asking for it is an error, and what was mapped reads as zeros. For this rank it
-	// is an error.
+	// Arena returns chunk id of package arena in rank's process, mapped read-only. It waits until the chunk has
+	// come, ctx ends, the mesh is closed or the process has gone. Once the chunk has come, a call costs one lookup
+	// without a lock. After rank's process has given up the chunk, Arena returns an error, and the mapped memory
+	// reads as zeros. It returns an error if rank is this rank.
 	Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, error)
 
-	// Err returns why waiting for rank on lane is useless, or nil: the lane was released
+	// Err returns the reason why rank will not come on lane any more, or nil: the lane was released
 	// (transport.ErrReleased), the mesh closed (transport.ErrClosed), the lane aborted (the error of Abort),
 	// or rank's process has gone (*transport.PeerError). It costs a few ns and allocates nothing for a lane
 	// that is in use.

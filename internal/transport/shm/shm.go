@@ -4,17 +4,17 @@
 // and has a mesh that reaches all ranks (package tcp). The ranks of one host then give each other file
 // descriptors, over Unix connections on which they prove their identity, and agree on whether all of that
 // succeeded: either all ranks of a host share memory or none. The mesh that Connect returns has the Control
-// lane between them in shared memory and everything else in the mesh underneath. By Sharer the backends get
-// memory for their lanes. docs/arena.md describes the formats, and what happens when a rank dies.
+// lane between them in shared memory and all other lanes in the mesh underneath. The backends get
+// memory for their lanes through Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
-//  1. Nobody writes another rank's memory. What a peer wrote is checked before it is used.
-//  2. Nothing is in the file system after Connect has returned. Before, there is the socket. If its owner
-//     was killed, the next Listen removes it.
-//  3. A Unix connection ends exactly when its process ends or closes its mesh. Nobody closes one before it
+//  1. No rank writes another rank's memory. What a peer wrote is checked before it is used.
+//  2. Before Connect has returned the socket is in the file system, afterwards nothing. If the owner of the
+//     socket was killed, the next Listen removes the socket.
+//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes one before it
 //     gives up the mesh.
-//  4. Everything belongs to one epoch; the next one makes its own.
+//  4. All of this belongs to one epoch. The next epoch makes its own.
 package shm
 
 import (
@@ -40,7 +40,7 @@ import (
 )
 
 const (
-	// defaultRingBytes holds some hundred frames of negotiation.
+	// defaultRingBytes is room for some hundred frames of negotiation.
 	defaultRingBytes         = 64 << 10
 	minRingBytes             = 64
 	maxRingBytes             = 1 << 30
@@ -55,8 +55,8 @@ const (
 
 // Config configures an Endpoint. Zero fields take their defaults.
 type Config struct {
-	// Dir is the directory of the socket. It is made if it does not exist, and must belong to this user
-	// alone. Its path may have about 80 bytes. Default: gohvd-UID in os.TempDir().
+	// Dir is the directory of the socket. It is made if it does not exist. Only this user may have access
+	// to it. Its path may have about 80 bytes. Default: gohvd-UID in os.TempDir().
 	Dir string
 	// RingBytes is the number of bytes that fit into the Control channel to a peer before the sender waits
 	// for it to read: a power of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one ring for
@@ -80,8 +80,8 @@ type Endpoint struct {
 	closed    bool
 }
 
-// Listen makes the socket, after removing those in the directory whose processes are gone. If Connect is not
-// called the Endpoint must be closed.
+// Listen makes the socket. Before, it removes those in the directory that no process listens at any more. Close the
+// Endpoint if Connect is not called.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
@@ -107,9 +107,9 @@ func Listen(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// lock keeps others from removing a socket that has its name but is not listening yet, which looks like one
-// whose process is gone. The lock of a process that dies is released. The wait for a process that was stopped
-// meanwhile is short.
+// lock prevents other processes from removing the socket between bind and listen, when it looks like one of a process
+// that is gone. If a process dies, its lock is released. The wait is short, because a process that holds the lock may
+// be stopped.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -126,7 +126,7 @@ func lock(dir string) (unlock func() error, err error) {
 }
 
 // Unavailable returns the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer
-// tells the others so, and why: they do not wait for it, and their Why names it.
+// has the reason: the others do not wait for the rank, and their UnsharedReason names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
 	text := reason.Error()
@@ -197,8 +197,8 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes our sockets at which nobody listens any more. It checks the first thousand names. The caller
-// holds the lock.
+// sweep removes sockets of this package at which no process listens any more. It checks the first thousand names.
+// The caller holds the lock.
 func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -221,8 +221,8 @@ func sweep(dir string) error {
 	return nil
 }
 
-// abandoned reports whether nobody listens at the socket any more. A process that does listen sees a
-// connection that ends.
+// abandoned reports whether no process listens at the socket any more. A process that does listen accepts a
+// connection that ends at once.
 func abandoned(path string) bool {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -254,12 +254,11 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// Epoch is one formation of a job, as rendezvous agreed on it. All ranks are given the same values, except
-// for Rank and Under.
+// Epoch is one formation of a job, as rendezvous agreed on it. Only Rank and Under differ between the ranks.
 type Epoch struct {
 	// Job is the identity of the job, 1 to 64 bytes without meaning to this package.
 	Job string
-	// Epoch is greater than that of any earlier formation of the job.
+	// Epoch is greater than the epoch of any earlier formation of the job.
 	Epoch uint64
 	// Rank is this rank.
 	Rank topo.Rank
@@ -274,7 +273,8 @@ type Epoch struct {
 	// how (rendezvous.Session.Agree). It ends the ctx of the other tries when a rank fails. It is not called
 	// at a rank that is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
-	// Under reaches all ranks. The new mesh owns it: it is closed with that, or if Connect fails.
+	// Under reaches all ranks. The new mesh owns it: Close of the new mesh closes it, and so does a Connect that
+	// fails.
 	Under transport.Mesh
 }
 
@@ -289,8 +289,8 @@ func (ep *Epoch) validate() error {
 }
 
 // Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory,
-// or with an error when ctx has ended. That memory cannot be shared is no error: the mesh then has a Group of
-// one, and Why gives the reason.
+// or with an error when ctx has ended. It is no error if memory cannot be shared: the mesh then has a Group of
+// one rank and an UnsharedReason.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -317,7 +317,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	excluded := checkOffers(ep)
 	m := newMesh(e, ep)
 	if d, bad := excluded[ep.Hosts[ep.Rank]]; bad {
-		m.why, m.unable = d.why, d.ranks
+		m.unsharedReason, m.unsharedRanks = d.why, d.ranks
 	}
 	var group []topo.Rank
 	for r, h := range ep.Hosts {
@@ -325,7 +325,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 			group = append(group, topo.Rank(r))
 		}
 	}
-	if m.why != "" || len(group) == 1 {
+	if m.unsharedReason != "" || len(group) == 1 {
 		return m, nil // no rank of this host calls Agree
 	}
 	return m, m.form(ctx, e, ep, group)

@@ -180,8 +180,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	tb.Helper()
 	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)
 	for r, m := range meshes {
-		if got := m.Group(); len(got) != size || m.Why() != "" {
-			tb.Fatalf("rank %d: got group %v, %q, want all %d ranks", r, got, m.Why(), size)
+		if got := m.Group(); len(got) != size || m.UnsharedReason() != "" {
+			tb.Fatalf("rank %d: got group %v, %q, want all %d ranks", r, got, m.UnsharedReason(), size)
 		}
 	}
 	return meshes

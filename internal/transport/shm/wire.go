@@ -34,7 +34,7 @@ const (
 // numFDs is the number of descriptors of each kind of message.
 var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0}
 
-// message is one packet. Its holder owns its descriptors.
+// message is one packet. The code that has it owns its descriptors and closes them.
 type message struct {
 	kind, id uint32
 	size     uint64
@@ -47,7 +47,7 @@ func (m *message) encode() []byte {
 	return binary.LittleEndian.AppendUint64(b, m.size)
 }
 
-// decodeMessage checks what came in one packet. It takes over fds only if there is no error.
+// decodeMessage decodes and checks one packet. If it returns an error, the caller still owns fds.
 func decodeMessage(b []byte, fds []int) (message, error) {
 	if len(b) != messageBytes {
 		return message{}, fmt.Errorf("got a message of %d bytes, want %d", len(b), messageBytes)

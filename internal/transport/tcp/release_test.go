@@ -20,7 +20,7 @@ func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
 		if time.Now().After(end) {
-			t.Fatalf("it does not come to pass that %s", what)
+			t.Fatalf("this has not happened in time: %s", what)
 		}
 	}
 }
@@ -33,7 +33,7 @@ func looseConns(e *Endpoint) int {
 }
 
 // All bytes that the kernel took arrive, even if they are more than the peer's socket holds, the peer has
-// sent bytes that nobody read, and it sends more before it reads.
+// sent bytes that were not read, and it sends more before it reads.
 func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
 
 func testReleaseWithoutReset(t *testing.T, key secret.Secret) {

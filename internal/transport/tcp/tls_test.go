@@ -98,7 +98,7 @@ func TestWire(t *testing.T) {
 		}
 		got := make([]byte, len(want))
 		if _, err := io.ReadFull(b, got); err != nil || !bytes.Equal(got, want) {
-			t.Fatalf("what was sent has not arrived as it was, %v", err)
+			t.Fatalf("the bytes that arrived differ from those that were sent: %v", err)
 		}
 		if err := a.Flush(); err != nil || a.Sent() != uint64(len(want)) {
 			t.Errorf("%d bytes are sent, %v, want %d", a.Sent(), err, len(want))

@@ -384,7 +384,7 @@ func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 		return wantErr("pending flush", err, want)
 	})
 	if got := c.Sent(); got >= unread {
-		s.Fatalf("nobody read, yet all %d bytes were sent", got)
+		s.Fatalf("all %d bytes were sent though the peer has not read", got)
 	}
 	end(m)
 	s.await(waiting)
