@@ -194,7 +194,8 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	defer h.mu.Unlock()
 	h.lastID++
 	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
-	// The rest of the last page after a large tensor stays unused: a small tensor there would keep the whole chunk.
+	// The rest of the last page after a large tensor stays unused: a small tensor there would keep the whole
+	// chunk.
 	c.free = []span{{0, max(size, chunkBytes)}}
 	h.add(c)
 	b, dirty = h.cut(c, 0, size)
@@ -254,8 +255,8 @@ func (h *heap) release(b []byte) error {
 	return nil
 }
 
-// free frees the tensor at the start of b. It returns the chunk if this was its last tensor and the chunk is not
-// kept for further tensors.
+// free frees the tensor at the start of b. It returns the chunk if this was its last tensor and the chunk is
+// not kept for further tensors.
 func (h *heap) free(b []byte) (unused *chunk, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -83,7 +83,8 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// Random allocations do not overlap, are zeroed, keep their bytes, and Find returns their places, compared with a list of them.
+// Random allocations do not overlap, are zeroed, keep their bytes, and Find returns their places, compared
+// with a list of them.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -242,7 +243,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// At most one empty chunk is kept. IDs are not reused, and the memory and the file of a removed chunk are freed.
+// At most one empty chunk is kept. IDs are not reused, and the memory and the file of a removed chunk are
+// freed.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
 	before := openFiles(t)

@@ -2,8 +2,8 @@
 
 package shmem
 
-// Pause executes the processor's pause instruction n times, for a caller that polls a word. Each takes 10 to 150 cycles
-// on amd64, and fewer on arm64. If n <= 0, Pause does nothing.
+// Pause executes the processor's pause instruction n times, for a caller that polls a word. Each takes 10 to
+// 150 cycles on amd64, and fewer on arm64. If n <= 0, Pause does nothing.
 //
 //go:noescape
 func Pause(n int)

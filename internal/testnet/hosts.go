@@ -200,7 +200,8 @@ func startOf(pid int) string {
 	if err != nil {
 		return ""
 	}
-	// The third field, the state, comes after the name, which may have spaces and parentheses in it; see proc_pid_stat(5).
+	// The third field, the state, comes after the name, which may have spaces and parentheses in it; see
+	// proc_pid_stat(5).
 	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
 	const state, start = 0, 22 - 3
 	if len(fields) <= start || fields[state] == "Z" || fields[state] == "X" {

@@ -96,27 +96,29 @@ type Mesh interface {
 // keeping a goroutine in Read for each peer. It is for a loop that answers in less time than it takes to wake
 // a goroutine. While nothing comes the goroutine may park; the mesh then notifies it.
 type Poller interface {
-	// OnNotify sets the function that the mesh calls, from a goroutine of its own, when something has arrived on the Control
-	// lane, or one of its Conns has failed, while the polling goroutine is parked. OnNotify is called once, before the first
-	// Park. notify must not block. It may be called more often than necessary. After OnNotify, a Send of this rank on the
-	// Control lane need not notify a parked peer: NotifyPeers does.
+	// OnNotify sets the function that the mesh calls, from a goroutine of its own, when something has arrived
+	// on the Control lane, or one of its Conns has failed, while the polling goroutine is parked. OnNotify is
+	// called once, before the first Park. notify must not block. It may be called more often than necessary.
+	// After OnNotify, a Send of this rank on the Control lane need not notify a parked peer: NotifyPeers
+	// does.
 	OnNotify(notify func())
 
-	// NotifyPeers notifies those peers that are parked and have not read what they were sent since the last NotifyPeers. A
-	// caller that goes on polling may give a peer some time to poll by itself, which costs less than a notification on both
-	// sides. The caller is the polling goroutine.
+	// NotifyPeers notifies those peers that are parked and have not read what they were sent since the last
+	// NotifyPeers. A caller that goes on polling may give a peer some time to poll by itself, which costs
+	// less than a notification on both sides. The caller is the polling goroutine.
 	NotifyPeers()
 
-	// Park says that the caller stops polling. If it returns false, something may be there already, and the caller must poll
-	// again instead of sleeping. Before Park the caller has called TryRead of every Conn until that gave 0 bytes, or Park may
-	// return false though nothing arrived. Polling again needs no call of Unpark but is faster after it.
+	// Park says that the caller stops polling. If it returns false, something may be there already, and the
+	// caller must poll again instead of sleeping. Before Park the caller has called TryRead of every Conn
+	// until that gave 0 bytes, or Park may return false though nothing arrived. Polling again needs no call
+	// of Unpark but is faster after it.
 	Park() bool
 
 	// Unpark says that the caller polls again, so that it need not be notified.
 	Unpark()
 
-	// EntersKernel reports whether polling costs system calls. If it does, a loop can yield its processor after each round of
-	// polling, and is hardly slower for it.
+	// EntersKernel reports whether polling costs system calls. If it does, a loop can yield its processor
+	// after each round of polling, and is hardly slower for it.
 	EntersKernel() bool
 }
 

@@ -1,4 +1,5 @@
-// Package opstest lets tests and benchmarks of backends call collectives as functions that return when they are done.
+// Package opstest lets tests and benchmarks of backends call collectives as functions that return when they
+// are done.
 package opstest
 
 import (

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the owner of a
-// block knows its size. In step t a rank stages part t of each block for another rank.
+// startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the
+// owner of a block knows its size. In step t a rank stages part t of each block for another rank.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
 	if err := b.cut(counts); err != nil {
@@ -47,8 +47,8 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If other ranks are not ready for it, alltoallStep waits if wait is set, and otherwise
-// returns Waiting.
+// alltoallStep does the next step. If other ranks are not ready for it, alltoallStep waits if wait is set,
+// and otherwise returns Waiting.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
 	if x.awaitsReaders {
@@ -125,8 +125,8 @@ func (b *Backend) readCounts() error {
 	return nil
 }
 
-// allocate reads from the counts how many bytes this rank gets from each rank, makes the caller allocate the output,
-// and copies this rank's own block there.
+// allocate reads from the counts how many bytes this rank gets from each rank, makes the caller allocate the
+// output, and copies this rank's own block there.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
 	total := b.counts[b.me][b.me] // counted first, so that an overflow is the error of a peer

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is the size from which results of peers are written past the caches, because they do not fit: they
-// would evict each other.
+// streamBytes is the size from which results of peers are written past the caches, because they do not fit:
+// they would evict each other.
 const streamBytes = 8 << 20
 
 // plan describes an exchange. The buffer is cut into blocks, one for each rank.
@@ -65,11 +65,11 @@ type running struct {
 	out           []byte // of an alltoall
 }
 
-// An exchange runs in rounds over this rank's tensors, which b.own has. A rank begins round r when all others have finished
-// round r-1. In round r it stages step r, reduces step r-1, posts its progress, and copies the results of step r-2, or of step
-// r-1 if there is nothing to reduce. So the data that a rank reads is in the caches, and a rank may be late by one round without
-// delaying the others. The stages of three steps are in use. A rank that has posted its round and still copies may read a
-// fourth.
+// An exchange runs in rounds over this rank's tensors, which b.own has. A rank begins round r when all others
+// have finished round r-1. In round r it stages step r, reduces step r-1, posts its progress, and copies the
+// results of step r-2, or of step r-1 if there is nothing to reduce. So the data that a rank reads is in the
+// caches, and a rank may be late by one round without delaying the others. The stages of three steps are in
+// use. A rank that has posted its round and still copies may read a fourth.
 
 // start begins an exchange and does the first round, which does not wait for other ranks.
 func (b *Backend) start(p *plan) {
@@ -98,8 +98,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If other ranks are not ready for it, round waits if wait is set, and otherwise returns
-// Waiting.
+// round does the next round. If other ranks are not ready for it, round waits if wait is set, and otherwise
+// returns Waiting.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
@@ -147,8 +147,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// anyStaged reports whether any rank stages data in an exchange without a reduction, because its own block cannot be
-// read in place. The answer is the same at all ranks.
+// anyStaged reports whether any rank stages data in an exchange without a reduction, because its own block
+// cannot be read in place. The answer is the same at all ranks.
 func (b *Backend) anyStaged(p *plan) bool {
 	begin := int64(0)
 	for i, end := range p.ends {
@@ -167,8 +167,8 @@ func (b *Backend) anyStaged(p *plan) bool {
 	return false
 }
 
-// finishRounds ends the rounds of an exchange after the last one. If peers may still read a caller's buffer, it returns
-// true: the operation then ends only when all peers have finished.
+// finishRounds ends the rounds of an exchange after the last one. If peers may still read a caller's buffer,
+// it returns true: the operation then ends only when all peers have finished.
 func (b *Backend) finishRounds(round uint64, steps int) bool {
 	b.stage += steps
 	b.rounds = round
@@ -191,8 +191,8 @@ func (b *Backend) awaitReaders(wait bool) (bool, error) {
 	return true, b.checkAborts()
 }
 
-// checkAborts returns an error if a peer has given up the operation. A rank announces that before it gives its buffers
-// back to its caller. So without an error, all buffers that this rank has read were unchanged.
+// checkAborts returns an error if a peer has given up the operation. A rank announces that before it gives
+// its buffers back to its caller. So without an error, all buffers that this rank has read were unchanged.
 func (b *Backend) checkAborts() error {
 	shmem.Fence() // orders the reads of the buffers before those of the abort words
 	for i := range b.peers {
@@ -228,8 +228,8 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 	return nil
 }
 
-// staged returns the place where member i stages n bytes from byte v on of block j. Step t of the block begins at
-// byte from.
+// staged returns the place where member i stages n bytes from byte v on of block j. Step t of the block
+// begins at byte from.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
@@ -272,7 +272,8 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
-			// In a reduction no peer reads this rank's contribution to its own block. Otherwise peers read only that block.
+			// In a reduction no peer reads this rank's contribution to its own block. Otherwise peers read
+			// only that block.
 			continue
 		}
 		from, to := p.block(j, t)
@@ -295,7 +296,8 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 	}
 }
 
-// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it in place.
+// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it
+// in place.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)

@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// In all operations a rank waits for a rank that does not come until the mesh reports that its process is gone. Then the
-// backend fails.
+// In all operations a rank waits for a rank that does not come until the mesh reports that its process is
+// gone. Then the backend fails.
 func TestDeadPeer(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -105,7 +105,8 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 	}
 }
 
-// A rank that gives up a buffer that others may be reading announces that first, so no rank that has read it succeeds.
+// A rank that gives up a buffer that others may be reading announces that first, so no rank that has read it
+// succeeds.
 func TestAbandonedBuffer(t *testing.T) {
 	const size = 8 << 10
 	for _, gaveUp := range []bool{false, true} {
@@ -158,7 +159,8 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
-// The same for an alltoall, the table of which has one extent and the counts. Nothing is allocated for impossible counts.
+// The same for an alltoall, the table of which has one extent and the counts. Nothing is allocated for
+// impossible counts.
 func TestPeersCounts(t *testing.T) {
 	put := func(table []byte, words ...uint64) {
 		for i, w := range words {
@@ -240,8 +242,8 @@ func TestAlltoallOutput(t *testing.T) {
 	}
 }
 
-// Wrong arguments are refused before the peers see any of them. They end the backend, because the others run the
-// operation.
+// Wrong arguments are refused before the peers see any of them. They end the backend, because the others run
+// the operation.
 func TestRefused(t *testing.T) {
 	for name, op := range map[string]func(r *rank) error{
 		"algorithm": func(r *rank) error {

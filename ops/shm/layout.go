@@ -11,14 +11,15 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at byte 0,
-// and each other one at the end of the one before.
+// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at
+// byte 0, and each other one at the end of the one before.
 type extent struct {
 	end     int64 // exclusive
 	in, out place
 }
 
-// place is the place where a peer reads an extent: at offset in an arena chunk, or in the staging area if chunk is 0.
+// place is the place where a peer reads an extent: at offset in an arena chunk, or in the staging area if
+// chunk is 0.
 type place struct {
 	chunk  uint32
 	offset int64
@@ -27,8 +28,9 @@ type place struct {
 
 func (p *place) staged() bool { return p.chunk == 0 }
 
-// A table is u32 number of extents | u32 0, then for each: u64 end | u32 chunk of in | u32 chunk of out | u64 offset of in |
-// u64 offset of out. An alltoall has one extent, and after it u64 bytes for each member of the set.
+// A table is u32 number of extents | u32 0, then for each: u64 end | u32 chunk of in | u32 chunk of out | u64
+// offset of in | u64 offset of out. An alltoall has one extent, and after it u64 bytes for each member of the
+// set.
 const (
 	tableHeader = 8
 	extentBytes = 32
@@ -52,8 +54,8 @@ func (l *layout) find(v int64) (i int, begin int64) {
 	return i, begin
 }
 
-// describe makes the layout of this rank's tensors. Tensors in arenas are read in place, as long as the table has
-// room for their extents.
+// describe makes the layout of this rank's tensors. Tensors in arenas are read in place, as long as the table
+// has room for their extents.
 func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bool)) {
 	l.extents, l.direct = l.extents[:0], false
 	var end int64
@@ -97,9 +99,9 @@ func (l *layout) write(table []byte) {
 	}
 }
 
-// read reads the layout of a peer from its table, and maps the chunks that it names. total is the size that the buffer
-// should have. elem is the size of an element, a power of two, for kernels that need aligned elements, or 1
-// if the bytes are only copied.
+// read reads the layout of a peer from its table, and maps the chunks that it names. total is the size that
+// the buffer should have. elem is the size of an element, a power of two, for kernels that need aligned
+// elements, or 1 if the bytes are only copied.
 func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
@@ -154,8 +156,8 @@ type own struct {
 }
 
 const (
-	// packedBytes is the greatest size of a tensor that is packed. Copying such a tensor costs less than handling it
-	// separately in every step.
+	// packedBytes is the greatest size of a tensor that is packed. Copying such a tensor costs less than
+	// handling it separately in every step.
 	packedBytes = 2 << 10
 	// roomBytes bounds the packed bytes, so that they stay in the cache.
 	roomBytes = 512 << 10

@@ -25,8 +25,8 @@ type Memory interface {
 	Err(lane transport.Lane, rank topo.Rank) error
 }
 
-// A segment is one rank's memory for a lane. Only that rank writes it, and all members read it. It has these parts,
-// each on cache lines of its own:
+// A segment is one rank's memory for a lane. Only that rank writes it, and all members read it. It has these
+// parts, each on cache lines of its own:
 //
 //	progressAt    u64  rounds that the rank has finished, over all operations (small ones not counted)
 //	abortAt       u32  not 0: the rank has failed, and its buffers may change from now on
@@ -36,8 +36,9 @@ type Memory interface {
 //	ringAt        ring buffer of the contributions of more bytes to small operations
 //	stagingAt     stages × stageBytes: data that the peers cannot read in place
 //
-// Two of each are enough because an operation does not end before all ranks have begun it. A rank that writes a table or
-// slot again has finished the operation in between. So all others have begun that one, and have finished the one before.
+// Two of each are enough because an operation does not end before all ranks have begun it. A rank that writes
+// a table or slot again has finished the operation in between. So all others have begun that one, and have
+// finished the one before.
 const (
 	progressAt = 0
 	abortAt    = 128
@@ -48,19 +49,20 @@ const (
 	stagingAt  = ringAt + ringBytes
 
 	lineBytes = 64
-	// pageBytes is the alignment of the large parts. Most buffers are aligned to a page too. If source and destination of
-	// a copy are at different offsets in their pages, the processor takes some loads for dependent on stores in flight.
+	// pageBytes is the alignment of the large parts. Most buffers are aligned to a page too. If source and
+	// destination of a copy are at different offsets in their pages, the processor takes some loads for
+	// dependent on stores in flight.
 	pageBytes  = 4096
 	tableBytes = 64 << 10
 	slotBytes  = lineBytes
-	// smallBytes is the most that the other ranks together may contribute to a small operation, which every rank reduces
-	// completely.
+	// smallBytes is the most that the other ranks together may contribute to a small operation, which every
+	// rank reduces completely.
 	smallBytes = 64 << 10
-	// ringBytes is so large that a line of the ring has left the second-level caches of all processors before it is written
-	// again: writing a line that another processor holds takes four times as long.
+	// ringBytes is so large that a line of the ring has left the second-level caches of all processors before
+	// it is written again: writing a line that another processor holds takes four times as long.
 	ringBytes = 4 << 20
-	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from the one
-	// before it and copy from the two before that.
+	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from
+	// the one before it and copy from the two before that.
 	stages = 4
 )
 

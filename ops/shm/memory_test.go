@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// host implements Memory for the ranks of one process, without files and mappings, so that the race detector sees every
-// access.
+// host implements Memory for the ranks of one process, without files and mappings, so that the race detector
+// sees every access.
 type host struct {
 	mu       sync.Mutex
 	changed  *sync.Cond

@@ -13,7 +13,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input returns the contribution of rank to tensor number t: small numbers, so that the bits do not depend on the order.
+// input returns the contribution of rank to tensor number t: small numbers, so that the bits do not depend on
+// the order.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
 	const period = 10 // of the numbers; with the race detector, setting each number takes minutes
 	b := aligned(numElems * dt.Size())
@@ -79,7 +80,8 @@ var one = ops.Scaling{Pre: 1, Post: 1}
 // Sizes around each limit: a cache line, the greatest small operation, one step, several steps, the last block.
 var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
 
-// All types, operations, sizes and numbers of ranks, with tensors in ordinary memory, in arenas, or mixed between the ranks.
+// All types, operations, sizes and numbers of ranks, with tensors in ordinary memory, in arenas, or mixed
+// between the ranks.
 func TestAllreduce(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		for _, dt := range tensor.DTypes() {
@@ -119,7 +121,8 @@ func difference(got, want []byte) string {
 	return "the lengths differ"
 }
 
-// Tensors in any mixture of memory, divided differently at every rank, in place or not, give the same result as one tensor.
+// Tensors in any mixture of memory, divided differently at every rank, in place or not, give the same result
+// as one tensor.
 func TestAllreduceFused(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

@@ -1,9 +1,9 @@
 // Package shm runs collectives between the ranks of one host, on each other's memory.
 //
 // Every rank has a segment for a lane and may have tensors in arenas. It reads those of its peers and writes
-// only its own, so a rank that is late, stopped or broken corrupts no other rank. Data in ordinary memory, which
-// peers cannot read where it lies, passes through the staging area of its owner's segment, in steps that fit
-// the caches. There is no fusion buffer.
+// only its own, so a rank that is late, stopped or broken corrupts no other rank. Data in ordinary memory,
+// which peers cannot read where it lies, passes through the staging area of its owner's segment, in steps
+// that fit the caches. There is no fusion buffer.
 //
 // A reduction cuts the buffer into as many blocks as there are ranks. The owner of a block reads it from all
 // others, reduces it, and the others copy the result. For a buffer of B bytes at n ranks, in place, memory
@@ -249,10 +249,12 @@ func (b *Backend) peerError(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGivenUp is the error for a peer that has failed and may have changed its buffers while this rank read them.
+// errGivenUp is the error for a peer that has failed and may have changed its buffers while this rank read
+// them.
 var errGivenUp = errors.New("the peer gave up the operation")
 
-// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all other ranks.
+// Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
+// other ranks.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:

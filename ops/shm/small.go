@@ -2,8 +2,8 @@ package shm
 
 import "github.com/gohvd/gohvd/ops"
 
-// A small operation takes one step: each rank publishes its whole contribution, and every rank reduces all of them. The
-// number of the operation is beside the contribution, so that a few bytes cost one cache line.
+// A small operation takes one step: each rank publishes its whole contribution, and every rank reduces all of
+// them. The number of the operation is beside the contribution, so that a few bytes cost one cache line.
 
 // isSmall reports whether an operation of total bytes is run as a small operation.
 func (b *Backend) isSmall(total int64) bool {

@@ -135,8 +135,8 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If other ranks are not ready for it, step waits if wait is set, and otherwise returns
-// Waiting or Blocked.
+// step does the next step. If other ranks are not ready for it, step waits if wait is set, and otherwise
+// returns Waiting or Blocked.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {

@@ -59,8 +59,8 @@ func finish(r *rank, tries int) error {
 	}
 }
 
-// A started operation can be finished by steps that wait, by steps that do not, or by both, between other operations: in one
-// step or in many, from ordinary memory or from arenas.
+// A started operation can be finished by steps that wait, by steps that do not, or by both, between other
+// operations: in one step or in many, from ordinary memory or from arenas.
 func TestStart(t *testing.T) {
 	const n = 3
 	for _, elems := range []int{100, 5000, 50_000} {
@@ -138,7 +138,8 @@ func TestStartGather(t *testing.T) {
 	}
 }
 
-// A rank that has started does not wait for another that has not, unless wait is set, and then only until its context ends.
+// A rank that has started does not wait for another that has not, unless wait is set, and then only until its
+// context ends.
 func TestStartDoesNotWait(t *testing.T) {
 	for _, elems := range []int{1, 5000} {
 		var waited atomic.Bool

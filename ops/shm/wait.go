@@ -9,33 +9,39 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// A waiting rank first spins, that is, it loads the word again and again. Then it alternates between spinning and yielding its
-// core, and at last it sleeps. Spinning is fastest if each rank has a core of its own. Otherwise it takes the core from the rank
-// that it waits for. That can happen on every machine: the kernel may put two ranks on one core though another core is idle. So
-// a rank never spins for longer than one or two yields take.
+// A waiting rank first spins, that is, it loads the word again and again. Then it alternates between spinning
+// and yielding its core, and at last it sleeps. Spinning is fastest if each rank has a core of its own.
+// Otherwise it takes the core from the rank that it waits for. That can happen on every machine: the kernel
+// may put two ranks on one core though another core is idle. So a rank never spins for longer than one or two
+// yields take.
 const (
 	// spins is how often a rank loads the word before it yields, and between two yields: about 2 us.
 	spins = 60
-	// oversubscribedSpins is the same number if there are more ranks than cores: enough to see a word that is being written.
+	// oversubscribedSpins is the same number if there are more ranks than cores: enough to see a word that is
+	// being written.
 	oversubscribedSpins = 2
-	// yields is how often a rank yields its core before it sleeps, and oversubscribedYields the same number if there are more
-	// ranks than cores. Then each yield may run another rank for a while, and waking takes longest.
+	// yields is how often a rank yields its core before it sleeps, and oversubscribedYields the same number
+	// if there are more ranks than cores. Then each yield may run another rank for a while, and waking takes
+	// longest.
 	yields               = 30
 	oversubscribedYields = 100
-	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, which costs three times as much as a yield.
+	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, which costs three times as
+	// much as a yield.
 	yieldsPerGosched = 16
-	// maxYielding bounds the time of all yields together. A yield may run another process for milliseconds. A rank that sleeps
-	// would be woken sooner.
+	// maxYielding bounds the time of all yields together. A yield may run another process for milliseconds. A
+	// rank that sleeps would be woken sooner.
 	maxYielding = time.Millisecond
-	// maxSleep bounds a sleep, because the end of a context wakes no rank: the rank checks its context after each sleep.
+	// maxSleep bounds a sleep, because the end of a context wakes no rank: the rank checks its context after
+	// each sleep.
 	maxSleep = 20 * time.Millisecond
 )
 
-// post stores v in a word of this rank's segment, which publishes all that was written before, and wakes ranks that sleep.
+// post stores v in a word of this rank's segment, which publishes all that was written before, and wakes
+// ranks that sleep.
 func (b *Backend) post(word *uint64, v uint64) {
 	atomic.StoreUint64(word, v)
-	// This rank stores word and then loads parked. A rank that goes to sleep stores parked and then loads word. All are
-	// sequentially consistent, so at least one of the two sees the store of the other (Dekker).
+	// This rank stores word and then loads parked. A rank that goes to sleep stores parked and then loads
+	// word. All are sequentially consistent, so at least one of the two sees the store of the other (Dekker).
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].parked) != 0 {
 			shmem.Wake(lowHalf(word))
@@ -118,6 +124,6 @@ func (b *Backend) waitError(i int) error {
 
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
-// lowHalf returns the low half of a word, which changes with every step. A futex has only 32 bits. gohvd supports
-// only little-endian processors, on which the low half comes first.
+// lowHalf returns the low half of a word, which changes with every step. A futex has only 32 bits. gohvd
+// supports only little-endian processors, on which the low half comes first.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }

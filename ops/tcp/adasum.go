@@ -85,18 +85,18 @@ func (b *Backend) delegate(host, seg int, buf []byte) error {
 	return exchange(c, nil, buf, seg)
 }
 
-// combineFrom combines buf, as the vector of the lower side, with the vector that rank sender of the set sends with
-// delegate.
+// combineFrom combines buf, as the vector of the lower side, with the vector that rank sender of the set
+// sends with delegate.
 func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
 	c, err := b.conn(sender)
 	if err != nil {
 		return err
 	}
-	whole := stretch{0, len(buf)}
-	if err := b.adasum.compare(c, buf, whole, seg, true); err != nil {
+	whole := byteRange{0, len(buf)}
+	if err := b.adasum.receiveDots(c, buf, whole, seg, true); err != nil {
 		return err
 	}
-	b.adasum.mix(buf, whole, true)
+	b.adasum.combineRange(buf, whole, true)
 	return nil
 }
 
@@ -112,11 +112,12 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	if err := send(c, theirs.of(buf), seg); err != nil {
 		return err
 	}
-	if err := a.compare(c, buf, mine, seg, lower); err != nil {
+	if err := a.receiveDots(c, buf, mine, seg, lower); err != nil {
 		return err
 	}
-	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the same bits. The
-	// last exchange is with the partner again. Its flush also ensures that the half for the partner has been sent.
+	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the
+	// same bits. The last exchange is with the partner again. Its flush also ensures that the half for the
+	// partner has been sent.
 	for e := 1; e <= d; e *= 2 {
 		if c, err = b.conn(b.me ^ e); err != nil {
 			return err
@@ -125,7 +126,7 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 			return err
 		}
 	}
-	a.mix(buf, mine, lower)
+	a.combineRange(buf, mine, lower)
 	return nil
 }
 
@@ -152,10 +153,10 @@ func exchange(c *stream, out, in []byte, seg int) error {
 	return c.Flush()
 }
 
-// stretch is a range of bytes of a buffer.
-type stretch struct{ from, to int }
+// byteRange is a range of bytes of a buffer.
+type byteRange struct{ from, to int }
 
-func (s stretch) of(buf []byte) []byte { return buf[s.from:s.to] }
+func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
 
 // adasum is the state of one rank while it combines vectors.
 type adasum struct {
@@ -190,8 +191,8 @@ func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err err
 
 // half returns the part that rank r of the set holds after a buffer of numBytes was halved at all distances
 // up to d. The lower of two ranks holds the lower half, which is the smaller one if the halves differ.
-func (a *adasum) half(r, d, numBytes int) stretch {
-	s := stretch{0, numBytes / a.size}
+func (a *adasum) half(r, d, numBytes int) byteRange {
+	s := byteRange{0, numBytes / a.size}
 	for e := 1; e <= d; e *= 2 {
 		if mid := s.from + (s.to-s.from)/2; r&e == 0 {
 			s.to = mid
@@ -199,12 +200,12 @@ func (a *adasum) half(r, d, numBytes int) stretch {
 			s.from = mid
 		}
 	}
-	return stretch{s.from * a.size, s.to * a.size}
+	return byteRange{s.from * a.size, s.to * a.size}
 }
 
-// compare receives stretch s of the other vector into a.other, and computes the dot products over it while
+// receiveDots receives range s of the other vector into a.other, and computes the dot products over it while
 // more arrives. buf holds vector a if lower is set, else vector b.
-func (a *adasum) compare(c *stream, buf []byte, s stretch, seg int, lower bool) error {
+func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)
 	for at := s.from; at < s.to; at += seg {
@@ -212,7 +213,7 @@ func (a *adasum) compare(c *stream, buf []byte, s stretch, seg int, lower bool) 
 		if err := receive(c, in[at-s.from:end-s.from]); err != nil {
 			return err
 		}
-		for t, p := range a.pieces(stretch{at, end}) {
+		for t, p := range a.pieces(byteRange{at, end}) {
 			x, y := sides(p.of(buf), in[p.from-s.from:p.to-s.from], lower)
 			ab, aa, bb := a.dot(x, y)
 			dots := a.dots[3*t:][:3]
@@ -235,8 +236,8 @@ func (a *adasum) addDots(c *stream, seg int) error {
 	return nil
 }
 
-// mix combines stretch s of buf with a.other, using the dot products. lower is as in compare.
-func (a *adasum) mix(buf []byte, s stretch, lower bool) {
+// combineRange combines range s of buf with a.other, using the dot products. lower is as in receiveDots.
+func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
 	in := a.other.room(s.to - s.from)
 	for t, p := range a.pieces(s) {
 		dst := p.of(buf)
@@ -264,14 +265,14 @@ func factor(dot, square float64) float64 {
 }
 
 // pieces yields the tensors that overlap s, by number, and the piece of s that belongs to each.
-func (a *adasum) pieces(s stretch) iter.Seq2[int, stretch] {
-	return func(yield func(int, stretch) bool) {
-		// t is the first tensor that does not end before s. If it ends where s begins, its piece is empty; so is the
-		// piece of an empty tensor.
+func (a *adasum) pieces(s byteRange) iter.Seq2[int, byteRange] {
+	return func(yield func(int, byteRange) bool) {
+		// t is the first tensor that does not end before s. If it ends where s begins, its piece is empty; so
+		// is the piece of an empty tensor.
 		t, _ := slices.BinarySearch(a.tensors[1:], int64(s.from))
 		for at := s.from; at < s.to; t++ {
 			end := min(int(a.tensors[t+1]), s.to)
-			if !yield(t, stretch{at, end}) {
+			if !yield(t, byteRange{at, end}) {
 				return
 			}
 			at = end

@@ -56,8 +56,8 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 	return bufs[0]
 }
 
-// adasumReference is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in the
-// tree of the package comment.
+// adasumReference is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in
+// the tree of the package comment.
 func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0

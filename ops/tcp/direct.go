@@ -5,10 +5,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The reductions in this file cannot deadlock, although each rank reads from the others in its own order. A rank
-// first queues the input that the others need, and Send does not wait. So the data that a rank reads in the first
-// step is in flight whatever its peers do, and every rank completes that step. In it the rank queues its results, so
-// the data of the second step is in flight too. A flush ends because the peer completes its steps.
+// The reductions in this file cannot deadlock, although each rank reads from the others in its own order. A
+// rank first queues the input that the others need, and Send does not wait. So the data that a rank reads in
+// the first step is in flight whatever its peers do, and every rank completes that step. In it the rank
+// queues its results, so the data of the second step is in flight too. A flush ends because the peer
+// completes its steps.
 
 // allreduceDirect reduces buf over two or more ranks, in the even parts of b.parts. Each rank reduces its own
 // part, and sends every segment of the result to all other ranks as soon as it is complete.

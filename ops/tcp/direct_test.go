@@ -23,7 +23,8 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	return all
 }
 
-// inOrder returns the reduction over the contributions in the given order, in the arithmetic of acc, rounded to dt once.
+// inOrder returns the reduction over the contributions in the given order, in the arithmetic of acc, rounded
+// to dt once.
 func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
 		sum := float(dt, in[0], i)

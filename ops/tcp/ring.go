@@ -25,8 +25,8 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 			return err
 		}
 	}
-	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So the position in
-	// the stream to the right at which the old content of p ends counts up from start.
+	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So the
+	// position in the stream to the right at which the old content of p ends counts up from start.
 	landed := start
 	for s := range n - 1 {
 		for rest := b.before(buf, s); len(rest) > 0; {

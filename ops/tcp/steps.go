@@ -49,7 +49,7 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 	}
 	resume := s.resume
 	if lockedOSThread() {
-		resume = elsewhere(resume)
+		resume = onUnlockedThread(resume)
 	}
 	p, _ := resume()
 	if p != ops.Finished {
@@ -64,7 +64,7 @@ func (s *steps) close() {
 	switch {
 	case s.stop == nil:
 	case lockedOSThread():
-		elsewhere(func() (ops.Progress, bool) {
+		onUnlockedThread(func() (ops.Progress, bool) {
 			s.stop()
 			return ops.Finished, false
 		})()
@@ -73,8 +73,9 @@ func (s *steps) close() {
 	}
 }
 
-// elsewhere returns a function that calls f in a goroutine that is not locked to a thread, and waits for it.
-func elsewhere(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
+// onUnlockedThread returns a function that calls f in a goroutine that is not locked to a thread, and waits
+// for it.
+func onUnlockedThread(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
 	return func() (p ops.Progress, ok bool) {
 		done := make(chan struct{})
 		go func() {

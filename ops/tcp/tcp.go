@@ -104,8 +104,8 @@ type Backend struct {
 	steps   steps
 	ctx     context.Context // of the step, if it may wait; else nil
 
-	// The fields below are kept between operations so that steady state allocates nothing. Each operation fills the
-	// ones that it uses.
+	// The fields below are kept between operations so that steady state allocates nothing. Each operation
+	// fills the ones that it uses.
 	parts   cut      // the ranks' parts of the buffer
 	in      scratch  // received but not yet reduced
 	ordered inOrder  // for direct reductions
@@ -218,8 +218,8 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
 	b.Close()
-	// The streams have lost their position, so the lane is aborted. After that Flush does not wait for peers, but only
-	// until the channel holds no buffer of the operation; its error adds no information.
+	// The streams have lost their position, so the lane is aborted. After that Flush does not wait for peers,
+	// but only until the channel holds no buffer of the operation; its error adds no information.
 	b.mesh.Abort(b.lane, b.err)
 	for _, c := range b.conns {
 		if c != nil {

@@ -60,28 +60,28 @@ func (c *conn) Flush() error { return c.out.flush() }
 
 // abort fails the calls of this end with err. The other end does not notice.
 func (c *conn) abort(err error) {
-	c.out.leave(err, nil)
-	c.in.refuse(err, nil)
+	c.out.closeSender(err, nil)
+	c.in.closeReceiver(err, nil)
 }
 
 // close fails the calls of this end with ErrClosed and the calls of the other end with a
 // *transport.PeerError.
 func (c *conn) close() {
-	c.out.leave(transport.ErrClosed, c.blame(io.ErrUnexpectedEOF))
-	c.in.refuse(transport.ErrClosed, c.blame(io.ErrClosedPipe))
+	c.out.closeSender(transport.ErrClosed, c.peerError(io.ErrUnexpectedEOF))
+	c.in.closeReceiver(transport.ErrClosed, c.peerError(io.ErrClosedPipe))
 }
 
 // release fails the calls of this end with ErrReleased, and the other end's Read after it has read all bytes.
 // Bytes that the other end sends are lost.
 func (c *conn) release() {
 	c.released = true
-	c.out.leave(transport.ErrReleased, c.blame(io.ErrUnexpectedEOF))
-	c.in.refuse(transport.ErrReleased, nil)
+	c.out.closeSender(transport.ErrReleased, c.peerError(io.ErrUnexpectedEOF))
+	c.in.closeReceiver(transport.ErrReleased, nil)
 	c.in.drop()
 }
 
-// blame returns the error with which the other end reports that this one failed.
-func (c *conn) blame(err error) error {
+// peerError returns the error with which the other end reports that this one failed.
+func (c *conn) peerError(err error) error {
 	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
 
@@ -133,8 +133,8 @@ func (s *side) fail(err error) {
 	}
 }
 
-// learn records err as the reason why the side fails because of the other rank. It takes effect at due.
-func (s *side) learn(err error, due time.Duration) {
+// failRemote records err as the reason why the side fails because of the other rank. It takes effect at due.
+func (s *side) failRemote(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
 	}
@@ -184,8 +184,8 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies while it holds mu, so that no goroutine reads the buffers after a call that returns them to the sender
-// has held mu. If wait is not set, read may return 0 and no error.
+// read copies while it holds mu, so that no goroutine reads the buffers after a call that returns them to the
+// sender has held mu. If wait is not set, read may return 0 and no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -232,14 +232,14 @@ func (p *pipe) hasUnread() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
-// leave fails the sender with own and, unless other is nil, the receiver with other after it has read all
-// bytes. leave copies the unread bytes, because the sender may reuse its buffers afterwards.
-func (p *pipe) leave(own, other error) {
+// closeSender fails the sender with own and, unless other is nil, the receiver with other after it has read all
+// bytes. closeSender copies the unread bytes, because the sender may reuse its buffers afterwards.
+func (p *pipe) closeSender(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.sender.fail(own)
 	if other != nil {
-		p.receiver.learn(other, p.clock.arrival())
+		p.receiver.failRemote(other, p.clock.arrival())
 	}
 	if p.receiver.own != nil {
 		p.empty() // the receiver will not read the bytes
@@ -251,14 +251,14 @@ func (p *pipe) leave(own, other error) {
 	p.announce()
 }
 
-// refuse fails the receiver with own and, unless other is nil, the sender with other. The unread bytes are
-// never read, but the sender's Flush waits for them until other arrives.
-func (p *pipe) refuse(own, other error) {
+// closeReceiver fails the receiver with own and, unless other is nil, the sender with other. The unread bytes
+// are never read, but the sender's Flush waits for them until other arrives.
+func (p *pipe) closeReceiver(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.receiver.fail(own)
 	if other != nil {
-		p.sender.learn(other, p.clock.arrival())
+		p.sender.failRemote(other, p.clock.arrival())
 	}
 	p.announce()
 }

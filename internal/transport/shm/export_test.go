@@ -36,7 +36,8 @@ func (m *Mesh) Sleepers() (int, bool) {
 	return m.waker.sleepers, atomic.LoadUint32(m.waker.word) != 0
 }
 
-// Loopback returns the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the peer would write.
+// Loopback returns the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the
+// peer would write.
 func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}

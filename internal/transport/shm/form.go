@@ -67,8 +67,9 @@ type setup struct {
 	claimed map[topo.Rank]bool
 }
 
-// exchange exchanges descriptors with all peers. It returns when that is done, when it has failed for one of them, or
-// when ctx has ended. It closes no connection after its handshake, because the peer would take that for a death.
+// exchange exchanges descriptors with all peers. It returns when that is done, when it has failed for one of
+// them, or when ctx has ended. It closes no connection after its handshake, because the peer would take that
+// for a death.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)
@@ -159,8 +160,8 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	}
 }
 
-// accept accepts connections of the lower ranks until the listener is closed. It returns after the goroutines that it has
-// started.
+// accept accepts connections of the lower ranks until the listener is closed. It returns after the goroutines
+// that it has started.
 func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()

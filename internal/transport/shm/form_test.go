@@ -82,8 +82,8 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do. UnsharedReason names the rank and the
-// reason at all ranks of the host.
+// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do.
+// UnsharedReason names the rank and the reason at all ranks of the host.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)
@@ -229,7 +229,8 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// If a rank dies while the others form a group, UnsharedReason names it at all of them, and they do not wait for it.
+// If a rank dies while the others form a group, UnsharedReason names it at all of them, and they do not wait
+// for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")

@@ -64,8 +64,8 @@ func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	return err
 }
 
-// acceptHandshake does the handshake of the acceptor, and returns the rank of the dialer. dialers has the offers
-// of the ranks that may connect, by rank, and nil for all other ranks.
+// acceptHandshake does the handshake of the acceptor, and returns the rank of the dialer. dialers has the
+// offers of the ranks that may connect, by rank, and nil for all other ranks.
 func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err

@@ -8,7 +8,8 @@ import (
 
 const (
 	tokenBytes = 32
-	// maxPathBytes is the longest path that a Unix socket can have: its address has 108 bytes and ends with a zero.
+	// maxPathBytes is the longest path that a Unix socket can have: its address has 108 bytes and ends with a
+	// zero.
 	maxPathBytes = 107
 	// maxReasonBytes bounds the reason why a rank shares no memory.
 	maxReasonBytes = 200

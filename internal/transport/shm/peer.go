@@ -21,8 +21,8 @@ const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
 	maxSegmentBytes = 1 << 44
-	// maxStaleBytes is how much address space is kept for chunks that the peer has given up. Kept chunks take no
-	// memory.
+	// maxStaleBytes is how much address space is kept for chunks that the peer has given up. Kept chunks take
+	// no memory.
 	maxStaleBytes = 1 << 37
 )
 
@@ -40,9 +40,9 @@ type peer struct {
 	gone atomic.Pointer[error] // the reason why the peer is lost, without its rank; nil while it is connected
 	// arenas has the chunks of the peer by ID. The map is replaced and never changed in place.
 	arenas atomic.Pointer[map[uint32]chunk]
-	// stale are chunks that the peer has given up, oldest first, and staleBytes is their size. An operation that
-	// has failed may still read them, so their addresses stay readable. Only the receiving goroutine uses them and,
-	// after that has ended, Close.
+	// stale are chunks that the peer has given up, oldest first, and staleBytes is their size. An operation
+	// that has failed may still read them, so their addresses stay readable. Only the receiving goroutine
+	// uses them and, after that has ended, Close.
 	stale      []*shmem.Segment
 	staleBytes int64
 	// shares counts the lanes for which the peer has given a segment that is not released. Guarded by the
@@ -115,7 +115,8 @@ func (p *peer) send(m *Mesh) {
 			return
 		}
 		if err := msg.write(p.uc); err != nil {
-			// If the peer has gone, receive finds that out, after it has handled all messages that the peer had sent.
+			// If the peer has gone, receive finds that out, after it has handled all messages that the peer
+			// had sent.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
 				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}

@@ -23,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child starts a rank in a process of its own, with its socket in dir and the given time limit. The test writes lines to the
-// process (<) and reads lines that it prints (>):
+// child starts a rank in a process of its own, with its socket in dir and the given time limit. The test
+// writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
 //	< rank, the store of the job, addresses and offers of all
@@ -306,8 +306,8 @@ func empty(t *testing.T, when, dir string) {
 	}
 }
 
-// Processes share memory. If one is killed, the others notice at once and can still read what it shared, and nothing stays
-// in the file system.
+// Processes share memory. If one is killed, the others notice at once and can still read what it shared, and
+// nothing stays in the file system.
 func TestKill(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks := form(t, dir, 3)

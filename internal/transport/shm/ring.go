@@ -11,23 +11,24 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Layout of a control segment, in bytes. Words that different ranks access are on different cache lines. lineBytes is
-// two lines, because processors fetch lines in pairs.
+// Layout of a control segment, in bytes. Words that different ranks access are on different cache lines.
+// lineBytes is two lines, because processors fetch lines in pairs.
 const (
 	lineBytes = 128
-	// parkedAt is the word u32 that is 1 while a goroutine of its owner is parked, so that a peer must write to the
-	// eventfd of the owner.
+	// parkedAt is the word u32 that is 1 while a goroutine of its owner is parked, so that a peer must write
+	// to the eventfd of the owner.
 	parkedAt = 0
 	// slotsAt is where the slots begin, one for each rank of the group, by index. The owner's slot is not used.
 	slotsAt = lineBytes
-	// headAt is the word u64 in a slot that counts the bytes written for that rank. fullAt, beside it, is the word u32
-	// that says that more bytes wait for room. openAt is the word u32 that says that the owner has asked for the Conn.
+	// headAt is the word u64 in a slot that counts the bytes written for that rank. fullAt, beside it, is the
+	// word u32 that says that more bytes wait for room. openAt is the word u32 that says that the owner has
+	// asked for the Conn.
 	headAt, fullAt, openAt = 0, 8, 12
 	// tailAt is the word u64 that counts the bytes read from that rank.
 	tailAt    = lineBytes
 	slotBytes = 2 * lineBytes
-	// pageBytes is the alignment of the first ring, which is after the slots. So a ring of whole pages shares no page
-	// with another ring.
+	// pageBytes is the alignment of the first ring, which is after the slots. So a ring of whole pages shares
+	// no page with another ring.
 	pageBytes = 4096
 )
 
@@ -49,8 +50,8 @@ func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : 
 // conn is the Control channel to a peer of the group. It consists of two rings, each in the segment of the
 // rank that writes it, and of words that each rank writes.
 //
-// The words are accessed only by sync/atomic, whose operations are in one order over all processors.
-// A rank that parks stores that it is parked and then loads the head. A rank that sends stores the head and then
+// The words are accessed only by sync/atomic, whose operations are in one order over all processors. A rank
+// that parks stores that it is parked and then loads the head. A rank that sends stores the head and then
 // loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker).
 type conn struct {
 	peer      topo.Rank
@@ -204,7 +205,8 @@ func (c *conn) Send(p []byte) error {
 	return c.werr
 }
 
-// notify wakes the peer if it is parked and has not read all bytes that were written since it was last notified.
+// notify wakes the peer if it is parked and has not read all bytes that were written since it was last
+// notified.
 func (c *conn) notify() {
 	if !c.notifyDue.Load() {
 		return
@@ -347,8 +349,8 @@ func (c *conn) wake() {
 	}
 }
 
-// fail gives up the Conn. When it returns, no goroutine uses the queue any more. If err is transport.ErrClosed, no
-// goroutine uses the memory either.
+// fail gives up the Conn. When it returns, no goroutine uses the queue any more. If err is
+// transport.ErrClosed, no goroutine uses the memory either.
 func (c *conn) fail(err error) {
 	for {
 		old := c.cause.Load()

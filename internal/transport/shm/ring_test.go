@@ -58,8 +58,8 @@ func bytesOf(seed uint64, n int) []byte {
 	return b
 }
 
-// Pieces of every size around those of the ring come through, polled and read, sent faster than they are read and
-// slower.
+// Pieces of every size around those of the ring come through, polled and read, sent faster than they are read
+// and slower.
 func TestRing(t *testing.T) {
 	for _, ringBytes := range []int{64, 256} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -114,8 +114,8 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// The polling goroutine is notified if bytes arrive while it is parked, and only then. It cannot park if bytes have arrived
-// before.
+// The polling goroutine is notified if bytes arrive while it is parked, and only then. It cannot park if
+// bytes have arrived before.
 func TestPark(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
@@ -299,7 +299,8 @@ func TestImpossibleWords(t *testing.T) {
 	}
 }
 
-// A peer may write any words into its segment, at any time: reading and sending end with an error or go on, within the ring.
+// A peer may write any words into its segment, at any time: reading and sending end with an error or go on,
+// within the ring.
 func FuzzRingWords(f *testing.F) {
 	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
 	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
@@ -388,7 +389,8 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// After OnNotify only NotifyPeers notifies a parked peer, and it does not if the peer has read the bytes already.
+// After OnNotify only NotifyPeers notifies a parked peer, and it does not if the peer has read the bytes
+// already.
 func TestNotifyPeers(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)

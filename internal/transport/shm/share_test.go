@@ -180,8 +180,8 @@ func TestLaneEnds(t *testing.T) {
 	}
 }
 
-// ErrReleased has precedence over ErrClosed, which has precedence over the error of Abort, which has precedence over that of
-// a death.
+// ErrReleased has precedence over ErrClosed, which has precedence over the error of Abort, which has
+// precedence over that of a death.
 func TestErrOrder(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	boom := errors.New("boom")
@@ -504,7 +504,8 @@ func TestBreaches(t *testing.T) {
 	}
 }
 
-// The allocator makes chunks that a sidecar can still write. A chunk is sealed before its descriptor is sent to peers.
+// The allocator makes chunks that a sidecar can still write. A chunk is sealed before its descriptor is sent
+// to peers.
 func TestArenaIsSealed(t *testing.T) {
 	seals := func() (all []int) {
 		arena.Watch(func(c arena.Chunk) {

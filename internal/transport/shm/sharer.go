@@ -18,8 +18,8 @@ type Sharer interface {
 	// never changes.
 	Group() []topo.Rank
 
-	// UnsharedReason returns the reason why the ranks of this host do not share memory, with the ranks that caused
-	// it. It is "" if they share memory, or if this rank is the only one of its host.
+	// UnsharedReason returns the reason why the ranks of this host do not share memory, with the ranks that
+	// caused it. It is "" if they share memory, or if this rank is the only one of its host.
 	UnsharedReason() string
 
 	// UnsharedRanks returns the ranks that UnsharedReason names, in ascending order.
@@ -36,10 +36,10 @@ type Sharer interface {
 	// returns what Share returned.
 	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
 
-	// Arena returns chunk id of package arena in rank's process, mapped read-only. It waits until the chunk has
-	// come, ctx ends, the mesh is closed or the process has gone. Once the chunk has come, a call costs one lookup
-	// without a lock. After rank's process has given up the chunk, Arena returns an error, and the mapped memory
-	// reads as zeros. It returns an error if rank is this rank.
+	// Arena returns chunk id of package arena in rank's process, mapped read-only. It waits until the chunk
+	// has come, ctx ends, the mesh is closed or the process has gone. Once the chunk has come, a call costs
+	// one lookup without a lock. After rank's process has given up the chunk, Arena returns an error, and the
+	// mapped memory reads as zeros. It returns an error if rank is this rank.
 	Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, error)
 
 	// Err returns the reason why rank will not come on lane any more, or nil: the lane was released

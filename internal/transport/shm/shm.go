@@ -4,8 +4,8 @@
 // and has a mesh that reaches all ranks (package tcp). The ranks of one host then give each other file
 // descriptors, over Unix connections on which they prove their identity, and agree on whether all of that
 // succeeded: either all ranks of a host share memory or none. The mesh that Connect returns has the Control
-// lane between them in shared memory and all other lanes in the mesh underneath. The backends get
-// memory for their lanes through Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
+// lane between them in shared memory and all other lanes in the mesh underneath. The backends get memory for
+// their lanes through Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
@@ -80,8 +80,8 @@ type Endpoint struct {
 	closed    bool
 }
 
-// Listen makes the socket. Before, it removes those in the directory that no process listens at any more. Close the
-// Endpoint if Connect is not called.
+// Listen makes the socket. Before, it removes those in the directory that no process listens at any more.
+// Close the Endpoint if Connect is not called.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
@@ -107,9 +107,9 @@ func Listen(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// lock prevents other processes from removing the socket between bind and listen, when it looks like one of a process
-// that is gone. If a process dies, its lock is released. The wait is short, because a process that holds the lock may
-// be stopped.
+// lock prevents other processes from removing the socket between bind and listen, when it looks like one of a
+// process that is gone. If a process dies, its lock is released. The wait is short, because a process that
+// holds the lock may be stopped.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -197,8 +197,8 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes sockets of this package at which no process listens any more. It checks the first thousand names.
-// The caller holds the lock.
+// sweep removes sockets of this package at which no process listens any more. It checks the first thousand
+// names. The caller holds the lock.
 func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -273,8 +273,8 @@ type Epoch struct {
 	// how (rendezvous.Session.Agree). It ends the ctx of the other tries when a rank fails. It is not called
 	// at a rank that is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
-	// Under reaches all ranks. The new mesh owns it: Close of the new mesh closes it, and so does a Connect that
-	// fails.
+	// Under reaches all ranks. The new mesh owns it: Close of the new mesh closes it, and so does a Connect
+	// that fails.
 	Under transport.Mesh
 }
 

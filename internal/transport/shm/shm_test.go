@@ -119,8 +119,8 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	return sessions
 }
 
-// leave ends sessions. It may be called several times. It ignores errors, which the ends of the connections between the
-// sessions cause.
+// leave ends sessions. It may be called several times. It ignores errors, which the ends of the connections
+// between the sessions cause.
 func leave(sessions []*rendezvous.Session) {
 	for _, s := range sessions {
 		_ = s.Close()
@@ -262,8 +262,8 @@ func TestContract(t *testing.T) {
 	}
 }
 
-// The channels in memory keep the contract, also with rings so small that all sends wait for room. Only one clause uses only
-// lane 3.
+// The channels in memory keep the contract, also with rings so small that all sends wait for room. Only one
+// clause uses only lane 3.
 func TestContractInMemory(t *testing.T) {
 	for _, c := range []struct {
 		ringBytes int

@@ -15,8 +15,8 @@ import (
 //
 //	kind u32 | id u32 | size u64      (little-endian), and the descriptors that the kind has
 const (
-	// controlMessage is the first message and is sent once. It has the control segment and the eventfd of the sender.
-	// id is the index of the sender in the group, size the number of bytes of one of its rings.
+	// controlMessage is the first message and is sent once. It has the control segment and the eventfd of the
+	// sender. id is the index of the sender in the group, size the number of bytes of one of its rings.
 	controlMessage = 1 + iota
 	// shareMessage gives the segment of lane id, of size bytes.
 	shareMessage

@@ -38,7 +38,7 @@ type conn struct {
 	peer topo.Rank
 	sock *socket
 	over net.Conn        // sock, or TLS over it; with TLS only out writes to sock
-	out  *gather         // nil if over is sock
+	out  *recordBuffer   // nil if over is sock
 	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on other lanes than Control
 

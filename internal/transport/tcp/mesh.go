@@ -219,7 +219,7 @@ func (m *Mesh) Release(id transport.Lane) {
 
 // startLinger starts a goroutine that ends an aborted connection gracefully. The caller holds mu.
 func (m *Mesh) startLinger(c *conn) {
-	m.e.loose[c.sock] = struct{}{}
+	m.e.unattached[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
 		c.linger(m.e.cfg.LingerTimeout)
 		m.e.untrack(c.sock)
@@ -309,7 +309,7 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 		}
 		c.poll = m.poll
 	}
-	delete(m.e.loose, c.sock)
+	delete(m.e.unattached, c.sock)
 	l.conns[c.peer] = c
 	l.finish(c.peer, c, nil) // does nothing if the lane was aborted: fail has ended the waits
 	return nil

@@ -25,11 +25,11 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// looseConns returns the number of connections that are not channels.
-func looseConns(e *Endpoint) int {
+// unattachedConns returns the number of connections that are not channels.
+func unattachedConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return len(e.loose)
+	return len(e.unattached)
 }
 
 // All bytes that the kernel took arrive, even if they are more than the peer's socket holds, the peer has
@@ -61,7 +61,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	got := make([]byte, len(data))
 	n, err := io.ReadFull(b, got)
 	// With encryption the kernel may have taken records that are not counted in Sent yet.
-	if n < sent || key.IsZero() && n > sent || n > sent+2*gatherBytes {
+	if n < sent || key.IsZero() && n > sent || n > sent+2*maxUnwrittenBytes {
 		t.Fatalf("got %d bytes, %v, and %d were sent", n, err, sent)
 	}
 	if !bytes.Equal(got[:n], data[:n]) {
@@ -97,7 +97,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 		zero.Release(id)
 	}
 	for r, m := range []*Mesh{zero.(*Mesh), one.(*Mesh)} {
-		eventually(t, "all connections are closed", func() bool { return looseConns(m.e) == 0 })
+		eventually(t, "all connections are closed", func() bool { return unattachedConns(m.e) == 0 })
 		m.e.mu.Lock()
 		if len(m.lanes) != 1 || m.lanes[transport.Control] == nil {
 			t.Errorf("rank %d still has %d lanes, want the control lane only", r, len(m.lanes))
@@ -119,7 +119,7 @@ func testLingerExpires(t *testing.T, key secret.Secret) {
 		t.Fatal(err)
 	}
 	zero.Release(1)
-	eventually(t, "the connection is closed", func() bool { return looseConns(e0) == 0 })
+	eventually(t, "the connection is closed", func() bool { return unattachedConns(e0) == 0 })
 	got := make([]byte, len("last words"))
 	if _, err := io.ReadFull(b, got); err != nil || string(got) != "last words" {
 		t.Errorf("got %q, %v", got, err)
@@ -140,7 +140,7 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	pair(t, zero, one, 1)
 	zero.Release(1)
-	if got := looseConns(e0); got != 1 {
+	if got := unattachedConns(e0); got != 1 {
 		t.Errorf("%d connections linger, want 1", got)
 	}
 	done := make(chan error, 1)
@@ -212,7 +212,7 @@ func TestReleaseDuringHandshake(t *testing.T) {
 		t.Errorf("got %q, %v, want the end of the stream", got, err)
 	}
 	hangUp(nc)
-	eventually(t, "the connection is closed", func() bool { return looseConns(e) == 0 })
+	eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
 }
 
 // A connection in its handshake counts for the lane for which it was reserved, not for the lane that is made
@@ -243,7 +243,7 @@ func TestReleaseOfReserved(t *testing.T) {
 		}
 		hangUp(dialed)
 	}
-	eventually(t, "both connections are closed", func() bool { return looseConns(e) == 0 })
+	eventually(t, "both connections are closed", func() bool { return unattachedConns(e) == 0 })
 	if len(m.lanes) != 0 {
 		t.Errorf("%d lanes are left, want none", len(m.lanes))
 	}

@@ -119,17 +119,17 @@ type Endpoint struct {
 	wg        sync.WaitGroup
 
 	// mu is held before a conn's mu, never after.
-	mu     sync.Mutex
-	closed bool
-	mesh   *Mesh
-	loose  map[net.Conn]struct{} // connections that are not channels yet (in their handshake), or not any more (released)
+	mu         sync.Mutex
+	closed     bool
+	mesh       *Mesh
+	unattached map[net.Conn]struct{} // connections that are not channels yet (in their handshake), or not any more (released)
 }
 
 // Listen opens an Endpoint. Connections that arrive before Connect wait until it is called, for at most
 // Config.HandshakeTimeout.
 func Listen(cfg Config) (*Endpoint, error) {
-	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on too for listeners, but useless here, because
-	// no dialer asks for it.
+	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on too for listeners, but useless here,
+	// because no dialer asks for it.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
 	ln, err := lc.Listen(context.Background(), "tcp", cfg.ListenAddr)
@@ -144,13 +144,13 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 	cfg.HandshakeTimeout = cmp.Or(cfg.HandshakeTimeout, 10*time.Second)
 	cfg.LingerTimeout = cmp.Or(cfg.LingerTimeout, 30*time.Second)
 	e := &Endpoint{
-		cfg:       cfg,
-		log:       cmp.Or(cfg.Log, zap.NewNop()),
-		ln:        ln,
-		connected: make(chan struct{}),
-		limiter:   dial.NewLimiter(maxHandshakes),
-		slots:     make(chan struct{}, maxHandshakes),
-		loose:     make(map[net.Conn]struct{}),
+		cfg:        cfg,
+		log:        cmp.Or(cfg.Log, zap.NewNop()),
+		ln:         ln,
+		connected:  make(chan struct{}),
+		limiter:    dial.NewLimiter(maxHandshakes),
+		slots:      make(chan struct{}, maxHandshakes),
+		unattached: make(map[net.Conn]struct{}),
 	}
 	e.refused = logs.Quiet(e.log)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
@@ -203,7 +203,7 @@ func (e *Endpoint) Close() error {
 	e.closed = true
 	if first {
 		e.cancel()
-		for nc := range e.loose {
+		for nc := range e.unattached {
 			hangUp(nc)
 		}
 		if e.mesh != nil {
@@ -391,14 +391,14 @@ func (e *Endpoint) track(nc net.Conn) bool {
 	if e.closed {
 		return false
 	}
-	e.loose[nc] = struct{}{}
+	e.unattached[nc] = struct{}{}
 	return true
 }
 
 func (e *Endpoint) untrack(nc net.Conn) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	delete(e.loose, nc)
+	delete(e.unattached, nc)
 }
 
 func (e *Endpoint) logRefused(nc net.Conn, reason error) {

@@ -225,7 +225,8 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// Processes that are not ranks and send arbitrary bytes get the right answer and are logged, and real ranks are not affected.
+// Processes that are not ranks and send arbitrary bytes get the right answer and are logged, and real ranks
+// are not affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {

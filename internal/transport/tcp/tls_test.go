@@ -137,7 +137,7 @@ func TestRecordsAreShared(t *testing.T) {
 		{[]int{3, recordBytes - 3, 5}, []int{recordBytes, 5}},
 	} {
 		w := new(recorder)
-		c := &conn{over: w, out: new(gather), record: make([]byte, 0, recordBytes)}
+		c := &conn{over: w, out: new(recordBuffer), record: make([]byte, 0, recordBytes)}
 		var want []byte
 		for _, n := range test.pieces {
 			p := bytes.Repeat([]byte{byte(n)}, n)

@@ -93,7 +93,8 @@ func (p *polling) awaitNotify() error {
 	}
 }
 
-// testTryRead reads a stream with TryRead, on the Control lane and on another one, from a sender that is often late.
+// testTryRead reads a stream with TryRead, on the Control lane and on another one, from a sender that is
+// often late.
 func testTryRead(s *suite) {
 	meshes := s.open(2)
 	for _, lane := range []transport.Lane{transport.Control, 1} {
@@ -153,7 +154,8 @@ func testTryRead(s *suite) {
 	}
 }
 
-// testPollPingPong makes two ranks wait for each other, polling or parked. A lost notification makes the test fail.
+// testPollPingPong makes two ranks wait for each other, polling or parked. A lost notification makes the test
+// fail.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
 	const rounds = 2000
@@ -185,8 +187,8 @@ func testPollPingPong(s *suite) {
 	s.together(play(zero, true), play(one, false))
 }
 
-// testPollParks checks that a parked rank is notified of bytes on the Control lane, and only of those, from a peer that polls
-// and from one that does not.
+// testPollParks checks that a parked rank is notified of bytes on the Control lane, and only of those, from a
+// peer that polls and from one that does not.
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
@@ -224,8 +226,8 @@ func testPollParks(s *suite) {
 	}
 }
 
-// testPollPeerCloses checks that the end of a peer comes after its bytes and notifies, and that a rank to which the error was
-// returned can park.
+// testPollPeerCloses checks that the end of a peer comes after its bytes and notifies, and that a rank to
+// which the error was returned can park.
 func testPollPeerCloses(s *suite) {
 	meshes, zero, one := s.polls()
 	s.together(one.park)

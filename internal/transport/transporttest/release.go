@@ -16,8 +16,8 @@ func testReleaseUnblocks(s *suite) {
 	testUnblocks(s, func(m transport.Mesh) { m.Release(1) }, transport.ErrReleased)
 }
 
-// testReleaseDeliversAll checks that a peer that is still reading when the lane is released, and that has sent bytes
-// that were not read, gets all bytes.
+// testReleaseDeliversAll checks that a peer that is still reading when the lane is released, and that has
+// sent bytes that were not read, gets all bytes.
 func testReleaseDeliversAll(s *suite) {
 	meshes := s.open(2)
 	zero, one := s.pair(meshes, 1)
