@@ -73,7 +73,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 	// Ranks that differ in these settings do not find each other, and each rank gets the error listed. The
 	// settings without errors have no effect on ranks that meet at a store of the program, as in this test.
 	toMeet := map[string][]string{
-		"HVD_TLS":             {"waiting for rank 1: ", "one end of the connection has HVD_TLS set and the other has not", "waiting for rank 1: "},
+		"HVD_TLS":             {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set", "waiting for rank 1: "},
 		"HVD_RENDEZVOUS_HOST": nil,
 		"HVD_RENDEZVOUS_PORT": nil,
 		"HVD_SIZE":            nil,

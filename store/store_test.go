@@ -382,15 +382,15 @@ func TestSecret(t *testing.T) {
 		logged         string
 	}{
 		{"the same", key, key, nil, ""},
-		{"another", key, other, secret.ErrWrong, "gave no proof"},
-		{"none at the client", key, secret.Secret{}, secret.ErrNeeded, `it began with "GHVS"`},
-		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "wants the secret"},
+		{"another", key, other, secret.ErrWrong, "sent no proof"},
+		{"none at the client", key, secret.Secret{}, secret.ErrNeeded, `its first bytes are "GHVS"`},
+		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "requires the secret"},
 		{"the same with TLS", key.Encrypted(), key.Encrypted(), nil, ""},
 		{"another with TLS", key.Encrypted(), other.Encrypted(), secret.ErrWrong, "bad certificate"},
-		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded, `it began with "GHVS"`},
-		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded, "the other end has"},
-		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "the other end has"},
-		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "this end has"},
+		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded, `its first bytes are "GHVS"`},
+		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded, "the peer has"},
+		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "the peer has"},
+		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "this process has"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()

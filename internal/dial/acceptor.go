@@ -77,8 +77,8 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// Out of file descriptors, as a rule. Connections that end give some back.
-			a.log.Error(a.name+" cannot accept", zap.Error(err))
+			// The usual cause is that the process has no free file descriptor. Connections that end free some.
+			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)
 			continue
 		}
@@ -92,7 +92,7 @@ func (a *Acceptor) accept() {
 		}
 		a.mu.Unlock()
 		if full {
-			a.log.Warn(a.name+" refused a client: too many", zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", a.most))
+			a.log.Warn(a.name+" refused a client, because it has too many", zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", a.most))
 		}
 	}
 }

@@ -91,7 +91,7 @@ func ExplainLimit(err error) error {
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
-		last error // why the attempt before failed
+		last error // why the previous attempt failed
 	)
 	for {
 		err := try()
@@ -105,7 +105,7 @@ func Retry(ctx context.Context, try func() error) error {
 		case !MayRecover(err):
 			return err
 		}
-		// The end of ctx may show as a timeout before it shows in ctx.
+		// If the deadline of ctx passes, try may report a timeout before ctx.Err does. last keeps the real cause.
 		ne, ok := errors.AsType[net.Error](err)
 		deadline, bounded := ctx.Deadline()
 		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
@@ -156,7 +156,7 @@ const dialTimeout = 5 * time.Second
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {
-	return fmt.Sprintf("peer speaks version %d of the protocol, want %d", e.Got, e.Want)
+	return fmt.Sprintf("the peer speaks version %d of the protocol, want %d", e.Got, e.Want)
 }
 
 // Connect connects to addr, host:port.
@@ -177,7 +177,7 @@ func Greet(ctx context.Context, addr string, s secret.Secret, magic string, vers
 	over, err := greet(ctx, conn, s, magic, version)
 	if err != nil {
 		conn.Close()
-		return nil, fmt.Errorf("greeting %s: %w", addr, err)
+		return nil, fmt.Errorf("handshake with %s: %w", addr, err)
 	}
 	return over, nil
 }

@@ -48,7 +48,7 @@ func TestReadFrameTrustsNoLength(t *testing.T) {
 		}
 	}
 	runtime.ReadMemStats(&after)
-	// The limit counts all buffers that were outgrown too, so it is more than twice the bytes held at once.
+	// The limit includes all outgrown buffers, so it is more than twice the bytes held at once.
 	if got, most := (after.TotalAlloc-before.TotalAlloc)/frames, uint64(8*len(large)); got > most {
 		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", limit, len(large), got, most)
 	}

@@ -213,8 +213,8 @@ func TestTLSOfSome(t *testing.T) {
 		env   string // environment of hvdrun
 		who   string
 	}{
-		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1", "(the other end has)"},
-		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0", "(this end has)"},
+		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1", "(the peer has)"},
+		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0", "(this process has)"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
@@ -224,7 +224,7 @@ func TestTLSOfSome(t *testing.T) {
 			if status := j.wait(); status == 0 {
 				t.Error("the job has succeeded")
 			}
-			for _, want := range []string{"[1]<stderr>:", "HVD_TLS set and the other has not", test.who} {
+			for _, want := range []string{"[1]<stderr>:", "only one side of the connection has HVD_TLS set", test.who} {
 				if !strings.Contains(j.err(), want) {
 					t.Errorf("no %q in %s", want, j.err())
 				}

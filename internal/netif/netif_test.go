@@ -63,7 +63,7 @@ func TestInterfaces(t *testing.T) {
 			t.Errorf("%q: got %s, want %s", list, got, want)
 		}
 	}
-	if got := sh("down0", self); !strings.Contains(got, "no network interface of this host is among down0") {
+	if got := sh("down0", self); !strings.Contains(got, "network interfaces down0: none is up on this host") {
 		t.Errorf("an interface that is down: got %s", got)
 	}
 }

@@ -119,7 +119,7 @@ func TestInterfaces(t *testing.T) {
 		})
 	}
 	m, _, err := meet(MeetOptions{Interfaces: interfaces(t, "203.0.113.0/24")})
-	testnet.WantError(t, err, "no network interface of this host is among 203.0.113.0/24")
+	testnet.WantError(t, err, "network interfaces 203.0.113.0/24: none is up on this host")
 	if m != nil {
 		t.Error("there is a meeting beside the error")
 	}

@@ -15,7 +15,7 @@
 // The data after a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then
 // all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher already
 // has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
-// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the other end, client
+// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the peer, client
 // or server, only a certificate of exactly this key. So the certificates of a job are of use only in that
 // job, whatever names, times and authorities they contain, and
 //
@@ -54,11 +54,11 @@ const (
 
 var (
 	// ErrWrong is the error of a connection to a process that has another secret.
-	ErrWrong = errors.New("the other end has another secret: it is not of this job")
+	ErrWrong = errors.New("the peer has another secret, so it does not belong to this job")
 	// ErrNone is the error of a connection to a process that has none.
-	ErrNone = errors.New("the other end has no secret: it is not of this job")
+	ErrNone = errors.New("the peer has no secret, so it does not belong to this job")
 	// ErrNeeded is the error of a connection from a process without a secret to one that has one.
-	ErrNeeded = errors.New("the other end wants the secret of its job, and this process has none")
+	ErrNeeded = errors.New("the peer requires the secret of its job, but this process has none")
 )
 
 const (
@@ -71,9 +71,9 @@ const (
 // Statuses in a server's answer.
 const (
 	statusChallenge = 0
-	// These are sent alone, and without TLS.
-	statusNeeded = 1 // to a client that has begun with something else
-	statusMixed  = 2 // to a client that encrypts and should not, or the other way round
+	// A server sends the other statuses without a nonce and without TLS.
+	statusNeeded = 1 // the client began without a proof
+	statusMixed  = 2 // only one of client and server encrypts
 )
 
 // Secret is the secret of a job. The zero Secret is none: then nothing is proven. It prints as a word, so
@@ -122,7 +122,7 @@ func (s Secret) String() string {
 // GoString returns String, so that %#v shows nothing either.
 func (s Secret) GoString() string { return s.String() }
 
-// Dial proves the secret to the server at the other end of conn, and makes the server prove it too. purpose
+// Dial proves the secret to the server at the far side of conn, and makes the server prove it too. purpose
 // names the protocol that follows, which must use the connection that Dial returns: conn itself, or TLS over
 // it. The caller sets deadlines and closes; on either connection that affects conn. After an error conn is
 // still open.
@@ -142,7 +142,7 @@ func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Server)
 	if err != nil {
-		over = conn // nothing was agreed on
+		over = conn // TLS was not established, so the refusal is sent in plain
 	} else {
 		err = s.accept(over, purpose)
 	}
@@ -206,7 +206,7 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	}
 	var proof [proofBytes]byte
 	if err := readFull(conn, proof[:]); err != nil {
-		return fmt.Errorf("the other end gave no proof: %w", err)
+		return fmt.Errorf("the peer sent no proof: %w", err)
 	}
 	if !hmac.Equal(proof[:], s.proof("client", purpose, theirs[:], mine[:])) {
 		return ErrWrong
@@ -214,11 +214,11 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	return nil
 }
 
-// proof returns what proves that the role who knows the secret, over the nonces of client and server.
-func (s Secret) proof(who, purpose string, client, server []byte) []byte {
+// proof returns the proof that a role, client or server, knows the secret, over the nonces of both.
+func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
-	for _, part := range [][]byte{[]byte("gohvd " + who), []byte(purpose), client, server} {
-		// Each part with its length, so that no two lists of parts give the same bytes.
+	for _, part := range [][]byte{[]byte("gohvd " + role), []byte(purpose), client, server} {
+		// The length before each part ensures that no two lists of parts give the same bytes.
 		h.Write([]byte{byte(len(part))})
 		h.Write(part)
 	}
@@ -227,11 +227,11 @@ func (s Secret) proof(who, purpose string, client, server []byte) []byte {
 
 func head(status byte) []byte { return append([]byte(Magic), version, status, 0, 0) }
 
-// readHead reads the beginning of what the other end sends, over a connection that is encrypted if required.
+// readHead reads the first bytes that the peer sends, over a connection that is encrypted if required.
 func readHead(r io.Reader) error {
 	var h [headBytes]byte
 	if _, err := io.ReadFull(r, h[:4]); err != nil {
-		return err // io.EOF: it has only looked whether anybody is here, or is no server of ours
+		return err // io.EOF: a client that only probed the port, or a server that is not gohvd's
 	}
 	if string(h[:4]) != Magic {
 		return notOurs(h[:4])
@@ -241,26 +241,26 @@ func readHead(r io.Reader) error {
 	}
 	switch {
 	case h[4] != version:
-		return fmt.Errorf("the other end speaks version %d of the proof, want %d", h[4], version)
+		return fmt.Errorf("the peer speaks version %d of the secret protocol, want %d", h[4], version)
 	case h[5] == statusNeeded:
 		return ErrNeeded
 	case h[5] == statusMixed:
-		return fmt.Errorf("%w (the other end has)", ErrMixed)
+		return fmt.Errorf("%w (the peer has)", ErrMixed)
 	case h[5] != statusChallenge:
-		return fmt.Errorf("the other end answered %d", h[5])
+		return fmt.Errorf("unknown status %d of the peer", h[5])
 	}
 	return nil
 }
 
-// notOurs returns the error of a connection whose other end began with something else than a proof.
+// notOurs returns the error of a connection whose peer began with something other than a proof.
 func notOurs(first []byte) error {
 	if bytes.HasPrefix(first, []byte(clientHello)) {
-		return fmt.Errorf("%w (the other end has)", ErrMixed)
+		return fmt.Errorf("%w (the peer has)", ErrMixed)
 	}
-	return fmt.Errorf("%w: it began with %q", ErrNone, first)
+	return fmt.Errorf("%w: its first bytes are %q", ErrNone, first)
 }
 
-// Foreign returns what the first bytes of a connection, at least four, say about the other end if a protocol
+// Foreign returns what the first bytes of a connection, at least four, say about the peer if a protocol
 // without a secret was expected: that it has a secret, or encrypts. It is nil if they are none of this
 // package's.
 func Foreign(first []byte) error {
@@ -279,5 +279,5 @@ func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err
 	}
-	return fmt.Errorf("the other end closed the connection (has it the secret of this job?): %w", io.ErrUnexpectedEOF)
+	return fmt.Errorf("the peer closed the connection, perhaps because its secret differs: %w", io.ErrUnexpectedEOF)
 }

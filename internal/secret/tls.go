@@ -18,9 +18,9 @@ import (
 )
 
 // ErrMixed is the error of a connection of which one end encrypts and the other does not.
-var ErrMixed = errors.New("one end of the connection has HVD_TLS set and the other has not: set it for all of the job or for none")
+var ErrMixed = errors.New("only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
 
-// maxHandshakeBytes bounds what the other end may send before it has shown its certificate. A handshake takes
+// maxHandshakeBytes bounds what the peer may send before it has shown its certificate. A handshake takes
 // some 2 KiB.
 const maxHandshakeBytes = 16 << 10
 
@@ -32,7 +32,7 @@ func (s Secret) Encrypted() Secret {
 	}
 	cfg, err := s.mint()
 	if err != nil {
-		panic("secret: " + err.Error()) // a certificate of our own making
+		panic("secret: " + err.Error()) // fails only by a bug in mint
 	}
 	s.tls = cfg
 	return s
@@ -46,7 +46,8 @@ func (s Secret) mint() (*tls.Config, error) {
 	}
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
-	// Nobody looks at the times: the clocks of hosts may differ. The last is RFC 5280's for "no end".
+	// No process checks the times, because the clocks of hosts may differ. RFC 5280 gives this NotAfter for a
+	// certificate without an end.
 	form := &x509.Certificate{
 		SerialNumber: big.NewInt(1),
 		Subject:      pkix.Name{CommonName: "gohvd job"},
@@ -62,7 +63,8 @@ func (s Secret) mint() (*tls.Config, error) {
 		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
 		MinVersion:   tls.VersionTLS13,
 		ClientAuth:   tls.RequireAnyClientCert,
-		// No chain and no name is looked at: VerifyConnection, which each handshake calls, wants the one key.
+		// crypto/tls checks neither chain nor name: VerifyConnection, which each handshake calls, requires the
+		// key of the job.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(state tls.ConnectionState) error {
 			if !public.Equal(state.PeerCertificates[0].PublicKey) {
@@ -70,9 +72,10 @@ func (s Secret) mint() (*tls.Config, error) {
 			}
 			return nil
 		},
-		// Each connection has a key exchange of its own, and nothing comes behind the handshake that nobody reads.
+		// Without tickets each connection has a key exchange of its own, and the server sends nothing after the
+		// handshake that a client might never read.
 		SessionTicketsDisabled: true,
-		// Tensors come in large pieces.
+		// Tensors are sent in large pieces, which small first records would only slow down.
 		DynamicRecordSizingDisabled: true,
 	}, nil
 }
@@ -97,38 +100,38 @@ type encrypted struct{ *tls.Conn }
 
 func (c encrypted) Close() error { return c.NetConn().Close() }
 
-// opening is a connection in its handshake. What the other end sends in it is bounded, and counted to tell an
+// opening is a connection in its handshake. What the peer sends in it is bounded, and counted to tell an
 // end that has sent nothing.
 type opening struct {
 	net.Conn
-	heard int
-	done  bool // set before anybody else gets to Read
+	received int
+	done     bool // set before other goroutines call Read
 }
 
 func (o *opening) Read(p []byte) (int, error) {
 	if o.done {
 		return o.Conn.Read(p)
 	}
-	if o.heard == maxHandshakeBytes {
-		return 0, fmt.Errorf("more than %d bytes", maxHandshakeBytes)
+	if o.received == maxHandshakeBytes {
+		return 0, fmt.Errorf("the peer sent more than %d bytes before the end of the handshake", maxHandshakeBytes)
 	}
-	n, err := o.Conn.Read(p[:min(len(p), maxHandshakeBytes-o.heard)])
-	o.heard += n
+	n, err := o.Conn.Read(p[:min(len(p), maxHandshakeBytes-o.received)])
+	o.received += n
 	return n, err
 }
 
 // explain returns the error of a handshake that failed with err.
 func (o *opening) explain(err error) error {
-	said, notTLS := errors.AsType[tls.RecordHeaderError](err)
-	alert, told := errors.AsType[*net.OpError](err)
+	record, notTLS := errors.AsType[tls.RecordHeaderError](err)
+	alert, isOp := errors.AsType[*net.OpError](err)
 	switch {
-	case notTLS && bytes.HasPrefix(said.RecordHeader[:], []byte(Magic)):
-		return fmt.Errorf("%w (this end has)", ErrMixed)
-	case notTLS && said.Conn != nil: // it is the first that it says
-		return notOurs(said.RecordHeader[:4])
-	case told && alert.Op == "remote error": // as a rule that ours is no certificate of its job
+	case notTLS && bytes.HasPrefix(record.RecordHeader[:], []byte(Magic)):
+		return fmt.Errorf("%w (this process has)", ErrMixed)
+	case notTLS && record.Conn != nil: // the peer's first bytes are no TLS record
+		return notOurs(record.RecordHeader[:4])
+	case isOp && alert.Op == "remote error": // usually the peer rejects the key of this process's certificate
 		return fmt.Errorf("%w: TLS handshake: %w", ErrWrong, err)
-	case o.heard > 0 && errors.Is(err, io.EOF):
+	case o.received > 0 && errors.Is(err, io.EOF):
 		err = io.ErrUnexpectedEOF
 	}
 	return fmt.Errorf("TLS handshake: %w", err)

@@ -120,7 +120,7 @@ func TestSession(t *testing.T) {
 			t.Errorf("got version %x, resumed %v, %d certificates", state.Version, state.DidResume, len(state.PeerCertificates))
 		}
 	}
-	// Every process of a job has its key, and no other has it.
+	// Every process of a job derives the same key, and no process of another job does.
 	key := func(s secret.Secret) ed25519.PublicKey {
 		a, b := connection(t)
 		client, _ := pair(t, s.Encrypted(), a, b)
@@ -182,8 +182,8 @@ func TestMixed(t *testing.T) {
 		client, server secret.Secret
 		want           [2]string // what is in the errors of client and server
 	}{
-		{"the client encrypts", s.Encrypted(), s, [2]string{"(this end has)", "(the other end has)"}},
-		{"the server encrypts", s, s.Encrypted(), [2]string{"(the other end has)", "(this end has)"}},
+		{"the client encrypts", s.Encrypted(), s, [2]string{"(this process has)", "(the peer has)"}},
+		{"the server encrypts", s, s.Encrypted(), [2]string{"(the peer has)", "(this process has)"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c, e := meet(t, func(conn net.Conn) error { return dial(test.client, conn, "p") },
@@ -217,7 +217,7 @@ func certificate(t *testing.T) tls.Certificate {
 func TestStrangersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
-	// The job's certificate, which every client is shown, with another's key.
+	// An attacker can copy the job's certificate, which every client receives, but has another private key.
 	a, b := connection(t)
 	client, _ := pair(t, s.Encrypted(), a, b)
 	shown := client.(interface{ ConnectionState() tls.ConnectionState }).ConnectionState().PeerCertificates[0].Raw
@@ -286,7 +286,7 @@ func TestHandshakeIsBounded(t *testing.T) {
 		a.Close()
 		b.Close()
 	}
-	// A hello of 64 KiB, which TLS would take, in records of 1 KiB.
+	// The hello has 64 KiB, which crypto/tls would accept, in records of 1 KiB.
 	hello := append([]byte{1, 0, 0xff, 0xff}, make([]byte, 0xffff)...)
 	a, b := net.Pipe() // gives what is asked for and no more
 	var said int
