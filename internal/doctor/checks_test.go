@@ -385,7 +385,7 @@ func TestLauncher(t *testing.T) {
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
 		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil, "rank 1 of 2, by OMPI_COMM_WORLD_RANK"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT=29500"}, nil,
-			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, of which it tells at 127.0.0.1:29500"},
+			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, published at 127.0.0.1:29500"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil, "rank 1 of 2, by RANK; the ranks meet at HVD_UNIQUE_ID"},
 		{[]string{"HOROVOD_RANK=2", "HOROVOD_SIZE=2"}, []string{"fail launcher: place: hvdrun: HOROVOD_RANK is 2"}, "HOROVOD_RANK is 2"},
 		{[]string{"RANK=1", "WORLD_SIZE=2"}, []string{"fail launcher: place: plain environment: rank 1 of 2 does not know where the ranks meet: MASTER_ADDR and MASTER_PORT not set"}, ""},
