@@ -59,8 +59,10 @@ type Stall struct {
 	Group string
 	// Missing are the ranks that have not submitted the tensor or the rest of its group. If Executing is set,
 	// they are the ranks that have not finished the operation.
-	Missing   []int
-	Waited    time.Duration
+	Missing []int
+	// Waited is how long the first rank has waited.
+	Waited time.Duration
+	// Executing says that all ranks have submitted the tensor and the operation has been granted.
 	Executing bool
 }
 

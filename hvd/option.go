@@ -15,13 +15,13 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | Float16 | BFloat16
 }
 
-// The floats of 16 bits. They have no arithmetic in Go, but conversions: hvd.Float16FromFloat32, x.Float32().
-type (
-	// Float16 and BFloat16 are floating-point numbers of 16 bits. Go has no arithmetic for them; convert with
-	// Float16FromFloat32, BFloat16FromFloat32 and the method Float32.
-	Float16  = half.Float16
-	BFloat16 = half.BFloat16
-)
+// Float16 is an IEEE 754 floating-point number of 16 bits. Go has no arithmetic for it: convert with
+// Float16FromFloat32 and the method Float32.
+type Float16 = half.Float16
+
+// BFloat16 is a floating-point number of 16 bits with the exponent of a float32 and 8 bits of precision. Go has no
+// arithmetic for it: convert with BFloat16FromFloat32 and the method Float32.
+type BFloat16 = half.BFloat16
 
 // Float16FromFloat32 rounds f to the nearest Float16, ties to even. Values that are too large become
 // infinite.
@@ -36,18 +36,23 @@ type ReduceOp uint8
 // String returns the name of op, such as "sum".
 func (op ReduceOp) String() string { return tensor.ReduceOp(op).String() }
 
-// The reductions. Sums and products of integers wrap around; Min and Max of floats are NaN where any rank's
-// element is. Average is the sum divided by the number of ranks, truncated toward zero for integers; AverageActive
-// divides by the number of those that have not joined. Adasum is for allreduce of floats: it adds what is orthogonal and
-// averages what is parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020), for any number
-// of ranks. Bools have Min (all) and Max (any).
+// The reductions. Sums and products of integers wrap around.
 const (
-	Average       = ReduceOp(tensor.Average)
-	Sum           = ReduceOp(tensor.Sum)
-	Min           = ReduceOp(tensor.Min)
-	Max           = ReduceOp(tensor.Max)
-	Product       = ReduceOp(tensor.Product)
-	Adasum        = ReduceOp(tensor.Adasum)
+	// Average is the sum divided by the number of ranks, truncated toward zero for integers.
+	Average = ReduceOp(tensor.Average)
+	// Sum is the sum of the elements.
+	Sum = ReduceOp(tensor.Sum)
+	// Min is the smallest element, or NaN if any rank's element is NaN. For bools it is true if all are.
+	Min = ReduceOp(tensor.Min)
+	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any is.
+	Max = ReduceOp(tensor.Max)
+	// Product is the product of the elements.
+	Product = ReduceOp(tensor.Product)
+	// Adasum adds the parts of the tensors that are orthogonal to each other and averages the parts that are
+	// parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020). It is for allreduce of
+	// floats, with any number of ranks.
+	Adasum = ReduceOp(tensor.Adasum)
+	// AverageActive is the sum divided by the number of ranks that have not joined, truncated toward zero for integers.
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
