@@ -10,8 +10,8 @@ import (
 	"github.com/hashicorp/yamux"
 )
 
-// An agent that loses its launcher while it starts ranks leaves none behind. It takes all children of its process, so it has one of its
-// own.
+// TestLauncherIsGoneAtBegin checks that an agent that loses its launcher while it starts ranks leaves no rank
+// alive. The agent reaps all children of its process, so the test runs it in a process of its own.
 func TestLauncherIsGoneAtBegin(t *testing.T) {
 	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
 	if os.Getenv(inChild) == "" {

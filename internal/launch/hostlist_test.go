@@ -112,7 +112,8 @@ func TestParseHostFile(t *testing.T) {
 	}
 }
 
-// The definition of local and cross ranks is topo's.
+// TestAssignHosts compares the local and cross ranks of Assign with those of package topo, which defines
+// them.
 func TestAssignHosts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -21,7 +21,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// several is what a launcher needs for hosts that are not this one. Here all of them are: the agents' commands stay on it.
+// several is the part of a launcher's options that starts agents on other hosts. In these tests the agents of
+// all hosts run on this host.
 type several struct {
 	list   []launch.Host
 	addrs  []netip.AddrPort
@@ -70,7 +71,8 @@ func severalHosts(s *spec) (h several, err error) {
 	return h, nil
 }
 
-// byShell runs the agent by a script, in which "$@" is what runs it and $AT the host.
+// byShell returns a Reach that runs the agent by a script: "$@" is the command of the agent, and $AT is the
+// host.
 func byShell(script string) []string {
 	return []string{"env", "AT={host}", "sh", "-c", script, "sh"}
 }
@@ -122,7 +124,8 @@ func TestSeveralHosts(t *testing.T) {
 	}
 }
 
-// What is no UTF-8 comes over as it is, and no secret stands in an argument.
+// TestBytesTravel checks that arguments and variables that are not UTF-8 reach the ranks of another host
+// unchanged, and that no argument of a process contains a secret.
 func TestBytesTravel(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1", NoPrefix: true, wrap: []string{"env", "B=\xff\xfe"},
@@ -167,7 +170,7 @@ func TestStatusOverHosts(t *testing.T) {
 	}
 }
 
-// Others that fail are told with their hosts.
+// TestReportNamesHosts checks that the report of a failure names the hosts of the other ranks that failed.
 func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10, Command: sh(`[ $HOROVOD_RANK = 1 ] && exit 3; sleep 1000`)})
@@ -213,7 +216,8 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 	}
 }
 
-// Whatever the ranks have started, and however the launcher ends.
+// TestNothingOutlivesTheLauncherOverHosts checks that no process of the ranks is alive after the launcher,
+// whatever the ranks have started and however the launcher ends.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,localhost", Command: sh("trap '' INT TERM HUP; (setsid sh -c 'sleep 1000 & sleep 1000; true' &); sleep 1000; true")})
@@ -223,7 +227,7 @@ func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 }
 
-// agentOf returns the agent of a host, or the process at the end of its command.
+// agentOf returns the process ID of the agent of a host, or of the last process that its command has started.
 func (r *run) agentOf(host string) (pid int) {
 	r.t.Helper()
 	r.await("agent of "+host, func() bool {
@@ -255,7 +259,8 @@ func TestAgentIsKilled(t *testing.T) {
 	}
 }
 
-// An agent that does not run is not heard: its host is lost, with all that runs there. Nothing waits for it then.
+// TestAgentIsStopped checks that the launcher reports a host as lost, with its ranks, if the agent is
+// stopped, and that the end of the job does not wait for that agent.
 func TestAgentIsStopped(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, LivenessMS: 1, KillMS: 600_000, Command: sh("echo ready; sleep 1000; true")})
@@ -269,8 +274,8 @@ func TestAgentIsStopped(t *testing.T) {
 	}
 }
 
-// A launcher that does not run for a while is waited for, and for a longer while given up: by its agents, who kill the ranks, also
-// if what these print waits for it.
+// TestLauncherIsStopped checks that agents wait for a launcher that is stopped for a short time, and kill
+// their ranks if it is stopped for a long time, even if the output of the ranks waits for it.
 func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -329,7 +334,8 @@ func TestLauncherIsStopped(t *testing.T) {
 // pingBytes is the size of a ping and of its answer.
 const pingBytes = 12
 
-// A lost host failed when it was last heard: before those who fail because of it.
+// TestLostHostIsBlamed checks that the ranks of a lost host count as failed at the time when the host was
+// last heard, and so before the ranks that fail as a consequence.
 func TestLostHostIsBlamed(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -361,7 +367,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	}
 }
 
-// An agent that lives and obeys nothing is killed in the end, and its ranks are named, whether a signal or a failure ends the job.
+// TestAgentThatObeysNothing checks that the launcher kills an agent that is alive but carries out no order,
+// and names its ranks, whether a signal or a failure ends the job.
 func TestAgentThatObeysNothing(t *testing.T) {
 	for name, c := range map[string]struct {
 		command []string
@@ -385,7 +392,8 @@ func TestAgentThatObeysNothing(t *testing.T) {
 	}
 }
 
-// Whatever an agent leaves out at the end is told of, and no rank is blamed that has ended well.
+// TestAgentThatEndsEarly checks that the launcher reports an agent that ends before it has sent everything,
+// and does not blame ranks that ended with status 0.
 func TestAgentThatEndsEarly(t *testing.T) {
 	const (
 		ready   = `{"Ready":true}`
@@ -426,7 +434,8 @@ func TestAgentThatEndsEarly(t *testing.T) {
 	}
 }
 
-// Who has not said that it is an agent is told nothing.
+// TestSecretIsForAgents checks that the launcher sends nothing to a program that has not sent the greeting of
+// an agent.
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "heard")
@@ -452,7 +461,8 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 	}
 }
 
-// A helper that does not run cannot obey; the agent kills it when it is told to.
+// TestHelperIsStoppedOverHosts checks that the agent kills a helper that is stopped and so carries out no
+// order.
 func TestHelperIsStoppedOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000, Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
@@ -467,7 +477,7 @@ func TestHelperIsStoppedOverHosts(t *testing.T) {
 	}
 }
 
-// No rank runs anywhere if a host is not ready.
+// TestHostsThatAreNotReady checks that no rank runs on any host if one host does not get ready.
 func TestHostsThatAreNotReady(t *testing.T) {
 	const helloText = `\0hvdrun host agent\0`
 	for _, c := range []struct {
@@ -542,7 +552,8 @@ func brokenScript(t *testing.T) string {
 	return path
 }
 
-// What a login prints on standard output is passed over, and on standard error is shown.
+// TestLoginThatPrints checks that the launcher skips what a login prints on standard output and shows what it
+// prints on standard error.
 func TestLoginThatPrints(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1", Reach: byShell(`printf 'Welcome!\n\0hvdrun host\n'; head -c 60000 /dev/zero; echo hear ye >&2; exec "$@"`),
@@ -552,7 +563,7 @@ func TestLoginThatPrints(t *testing.T) {
 	}
 }
 
-// Of several addresses of the store the best that works is taken.
+// TestStoreAddresses checks that an agent chooses the first address of the store that works.
 func TestStoreAddresses(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1", StoreAddrs: []string{"127.0.0.1:9", "STORE", "[::1]:9"}, NoPrefix: true,
@@ -562,7 +573,8 @@ func TestStoreAddresses(t *testing.T) {
 	}
 }
 
-// A signal while hosts get ready ends the job, whatever they wait for.
+// TestInterruptWhileHostsGetReady checks that a signal ends the job while hosts get ready, whatever the hosts
+// wait for.
 func TestInterruptWhileHostsGetReady(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000, Reach: byShell(`echo hangs >&2; trap '' INT TERM; sleep 1000 & sleep 1000; true`), Command: []string{"true"}})
@@ -581,7 +593,8 @@ func TestContextEndsHostsThatGetReady(t *testing.T) {
 	}
 }
 
-// All that the ranks print arrives, each stream in order, however much it is.
+// TestOutputOverHosts checks that all output of the ranks arrives, in the order of each stream, whatever its
+// size.
 func TestOutputOverHosts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -607,7 +620,8 @@ func TestOutputOverHosts(t *testing.T) {
 	}
 }
 
-// Somebody outside the job holds a rank's output open.
+// TestOutputHeldFromOutsideOverHosts checks that the job ends although a process outside the job keeps the
+// output of a rank open.
 func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")

@@ -8,7 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// SIGQUIT asks, and is the ranks' when it comes again, though the first one is not answered yet; that ends with the job.
+// TestQuitAsks checks that SIGQUIT starts a survey, that a second SIGQUIT is forwarded to the ranks even if
+// the survey has not ended, and that the survey ends with the job.
 func TestQuitAsks(t *testing.T) {
 	r := start(t, spec{NP: 2, Inquire: true, Verbose: true, Command: []string{self(), "rank", "obey"}})
 	r.awaitOutput(&r.stdout, "ready", 2)

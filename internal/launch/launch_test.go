@@ -89,7 +89,8 @@ func TestCommandThatCannotRun(t *testing.T) {
 	}
 }
 
-// A script without a #! line is the shell's, as for execvp and the shells themselves.
+// TestScriptWithoutInterpreter checks that /bin/sh runs a script without a #! line, as with execvp and in
+// shells.
 func TestScriptWithoutInterpreter(t *testing.T) {
 	dir := t.TempDir()
 	script := filepath.Join(dir, "a script")
@@ -216,7 +217,8 @@ func TestSignalsAreForwarded(t *testing.T) {
 	}
 }
 
-// The signal of the timeline does no harm to who has not asked for it, nor to what that runs. Other signals do what they always do.
+// TestTimelineSignalIsIgnored checks that the timeline signal ends neither a program without a handler nor
+// its children, and that the other signals keep their default actions.
 func TestTimelineSignalIsIgnored(t *testing.T) {
 	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
 	for _, hosts := range []string{"", "h1,localhost"} {
@@ -253,7 +255,7 @@ func TestSecondInterruptKills(t *testing.T) {
 	}
 }
 
-// interruptAgain sends SIGINT until it counts as a second one.
+// interruptAgain sends SIGINT repeatedly until the launcher counts one as a second signal.
 func (r *run) interruptAgain() {
 	r.t.Helper()
 	var sent time.Time
@@ -269,8 +271,9 @@ func (r *run) interruptAgain() {
 	})
 }
 
-// timeout(1) sends a signal to its child and then to the group that both are in. That is one signal, and the ranks have their
-// time. What is sent after it and seen in the ranks' output tells that the launcher has taken both.
+// TestSignalThatComesTwice checks that two equal signals within Echo count as one, so that the ranks have
+// their grace: timeout(1) sends a signal to its child and then to the process group of both. The test
+// forwards another signal after the two: once the ranks print it, the launcher has handled both.
 func TestSignalThatComesTwice(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -291,7 +294,8 @@ func TestSignalThatComesTwice(t *testing.T) {
 	}
 }
 
-// signalTwice sends s twice, with what is awaited in between. Within EchoMS that counts once.
+// signalTwice sends s, waits until between returns true, and sends s again. Within EchoMS both count as one
+// signal.
 func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.t.Helper()
 	r.signal(s)
@@ -299,7 +303,8 @@ func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.signal(s)
 }
 
-// Nor is output lost then that waits for who reads it.
+// TestSignalThatComesTwiceKeepsOutput checks that the second of two equal signals within Echo does not
+// discard output that waits for a reader.
 func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	if err != nil {
@@ -319,7 +324,8 @@ func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	}
 }
 
-// A command may join another process group of its session.
+// TestCommandThatLeavesItsGroup checks that the launcher ends a command that has joined another process group
+// of its session.
 func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: []string{self(), "rank", "stray"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
@@ -350,8 +356,8 @@ func TestContextEndsTheJob(t *testing.T) {
 	}
 }
 
-// The shell dies of SIGTERM at once; what it runs in its group cleans up meanwhile. What left the group got no
-// signal and is not waited for.
+// TestGraceIsForTheWholeGroup checks that processes of a rank's group may clean up after SIGTERM although the
+// shell that started them has died at once. Processes that left the group got no signal and are killed.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() + `" rank tidy; true`)})
 	r.awaitOutput(&r.stdout, "ready", 2)
@@ -364,7 +370,8 @@ func TestGraceIsForTheWholeGroup(t *testing.T) {
 	}
 }
 
-// The launcher and the helpers catch signals; the ranks must not start with them ignored.
+// TestRanksStartWithDefaultSignals checks that ranks do not start with ignored signals, although the launcher
+// and the helpers catch signals.
 func TestRanksStartWithDefaultSignals(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGUSR1} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -412,7 +419,7 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	}
 }
 
-// goProgram returns the folder of a program to go run. It prints ready and goes on for an hour.
+// goProgram returns the folder of a Go program for "go run". The program prints ready and runs for an hour.
 func goProgram(t *testing.T) string {
 	dir := t.TempDir()
 	for name, text := range map[string]string{
@@ -499,7 +506,8 @@ func TestHelperIsKilled(t *testing.T) {
 	}
 }
 
-// The launcher is stopped, so that it cannot be who kills the command.
+// TestCommandDiesWithItsHelper checks that the death of a helper kills its command. The launcher is stopped
+// meanwhile, so it cannot be the process that kills the command.
 func TestCommandDiesWithItsHelper(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{"sleep", "1000"}})
 	r.await("all processes", func() bool { return len(r.processes()) == 2 })
@@ -524,7 +532,7 @@ func TestHelperHeedsOnlyTheLauncher(t *testing.T) {
 	}
 }
 
-// A helper that does not run cannot obey.
+// TestHelperIsStopped checks that the launcher kills a helper that is stopped and so carries out no order.
 func TestHelperIsStopped(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 2*4 })
@@ -554,7 +562,8 @@ func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 	}
 }
 
-// Somebody outside the job may hold a rank's output open.
+// TestOutputHeldFromOutside checks that the job ends although a process outside the job keeps the output of a
+// rank open.
 func TestOutputHeldFromOutside(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "later")
 	r := start(t, spec{NP: 1, Command: sh("echo ready; " + laterScript(file) + "echo done")})
@@ -578,7 +587,8 @@ func TestOutputHeldFromOutside(t *testing.T) {
 	}
 }
 
-// Children that the launcher's process had when it became the launcher are none of its business.
+// TestChildrenOfBeforeAreLeftAlone checks that the launcher does not kill children that its process had
+// before it became the launcher.
 func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
 		wrap: []string{"sh", "-c", `sleep 1000 >/dev/null 2>&1 & echo $! >&2; exec "$@"`, "sh"}})
@@ -593,7 +603,7 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	}
 }
 
-// laterScript returns a part of a rank that waits for a file.
+// laterScript returns shell commands that wait until a file exists.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
 func TestRootCause(t *testing.T) {
@@ -754,7 +764,8 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 	}
 }
 
-// Nobody reads what the ranks write without end: memory is bounded and signals work.
+// TestBlockedTerminal checks that the launcher takes bounded memory and handles signals while the ranks write
+// without end and nothing reads their output.
 func TestBlockedTerminal(t *testing.T) {
 	for name, hosts := range map[string]string{"one host": "", "several": "h1,localhost"} {
 		t.Run(name, func(t *testing.T) { blockedTerminal(t, hosts) })

@@ -28,7 +28,8 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// The test binary plays all parts: its first argument says which.
+// TestMain runs the test binary as a launcher, helper, agent or rank if its first argument says so, else the
+// tests.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -51,7 +52,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// spec is the job of one test, as far as it is not the default.
+// spec describes the job of a test, for the launcher process that runs it. Zero values mean the defaults.
 type spec struct {
 	NP                                   int
 	Command, Set                         []string
@@ -75,7 +76,7 @@ type spec struct {
 
 const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
 
-// verdict returns what the ranks that are left say.
+// verdict returns the verdict of the surviving ranks that the test prescribes.
 func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
@@ -85,7 +86,7 @@ func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	return v, err
 }
 
-// launcher returns a program around Run, as hvdrun is.
+// launcher runs a job by launch.Run, as hvdrun does, and returns the exit status.
 func launcher(text string) int {
 	var s spec
 	if err := json.Unmarshal([]byte(text), &s); err != nil {
@@ -168,7 +169,8 @@ func launcher(text string) int {
 	return status
 }
 
-// fake is an agent that greets the launcher, takes its streams, sends what it is told to, and ends with 7.
+// fake describes an agent that greets the launcher, accepts its streams, sends given notices and ends with
+// status 7.
 type fake struct {
 	Notices []string // JSON
 	Print   string   // by rank 0
@@ -207,7 +209,7 @@ func fakeAgent(text string) int {
 	return 7
 }
 
-// rankProgram returns what a rank runs where a shell will not do.
+// rankProgram is the program of a rank for tests that cannot use a shell script. It returns the exit status.
 func rankProgram(do string) int {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals)
@@ -273,10 +275,10 @@ func must[T any](v T, err error) T {
 
 func self() string { return must(os.Executable()) }
 
-// deadline bounds every wait of the tests.
+// deadline is the time limit of every wait of the tests.
 const deadline = time.Minute
 
-// buffer is written by exec and read by the test.
+// buffer collects the output of a process that package exec writes while the test reads it.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -294,7 +296,7 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// run is a launcher under test.
+// run is a running launcher process.
 type run struct {
 	t              *testing.T
 	cmd            *exec.Cmd
@@ -303,7 +305,7 @@ type run struct {
 	result         string
 }
 
-// markVariable is in the environment of every process of a job, with a value of its own.
+// markVariable is a variable in the environment of every process of a job. Its value identifies the job.
 const markVariable = "LAUNCH_TEST_MARK"
 
 func start(t *testing.T, s spec) *run {
@@ -345,7 +347,8 @@ func start(t *testing.T, s spec) *run {
 	return r
 }
 
-// wait returns the launcher's exit status. No process of the job may be alive then.
+// wait waits for the launcher and returns its exit status. It fails the test if a process of the job is alive
+// then.
 func (r *run) wait() int {
 	r.t.Helper()
 	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // shows the stacks
@@ -357,7 +360,7 @@ func (r *run) wait() int {
 	return r.cmd.ProcessState.ExitCode()
 }
 
-// outcome returns the Result after wait.
+// outcome returns the Result of the job. It may be called after wait.
 func (r *run) outcome() (res launch.Result) {
 	r.t.Helper()
 	text, err := os.ReadFile(r.result)
@@ -388,7 +391,7 @@ func (r *run) await(what string, ok func() bool) {
 	}
 }
 
-// awaitOutput waits until the launcher's output has text n times.
+// awaitOutput waits until the launcher's output contains text n times.
 func (r *run) awaitOutput(b *buffer, text string, n int) {
 	r.t.Helper()
 	r.await(fmt.Sprintf("%d times %q", n, text), func() bool { return strings.Count(b.String(), text) >= n })
@@ -406,7 +409,7 @@ func (p process) isAgent() bool { return strings.Contains(p.command, launch.Agen
 
 func (p process) isHelper() bool { return strings.Contains(p.command, launch.HelperArg) }
 
-// processes returns those of the job that are alive, without the launcher.
+// processes returns the live processes of the job without the launcher.
 func (r *run) processes() []process {
 	var found []process
 	entries, err := os.ReadDir("/proc")
@@ -435,7 +438,7 @@ func (r *run) processes() []process {
 	return found
 }
 
-// helper returns the process id of a rank's helper.
+// helper returns the process ID of the helper of a rank.
 func (r *run) helper(rank string) (pid int) {
 	r.t.Helper()
 	r.await("helper of rank "+rank, func() bool {

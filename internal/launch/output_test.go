@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut splits input, given in pieces, and shows each call.
+// cut passes pieces of input to a splitter and returns its calls as texts.
 func cut(pieces ...string) (calls []string) {
 	s := splitter{
 		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },
@@ -53,7 +53,8 @@ func TestSplitter(t *testing.T) {
 	}
 }
 
-// Lines and their ends are the input, in whatever pieces it comes.
+// FuzzSplitter checks that the lines and line ends of a splitter add up to the input, in whatever pieces the
+// input arrives.
 func FuzzSplitter(f *testing.F) {
 	f.Add([]byte("a\rb\r\nc\n\n"), uint8(3), uint8(80))
 	f.Add([]byte("\r\r\n\n\r"), uint8(0), uint8(0))
@@ -104,7 +105,7 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// text is a writer that keeps what it gets, in order of both streams.
+// text is a writer that keeps the output of both streams in the order of the writes.
 type text struct{ bytes.Buffer }
 
 func TestConsoleEndsOpenLines(t *testing.T) {
@@ -129,11 +130,12 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 	}
 }
 
-// stuck is a terminal that says when it is written to and takes nothing until it is released, and then only that.
+// stuck is a terminal that signals a write on entered and blocks it until release. A second write blocks for
+// ever.
 type stuck struct{ entered, release chan struct{} }
 
 func (s stuck) Write(p []byte) (int, error) {
-	s.entered <- struct{}{} // a second write waits here for ever
+	s.entered <- struct{}{} // nothing receives for a second write
 	<-s.release
 	return len(p), nil
 }
@@ -170,7 +172,8 @@ type failing struct{}
 
 func (failing) Write([]byte) (int, error) { return 0, io.ErrShortWrite }
 
-// Somebody outside the job may hold the pipe open for ever.
+// TestStreamFinishesWithAnOpenPipe checks that a stream ends after finish even if a process outside the job
+// keeps the pipe open.
 func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	mine, theirs, err := pipe(true)
 	if err != nil {
@@ -198,7 +201,8 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	}
 }
 
-// A full disk costs the file, not the console.
+// TestStreamGoesOnWithoutItsFile checks that a full disk makes the file incomplete but not the output on the
+// console.
 func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {

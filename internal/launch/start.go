@@ -52,14 +52,14 @@ func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
 		return nil, 0, os.NewSyscallError("pipe2", err)
 	}
-	here, there := p[0], p[1]
+	mineFD, theirsFD := p[0], p[1]
 	if !readingIsMine {
-		here, there = there, here
+		mineFD, theirsFD = theirsFD, mineFD
 	}
-	if err := unix.SetNonblock(here, true); err != nil {
-		unix.Close(here)
-		unix.Close(there)
+	if err := unix.SetNonblock(mineFD, true); err != nil {
+		unix.Close(mineFD)
+		unix.Close(theirsFD)
 		return nil, 0, os.NewSyscallError("fcntl", err)
 	}
-	return os.NewFile(uintptr(here), "pipe"), there, nil
+	return os.NewFile(uintptr(mineFD), "pipe"), theirsFD, nil
 }

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// messages returns one of each kind.
+// messages returns an order and a notice of each kind.
 func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="}, Ranks: []words{{"R=0"}, nil},
@@ -55,8 +55,8 @@ func TestMessages(t *testing.T) {
 	}
 }
 
-// An agent may send what it likes: the launcher ends the conversation with an error, or goes by what it says, and never waits or
-// panics. FuzzNotices feeds its control stream.
+// FuzzNotices sends arbitrary bytes on the control stream of an agent. The launcher must end the connection
+// with an error or handle the notices; it must neither hang nor panic.
 func FuzzNotices(f *testing.F) {
 	_, notices := messages()
 	var all bytes.Buffer
@@ -136,7 +136,8 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// A rank whose output nobody reads holds up neither another's output nor notices and orders.
+// TestStreamThatNobodyReads checks that output that nothing reads delays neither the output of other ranks
+// nor notices and orders.
 func TestStreamThatNobodyReads(t *testing.T) {
 	here, there := net.Pipe()
 	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, minLiveness)
@@ -182,7 +183,7 @@ func TestStreamThatNobodyReads(t *testing.T) {
 	}
 }
 
-// slow is a link with room for all that is written, which delivers it in small pieces, as a slow network does.
+// slow is a link that accepts every write at once and delivers it in small pieces, like a slow network.
 type slow struct {
 	net.Conn
 	written chan []byte
@@ -213,7 +214,8 @@ func (s *slow) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// A peer that sends is alive, also if the answer to a ping waits behind so much output that it takes longer than liveness.
+// TestSlowLink checks that a peer that sends data counts as alive even if the answer to a ping is queued
+// behind so much output that it takes longer than liveness.
 func TestSlowLink(t *testing.T) {
 	const liveness, streams, numBytes = 2 * time.Second, 4, 256 << 10
 	here, there := net.Pipe()
