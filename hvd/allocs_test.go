@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// A repeated operation allocates its handle and the Done of that, and rank 0 what fusion lists: a few small objects, however
-// long the job runs.
+// TestRepeatedOperationAllocatesLittle checks that a repeated operation allocates only its handle with the
+// Done callback, and at rank 0 the lists of fusion: a few small objects, however long the job runs.
 func TestRepeatedOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		x := []float32{1, 2}

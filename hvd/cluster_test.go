@@ -18,17 +18,17 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// deadline against hanging, of one test's collective part.
+// deadline is the time limit of the collective part of a test.
 const deadline = 3 * time.Minute
 
-// run starts n ranks that meet in a store of their own, over TCP on loopback, and calls f once for each. It shuts
-// down when f has returned everywhere. settings come as name, value, name, value, ...
+// run starts n ranks that meet in a store of their own, over TCP on loopback, and calls f once for each. It
+// shuts a rank down when f has returned at all ranks. settings are name, value, name, value, ...
 func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
 	t.Helper()
 	runSets(t, n, nil, f, settings...)
 }
 
-// runSets is run for ranks that begin with the given process sets.
+// runSets is run for ranks that start with the given process sets.
 func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
 	t.Helper()
 	engines(t, n, func(ctx context.Context, e *hvd.Engine) {
@@ -66,7 +66,7 @@ func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), op
 	})
 }
 
-// runModes is run for two and three ranks under both negotiations.
+// runModes calls run for two and three ranks in both modes of negotiation.
 func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engine), settings ...string) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{2, 3} {
@@ -108,14 +108,14 @@ func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	return opts
 }
 
-// modes runs a test under both negotiations.
+// modes runs a test in both modes of negotiation.
 func modes(t *testing.T, f func(t *testing.T, mode []string)) {
 	for _, m := range []string{"event", "lockstep"} {
 		t.Run(m, func(t *testing.T) { f(t, []string{"HVD_NEGOTIATION", m}) })
 	}
 }
 
-// sizes are the numbers of ranks that belong in every table.
+// sizes are the numbers of ranks that tests use in tables.
 var sizes = []int{1, 2, 3, 4, 8}
 
 func name(format string, args ...any) hvd.Option { return hvd.Name(fmt.Sprintf(format, args...)) }

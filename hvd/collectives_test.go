@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// kind is how a test makes and combines elements of T.
+// kind describes how a test makes and combines elements of type T.
 type kind[T hvd.Element] struct {
 	of      func(v int) T // exact for small v
 	op      hvd.ReduceOp
@@ -21,7 +21,7 @@ func add2(a, b int) int { return a + b }
 
 func numbers[T number]() kind[T] { return kind[T]{func(v int) T { return T(v) }, hvd.Sum, add2} }
 
-// element returns a small value that says which rank and place it is from.
+// element returns a small value that depends on the rank and on the index.
 func element(rank, i int) int { return (rank*5 + i*3 + 1) % 7 }
 
 func (k kind[T]) fill(n, rank int) []T {
@@ -32,7 +32,7 @@ func (k kind[T]) fill(n, rank int) []T {
 	return x
 }
 
-// reduced returns the reduction of fill over the given ranks.
+// reduced returns the reduction of what fill returns for the given ranks.
 func (k kind[T]) reduced(n int, ranks []int) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -45,7 +45,8 @@ func (k kind[T]) reduced(n int, ranks []int) []T {
 	return want
 }
 
-// checkAll runs every operation on a process set, each by a name that ends in tag, and checks the results bit by bit.
+// checkAll runs every operation on a process set, under names that end in tag, and checks the results bit by
+// bit.
 func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T], tag string) {
 	t.Helper()
 	ranks, me := set.Ranks(), set.Rank()
@@ -166,7 +167,8 @@ type (
 	identity    int64
 )
 
-// Every operation, in place and not, alone and in groups, on every element type and types made of them.
+// TestEveryType runs every operation, in place and not, on single tensors and groups, with every element type
+// and with types derived from them.
 func TestEveryType(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{1, 2, 3} {
@@ -194,7 +196,7 @@ func TestEveryType(t *testing.T) {
 	})
 }
 
-// exchange is a table of an alltoall: from rank i go exchange[i][j] rows to rank j.
+// exchange is a table of an alltoall: rank i sends exchange[i][j] rows to rank j.
 type exchange [][]int
 
 func newExchange(size int, rows func(i, j int) int) exchange {
@@ -207,7 +209,7 @@ func newExchange(size int, rows func(i, j int) int) exchange {
 	return x
 }
 
-// rowsFrom returns the rows that rank i sends, of elements that say where they come from and which they are.
+// rowsFrom returns the rows that rank i sends. The elements depend on sender, receiver and row.
 func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	sent := 0
 	for _, n := range x[i] {
@@ -219,7 +221,7 @@ func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	return rows
 }
 
-// rowsTo returns the rows that rank j gets, and how many from each rank.
+// rowsTo returns the rows that rank j receives, and their number from each rank.
 func (x exchange) rowsTo(j, width int) (rows []int32, received []int) {
 	for i := range x {
 		from := 0
@@ -232,7 +234,8 @@ func (x exchange) rowsTo(j, width int) (rows []int32, received []int) {
 	return rows, received
 }
 
-// Any number of rows goes from any rank to any other, none among them, and rows may be without elements.
+// TestAlltoall checks that any number of rows, also 0, can go from any rank to any other, and that rows may
+// have no elements.
 func TestAlltoall(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -278,7 +281,8 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 	}
 }
 
-// An alltoall in place has room for as many rows as it sends, or is refused at that rank alone.
+// TestAlltoallInPlace checks that an alltoall in place works if a rank receives as many rows as it sends, and
+// fails otherwise, only at that rank.
 func TestAlltoallInPlace(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, me := e.Size(), e.Rank()
@@ -308,7 +312,8 @@ func TestAlltoallInPlace(t *testing.T) {
 	})
 }
 
-// An allgather in place is refused at the ranks that have no room for what the others bring.
+// TestAllgatherInPlaceWithoutRoom checks that an allgather in place fails at the ranks that have no room for
+// the rows of the others.
 func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, first := e.Size(), e.Rank() == 0
@@ -327,7 +332,8 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	})
 }
 
-// Rows are dealt as evenly as can be, the first ranks one more; there may be fewer than ranks, or none.
+// TestReducescatter checks that rows are divided as evenly as possible, with one more for the first ranks.
+// There may be fewer rows than ranks, or none.
 func TestReducescatter(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -342,7 +348,7 @@ func TestReducescatter(t *testing.T) {
 	})
 }
 
-// checkReducescatter scales before and after, in place and not.
+// checkReducescatter runs a reducescatter with prescale and postscale, in place and not.
 func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, width int) {
 	size, me := e.Size(), e.Rank()
 	from := me*(rows/size) + min(me, rows%size)
@@ -379,7 +385,7 @@ func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, 
 	}
 }
 
-// A scalar has one element and no dimension.
+// TestScalars runs operations on scalars, which have one element and no dimension.
 func TestScalars(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		x := []float64{float64(e.Rank() + 1)}
@@ -392,8 +398,8 @@ func TestScalars(t *testing.T) {
 	})
 }
 
-// Groups of none and of one, names, and several groups at once in different orders, also where groups fuse with nothing
-// else.
+// TestGroups checks empty groups and groups of one tensor, names of groups, and several groups at once in
+// different orders, also without fusion of groups with other tensors.
 func TestGroups(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"}, {"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -420,7 +426,7 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// checkSomeGroups submits groups and tensors by themselves in the given order.
+// checkSomeGroups submits groups and single tensors in the given order.
 func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []int) {
 	groups := make([]*hvd.GroupHandle[int32], len(order))
 	singles := make([]*hvd.Handle[int32], len(order))
@@ -459,10 +465,10 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 	}
 }
 
-// waiter checks the result of an operation in flight.
+// waiter waits for an operation in flight and checks its result.
 type waiter func(ctx context.Context) error
 
-// expect makes a waiter of a handle and what it must give.
+// expect returns a waiter that waits for h and compares the result with want.
 func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	return func(ctx context.Context) error {
 		if err != nil {
@@ -476,8 +482,8 @@ func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	}
 }
 
-// inFlight starts operations of all kinds on a set, with i elements or so: those of a kind can travel together though
-// their sizes differ.
+// inFlight starts operations of all kinds on a set, with about i elements. Operations of one kind can be
+// fused although their sizes differ.
 func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	var none T
 	ranks, me := set.Ranks(), set.Rank()
@@ -513,8 +519,8 @@ func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	}
 }
 
-// Operations of all kinds and types are in flight together, on several process sets, in an order of each rank's own.
-// Those that can travel together do: fused, or not.
+// TestManyInFlight checks operations of all kinds and types that are in flight together, on several process
+// sets, in a different order at each rank, with and without fusion.
 func TestManyInFlight(t *testing.T) {
 	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"}, {"HOROVOD_CACHE_CAPACITY", "3"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {

@@ -2,5 +2,5 @@ package hvd
 
 import "github.com/gohvd/gohvd/internal/rank"
 
-// Inside returns what e puts a face on.
+// Inside returns the rank that e wraps.
 func (e *Engine) Inside() *rank.Rank { return &e.rank }

@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Backends, of which the first reduces tensors where they lie and the other in a buffer; in small pieces too.
+// backends are settings under which groups are reduced: in place in shared memory, in a buffer over TCP, in
+// small pieces, and without fusion with other tensors.
 var backends = [][]string{
 	{},
 	{"HOROVOD_CPU_OPERATIONS", "tcp"},
@@ -25,8 +26,8 @@ var backends = [][]string{
 	{"HOROVOD_CPU_OPERATIONS", "tcp", "HOROVOD_DISABLE_GROUP_FUSION", "1"},
 }
 
-// mixed is an allreduce of a group of tensors of several types, of which rank r has the values whole(r, …). Results are on their own
-// unless in place.
+// mixed runs an allreduce of a group of tensors of several types. Rank r submits the values whole(r, ...).
+// Results have memory of their own unless inPlace is set.
 func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool, types []tensor.DType, lengths []int) ([][]byte, error) {
 	c := rank.NewCall(message.Allreduce, tensor.Invalid)
 	c.Rank, c.Name, c.Op = e.Inside(), group, op
@@ -60,7 +61,7 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	}
 }
 
-// whole returns a tensor of small whole numbers.
+// whole returns the bytes of a tensor of small whole numbers.
 func whole(dt tensor.DType, n, rank, i int) []byte {
 	b := make([]byte, 0, n*dt.Size())
 	for k := range n {
@@ -69,7 +70,7 @@ func whole(dt tensor.DType, n, rank, i int) []byte {
 	return b
 }
 
-// one returns a number as bytes.
+// one returns the bytes of one number.
 func one(dt tensor.DType, v int) []byte {
 	switch dt {
 	case tensor.Float32:
@@ -84,7 +85,8 @@ func one(dt tensor.DType, v int) []byte {
 	return tensor.Bytes([]hvd.Float16{hvd.Float16FromFloat32(float32(v))})
 }
 
-// Tensors of several types in one group, in any order of types, new and cached, and then others by the same name.
+// TestGroupOfSeveralTypes checks groups with tensors of several types, in any order of types, uncached and
+// cached, and then other tensors under the same name.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	types := []tensor.DType{tensor.Float32, tensor.Int64, tensor.Int8, tensor.Float16, tensor.Float64}
 	for _, settings := range backends {
@@ -127,7 +129,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	}
 }
 
-// An average divides each type as that type is divided, and a rank that has joined counts.
+// TestAverageOfSeveralTypes checks that Average divides each tensor of a group by the rules of its type, and
+// by all ranks even if one has joined.
 func TestAverageOfSeveralTypes(t *testing.T) {
 	for _, settings := range backends {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -156,7 +159,8 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 	}
 }
 
-// What one of the types cannot do is refused whole, at the call, and shifts no names.
+// TestGroupOfSeveralTypesRefused checks that a group is refused at the call if one of its types does not
+// support the operation, and that unnamed calls still match afterwards.
 func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
@@ -172,7 +176,8 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	})
 }
 
-// Ranks whose tensors differ in type are told which.
+// TestMismatchedTypesInAGroup checks that the error for a group whose types differ between ranks names the
+// tensor.
 func TestMismatchedTypesInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		types := []tensor.DType{tensor.Float32, tensor.Int64}
@@ -188,7 +193,7 @@ func TestMismatchedTypesInAGroup(t *testing.T) {
 	})
 }
 
-// The tensors of an Adasum are summed each by itself, also in a group.
+// TestAdasumOfAGroup checks that Adasum reduces each tensor of a group separately.
 func TestAdasumOfAGroup(t *testing.T) {
 	for _, settings := range backends {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -216,7 +221,8 @@ func TestAdasumOfAGroup(t *testing.T) {
 	}
 }
 
-// Error feedback belongs to a tensor of a group: its place, and of how many.
+// TestErrorFeedbackInAGroup checks that error feedback is kept for each tensor of a group, by its index and
+// the number of tensors.
 func TestErrorFeedbackInAGroup(t *testing.T) {
 	const ulp = 1.0 / 1024
 	third := float32(1 + ulp/3)
@@ -235,7 +241,8 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 	})
 }
 
-// manyTensors of 20 MiB, 10 if compressed, are more than one piece of a group; of two, if it need not be short.
+// manyTensors returns the number of tensors in a group that takes more than one piece of the fusion buffer,
+// or more than two unless the test is short. A tensor has 20 MiB, or 10 MiB if compressed.
 func manyTensors(compressed bool) int {
 	if testing.Short() && !compressed {
 		return 4
@@ -243,8 +250,8 @@ func manyTensors(compressed bool) int {
 	return 7
 }
 
-// cycled returns n elements of which the first 7 are f's, and each of the others is the one 7 before. To set each by itself takes the
-// race detector seconds.
+// cycled returns n elements: the first 7 come from f, and each further one equals the one 7 before. Setting
+// each element by f would take seconds with the race detector.
 func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	x := make([]T, n)
 	const period = 7
@@ -257,8 +264,8 @@ func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	return x
 }
 
-// A group larger than what is in a buffer at a time. What compression loses of a tensor in its first part is not fed to one in its
-// second.
+// TestLargeGroup checks a group that is larger than the part of it that the fusion buffer holds at a time.
+// The rounding error of a tensor in the first part must not be fed back to a tensor in the second.
 func TestLargeGroup(t *testing.T) {
 	for _, c := range []struct {
 		title   string
@@ -305,7 +312,8 @@ func TestLargeGroup(t *testing.T) {
 	}
 }
 
-// What a rank that has joined puts in place of a group is cut too, and so at the others.
+// TestLargeGroupBesideAJoin checks that a rank that has joined takes part in a large group in the same parts
+// as the other ranks.
 func TestLargeGroupBesideAJoin(t *testing.T) {
 	for _, settings := range backends[:2] {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -332,7 +340,8 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 	}
 }
 
-// Results lie side by side and stay apart: what is appended to one does not reach the next. The list of the caller stays his.
+// TestResultsOfAGroupAreApart checks that appending to one result of a group does not change the next,
+// although they share memory, and that the caller's list is not changed.
 func TestResultsOfAGroupAreApart(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		a, b := []int32{1}, []int32{2}
@@ -359,7 +368,8 @@ func TestResultsOfAGroupAreApart(t *testing.T) {
 	})
 }
 
-// A group that comes again allocates its handle, its list of results and one piece of memory, however many tensors it has.
+// TestRepeatedGroupAllocatesLittle checks that a repeated group allocates only its handle, its list of
+// results and one piece of memory, whatever the number of tensors.
 func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		xs := make([][]float32, 500)

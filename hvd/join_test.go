@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// runJoin is run for three ranks under both negotiations, with and without a cache.
+// runJoin calls run for three ranks in both modes of negotiation, with and without a cache.
 func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engine)) {
 	for _, capacity := range []string{"1024", "0"} {
 		t.Run("cache="+capacity, func(t *testing.T) {
@@ -22,7 +22,7 @@ func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engi
 	}
 }
 
-// join joins and checks who was last.
+// join joins and checks which rank was the last.
 func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hvd.Option) {
 	t.Helper()
 	if last, err := hvd.Join(ctx, append(opts, hvd.On(e))...); err != nil || last != want {
@@ -30,7 +30,7 @@ func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hv
 	}
 }
 
-// checkReductionsBesideAJoin checks what reductions over ranks 0 and 1 alone give, while rank 2 has joined.
+// checkReductionsBesideAJoin checks the results of reductions over ranks 0 and 1 while rank 2 has joined.
 func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *hvd.Engine, tag string) {
 	t.Helper()
 	mine, other := T(3+2*e.Rank()), T(5-2*e.Rank()) // 3 and 5
@@ -54,7 +54,8 @@ func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *
 	}
 }
 
-// A joined rank counts for nothing in reductions: not even in a minimum, a maximum or a product, unlike in Horovod.
+// TestJoin checks that a joined rank contributes neutral elements to reductions, also to minima, maxima and
+// products, unlike in Horovod.
 func TestJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 2 { // new names, then cached
@@ -133,7 +134,7 @@ func checkHalvesBesideAJoin(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	}
 }
 
-// A rank that joins with Empty contributes no rows, and gets nothing.
+// TestJoinEmpty checks that a rank that joins with Empty contributes no rows and receives none.
 func TestJoinEmpty(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 2 {
@@ -184,8 +185,8 @@ func TestJoinEmpty(t *testing.T) {
 	})
 }
 
-// Ranks with different numbers of batches, of which each has several tensors in flight, train epoch after epoch: every sum
-// counts the ranks that still had a batch.
+// TestUnevenInputs trains for several epochs with a different number of batches at each rank and several
+// tensors in flight for each batch. Every sum must count the ranks that still had a batch.
 func TestUnevenInputs(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_CACHE_CAPACITY", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -237,7 +238,8 @@ func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand
 	}
 }
 
-// What a rank submitted before it joined counts with its data, whether the others come for it before or after.
+// TestSubmittedBeforeTheJoin checks that tensors that a rank submitted before its join count with their data,
+// whether the other ranks submit them before or after the join.
 func TestSubmittedBeforeTheJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 {
@@ -284,7 +286,7 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 	})
 }
 
-// Between its join and the end of it a rank may submit nothing, nor join again.
+// TestNothingAfterTheJoin checks that a rank can submit nothing, and not join again, until its join is done.
 func TestNothingAfterTheJoin(t *testing.T) {
 	checked := make(chan struct{}, 2) // one for each of the others, who join only then
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
@@ -326,7 +328,7 @@ func TestNothingAfterTheJoin(t *testing.T) {
 	})
 }
 
-// A join of a process set is not one of the others.
+// TestJoinOnAProcessSet checks that a join of one process set does not affect other process sets.
 func TestJoinOnAProcessSet(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		runSets(t, 3, [][]int{{1, 2}, {0, 1}}, func(ctx context.Context, e *hvd.Engine) {
@@ -361,7 +363,8 @@ func TestJoinOnAProcessSet(t *testing.T) {
 	})
 }
 
-// After a join, which some ranks came to later and with more tensors than others, unnamed calls match again.
+// TestUnnamedAfterAJoin checks that unnamed calls match after a join, although some ranks made more of them
+// than others before it.
 func TestUnnamedAfterAJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 * e.Rank() {
@@ -392,7 +395,8 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 	})
 }
 
-// A join that ends with the job leaves the rank free to say so.
+// TestShutdownDuringAJoin checks that a join that ends with the job returns the error of the job, and so does
+// a second join.
 func TestShutdownDuringAJoin(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {

@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// A process that starts, works and shuts down forty times, three ranks at once over TCP, keeps no goroutine, no file
-// and no memory of it.
+// TestInitLeavesNothing checks that forty rounds of Init, work and Shutdown, of three ranks over TCP in one
+// process, leave no goroutine, no file and no memory.
 func TestInitLeavesNothing(t *testing.T) {
 	const (
 		warmup    = 10 // rounds, in which pools grow
@@ -75,7 +75,7 @@ func TestInitLeavesNothing(t *testing.T) {
 	runtime.KeepAlive(last) // as in every round
 }
 
-// work is a little of everything.
+// work runs a few operations of several kinds.
 func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	static := e.ProcessSets()[1]
 	set := add(ctx, t, e, 1, 2)
@@ -101,7 +101,7 @@ func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	}
 }
 
-// heap returns what is in use.
+// heap returns the bytes in use on the heap.
 func heap() uint64 {
 	runtime.GC()
 	runtime.GC() // pools are emptied by the second

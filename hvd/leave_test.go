@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// A rank that leaves in order, be it rank 0, does not end operations of process sets without it, and what it has submitted
-// still runs.
+// TestLeave checks that the shutdown of a rank, also of rank 0, does not end operations of process sets
+// without it, and that operations that the rank has submitted still run.
 func TestLeave(t *testing.T) {
 	for leaver := range 3 {
 		var pair []int
@@ -55,7 +55,8 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// Rank 0, which does not wait for the others to shut down, is named when they need it.
+// TestRankZeroDoesNotWait checks that the errors of the other ranks name rank 0 if it does not wait for them
+// in Shutdown and they need it.
 func TestRankZeroDoesNotWait(t *testing.T) {
 	var idle sync.WaitGroup
 	idle.Add(3)
@@ -85,7 +86,8 @@ func TestRankZeroDoesNotWait(t *testing.T) {
 	}, nil)
 }
 
-// A deferred Shutdown tells the others of a panic, which goes on.
+// TestPanicPastShutdown checks that a deferred Shutdown tells the other ranks of a panic and lets the panic
+// continue.
 func TestPanicPastShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// onLoopback keeps the tests' ports to this machine.
+// onLoopback makes the test listen only on this machine.
 var onLoopback = hvd.WithSetting("HOROVOD_GLOO_IFACE", "127.0.0.1")
 
 func newID(t testing.TB) hvd.UniqueID {
@@ -34,7 +34,7 @@ func newID(t testing.TB) hvd.UniqueID {
 	return id
 }
 
-// startByID starts n ranks that have nothing in common but an id.
+// startByID starts n ranks that share only a unique ID.
 func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOption) ([]*hvd.Engine, []error) {
 	engines, errs := make([]*hvd.Engine, n), make([]error, n)
 	ranks(n, func(r int) {
@@ -43,7 +43,7 @@ func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOpti
 	return engines, errs
 }
 
-// stop shuts engines down, those there are.
+// stop shuts down the engines that are not nil.
 func stop(ctx context.Context, engines []*hvd.Engine) error {
 	errs := make([]error, len(engines))
 	ranks(len(engines), func(r int) {
@@ -75,7 +75,7 @@ func TestUniqueID(t *testing.T) {
 	}
 }
 
-// The face of the process takes an id too.
+// TestInitWithID checks the package-level function InitWithID.
 func TestInitWithID(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -97,7 +97,7 @@ func TestInitWithID(t *testing.T) {
 	}
 }
 
-// Two ranks of a host do not get one device, unless both say that they share it.
+// TestDeviceOfTwo checks that two ranks of a host cannot name the same device unless both share it.
 func TestDeviceOfTwo(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -113,7 +113,7 @@ func TestDeviceOfTwo(t *testing.T) {
 	}
 }
 
-// Ranks that meet by an init method.
+// TestInitMethod checks that ranks meet by the init methods.
 func TestInitMethod(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -140,7 +140,7 @@ func TestInitMethod(t *testing.T) {
 	}
 }
 
-// A program can bring init methods of its own.
+// TestInitScheme checks that a program can register its own init method.
 func TestInitScheme(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -177,7 +177,8 @@ func TestInitScheme(t *testing.T) {
 	}
 }
 
-// Time until all ranks of a process have met by an id and are ready for work.
+// BenchmarkInitWithID measures the time until all ranks of a process have met by a unique ID and are ready
+// for operations.
 func BenchmarkInitWithID(b *testing.B) {
 	for _, n := range []int{8, 64} {
 		b.Run(strconv.Itoa(n), func(b *testing.B) {

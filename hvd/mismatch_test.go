@@ -11,15 +11,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// contradiction is what the last rank does otherwise than all others. %q in want is the name; MOST and ODD are the
-// ranks, LAST the number of the last.
+// contradiction is a call that the last rank makes differently from all others. In want, %q is the name, MOST
+// and ODD stand for the ranks, and LAST for the number of the last rank.
 type contradiction struct {
 	title string
 	do    func(p *part) error
 	want  string
 }
 
-// part is a rank's in a contradiction.
+// part is the view of one rank in a contradiction.
 type part struct {
 	ctx  context.Context
 	e    *hvd.Engine
@@ -27,7 +27,7 @@ type part struct {
 	odd  bool // this is the last rank
 }
 
-// pick returns the odd rank's choice or that of all others.
+// pick returns odd at the odd rank and most at all others.
 func pick[T any](p *part, most, odd T) T {
 	if p.odd {
 		return odd
@@ -65,7 +65,7 @@ func (p *part) alltoall(n int, more ...hvd.Option) error {
 	return err
 }
 
-// typed runs an operation on int64 at the odd rank and float32 at the others.
+// typed returns a call that uses int64 at the odd rank and float32 at the others.
 func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) error {
 	return func(p *part) error {
 		if p.odd {
@@ -222,10 +222,10 @@ var contradictions = []contradiction{
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
 }
 
-// errJoined stands for the error of the odd rank, which has none.
+// errJoined stands for the result of the odd rank, which has no error.
 var errJoined = errors.New("this rank has joined")
 
-// joined does something at all ranks but the odd one, which joins meanwhile.
+// joined calls do at all ranks except the odd one, which joins instead.
 func (p *part) joined(do func() error, opts ...hvd.Option) error {
 	err := errJoined
 	if !p.odd {
@@ -247,8 +247,8 @@ func (p *part) expand(want string) string {
 	return strings.NewReplacer("MOST", most, "ALL", all, "ODD", fmt.Sprintf("rank %d", last), "LAST", fmt.Sprint(last)).Replace(want)
 }
 
-// Contradicting requests fail at all ranks with one text that says who sent what, and the job goes on: with the same
-// name too, whether it was cached or not.
+// TestMismatch checks that contradicting requests fail at all ranks with one text that says which rank sent
+// what, and that the job goes on, with the same name too, whether the name was cached or not.
 func TestMismatch(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -269,8 +269,8 @@ func TestMismatch(t *testing.T) {
 	})
 }
 
-// Horovod refuses a scaled reducescatter that is larger than the fusion buffer (its check 10). Here there is no such
-// limit.
+// TestScaledReducescatterBeyondTheFusionThreshold checks that a scaled reducescatter may be larger than the
+// fusion buffer, which Horovod refuses (its check 10).
 func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		x := make([]float32, 600)
@@ -285,7 +285,8 @@ func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	}, "HOROVOD_FUSION_THRESHOLD", "64")
 }
 
-// An allreduce of a group is one request. What the ranks disagree about is told by the tensor, and fails all.
+// TestMismatchInAnAllreduceOfAGroup checks that an allreduce of a group, which is one request, fails with an
+// error that names the tensor about which the ranks disagree.
 func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1, name: "g"}
@@ -349,7 +350,7 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	})
 }
 
-// Of a group one tensor that the ranks disagree about fails all.
+// TestMismatchInAGroup checks that all tensors of a group fail if the ranks disagree about one of them.
 func TestMismatchInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{e: e, odd: e.Rank() == e.Size()-1}
@@ -384,7 +385,8 @@ func TestMismatchInAGroup(t *testing.T) {
 	})
 }
 
-// The group fails also if the first rank does not know of it: only the others' tensors count for it then.
+// TestGroupThatRankZeroDoesNotKnow checks that a group fails even if rank 0 submitted its tensors without the
+// group, so that only the tensors of the others count for the group.
 func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		var err error
@@ -418,7 +420,8 @@ func wantGroups(t *testing.T, p *part, err error, tensor string) {
 	}
 }
 
-// All ranks must ask for the same change of the process sets, and it must be possible.
+// TestMismatchedProcessSets checks that a change of the process sets fails if the ranks ask for different
+// changes or the change is impossible.
 func TestMismatchedProcessSets(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1}
@@ -461,7 +464,8 @@ func TestMismatchedProcessSets(t *testing.T) {
 	})
 }
 
-// Ranks that were given other process sets than rank 0 do not start.
+// TestMismatchedStaticProcessSets checks that Init fails if ranks give process sets other than those of rank
+// 0.
 func TestMismatchedStaticProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -480,7 +484,8 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 	})
 }
 
-// So many sets that their list is too long to be told are compared by a hash.
+// TestMismatchedListOfManyProcessSets checks that Init compares so many process sets that their list is too
+// long to send by a hash.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -513,7 +518,8 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	})
 }
 
-// What is wrong with process sets by themselves is refused at Init, and by AddProcessSet at the rank that asks.
+// TestImpossibleProcessSets checks that invalid process sets are refused by Init, and by AddProcessSet at the
+// calling rank.
 func TestImpossibleProcessSets(t *testing.T) {
 	ctx := t.Context()
 	for _, c := range []struct {
@@ -561,7 +567,8 @@ func wantMisuse(t *testing.T, err error, op, want string) {
 	}
 }
 
-// Where the setting says so, process sets do not change after Init. Operations on those from before do run.
+// TestNoDynamicProcessSets checks that process sets cannot change after Init if the setting forbids it, and
+// that operations on the sets from Init work.
 func TestNoDynamicProcessSets(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		const want = "process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0"

@@ -12,13 +12,13 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// startedOp is an operation that was started, and a way to see that it is done.
+// startedOp is an operation that was started, with a function that waits for it.
 type startedOp struct {
 	hvd.Pending
 	wait func(ctx context.Context) error
 }
 
-// starters begin an operation of each sort of handle that has a name of the program's.
+// starters start an operation for each sort of handle that can have a name from the program.
 var starters = []struct {
 	sort  string
 	start func(opts ...hvd.Option) (startedOp, error)
@@ -41,7 +41,7 @@ var starters = []struct {
 	}},
 }
 
-// ways are those in which a program sees that an operation is done.
+// ways are the ways in which a program observes that an operation is done.
 var ways = []struct {
 	way string
 	see func(ctx context.Context, b startedOp) error
@@ -63,7 +63,8 @@ var ways = []struct {
 	}},
 }
 
-// A name is in use until the program has seen that its operation is done, however long it has been done by then.
+// TestNameIsInUseUntilSeen checks that a name stays in use until the program has observed that its operation
+// is done, however long ago that was.
 func TestNameIsInUseUntilSeen(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for _, s := range starters {
@@ -105,7 +106,8 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 	})
 }
 
-// The second tensor of a name is refused at every rank, in whatever order ranks and operations come.
+// TestSameNameTwice checks that the second tensor of a name is refused at every rank, in whatever order ranks
+// and operations arrive.
 func TestSameNameTwice(t *testing.T) {
 	const rounds = 1000
 	seed := rand.Uint64()
@@ -138,7 +140,8 @@ func TestSameNameTwice(t *testing.T) {
 	})
 }
 
-// A join counts as over when the program has seen its end, so that what a rank may submit next is no matter of chance.
+// TestJoinUntilSeen checks that a join lasts until the program has observed its end, so that timing does not
+// decide what a rank may submit next.
 func TestJoinUntilSeen(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -164,7 +167,8 @@ func TestJoinUntilSeen(t *testing.T) {
 	})
 }
 
-// Operations that nobody waits for need not have a name, and then keep nothing in use.
+// TestFireAndForget checks that operations without a name can be started and forgotten, and keep no name in
+// use.
 func TestFireAndForget(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for range 100 {
@@ -185,7 +189,8 @@ func TestFireAndForget(t *testing.T) {
 	})
 }
 
-// A wait that ends with its context gives the handle, and the name is free when that was seen done.
+// TestPendingError checks that a wait that ends with its context returns the handle, and that the name is
+// free after the program has observed through it that the operation is done.
 func TestPendingError(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		gone, cancel := context.WithCancelCause(ctx)
@@ -253,7 +258,8 @@ func TestPendingError(t *testing.T) {
 	})
 }
 
-// If the job ends after a rank has given up a wait, that rank's errors say so; not if the operation was done before.
+// TestJobEndsAfterAnOwnTimeout checks that the errors of a rank say that it had given up a wait if the job
+// ended after that, but not if the operation was done before.
 func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -311,7 +317,8 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	})
 }
 
-// A rank that shuts down after a timeout of its own is blamed with that reason, if others wait for it.
+// TestShutdownAfterAnOwnTimeout checks that the errors of other ranks name a rank that shut down after it had
+// given up a wait, with that reason.
 func TestShutdownAfterAnOwnTimeout(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		on := hvd.On(e)

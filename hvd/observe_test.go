@@ -28,7 +28,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// events returns the names in a timeline, which must be one.
+// events returns the names of the events in a timeline, and their numbers. It fails the test if the file is
+// not a valid timeline.
 func events(t *testing.T, file string) (names map[string]int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -56,7 +57,8 @@ func events(t *testing.T, file string) (names map[string]int) {
 	return names
 }
 
-// A timeline is started, moved and stopped while the job runs, at each rank by itself; Shutdown ends it.
+// TestTimeline checks that each rank can start, move and stop its timeline while the job runs, and that
+// Shutdown ends it.
 func TestTimeline(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string, rank int) string {
@@ -112,7 +114,8 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
-// The settings start it too, and where it cannot be written the job goes on.
+// TestTimelineBySetting checks that the settings start a timeline, and that the job goes on if the file
+// cannot be written.
 func TestTimelineBySetting(t *testing.T) {
 	dir := t.TempDir()
 	for _, file := range []string{filepath.Join(dir, "t.json"), filepath.Join(dir, "missing", "t.json")} {
@@ -186,7 +189,8 @@ func TestMetricsAndDump(t *testing.T) {
 	}, "HOROVOD_CPU_OPERATIONS", "tcp")
 }
 
-// Without the flight recorder a dump still has what the rank waits for.
+// TestNoRecorder checks that a dump lists the operations for which the rank waits even without the flight
+// recorder.
 func TestNoRecorder(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
@@ -214,7 +218,8 @@ func TestNoRecorder(t *testing.T) {
 	}, "HVD_FLIGHT_RECORDER", "0")
 }
 
-// An address for metrics that is taken costs a warning; one that is none is an error.
+// TestMetricsAddressTaken checks that an address for metrics that is in use gives a warning, and a malformed
+// one an error.
 func TestMetricsAddressTaken(t *testing.T) {
 	server := httptest.NewServer(http.NotFoundHandler())
 	defer server.Close()
@@ -235,7 +240,7 @@ func TestMetricsAddressTaken(t *testing.T) {
 	}
 }
 
-// Neither the flight recorder nor the timeline keeps what went through operations.
+// TestTensorsAreNotKept checks that neither the flight recorder nor the timeline keeps tensors in memory.
 func TestTensorsAreNotKept(t *testing.T) {
 	const numBytes, times = 1 << 20, 200
 	for _, last := range []string{"0", "600"} {
@@ -257,7 +262,7 @@ func TestTensorsAreNotKept(t *testing.T) {
 	}
 }
 
-// A shutdown does not wait for who reads metrics, nor he for it.
+// TestShutdownWhileScraped checks that neither a shutdown nor a scrape of the metrics waits for the other.
 func TestShutdownWhileScraped(t *testing.T) {
 	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	for range 5 {
@@ -305,7 +310,7 @@ func TestShutdownWhileScraped(t *testing.T) {
 	}
 }
 
-// Who hears of a stall may look at the metrics.
+// TestMetricsInAStall checks that a function that receives stall reports can read the metrics.
 func TestMetricsInAStall(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -350,7 +355,7 @@ func TestMetricsInAStall(t *testing.T) {
 	})
 }
 
-// The timeline of a second epoch leaves that of the first alone.
+// TestTimelineOfAnotherEpoch checks that the timeline of a second epoch does not overwrite that of the first.
 func TestTimelineOfAnotherEpoch(t *testing.T) {
 	dir := t.TempDir()
 	setting := hvd.WithSetting("HOROVOD_TIMELINE", filepath.Join(dir, "t.json"))

@@ -15,12 +15,12 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// number are the element types that Go computes with.
+// number is the constraint for element types with arithmetic in Go.
 type number interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64
 }
 
-// value returns element i of rank r: small, so that sums and products are exact in every type.
+// value returns element i of rank r. It is small, so that sums and products are exact in every type.
 func value(i, r int) int { return (7*i + 13*r) % 3 }
 
 func fill[T number](n, r int) []T {
@@ -31,7 +31,7 @@ func fill[T number](n, r int) []T {
 	return x
 }
 
-// reduced returns what an allreduce of fill must give, computed apart from the engine.
+// reduced returns the expected result of an allreduce of what fill returns, computed without the engine.
 func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -187,8 +187,8 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 	})
 }
 
-// Each rank submits the same names in an order of its own, over several steps, under settings that make the
-// negotiation take every path. All results are right.
+// TestAnyOrder checks the results if each rank submits the same names in a different order, over several
+// steps, under settings that make the negotiation take every path.
 func TestAnyOrder(t *testing.T) {
 	for _, settings := range [][]string{
 		{},
@@ -244,7 +244,7 @@ func TestAnyOrder(t *testing.T) {
 	}
 }
 
-// A wait that ends by its context leaves the operation running.
+// TestWaitGivesUp checks that an operation continues after a wait for it has ended with its context.
 func TestWaitGivesUp(t *testing.T) {
 	gaveUp := make(chan struct{})
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -322,7 +322,7 @@ func TestOneRankWithoutEnvironment(t *testing.T) {
 	hvd.Rank()
 }
 
-// A second Shutdown waits for the first, and Init for both.
+// TestConcurrentShutdown checks that a second Shutdown waits for the first, and an Init for both.
 func TestConcurrentShutdown(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
@@ -348,7 +348,7 @@ func TestConcurrentShutdown(t *testing.T) {
 	}
 }
 
-// A program can learn of the end of the job without an operation in flight.
+// TestDone checks that a program without an operation in flight can observe the end of the job.
 func TestDone(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -389,8 +389,8 @@ func TestDone(t *testing.T) {
 	})
 }
 
-// An operation that a rank never submitted before it shut down ends with an error that names this rank, at all ranks that
-// wait for it, and so do later operations.
+// TestShutdownWithPendingRequests checks that an operation that a rank did not submit before its shutdown,
+// and every later one, ends with an error that names this rank, at all ranks that wait for it.
 func TestShutdownWithPendingRequests(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		kv := store.NewHashStore(store.Limits{})
@@ -465,7 +465,7 @@ func TestInitAgainAndAgain(t *testing.T) {
 	})
 }
 
-// Where a rank stands follows from the hosts, unless the environment says otherwise.
+// TestPlace checks that local and cross ranks follow from the hosts unless the environment gives them.
 func TestPlace(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -496,7 +496,7 @@ func TestPlace(t *testing.T) {
 	})
 }
 
-// Two sizes in one job are an error at both ranks.
+// TestInitFailsOnBothSides checks that two ranks with different sizes of the job both get an error.
 func TestInitFailsOnBothSides(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

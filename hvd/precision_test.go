@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// compressions are the ways to compress, with the distance of the number above 1.
+// compressions are the options for compression, each with the distance from 1 to the next larger number.
 var compressions = []struct {
 	title  string
 	option hvd.Option
@@ -23,7 +23,8 @@ var compressions = []struct {
 	{"bf16", hvd.CompressBF16(), 1.0 / 128},
 }
 
-// What a half can hold comes back as it is; the rest is rounded once on its way in, and the sum once.
+// TestCompression checks that numbers that a 16-bit float can represent are unchanged, and that other numbers
+// are rounded once before the sum and the sum once.
 func TestCompression(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for _, c := range compressions {
@@ -72,7 +73,8 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 	}
 }
 
-// Tensors with and without compression, and with another one, are in flight together and do not mix.
+// TestCompressionBesideOthers checks that tensors without compression and with different compressions can be
+// in flight together.
 func TestCompressionBesideOthers(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const x = 1 + 1.0/16384
@@ -103,8 +105,8 @@ func TestCompressionBesideOthers(t *testing.T) {
 	})
 }
 
-// With error feedback the mean of many reductions comes as near to the exact value as their number allows; without, it
-// stays as far off as the first.
+// TestErrorFeedback checks that with error feedback the mean of many reductions approaches the exact value
+// with their number, and that without it the error stays that of the first.
 func TestErrorFeedback(t *testing.T) {
 	for _, c := range compressions {
 		t.Run(c.title, func(t *testing.T) {
@@ -147,7 +149,8 @@ func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float
 	}
 }
 
-// What is fed back belongs to a name and a length, and what did not fit is forgotten.
+// TestErrorFeedbackForgets checks that a rounding error is fed back only to a tensor of the same name and
+// length, and that an infinite error is dropped.
 func TestErrorFeedbackForgets(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const ulp = 1.0 / 1024
@@ -181,7 +184,7 @@ func TestErrorFeedbackForgets(t *testing.T) {
 	})
 }
 
-// plus returns the adaptive sum of the paper.
+// plus returns the adaptive sum of two vectors, by the formula of the paper.
 func plus(a, b []float64) []float64 {
 	var ab, aa, bb float64
 	for i := range a {
@@ -201,8 +204,8 @@ func plus(a, b []float64) []float64 {
 	return sum
 }
 
-// Any number of ranks has an adaptive sum, tensor by tensor, whatever is fused: here three, of which rank 2's vector goes
-// to rank 0 first.
+// TestAdasum checks the adaptive sum for any number of ranks, tensor by tensor, whatever is fused. With three
+// ranks, rank 2 sends its vector to rank 0 first.
 func TestAdasum(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HVD_DETERMINISTIC", "1"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -254,7 +257,7 @@ func TestAdasum(t *testing.T) {
 	}
 }
 
-// checkSameBits checks that all ranks have the same.
+// checkSameBits checks that x has the same bits at all ranks.
 func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64, label string) {
 	t.Helper()
 	all, err := hvd.Allgather(ctx, x, hvd.Name("bits of "+label), hvd.On(e))
@@ -270,8 +273,8 @@ func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64
 	}
 }
 
-// Where the setting asks for it, sums do not depend on what was fused, how buffers were cut or who came first: they are
-// those in the order of the ranks.
+// TestDeterministic checks that with HVD_DETERMINISTIC sums are formed in the order of the ranks, whatever
+// was fused, however buffers were cut and whichever rank came first.
 func TestDeterministic(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"}, {"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -305,7 +308,7 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// rough returns numbers whose sums depend on their order.
+// rough returns numbers whose sum depends on the order of the additions.
 func rough(rank, tensor int) []float32 {
 	rng := rand.New(rand.NewPCG(uint64(rank), uint64(tensor)))
 	x := make([]float32, 100*tensor+1)
@@ -315,7 +318,8 @@ func rough(rank, tensor int) []float32 {
 	return x
 }
 
-// What compression lost is kept in the tensor's own units, whatever it is scaled by, and belongs to its type.
+// TestErrorFeedbackFollowsTheTensor checks that the rounding error is kept in the unit of the tensor, before
+// scaling, and separately for each type.
 func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}

@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Sets that exist from the start overlap and may lack rank 0. Every operation runs over each of them, all at once under
-// the same names.
+// TestStaticProcessSets checks process sets that Init makes, which may overlap and may lack rank 0. All
+// operations run on all of them at once under the same names.
 func TestStaticProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		given := [][]int{{3, 1}, {0, 2}, {3, 2, 1}, {2}}
@@ -50,7 +50,7 @@ func checkSet(t *testing.T, e *hvd.Engine, set *hvd.ProcessSet, id int, members 
 	}
 }
 
-// A set that waits for a member delays no other.
+// TestProcessSetsAreIndependent checks that a process set that waits for a member delays no other.
 func TestProcessSetsAreIndependent(t *testing.T) {
 	runSets(t, 3, [][]int{{0, 1}, {1, 2}}, func(ctx context.Context, e *hvd.Engine) {
 		sets := e.ProcessSets()
@@ -85,7 +85,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	})
 }
 
-// Sets come and go while the job runs. IDs are given once, and the same at all ranks, also those that are no members.
+// TestDynamicProcessSets checks that process sets can be added and removed while the job runs. IDs are never
+// reused, and are the same at all ranks, also at those that are not members.
 func TestDynamicProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		runSets(t, 4, [][]int{{1, 2}}, func(ctx context.Context, e *hvd.Engine) {
@@ -124,8 +125,8 @@ func TestDynamicProcessSets(t *testing.T) {
 	})
 }
 
-// What waits in a set when it is removed is answered with that, and so is whoever comes later; what all members have
-// asked for is done.
+// TestRemovalAnswersWhatWaits checks that operations that wait in a process set when it is removed, and later
+// ones, fail with ErrNoProcessSet, and that operations that all members have submitted are done.
 func TestRemovalAnswersWhatWaits(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
@@ -181,7 +182,8 @@ func TestRemovalAnswersWhatWaits(t *testing.T) {
 	})
 }
 
-// However a removal and the operations of the set cross, each is done at all members or at none.
+// TestRemovalCrossesWork checks that an operation submitted around the removal of its process set is done at
+// all members or at none.
 func TestRemovalCrossesWork(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		const rounds, tensors = 20, 10
@@ -226,7 +228,7 @@ func TestRemovalCrossesWork(t *testing.T) {
 	})
 }
 
-// Sets that have gone leave nothing behind.
+// TestManyProcessSets checks that removed process sets leave no files open.
 func TestManyProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		const rounds = 200
@@ -282,7 +284,8 @@ func openFiles(t *testing.T) int {
 	return len(files)
 }
 
-// eventually waits until wrong finds nothing, but not for ever.
+// eventually waits until wrong returns nil, and fails the test if it still returns an error after a quarter
+// of the deadline.
 func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, deadline/4)
@@ -303,7 +306,8 @@ func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	}
 }
 
-// A rank that gives up waiting for a process set does not withdraw from it.
+// TestAddProcessSetGivesUp checks that a rank whose wait for a process set ends with its context does not
+// withdraw its request.
 func TestAddProcessSetGivesUp(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -325,7 +329,7 @@ func TestAddProcessSetGivesUp(t *testing.T) {
 	})
 }
 
-// More sets than a job can have are refused before it begins.
+// TestTooManyStaticProcessSets checks that Init refuses more process sets than a job can have.
 func TestTooManyStaticProcessSets(t *testing.T) {
 	var sets [][]int
 	for i := range 1024 {
@@ -336,7 +340,8 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 	}
 }
 
-// In lock-step the vectors of all sets travel together, and may be large.
+// TestLockstepWithALargeCache checks that the bit vectors of all process sets, which travel together in
+// lock-step, may be large.
 func TestLockstepWithALargeCache(t *testing.T) {
 	runSets(t, 2, [][]int{{0}}, func(ctx context.Context, e *hvd.Engine) {
 		if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("a"), hvd.On(e)); err != nil {

@@ -23,7 +23,7 @@ type refusal struct {
 	want  string
 }
 
-// world is what a refusal of one rank may be about.
+// world holds the engine and the process sets that the calls of a rank refer to.
 type world struct {
 	ctx     context.Context
 	e       *hvd.Engine
@@ -43,7 +43,7 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over returns the operations on a set that refuses all of them.
+// over returns the calls of all operations on a set that refuses them.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) }, is, want}
@@ -61,7 +61,7 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 	}
 }
 
-// beforeEnqueue returns the checks of Horovod before a tensor is queued.
+// beforeEnqueue returns calls that violate the checks that Horovod makes before it queues a tensor.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
 	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
@@ -103,7 +103,7 @@ func (w *world) beforeEnqueue() []refusal {
 	return cases
 }
 
-// ofOptions returns options that contradict the operation, the tensor or each other.
+// ofOptions returns calls with options that contradict the operation, the tensor or each other.
 func (w *world) ofOptions() []refusal {
 	e, ctx := w.e, w.ctx
 	allreduce := func(title, want string, opts ...hvd.Option) refusal {
@@ -177,7 +177,8 @@ func (w *world) ofOptions() []refusal {
 	}
 }
 
-// What one rank should not have asked for it is told at once, and nobody else: the name stays free, and the job goes on.
+// TestRefused checks that a wrong call of one rank fails at once, only at that rank: its name stays free, and
+// the job goes on.
 func TestRefused(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		last := e.Size() - 1
@@ -236,7 +237,8 @@ func checkRefusal(t *testing.T, c refusal, tensor string) {
 	}
 }
 
-// Names are refused for their own sake too, and an error says that there is none.
+// TestRefusedNames checks that invalid names are refused, and that the error of a call without a name shows
+// none.
 func TestRefusedNames(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		for _, c := range []struct {
@@ -270,7 +272,7 @@ func TestRefusedNames(t *testing.T) {
 	})
 }
 
-// A name is refused while it is in flight, and only then.
+// TestDuplicateName checks that a name is refused only while an operation with that name is in flight.
 func TestDuplicateName(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -312,7 +314,8 @@ func wantDuplicate(t *testing.T, err error, prefix, tensor string) {
 	}
 }
 
-// A group of which one tensor's name is taken is refused as a whole, unlike Horovod's: its other names are free.
+// TestDuplicateNameInAGroup checks that a group is refused as a whole if the name of one of its tensors is in
+// use, unlike in Horovod: its other names are free.
 func TestDuplicateNameInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -354,7 +357,7 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 	})
 }
 
-// An allreduce of a group has one name, that of the group.
+// TestDuplicateNameOfAGroup checks that an allreduce of a group has only one name, that of the group.
 func TestDuplicateNameOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		xs := [][]int32{{1}, {2, 3}}
@@ -388,7 +391,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 	})
 }
 
-// add makes a process set at this rank.
+// add adds a process set at this rank.
 func add(ctx context.Context, t *testing.T, e *hvd.Engine, members ...int) *hvd.ProcessSet {
 	t.Helper()
 	set, err := hvd.AddProcessSet(ctx, members, hvd.On(e))
@@ -398,7 +401,7 @@ func add(ctx context.Context, t *testing.T, e *hvd.Engine, members ...int) *hvd.
 	return set
 }
 
-// Every operation says so before Init and after Shutdown.
+// TestNotInitialized checks that every operation fails with ErrNotInitialized before Init and after Shutdown.
 func TestNotInitialized(t *testing.T) {
 	ctx := t.Context()
 	for op, do := range everyOperation(ctx) {
@@ -420,7 +423,8 @@ func TestNotInitialized(t *testing.T) {
 	}
 }
 
-// everyOperation calls each with the given options and gives its error, by the name of the operation.
+// everyOperation returns functions that call each operation with the given options and return its error, by
+// the name of the operation.
 func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
 	return map[string]func() error{
 		"allreduce":       func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
@@ -434,7 +438,8 @@ func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() e
 	}
 }
 
-// After its shutdown every operation of a rank says that.
+// TestAfterShutdown checks that every operation that a rank submits after its shutdown fails with
+// ErrShutDown.
 func TestAfterShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		kv := store.NewHashStore(store.Limits{})
@@ -464,7 +469,8 @@ func TestAfterShutdown(t *testing.T) {
 	})
 }
 
-// A rank that asks for more at once than a frame holds is the one that fails, and says why.
+// TestTooMuchAtOnce checks that a rank that submits more at once than a frame can hold is the rank that
+// fails, with that reason.
 func TestTooMuchAtOnce(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 1 {

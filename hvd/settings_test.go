@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// initAll starts a job of this process, whose settings are those of the ranks in addition to all, and returns what Init has
-// answered. Ranks for which that is nil are shut down.
+// initAll starts a job in this process whose ranks have the settings in ranks in addition to those in all,
+// and returns the errors of Init. Ranks without an error are shut down.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
@@ -66,8 +66,9 @@ func otherValue(t *testing.T, s config.Setting, given string) string {
 	return ""
 }
 
-// Every setting that must be the same at all ranks and is not is an error of Init that names the setting, the ranks and the values,
-// at all ranks and in both modes of negotiation. The list is that of the table of settings.
+// TestSettingsThatDiffer checks that Init fails if ranks differ in a setting that must be the same at all
+// ranks, with an error that names the setting, the ranks and the values, at all ranks and in both modes of
+// negotiation. It takes the settings from the table of package config.
 func TestSettingsThatDiffer(t *testing.T) {
 	_, key := secret.New()
 	// Ranks that differ in these settings do not find each other, and each rank gets the error listed. The

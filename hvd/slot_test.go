@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Handles keep what they have got when others use the memory of their entries: results, what was received, and errors.
+// TestHandlesOutliveTheirEntries checks that a handle keeps its result, received rows and error when another
+// operation reuses the memory of its entry.
 func TestHandlesOutliveTheirEntries(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		var wg sync.WaitGroup

@@ -16,11 +16,11 @@ import (
 // Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and reports
 // arrive.
 
-// short is a timeout in which the ranks that are not missing submit what they have, if they begin together.
+// short is a timeout that is long enough for ranks that start together to submit their tensors.
 const short = 500 * time.Millisecond
 
-// gathering returns what each of n ranks calls to wait for the others. They are not told of by a collective, which short would
-// bound too.
+// gathering returns a function that each of n ranks calls to wait for the others. It uses no collective,
+// because short would limit that too.
 func gathering(n int32) func(ctx context.Context) {
 	var here atomic.Int32
 	all := make(chan struct{})
@@ -35,8 +35,9 @@ func gathering(n int32) func(ctx context.Context) {
 	}
 }
 
-// A tensor that waits is reported at rank 0 with the ranks that are missing, whether its name is new or cached, also on a
-// process set without rank 0; when they come it is done.
+// TestOnStall checks that rank 0 gets a report of a tensor that waits, with the ranks that are missing,
+// whether the name is new or cached, also on a process set without rank 0, and that the operation is done
+// when they submit it.
 func TestOnStall(t *testing.T) {
 	stalls := make(chan hvd.Stall, 100)
 	seen := make(chan struct{}, 3)
@@ -81,7 +82,7 @@ func TestOnStall(t *testing.T) {
 	}, opts, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_LOG_LEVEL", "fatal")
 }
 
-// awaitStall waits for a report. Others may come before it.
+// awaitStall waits for a stall report that equals want. Other reports may precede it.
 func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want hvd.Stall) {
 	t.Helper()
 	for {
@@ -101,7 +102,8 @@ func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want
 	}
 }
 
-// The stall inspector ends the job at all ranks, with one reason, if its setting says so.
+// TestStallShutdown checks that the stall inspector ends the job at all ranks, with one reason, if the
+// setting asks for it.
 func TestStallShutdown(t *testing.T) {
 	gather := gathering(3)
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
@@ -141,8 +143,8 @@ func wantStall(t *testing.T, e *hvd.Engine, err error) {
 	}
 }
 
-// An operation that takes longer than the setting, or its own option, allows ends the job at all ranks with an error that
-// names the missing rank.
+// TestOperationTimeout checks that an operation that takes longer than the setting or its option allows ends
+// the job at all ranks, with an error that names the missing rank.
 func TestOperationTimeout(t *testing.T) {
 	for _, c := range []struct {
 		title    string
@@ -185,8 +187,8 @@ func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix str
 	}
 }
 
-// The default does not apply to a join, which takes as long as the others have tensors; nor to operations that are in
-// time, however long the job is idle.
+// TestJoinHasNoDefaultTimeout checks that the default timeout does not apply to a join, which lasts as long
+// as other ranks have tensors, and ends no operation that is in time, however long the job is idle.
 func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		joined := make(chan struct{})
@@ -224,7 +226,7 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	})
 }
 
-// A join that was given a timeout ends by it.
+// TestJoinTimeout checks that a join with the option Timeout ends the job when the time is over.
 func TestJoinTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		gather := gathering(3)
@@ -247,7 +249,7 @@ func TestJoinTimeout(t *testing.T) {
 	})
 }
 
-// A process set that a rank does not ask for in time ends the job too.
+// TestAddProcessSetTimeout checks that a process set for which a rank does not ask in time ends the job.
 func TestAddProcessSetTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		gather := gathering(3)

@@ -23,7 +23,7 @@ func load(env map[string]string) (config.Config, error) {
 	return config.Load(config.Sources{Environ: environ(env)})
 }
 
-// setting finds a row of the table.
+// setting returns the row of the table with this name.
 func setting(t *testing.T, name string) config.Setting {
 	t.Helper()
 	s, ok := config.Lookup(name)
@@ -33,7 +33,7 @@ func setting(t *testing.T, name string) config.Setting {
 	return s
 }
 
-// withoutOrigins returns the fields that people see.
+// withoutOrigins returns c with only its exported fields.
 func withoutOrigins(c config.Config) config.Config {
 	var fields config.Config
 	from, to := reflect.ValueOf(c), reflect.ValueOf(&fields).Elem()
@@ -66,7 +66,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 	}
 }
 
-// every is a value other than the default for every setting, but the launcher's own messages.
+// every has a value other than the default for every setting, except for HVD_SHOWN.
 var every = map[string]string{
 	"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4",
 	"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2",
@@ -166,7 +166,7 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 	}
 }
 
-// The rule for numbers is Horovod's: strtol(value) > 0.
+// TestBooleans checks that a number is true if it is above 0, which is Horovod's rule: strtol(value) > 0.
 func TestBooleans(t *testing.T) {
 	for text, want := range map[string]bool{
 		"1": true, "2": true, "true": true, "True": true, "YES": true,
@@ -339,7 +339,8 @@ func TestOverridesWin(t *testing.T) {
 	}
 }
 
-// A program that has an engine does not join a job beside the sidecar that is that rank.
+// TestSidecarIsRefused checks that a program that runs its own engine is refused if HVD_SIDECAR is set,
+// because the sidecar is then the rank.
 func TestSidecarIsRefused(t *testing.T) {
 	t.Setenv(config.SidecarVariable, "unix:///run/hvdd.sock")
 	const want = `HVD_SIDECAR is "unix:///run/hvdd.sock", but this program runs its own engine`
@@ -393,7 +394,8 @@ func TestPrecedence(t *testing.T) {
 	}
 }
 
-// The values of hvdrun's flags reach the ranks, and which warnings it has shown.
+// TestForRanks checks that the ranks get the values of hvdrun's flags and the names about which hvdrun has
+// printed warnings.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
 	file := write(t, "autotune: {log_file: t.csv}\nlogging: {level: info}")
@@ -487,7 +489,8 @@ func TestFromFlag(t *testing.T) {
 	}
 }
 
-// Every name of the table is there once, and what its flags and defaults mean can be read.
+// TestTableIsSound checks that every name in the table is unique, and that defaults and the values of flags
+// can be parsed.
 func TestTableIsSound(t *testing.T) {
 	seen := make(map[string]bool)
 	once := func(name string) {

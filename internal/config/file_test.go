@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// write gives the path of a file with that text.
+// write writes a settings file and returns its path.
 func write(t testing.TB, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings.yaml")
@@ -168,7 +168,8 @@ func TestFileErrors(t *testing.T) {
 	}
 }
 
-// Keys that only Horovod has give a warning, unless they say what Horovod does anyway.
+// TestKeysWithoutEffect checks that keys that only Horovod has give a warning unless their value is Horovod's
+// default.
 func TestKeysWithoutEffect(t *testing.T) {
 	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
 	want := "file " + path + " line 2: autotune.enabled has no effect: this version has no autotuning"

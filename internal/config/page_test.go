@@ -28,7 +28,7 @@ func TestPageIsUpToDate(t *testing.T) {
 	}
 }
 
-// horovodRuntime are the variables that Horovod's core reads.
+// horovodRuntime lists the variables that Horovod's core reads.
 const horovodRuntime = `
 FUSION_THRESHOLD CYCLE_TIME CACHE_CAPACITY HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE
 BATCH_D2D_MEMCOPIES NUM_NCCL_STREAMS DISABLE_GROUP_FUSION ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS AUTOTUNE AUTOTUNE_LOG
@@ -38,7 +38,7 @@ CPU_OPERATIONS THREAD_AFFINITY MPI_THREADS_DISABLE ADASUM_MPI_CHUNK_SIZE CCL_CAC
 DISABLE_NVTX_RANGES LOG_LEVEL LOG_HIDE_TIME GLOO_IFACE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT GLOO_TIMEOUT_SECONDS
 HOSTNAME RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE`
 
-// horovodKeys are those of Horovod's file.
+// horovodKeys lists the keys of Horovod's settings file.
 const horovodKeys = `
 controller params.fusion_threshold_mb params.cycle_time_ms params.cache_capacity params.hierarchical_allreduce
 params.hierarchical_allgather params.torus_allreduce autotune.enabled autotune.log_file autotune.warmup_samples

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// The secret is the launcher's, or that of a file.
+// TestJobSecret checks that the secret comes from HVD_SECRET, or else from the file of HVD_SECRET_FILE.
 func TestJobSecret(t *testing.T) {
 	write := func(text string) string {
 		file := filepath.Join(t.TempDir(), "secret")
@@ -56,7 +56,7 @@ func TestJobSecret(t *testing.T) {
 	}
 }
 
-// proves has two secrets meet.
+// proves runs the handshake between two secrets and returns its error.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

@@ -16,7 +16,7 @@ func TestUnknownVersion(t *testing.T) {
 	}
 }
 
-// The variable that a release sets is where its comment says.
+// TestReleaseVersion checks that the linker flag in the comment of release sets the version.
 func TestReleaseVersion(t *testing.T) {
 	hvdrun := filepath.Join(t.TempDir(), "hvdrun")
 	build := exec.Command("go", "build", "-ldflags", "-X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun, "github.com/gohvd/gohvd/cmd/hvdrun")

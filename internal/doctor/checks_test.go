@@ -82,7 +82,7 @@ func TestLibraries(t *testing.T) {
 	holds(t, "refused", look(t, s, "libraries"), "warn libraries: permission denied")
 }
 
-// refusing is a file system that nothing can be read of.
+// refusing is a file system in which no file can be opened.
 type refusing struct{}
 
 func (refusing) Open(name string) (fs.File, error) {

@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const testLimit = 30 * time.Second
 
-// files are the contents of files by path.
+// files are the contents of files, by path.
 type files map[string]string
 
 func (f files) fs() fstest.MapFS {
@@ -34,7 +34,7 @@ func (f files) fs() fstest.MapFS {
 	return root
 }
 
-// without returns the files but for some.
+// without returns f without the named files.
 func (f files) without(names ...string) files {
 	rest := maps.Clone(f)
 	for _, n := range names {
@@ -43,7 +43,7 @@ func (f files) without(names ...string) files {
 	return rest
 }
 
-// with returns the files and more, or others of the same name.
+// with returns f with the files of more added or replaced.
 func (f files) with(more files) files {
 	all := maps.Clone(f)
 	maps.Copy(all, more)
@@ -58,7 +58,7 @@ var soundFiles = files{
 
 const gib = 1 << 30
 
-// soundSystem returns a machine with which nothing is wrong.
+// soundSystem returns a machine on which no check finds a problem.
 func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
@@ -91,7 +91,7 @@ func soundSystem() *System {
 	}
 }
 
-// look runs the check of a name.
+// look runs the check with this name.
 func look(t *testing.T, s *System, name string) []Line {
 	t.Helper()
 	all := Checks()
@@ -102,7 +102,7 @@ func look(t *testing.T, s *System, name string) []Line {
 	return Run(t.Context(), s, all[i:i+1], testLimit)
 }
 
-// holds compares lines with status, name and a part of text or fix: "ok memory: 4 GiB".
+// holds compares lines with texts of status, name and a part of text or fix, such as "ok memory: 4 GiB".
 func holds(t *testing.T, what string, lines []Line, want ...string) {
 	t.Helper()
 	if len(lines) != len(want) {
@@ -139,7 +139,7 @@ func TestASoundMachine(t *testing.T) {
 	}
 }
 
-// Where nothing can be read or called with success, each check says so.
+// TestABrokenMachine checks that each check reports an error if no file can be read and every call fails.
 func TestABrokenMachine(t *testing.T) {
 	broken := errors.New("broken")
 	s := soundSystem()
@@ -202,7 +202,8 @@ func TestHangs(t *testing.T) {
 	})
 }
 
-// What other hosts and the environment say can neither drive the terminal nor fill it.
+// TestForeignText checks that texts from other hosts and from the environment can neither control the
+// terminal nor fill it.
 func TestForeignText(t *testing.T) {
 	const most = 500
 	for _, c := range []struct{ in, want string }{

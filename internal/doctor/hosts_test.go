@@ -64,7 +64,8 @@ func TestHosts(t *testing.T) {
 	}
 }
 
-// Hosts are reached side by side, but not all at once. What does not answer costs no more than the time there is.
+// TestManyHosts checks that hosts are reached concurrently up to a limit, and that hosts that do not answer
+// delay the result only up to the time limit.
 func TestManyHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const limit = 8 * time.Second
@@ -119,7 +120,7 @@ func TestManyHosts(t *testing.T) {
 	})
 }
 
-// script makes a program for /bin/sh.
+// script writes a program for /bin/sh and returns its path.
 func script(t *testing.T, text string) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "agent")
@@ -148,7 +149,8 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// ssh with ControlPersist leaves a process that has its standard error.
+// TestReachIgnoresWhatIsLeft checks that reach does not wait for a process that keeps standard error open, as
+// ssh with ControlPersist leaves one.
 func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	said, err := reach(testnet.Context(t), []string{script(t, "sleep 100 & echo $! >'"+pid+"'; echo said >&2")})
@@ -161,7 +163,7 @@ func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	}
 }
 
-// Of an agent that hangs nothing is left, nor of what it has started.
+// TestReachKills checks that an agent that hangs is killed together with the processes that it has started.
 func TestReachKills(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	agent := script(t, "trap '' TERM INT HUP; sleep 100 & echo $! >'"+pid+".new'; mv '"+pid+".new' '"+pid+"'; wait")
@@ -186,7 +188,7 @@ func TestReachKills(t *testing.T) {
 	testnet.Eventually(t, "the end of the agent's child", func() bool { return gone(child) })
 }
 
-// gone reports whether a process has ended, though perhaps nobody has waited for it.
+// gone reports whether a process has ended, even if it is still a zombie.
 func gone(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err != nil || strings.Contains(string(stat), ") Z ")

@@ -73,7 +73,8 @@ func TestPythonPrograms(t *testing.T) {
 	}
 }
 
-// The probe finds gohvd of this checkout, and the hvdd that hvdrun would name, or that the environment names.
+// TestThisPython checks that the probe finds gohvd of this checkout, and the hvdd that hvdrun or the
+// environment names.
 func TestThisPython(t *testing.T) {
 	if _, err := exec.LookPath("python3"); err != nil {
 		t.Skip("python3 is not in PATH")
