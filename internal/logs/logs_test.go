@@ -244,7 +244,7 @@ func TestLeftOutIsTold(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	if got := lines(entries); got != "lines were left out of the log+1" {
+	if got := lines(entries); got != "repeated lines were left out of the log+1" {
 		t.Errorf("Sync: got %q", got)
 	}
 	if err := log.Sync(); err != nil || lines(entries) != "" {
@@ -277,7 +277,7 @@ func TestQuietTwice(t *testing.T) {
 	if err := inner.Sync(); err != nil {
 		t.Error(err)
 	}
-	if got, want := lines(entries), strings.Repeat("w ", 20)+"lines were left out of the log+5"; got != want {
+	if got, want := lines(entries), strings.Repeat("w ", 20)+"repeated lines were left out of the log+5"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	logs.Quiet(nil).Warn("nobody hears")

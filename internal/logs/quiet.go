@@ -93,7 +93,7 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {
-		err = c.Write(zapcore.Entry{Level: zapcore.WarnLevel, Time: time.Now(), Message: "lines were left out of the log"}, nil)
+		err = c.Write(zapcore.Entry{Level: zapcore.WarnLevel, Time: time.Now(), Message: "repeated lines were left out of the log"}, nil)
 	}
 	return errors.Join(err, c.Core.Sync())
 }

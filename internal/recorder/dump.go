@@ -159,7 +159,7 @@ func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 			}
 		}
 		if n == 0 {
-			return nil, fmt.Errorf("recorder: dump of rank %d has %d bytes without operations, %d packed, want at most %d packed", d.Rank, len(plain), b.Len(), most)
+			return nil, fmt.Errorf("recorder: dump of rank %d: got %d bytes without operations, %d compressed, want at most %d compressed", d.Rank, len(plain), b.Len(), most)
 		}
 	}
 }
@@ -179,7 +179,7 @@ func pack(b *bytes.Buffer, plain []byte) error {
 // returns ErrMalformed for invalid input.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
-		return nil, fmt.Errorf("recorder: %w: %d bytes, want at most %d", ErrMalformed, len(text), MaxBytes)
+		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text), MaxBytes)
 	}
 	z, err := gzip.NewReader(bytes.NewReader(text))
 	if err != nil {
@@ -190,7 +190,7 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 		return nil, fmt.Errorf("recorder: %w: %w", ErrMalformed, err)
 	}
 	if len(plain) > maxPlainBytes {
-		return nil, fmt.Errorf("recorder: %w: more than %d bytes unpacked", ErrMalformed, maxPlainBytes)
+		return nil, fmt.Errorf("recorder: %w: got more than %d uncompressed bytes", ErrMalformed, maxPlainBytes)
 	}
 	d := new(analysis.Snapshot)
 	if err := json.Unmarshal(plain, d); err != nil {
@@ -209,23 +209,23 @@ func check(d *analysis.Snapshot) error {
 		members += len(s.Ranks)
 		for _, r := range s.Ranks {
 			if r < 0 || r >= d.Size {
-				return fmt.Errorf("rank %d in process set %d of a job of %d", r, s.ID, d.Size)
+				return fmt.Errorf("process set %d has rank %d, want 0 to %d", s.ID, r, d.Size-1)
 			}
 		}
 	}
 	switch {
 	case d.Format != format:
-		return fmt.Errorf("format %d, want %d", d.Format, format)
+		return fmt.Errorf("got format %d, want %d", d.Format, format)
 	case d.Size < 1 || d.Rank < 0 || d.Rank >= d.Size:
-		return fmt.Errorf("rank %d of %d", d.Rank, d.Size)
+		return fmt.Errorf("got rank %d of %d ranks", d.Rank, d.Size)
 	case len(d.Pending) > maxPending:
-		return fmt.Errorf("%d pending operations, want at most %d", len(d.Pending), maxPending)
+		return fmt.Errorf("got %d pending operations, want at most %d", len(d.Pending), maxPending)
 	case len(d.Operations) > DefaultOperations:
-		return fmt.Errorf("%d operations, want at most %d", len(d.Operations), DefaultOperations)
+		return fmt.Errorf("got %d operations, want at most %d", len(d.Operations), DefaultOperations)
 	case len(d.Stalls) > maxStalls:
-		return fmt.Errorf("%d stalls, want at most %d", len(d.Stalls), maxStalls)
+		return fmt.Errorf("got %d stalls, want at most %d", len(d.Stalls), maxStalls)
 	case len(d.Sets) > maxSets || members > maxMembers:
-		return fmt.Errorf("%d process sets with %d members, want at most %d with %d", len(d.Sets), members, maxSets, maxMembers)
+		return fmt.Errorf("got %d process sets with %d members, want at most %d with %d", len(d.Sets), members, maxSets, maxMembers)
 	}
 	return nil
 }
@@ -252,7 +252,7 @@ func EncodeStall(s Stall) ([]byte, error) {
 func DecodeStall(text []byte) (s Stall, err error) {
 	// A byte of text takes at most 6 bytes in JSON.
 	if most := 6*(maxNameBytes+maxTextBytes) + 64; len(text) > most {
-		return Stall{}, fmt.Errorf("recorder: %w: stall of %d bytes, want at most %d", ErrMalformed, len(text), most)
+		return Stall{}, fmt.Errorf("recorder: %w: got a stall of %d bytes, want at most %d", ErrMalformed, len(text), most)
 	}
 	if err := json.Unmarshal(text, &s); err != nil {
 		return Stall{}, fmt.Errorf("recorder: %w: stall: %w", ErrMalformed, err)
@@ -274,7 +274,7 @@ func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 // WriteText writes a text to a file of a folder in the same way as WriteFile, and returns the path.
 func WriteText(dir, name string, text []byte) (path string, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", fmt.Errorf("recorder: dump folder: %w", err)
+		return "", fmt.Errorf("recorder: make the dump folder: %w", err)
 	}
 	f, err := os.CreateTemp(dir, "."+name+".*") // creates the file with mode 0600
 	if err != nil {
