@@ -24,7 +24,7 @@ func (p *alone) String() string { return "raw" }
 // support s.
 func (p *alone) plan(s shot) (message.Algorithm, error) {
 	if s.op.IsAverage() {
-		return 0, errNotHere{"a backend has no averages: the engine makes them of sums"}
+		return 0, errNotHere{"a backend has no averages, which the engine computes from sums"}
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op, Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
 	alg, err := p.backend.Plan(r, s.numBytes(p.Size()))
@@ -53,7 +53,7 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 	case s.kind == message.Allreduce:
 		if !s.inPlace {
 			if !p.backend.Lists {
-				return nil, errNotHere{fmt.Sprintf("the %v backend works in place", p.backend.ID)}
+				return nil, errNotHere{fmt.Sprintf("the %v backend has allreduce only in place", p.backend.ID)}
 			}
 			out = make([]byte, len(buf))
 		}
@@ -65,11 +65,11 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 		out = make([]byte, len(buf))
 		op.Allocate = func([]int64) ([]byte, error) { return out, nil }
 	case !s.inPlace:
-		return nil, errNotHere{fmt.Sprintf("a backend has %v in place alone", s.kind)}
+		return nil, errNotHere{fmt.Sprintf("a backend has %v only in place", s.kind)}
 	case s.kind == message.Reducescatter:
 		out = buf[int64(p.Rank())*each : int64(p.Rank()+1)*each]
 	case s.kind != message.Allgather && s.kind != message.Broadcast:
-		return nil, errNotHere{fmt.Sprintf("no measurement of %v", s.kind)}
+		return nil, errNotHere{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
 	return &action{
 		run:    func(ctx context.Context) error { return ops.Run(ctx, p.backend, op) },
@@ -88,7 +88,7 @@ func (p *alone) barrier() (*action, error) {
 func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
 	s := shot{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
-		return nil, errNotHere{"buckets are made by those who negotiate"}
+		return nil, errNotHere{"a backend has no buckets, which need negotiation"}
 	}
 	most := p.fusionBytes
 	if mode == perTensor || !p.backend.Lists {

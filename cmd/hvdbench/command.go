@@ -9,16 +9,17 @@ import (
 	"github.com/spf13/pflag"
 )
 
-const long = `Hvdbench measures collective operations between the ranks of a job, with the flags and the table of nccl-tests. Run it
-under hvdrun, or alone as a job of one rank. Every case is verified first; what is wrong is counted as #wrong.
+const long = `hvdbench measures collective operations between the ranks of a job, with the flags and the table of nccl-tests.
+Run it under hvdrun, or without hvdrun as a job of one rank. The results of every case are verified first; the column
+#wrong counts the wrong elements.
 
-Sizes are bytes, with K, M or G for powers of 1024. GB is 10^9 bytes; algbw is bytes by mean time, busbw that times
-2(n-1)/n for allreduce, (n-1)/n for allgather, reducescatter and alltoall, and 1 for broadcast.
+Sizes are bytes, with K, M or G for powers of 1024. GB is 10^9 bytes. algbw is bytes divided by the mean time. busbw is
+algbw times 2(n-1)/n for allreduce, (n-1)/n for allgather, reducescatter and alltoall, and 1 for broadcast.
 
-Out of place, package hvd makes a new tensor for each result, which the time includes.
+Out of place, package hvd allocates a new tensor for each result, which the time includes.
 
-The exit status is 0 if all is well, 1 if results are wrong or something failed, 2 for wrong usage, and 128+n if signal n
-ended it.`
+The exit status is 0 if all results are right, 1 if results are wrong or an operation failed, 2 for wrong usage, and
+128+n if signal n ended hvdbench.`
 
 const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
   hvdrun -np 4 hvdbench allgather -b 1M -e 1G -f 4 -d bfloat16 --arena
@@ -101,27 +102,27 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+strings.Join(root.ValidArgs, ", "))
 	add(f, &o.minBytes, "minbytes", "b", "SIZE", "32M", parseSize, "smallest size")
 	add(f, &o.maxBytes, "maxbytes", "e", "SIZE", "32M", parseSize, "largest size")
-	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize, "what is added to a size for the next")
-	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "what a size is multiplied with for the next, instead of --stepbytes")
+	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize, "bytes that are added to a size to get the next")
+	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "factor from a size to the next, instead of --stepbytes")
 	f.IntVarP(&o.iters, "iters", "n", 20, "timed calls of each case")
-	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "untimed calls before")
-	f.Float64Var(&o.seconds, "seconds", 0, "time each case for so long instead of --iters, by 20 to 20000 calls")
-	f.Float64Var(&o.maxSeconds, "max-seconds", 3, "fewer than 20 calls if they would take longer with --seconds, but at least 5, or 3 above 64M")
+	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "untimed calls before the timed ones")
+	f.Float64Var(&o.seconds, "seconds", 0, "seconds for which each case is timed, with 20 to 20000 calls, instead of --iters")
+	f.Float64Var(&o.maxSeconds, "max-seconds", 3, "with --seconds, make fewer than 20 calls if they would take longer than this, but at least 5, or 3 above 64M")
 	f.IntVarP(&o.checks, "check", "c", 1, "how often each case is verified; 0 is never")
-	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes, "element types, by commas, or all; nccl-tests' names or ours")
-	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps, "reductions, by commas, or all: sum, prod, min, max, avg")
+	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes, "element types, separated by commas, or all; names of nccl-tests or of gohvd")
+	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps, "reductions, separated by commas, or all: sum, prod, min, max, avg")
 	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root of broadcasts, or all")
-	f.IntVarP(&c.blocking, "blocking", "z", 1, "for nccl-tests' sake: every call waits for its end, so 1 is the only value")
-	f.IntVarP((*int)(&o.average), "average", "a", int(byKind), "what counts of the ranks' times for a call: 0 rank 0's, 1 the mean, 2 the least, "+
-		"3 the greatest; -1 is the mean, but the greatest for broadcast and otherwise the least with --touch")
+	f.IntVarP(&c.blocking, "blocking", "z", 1, "accepted because nccl-tests has it: every call waits for its end, so 1 is the only value")
+	f.IntVarP((*int)(&o.average), "average", "a", int(byKind), "which of the ranks' times is the time of a call: 0 rank 0's, 1 the mean, 2 the least, "+
+		"3 the greatest; -1 is the greatest for broadcast, else the least with --touch, else the mean")
 	f.BoolVar(&c.in, "in-place", true, "measure in place")
 	f.BoolVar(&c.out, "out-of-place", true, "measure out of place")
-	f.BoolVar(&o.raw, "raw", false, "the backend alone, without negotiation")
-	f.BoolVar(&o.arena, "arena", false, "tensors of the shared arena")
+	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
+	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
 	f.BoolVar(&o.touch, "touch", false, "each rank writes its tensor before every call; the writing is not timed")
-	f.StringVar(&o.workload, "workload", "", "steps over the gradients of "+strings.Join(workloadNames, ", ")+" or `FILE`, lines of name, count, shape")
-	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "steps over N tensors of so many bytes")
-	add(f, &o.modes, "mode", "", "MODES", "async", parseModes, "how a step reduces its tensors, by commas, or all: "+strings.Join(modeNames[:], ", "))
+	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+strings.Join(workloadNames, ", ")+" or `FILE`, which has lines of name, count, shape")
+	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps over N tensors of BYTES each")
+	add(f, &o.modes, "mode", "", "MODES", "async", parseModes, "how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
 	f.StringVar(&o.format, "format", "nccl", "output: "+strings.Join(formats, ", "))
 	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:], "collective": root.ValidArgs} {
 		if err := root.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
@@ -151,7 +152,7 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		c.minBytes = min(c.minBytes, c.maxBytes)
 	}
 	if c.blocking != 1 {
-		return fmt.Errorf("--blocking is %d, want 1: every call waits for its end; --workload and --many start many at once", c.blocking)
+		return fmt.Errorf("--blocking is %d, want 1: every call waits for its end; use --workload or --many for asynchronous operations", c.blocking)
 	}
 	if c.out {
 		c.placements = append(c.placements, false)

@@ -60,7 +60,7 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 		return err
 	}
 	if j.backend, err = openRaw(ctx, at); err != nil {
-		return fmt.Errorf("raw backend: %w", err)
+		return fmt.Errorf("open the backend: %w", err)
 	}
 	j.team, err = newTeam(&alone{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
 	return err

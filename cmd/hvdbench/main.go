@@ -79,7 +79,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	// An error after a signal is a consequence of the signal.
 	var interrupt *interruptError
 	if errors.As(context.Cause(ctx), &interrupt) {
-		fmt.Fprintf(stderr, "hvdbench: ended by %v\n", interrupt)
+		fmt.Fprintf(stderr, "hvdbench: ended by signal: %v\n", interrupt)
 		return statusSignal + int(interrupt.signal)
 	}
 	fmt.Fprintf(stderr, "hvdbench: %v\n", err)

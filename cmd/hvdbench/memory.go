@@ -19,10 +19,10 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 	// Without this check the Go runtime would end the process without an explanation.
 	var host unix.Sysinfo_t
 	if err := unix.Sysinfo(&host); err != nil {
-		return nil, fmt.Errorf("memory of this host: %w", err)
+		return nil, fmt.Errorf("read the memory size of this host: %w", err)
 	}
 	if total := int64(host.Totalram) * int64(host.Unit); numBytes > total-m.live {
-		return nil, fmt.Errorf("tensors of %s do not fit the %s of memory of this host", formatSize(m.live+numBytes), formatSize(total))
+		return nil, fmt.Errorf("tensors of %s do not fit in the %s of memory of this host", formatSize(m.live+numBytes), formatSize(total))
 	}
 	m.live += numBytes
 	if inArena {

@@ -22,7 +22,7 @@ func (p negotiated) prepare(s shot, name string, buf []byte) (*action, error) {
 	}
 	t, ok := typed[s.dt]
 	if !ok {
-		return nil, errNotHere{fmt.Sprintf("no elements of %v", s.dt)}
+		return nil, errNotHere{fmt.Sprintf("package hvd has no element type %v", s.dt)}
 	}
 	return t.prepare(p.Engine, s, name, buf)
 }
@@ -30,7 +30,7 @@ func (p negotiated) prepare(s shot, name string, buf []byte) (*action, error) {
 func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
 	t, ok := typed[dt]
 	if !ok {
-		return nil, errNotHere{fmt.Sprintf("no elements of %v", dt)}
+		return nil, errNotHere{fmt.Sprintf("package hvd has no element type %v", dt)}
 	}
 	return t.step(p.Engine, mode, tensors, flats)
 }
@@ -76,7 +76,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []by
 	case message.Alltoall:
 		a.run = func(ctx context.Context) (err error) { out, _, err = hvd.Alltoall(ctx, x, nil, opts...); return err }
 	default:
-		return nil, errNotHere{fmt.Sprintf("no measurement of %v", s.kind)}
+		return nil, errNotHere{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
 	return a, nil
 }
@@ -123,7 +123,7 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []
 			return err
 		}, nil
 	}
-	return nil, errNotHere{fmt.Sprintf("no mode %v", mode)}
+	return nil, errNotHere{fmt.Sprintf("package hvd has no mode %v", mode)}
 }
 
 // stepBuckets prepares a step that copies the tensors into buckets and starts the reduction of each bucket as

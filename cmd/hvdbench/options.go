@@ -62,7 +62,7 @@ func parseSize(text string) (int64, error) {
 	}
 	n, err := strconv.ParseInt(digits, 10, 64)
 	if err != nil || n < 0 || n > (1<<62)>>shift {
-		return 0, fmt.Errorf("got %q, want a number of bytes as 8, 64K or 1G", text)
+		return 0, fmt.Errorf("got %q, want a number of bytes such as 8, 64K or 1G", text)
 	}
 	return n << shift, nil
 }
@@ -166,7 +166,7 @@ func parseMany(text string) (many, error) {
 	n, err := strconv.Atoi(count)
 	b, sizeErr := parseSize(size)
 	if err != nil || sizeErr != nil || n < 1 {
-		return many{}, fmt.Errorf("got %q, want N:BYTES, as 1000:256", text)
+		return many{}, fmt.Errorf("got %q, want N:BYTES, such as 1000:256", text)
 	}
 	return many{n, b}, nil
 }
@@ -212,29 +212,29 @@ func (o *options) sizes() []int64 {
 func (o *options) check() error {
 	switch {
 	case o.maxBytes < o.minBytes:
-		return fmt.Errorf("--maxbytes is %d, less than --minbytes %d", o.maxBytes, o.minBytes)
+		return fmt.Errorf("--maxbytes is %d, want at least --minbytes, %d", o.maxBytes, o.minBytes)
 	case o.stepFactor == 1 || o.stepFactor < 0:
 		return fmt.Errorf("--stepfactor is %d, want 2 or more, or 0 for --stepbytes", o.stepFactor)
 	case o.stepFactor > 1 && o.minBytes == 0 && o.maxBytes > 0:
-		return fmt.Errorf("--minbytes is 0, which no factor makes larger")
+		return fmt.Errorf("--minbytes is 0, want 1 or more with --stepfactor")
 	case o.stepFactor == 0 && o.stepBytes <= 0 && o.maxBytes > o.minBytes:
 		return fmt.Errorf("--stepbytes is %d, want 1 or more", o.stepBytes)
 	case o.iters < 1:
 		return fmt.Errorf("--iters is %d, want 1 or more", o.iters)
 	case o.warmup < 0 || o.checks < 0:
-		return fmt.Errorf("--warmup-iters is %d and --check %d, want 0 or more", o.warmup, o.checks)
+		return fmt.Errorf("--warmup-iters is %d and --check is %d, want 0 or more", o.warmup, o.checks)
 	case !(o.seconds >= 0 && o.maxSeconds > 0):
-		return fmt.Errorf("--seconds is %v and --max-seconds %v, want 0 or more, and more than 0", o.seconds, o.maxSeconds)
+		return fmt.Errorf("--seconds is %v and --max-seconds is %v, want 0 or more and more than 0", o.seconds, o.maxSeconds)
 	case o.average < byKind || o.average > ofMax:
 		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (least) or 3 (greatest)", o.average)
 	case !slices.Contains(formats, o.format):
 		return fmt.Errorf("--format is %q, want one of %s", o.format, strings.Join(formats, ", "))
 	case len(o.placements) == 0:
-		return fmt.Errorf("neither in place nor out of place leaves nothing to measure")
+		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
 		return fmt.Errorf("--workload and --many exclude each other")
 	case len(o.sizes()) > maxLines:
-		return fmt.Errorf("more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
+		return fmt.Errorf("the range has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}
 	return nil
 }

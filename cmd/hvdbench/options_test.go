@@ -121,19 +121,19 @@ func TestContradictions(t *testing.T) {
 		t.Fatal(err)
 	}
 	for want, change := range map[string]func(o *options){
-		"less than --minbytes":    func(o *options) { o.maxBytes = 10 },
-		"--stepfactor is 1":       func(o *options) { o.stepFactor = 1 },
-		"no factor makes larger":  func(o *options) { o.minBytes = 0 },
-		"--stepbytes is 0":        func(o *options) { o.stepFactor, o.maxBytes = 0, 2000 },
-		"--iters is 0":            func(o *options) { o.iters = 0 },
-		"--warmup-iters is -1":    func(o *options) { o.warmup = -1 },
-		"--average is 4":          func(o *options) { o.average = 4 },
-		`--format is "xml"`:       func(o *options) { o.format = "xml" },
-		"exclude each other":      func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
-		"neither in place nor":    func(o *options) { o.placements = nil },
-		"--seconds is -1":         func(o *options) { o.seconds = -1 },
-		"--max-seconds 0":         func(o *options) { o.maxSeconds = 0 },
-		"raise --stepbytes or --": func(o *options) { o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 0, 1<<20, 0, 1 },
+		"want at least --minbytes":                     func(o *options) { o.maxBytes = 10 },
+		"--stepfactor is 1":                            func(o *options) { o.stepFactor = 1 },
+		"want 1 or more with --stepfactor":             func(o *options) { o.minBytes = 0 },
+		"--stepbytes is 0":                             func(o *options) { o.stepFactor, o.maxBytes = 0, 2000 },
+		"--iters is 0":                                 func(o *options) { o.iters = 0 },
+		"--warmup-iters is -1":                         func(o *options) { o.warmup = -1 },
+		"--average is 4":                               func(o *options) { o.average = 4 },
+		`--format is "xml"`:                            func(o *options) { o.format = "xml" },
+		"exclude each other":                           func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
+		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
+		"--seconds is -1":                              func(o *options) { o.seconds = -1 },
+		"--max-seconds is 0":                           func(o *options) { o.maxSeconds = 0 },
+		"raise --stepbytes or --":                      func(o *options) { o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 0, 1<<20, 0, 1 },
 	} {
 		o := sample()
 		change(&o)

@@ -68,7 +68,7 @@ func (b *benchmark) agree(ctx context.Context) error {
 	}
 	for rank, v := range all {
 		if v[0] != all[0][0] {
-			return fmt.Errorf("rank %d was given other options than rank 0", rank)
+			return fmt.Errorf("rank %d has other options than rank 0: start all ranks with the same flags", rank)
 		}
 	}
 	return nil
@@ -99,7 +99,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	case err != nil:
 		return err
 	case b.out.err != nil:
-		return fmt.Errorf("writing the results: %w", b.out.err)
+		return fmt.Errorf("write the results: %w", b.out.err)
 	case b.wrong > 0:
 		return &wrongError{b.wrong}
 	}
@@ -118,7 +118,7 @@ func (b *benchmark) add(l line) {
 // skip prints on standard error why a case is not measured.
 func (b *benchmark) skip(what string, err error) {
 	if b.team.Rank() == 0 {
-		fmt.Fprintf(b.log, "hvdbench: no %s: %v\n", what, err)
+		fmt.Fprintf(b.log, "hvdbench: left out: %s: %v\n", what, err)
 	}
 }
 

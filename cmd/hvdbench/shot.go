@@ -121,7 +121,7 @@ func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) 
 		err = a.run(ctx)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("gathering results: %w", err)
+		return nil, fmt.Errorf("gather results: %w", err)
 	}
 	byRank := make([][]float64, n)
 	for r := range byRank {

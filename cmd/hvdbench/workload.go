@@ -85,7 +85,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 			return fail("got %q, want a number of elements", fields[1])
 		}
 		if seen[fields[0]] {
-			return fail("%q is there twice", fields[0])
+			return fail("tensor %q occurs twice", fields[0])
 		}
 		if len(fields) > 2 {
 			if shape, err := elemsOf(fields[2]); err != nil || shape != n {
@@ -101,7 +101,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 		return w, fmt.Errorf("workload %s: %w", name, err)
 	}
 	if len(w.gradients) == 0 {
-		return w, fmt.Errorf("workload %s: no tensor in it", name)
+		return w, fmt.Errorf("workload %s: the list has no tensors", name)
 	}
 	slices.Reverse(w.gradients)
 	return w, nil
@@ -131,7 +131,7 @@ func openWorkload(name string) (workload, error) {
 		f, err = shapes.Open("shapes/" + name + ".txt")
 	} else {
 		if f, err = os.Open(name); errors.Is(err, fs.ErrNotExist) {
-			err = fmt.Errorf("%w, nor is it one of %s", err, strings.Join(workloadNames, ", "))
+			err = fmt.Errorf("%w, and it is none of the built-in %s", err, strings.Join(workloadNames, ", "))
 		}
 		name = strings.TrimSuffix(filepath.Base(name), ".txt")
 	}
@@ -146,7 +146,7 @@ func openWorkload(name string) (workload, error) {
 func manyTensors(m many, dt tensor.DType) (workload, error) {
 	size := int64(dt.Size())
 	if m.bytes%size != 0 {
-		return workload{}, fmt.Errorf("--many: %d bytes are not whole elements of %v", m.bytes, dt)
+		return workload{}, fmt.Errorf("--many: got %d bytes per tensor, want a multiple of the size of %v", m.bytes, dt)
 	}
 	w := workload{name: fmt.Sprintf("many%dx%d", m.count, m.bytes)}
 	for i := range m.count {

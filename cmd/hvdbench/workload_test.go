@@ -38,7 +38,7 @@ func TestWorkloadFiles(t *testing.T) {
 	for text, want := range map[string]string{
 		"a":                "line 1",
 		"a x":              `got "x"`,
-		"a 6 2x3\na 6":     "line 2: \"a\" is there twice",
+		"a 6 2x3\na 6":     "line 2: tensor \"a\" occurs twice",
 		"a 6 2x4":          "does not have 6 elements",
 		"a -1":             `got "-1"`,
 		"a 99999999999999": "number of elements",
