@@ -62,7 +62,7 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 	if j.backend, err = openRaw(ctx, at); err != nil {
 		return fmt.Errorf("open the backend: %w", err)
 	}
-	j.team, err = newTeam(&alone{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
+	j.team, err = newTeam(&rawPath{backend: j.backend, fusionBytes: cfg.FusionThresholdBytes})
 	return err
 }
 

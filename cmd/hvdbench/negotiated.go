@@ -15,14 +15,14 @@ type negotiated struct{ *hvd.Engine }
 
 func (negotiated) String() string { return "negotiated" }
 
-func (p negotiated) prepare(s shot, name string, buf []byte) (*action, error) {
+func (p negotiated) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	if s.kind == message.Barrier {
 		opts := []hvd.Option{hvd.On(p.Engine), hvd.Name(name)}
 		return &action{run: func(ctx context.Context) error { return hvd.Barrier(ctx, opts...) }}, nil
 	}
 	t, ok := typed[s.dt]
 	if !ok {
-		return nil, errNotHere{fmt.Sprintf("package hvd has no element type %v", s.dt)}
+		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", s.dt)}
 	}
 	return t.prepare(p.Engine, s, name, buf)
 }
@@ -30,14 +30,14 @@ func (p negotiated) prepare(s shot, name string, buf []byte) (*action, error) {
 func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
 	t, ok := typed[dt]
 	if !ok {
-		return nil, errNotHere{fmt.Sprintf("package hvd has no element type %v", dt)}
+		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", dt)}
 	}
 	return t.step(p.Engine, mode, tensors, flats)
 }
 
 // ofType has the operations of package hvd for one element type.
 type ofType struct {
-	prepare func(e *hvd.Engine, s shot, name string, buf []byte) (*action, error)
+	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
 	step    func(e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error)
 }
 
@@ -53,7 +53,7 @@ var typed = map[tensor.DType]ofType{
 }
 
 // prepareTyped prepares an operation on elements of type T.
-func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []byte) (*action, error) {
+func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error) {
 	x := tensor.View[T](buf)
 	opts := []hvd.Option{hvd.On(e), hvd.Name(name)}
 	if s.inPlace {
@@ -76,7 +76,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s shot, name string, buf []by
 	case message.Alltoall:
 		a.run = func(ctx context.Context) (err error) { out, _, err = hvd.Alltoall(ctx, x, nil, opts...); return err }
 	default:
-		return nil, errNotHere{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
+		return nil, errUnsupported{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
 	return a, nil
 }
@@ -123,7 +123,7 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []
 			return err
 		}, nil
 	}
-	return nil, errNotHere{fmt.Sprintf("package hvd has no mode %v", mode)}
+	return nil, errUnsupported{fmt.Sprintf("package hvd has no mode %v", mode)}
 }
 
 // stepBuckets prepares a step that copies the tensors into buckets and starts the reduction of each bucket as

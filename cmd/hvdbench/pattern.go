@@ -257,7 +257,7 @@ func unit(dt tensor.DType) float64 {
 
 // prepareInput fills buf with the input of rank r of n for s. It returns the expected result, one pattern per
 // block.
-func prepareInput(s shot, r, n int, buf []byte) (want []pattern) {
+func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 	in := inputs{s.dt, s.op, n}
 	count := int(s.count) * s.dt.Size()
 	switch s.kind {

@@ -84,7 +84,7 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 		}
 		for n := 2; n <= 64; n++ {
 			for _, kind := range []message.Kind{message.Broadcast, message.Allgather, message.Alltoall} {
-				misroute(t, shot{kind: kind, dt: dt, root: n - 1, count: count, inPlace: true}, n, block)
+				misroute(t, opSpec{kind: kind, dt: dt, root: n - 1, count: count, inPlace: true}, n, block)
 			}
 		}
 	}
@@ -92,7 +92,7 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 
 // misroute checks that wrongBlocks accepts the right result of s at n ranks, and notices each of several
 // wrong routes of its blocks.
-func misroute(t *testing.T, s shot, n int, block func(id int) []byte) {
+func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 	// arg returns block b of a rank's argument. Blocks that have room for other ranks' data are 0.
 	arg := func(rank, b int) []byte {
 		switch {

@@ -146,8 +146,8 @@ func (b *benchmark) sweep(ctx context.Context) error {
 					continue // "all" stands for the combinations that exist
 				}
 			}
-			err := b.lines(ctx, shot{kind: b.kind, dt: dt, op: op}, roots, sizes)
-			var absent errNotHere
+			err := b.lines(ctx, opSpec{kind: b.kind, dt: dt, op: op}, roots, sizes)
+			var absent errUnsupported
 			switch {
 			case errors.As(err, &absent) && len(types)*len(ops) > 1:
 				none = err
@@ -163,8 +163,8 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	return nil
 }
 
-// lines measures s over roots and sizes, in each placement. The error is errNotHere if no placement exists.
-func (b *benchmark) lines(ctx context.Context, s shot, roots []int, sizes []int64) error {
+// lines measures s over roots and sizes, in each placement. The error is errUnsupported if no placement exists.
+func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []int64) error {
 	placements := b.placements
 	if s.kind == message.Barrier {
 		placements = []bool{true}
@@ -179,7 +179,7 @@ func (b *benchmark) lines(ctx context.Context, s shot, roots []int, sizes []int6
 			var none error
 			for _, s.inPlace = range placements {
 				r, err := b.shoot(ctx, s)
-				var absent errNotHere
+				var absent errUnsupported
 				switch {
 				case errors.As(err, &absent):
 					none = err
@@ -209,7 +209,7 @@ func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.Redu
 }
 
 // shoot measures one operation.
-func (b *benchmark) shoot(ctx context.Context, s shot) (*result, error) {
+func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	n := b.team.Size()
 	buf, err := b.job.memory.alloc(s.bufferBytes(n), b.arena)
 	if err != nil {

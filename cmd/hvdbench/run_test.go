@@ -146,7 +146,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 	_, _, err := runs(t, 2, nil, func(o *options, _ int) {
 		o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average}, []bool{true}
 	})
-	var absent errNotHere
+	var absent errUnsupported
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("got error %v", err)
 	}
@@ -185,7 +185,7 @@ type corrupted struct {
 	after *int // number of correct operations before the first wrong one
 }
 
-func (p corrupted) prepare(s shot, name string, buf []byte) (*action, error) {
+func (p corrupted) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	a, err := p.path.prepare(s, name, buf)
 	if err != nil || s.dt != tensor.Float32 {
 		return a, err
@@ -301,7 +301,7 @@ func TestInterrupted(t *testing.T) {
 			t.Errorf("rank 0: got error %v, want the context's", err)
 		}
 		if rank == 1 && err == nil {
-			t.Error("rank 1 went on alone")
+			t.Error("rank 1 went on without the other rank")
 		}
 		return nil
 	})

@@ -141,7 +141,7 @@ func (b *benchmark) workloads(ctx context.Context) error {
 func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 	for _, mode := range b.modes {
 		run, free, err := g.step(b.team, mode)
-		var absent errNotHere
+		var absent errUnsupported
 		if errors.As(err, &absent) && len(b.modes) > 1 {
 			b.skip(g.name+"_"+mode.String(), err)
 			continue

@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// shot is one operation to measure.
-type shot struct {
+// opSpec is one operation to measure.
+type opSpec struct {
 	kind message.Kind
 	dt   tensor.DType    // Invalid for a barrier
 	op   tensor.ReduceOp // NoReduce unless kind reduces
@@ -26,7 +26,7 @@ var kinds = []message.Kind{
 	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Barrier,
 }
 
-// parts returns the ratio of the size of the whole tensor of n ranks to shot.count.
+// parts returns the ratio of the size of the whole tensor of n ranks to opSpec.count.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -39,10 +39,10 @@ func parts(kind message.Kind, n int) int64 {
 
 // numBytes returns the size from which bandwidth is computed: the size of the whole tensor, or of all ranks'
 // parts together if each rank has a part.
-func (s shot) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
+func (s opSpec) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
 
 // bufferBytes returns the size of the buffer that the operation needs.
-func (s shot) bufferBytes(n int) int64 {
+func (s opSpec) bufferBytes(n int) int64 {
 	if s.kind == message.Allgather && !s.inPlace {
 		return s.count * int64(s.dt.Size())
 	}
@@ -74,8 +74,8 @@ type path interface {
 	Size() int
 	// String returns negotiated or raw.
 	String() string
-	// prepare prepares an operation on buf. The error is errNotHere if this path does not have the operation.
-	prepare(s shot, name string, buf []byte) (*action, error)
+	// prepare prepares an operation on buf. The error is errUnsupported if this path does not have the operation.
+	prepare(s opSpec, name string, buf []byte) (*action, error)
 	// step prepares a step that sums tensors in place. flats are the buckets if mode is bucketed.
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
 }
@@ -86,10 +86,10 @@ type named struct {
 	buf  []byte
 }
 
-// errNotHere is the error of a path that does not have an operation. The text is the reason.
-type errNotHere struct{ text string }
+// errUnsupported is the error of a path that does not have an operation. The text is the reason.
+type errUnsupported struct{ text string }
 
-func (e errNotHere) Error() string { return e.text }
+func (e errUnsupported) Error() string { return e.text }
 
 // team has what the ranks of a path need to run a benchmark together. None of it is timed.
 type team struct {
@@ -101,7 +101,7 @@ type team struct {
 func newTeam(p path) (*team, error) {
 	t := &team{path: p}
 	var err error
-	if t.meet, err = p.prepare(shot{kind: message.Barrier}, "hvdbench.barrier", nil); err != nil {
+	if t.meet, err = p.prepare(opSpec{kind: message.Barrier}, "hvdbench.barrier", nil); err != nil {
 		return nil, fmt.Errorf("barrier: %w", err)
 	}
 	return t, nil
@@ -115,7 +115,7 @@ func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) 
 	n := t.Size()
 	all := make([]float64, n*len(mine))
 	copy(all[t.Rank()*len(mine):], mine)
-	s := shot{kind: message.Allgather, dt: tensor.Float64, count: int64(len(mine)), inPlace: true}
+	s := opSpec{kind: message.Allgather, dt: tensor.Float64, count: int64(len(mine)), inPlace: true}
 	a, err := t.prepare(s, "hvdbench.gather", tensor.Bytes(all))
 	if err == nil {
 		err = a.run(ctx)

@@ -9,32 +9,32 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// alone is the path that runs operations directly on the backend, without negotiation.
-type alone struct {
+// rawPath is the path that runs operations directly on the backend, without negotiation.
+type rawPath struct {
 	backend *rawBackend
 	// fusionBytes is the most that one fused operation holds, as in the engine.
 	fusionBytes int64
 }
 
-func (p *alone) Rank() int      { return p.backend.rank }
-func (p *alone) Size() int      { return p.backend.size }
-func (p *alone) String() string { return "raw" }
+func (p *rawPath) Rank() int      { return p.backend.rank }
+func (p *rawPath) Size() int      { return p.backend.size }
+func (p *rawPath) String() string { return "raw" }
 
-// plan returns the algorithm that the backend chooses for s. The error is errNotHere if the backend does not
+// plan returns the algorithm that the backend chooses for s. The error is errUnsupported if the backend does not
 // support s.
-func (p *alone) plan(s shot) (message.Algorithm, error) {
+func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	if s.op.IsAverage() {
-		return 0, errNotHere{"a backend has no averages, which the engine computes from sums"}
+		return 0, errUnsupported{"a backend has no averages, which the engine computes from sums"}
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op, Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
 	alg, err := p.backend.Plan(r, s.numBytes(p.Size()))
 	if err != nil {
-		return 0, errNotHere{fmt.Sprintf("%v: %v", p.backend.ID, err)}
+		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}
 	}
 	return alg, nil
 }
 
-func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
+func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	if s.kind == message.Barrier {
 		return p.barrier()
 	}
@@ -53,23 +53,23 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 	case s.kind == message.Allreduce:
 		if !s.inPlace {
 			if !p.backend.Lists {
-				return nil, errNotHere{fmt.Sprintf("the %v backend has allreduce only in place", p.backend.ID)}
+				return nil, errUnsupported{fmt.Sprintf("the %v backend has allreduce only in place", p.backend.ID)}
 			}
 			out = make([]byte, len(buf))
 		}
 		op.Tensors = []ops.Tensor{{In: buf, Out: out}}
 	case s.kind == message.Alltoall:
 		if s.inPlace {
-			return nil, errNotHere{"a backend has no alltoall in place"}
+			return nil, errUnsupported{"a backend has no alltoall in place"}
 		}
 		out = make([]byte, len(buf))
 		op.Allocate = func([]int64) ([]byte, error) { return out, nil }
 	case !s.inPlace:
-		return nil, errNotHere{fmt.Sprintf("a backend has %v only in place", s.kind)}
+		return nil, errUnsupported{fmt.Sprintf("a backend has %v only in place", s.kind)}
 	case s.kind == message.Reducescatter:
 		out = buf[int64(p.Rank())*each : int64(p.Rank()+1)*each]
 	case s.kind != message.Allgather && s.kind != message.Broadcast:
-		return nil, errNotHere{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
+		return nil, errUnsupported{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
 	return &action{
 		run:    func(ctx context.Context) error { return ops.Run(ctx, p.backend, op) },
@@ -79,16 +79,16 @@ func (p *alone) prepare(s shot, _ string, buf []byte) (*action, error) {
 
 // barrier prepares an allreduce of one byte. A backend has no barrier: in the engine a barrier is only a
 // negotiation.
-func (p *alone) barrier() (*action, error) {
-	return p.prepare(shot{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1, inPlace: true}, "", make([]byte, 1))
+func (p *rawPath) barrier() (*action, error) {
+	return p.prepare(opSpec{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1, inPlace: true}, "", make([]byte, 1))
 }
 
 // step prepares a step that reduces the tensors as the engine would after a negotiation that found all of
 // them ready, in their order. It fuses them if mode is not perTensor and the backend can fuse.
-func (p *alone) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
-	s := shot{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
+func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
+	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
-		return nil, errNotHere{"a backend has no buckets, which need negotiation"}
+		return nil, errUnsupported{"a backend has no buckets, which need negotiation"}
 	}
 	most := p.fusionBytes
 	if mode == perTensor || !p.backend.Lists {
