@@ -58,7 +58,8 @@ def train(epochs, batch, rate, seed):
         for images in torch.randperm(len(pixels), generator=shuffle).split(batch):
             mine = images[hvd.rank() :: hvd.size()]
             optimizer.zero_grad()
-            # Divided by the whole batch: the ranks' shares may differ, and then the mean of their means is not its mean.
+            # The loss is divided by the size of the whole batch: the shares of the ranks may differ in size, and then
+            # the mean of their means is not the mean of the batch.
             loss = functional.cross_entropy(model(pixels[mine]), digits[mine], reduction="sum") / len(images)
             loss.backward()
             optimizer.step()

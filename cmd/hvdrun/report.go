@@ -220,7 +220,7 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	dumps, absent := r.decode(r.failures, known)
 	f := analysis.Analyse(dumps, r.size, absent)
 	f.Blame(culprits)
-	if !f.Says() {
+	if !f.HasEntries() {
 		return ""
 	}
 	return r.text(fmt.Sprintf("what the ranks did when the job failed, from %d of %d ranks", len(dumps), r.size), f, dumps, r.ranks.Err())

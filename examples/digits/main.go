@@ -24,7 +24,7 @@ func main() {
 	flag.DurationVar(&o.slow, "slow", o.slow, "how much longer it takes for each step")
 	flag.Parse()
 	if flag.NArg() > 0 || o.epochs < 0 || o.batch < 1 || o.slow < 0 {
-		fmt.Fprintln(os.Stderr, "digits: want no arguments, -epochs and -slow of at least 0 and -batch of at least 1")
+		fmt.Fprintln(os.Stderr, "digits: invalid command line: want no arguments, -epochs and -slow of at least 0, and -batch of at least 1")
 		flag.Usage()
 		os.Exit(2)
 	}

@@ -63,7 +63,7 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 				loss += m.gradient(&trainSet[batch[i]], 1/float32(len(batch)), g)
 			}
 			if rank == o.slowRank {
-				if err := dawdle(ctx, o.slow); err != nil {
+				if err := delay(ctx, o.slow); err != nil {
 					return nil, 0, err
 				}
 			}
@@ -85,8 +85,8 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	return m, accuracy, err
 }
 
-// dawdle waits for d, to simulate a rank with a slow disk or a shared processor.
-func dawdle(ctx context.Context, d time.Duration) error {
+// delay waits for d, to simulate a rank with a slow disk or a shared processor.
+func delay(ctx context.Context, d time.Duration) error {
 	select {
 	case <-time.After(d):
 		return nil

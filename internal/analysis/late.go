@@ -473,7 +473,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			below++
 		}
 		if below == len(all) {
-			if i == 0 { // nobody was late, but the ranks may have waited for the operation
+			if i == 0 { // no rank was late, but the ranks may have waited for the operation
 				heap.Push(&l.waits, wait{top.Rank, top.at, top.at, top.at, last})
 			}
 			break

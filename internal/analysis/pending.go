@@ -115,8 +115,8 @@ type calls struct {
 	last  *Record
 }
 
-// look indexes a snapshot.
-func look(s *Snapshot) *view {
+// newView indexes a snapshot.
+func newView(s *Snapshot) *view {
 	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
 	for i := range s.Pending {
 		p := &s.Pending[i]
@@ -176,14 +176,15 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 			f.Silent = append(f.Silent, Silent{r, why})
 			continue
 		}
-		views[r] = look(s)
+		views[r] = newView(s)
 		f.Stalls = append(f.Stalls, s.Stalls...)
 		f.Ranks = append(f.Ranks, views[r].state())
 	}
-	var granted, waiting []*awaited
-	for _, t := range pendings(views) {
+	var granted, waiting []*pendingTensor
+	for _, t := range pendingTensors(views) {
 		if len(t.inside)+len(t.queued)+len(t.ended) > 0 {
-			granted = append(granted, t) // no rank is missing, even if some have not received the grant yet
+			// No rank is missing, even if some ranks have not received the grant yet.
+			granted = append(granted, t)
 		} else {
 			waiting = append(waiting, t)
 		}
@@ -241,8 +242,8 @@ func membersOf(views []*view) map[uint32][]int {
 	return members
 }
 
-// awaited is what all ranks together report about a tensor that is pending on some rank.
-type awaited struct {
+// pendingTensor is what all ranks together report about a tensor that is pending on some rank.
+type pendingTensor struct {
 	tensorKey
 	kind, backend                                   string
 	number                                          uint64 // of the grant, if it is granted and known
@@ -250,9 +251,9 @@ type awaited struct {
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendings returns all tensors that are pending on some rank, in the order of the ranks and of their lists.
-func pendings(views []*view) (all []*awaited) {
-	known := make(map[tensorKey]*awaited)
+// pendingTensors returns all tensors that are pending on some rank, in the order of the ranks and of their lists.
+func pendingTensors(views []*view) (all []*pendingTensor) {
+	known := make(map[tensorKey]*pendingTensor)
 	members := membersOf(views)
 	for _, v := range views {
 		if v == nil {
@@ -263,7 +264,7 @@ func pendings(views []*view) (all []*awaited) {
 			key := tensorKey{p.Set, p.Name}
 			t := known[key]
 			if t == nil {
-				t = &awaited{tensorKey: key, kind: p.Kind}
+				t = &pendingTensor{tensorKey: key, kind: p.Kind}
 				known[key] = t
 				all = append(all, t)
 			}
@@ -273,13 +274,13 @@ func pendings(views []*view) (all []*awaited) {
 		}
 	}
 	for _, t := range all {
-		t.place(views, members[t.set])
+		t.classify(views, members[t.set])
 	}
 	return all
 }
 
-// place finds how far each member has got with a tensor.
-func (t *awaited) place(views []*view, members []int) {
+// classify finds how far each member has got with a tensor.
+func (t *pendingTensor) classify(views []*view, members []int) {
 	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
 		*list = []int{} // empty in JSON, not null
 	}
@@ -310,7 +311,7 @@ func (t *awaited) place(views []*view, members []int) {
 
 // gather groups tensors that have the same key, in the order of the first of each group. In a group the
 // longest waiting is first.
-func gather(all []*awaited, key func(*awaited) string) (groups [][]*awaited) {
+func gather(all []*pendingTensor, key func(*pendingTensor) string) (groups [][]*pendingTensor) {
 	at := make(map[string]int)
 	for _, t := range all {
 		k := key(t)
@@ -323,21 +324,21 @@ func gather(all []*awaited, key func(*awaited) string) (groups [][]*awaited) {
 		groups[i] = append(groups[i], t)
 	}
 	for _, g := range groups {
-		slices.SortStableFunc(g, func(a, b *awaited) int { return cmp.Compare(b.since, a.since) })
+		slices.SortStableFunc(g, func(a, b *pendingTensor) int { return cmp.Compare(b.since, a.since) })
 	}
 	return groups
 }
 
 // names returns the names of the first tensors of a group, at most shown.
-func names(group []*awaited) (some []string) {
+func names(group []*pendingTensor) (some []string) {
 	for _, t := range group[:min(len(group), shown)] {
 		some = append(some, t.name)
 	}
 	return some
 }
 
-func (f *Findings) addWaiting(all []*awaited, views []*view) {
-	for _, g := range gather(all, func(t *awaited) string { return fmt.Sprint(t.set, t.kind, t.waiting, t.missing) }) {
+func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
+	for _, g := range gather(all, func(t *pendingTensor) string { return fmt.Sprint(t.set, t.kind, t.waiting, t.missing) }) {
 		t := g[0]
 		w := Waiting{
 			Set: t.set, Kind: t.kind, Names: names(g), NumNames: len(g), Ranks: t.waiting, Longest: t.since, Missing: []Missing{}, Silent: t.silent,
@@ -371,8 +372,8 @@ func (w *Waiting) class() int {
 	return 3
 }
 
-func (f *Findings) addRunning(all []*awaited) {
-	alike := func(t *awaited) string {
+func (f *Findings) addRunning(all []*pendingTensor) {
+	alike := func(t *pendingTensor) string {
 		return fmt.Sprint(t.set, t.number, t.kind, t.inside, t.queued, t.waiting, t.ended)
 	}
 	for _, g := range gather(all, alike) {

@@ -7,20 +7,20 @@ import (
 )
 
 const (
-	// most is the share of the whole from which a part counts as most of it.
-	most = 0.5
-	// worthwhile is the share of the time below which a wait is not worth looking into.
-	worthwhile = 0.05
-	// noticeable is the time per step below which a wait is not worth looking into either: waking a process
+	// majority is the share of the whole from which a part counts as most of it.
+	majority = 0.5
+	// minShare is the share of the time below which a wait is not worth looking into.
+	minShare = 0.05
+	// minPerStep is the time per step below which a wait is not worth looking into either: waking a process
 	// late costs as much.
-	noticeable = 100 * time.Microsecond
-	// outstanding is how many times as long as any other rank a rank must hold up the others to be named by
+	minPerStep = 100 * time.Microsecond
+	// dominance is how many times as long as any other rank a rank must hold up the others to be named by
 	// itself. If ranks take turns, one of them is the worst too, and of two that waited for each other 50
 	// times one often has two thirds of the time.
-	outstanding = 3
-	// together is the share of all waiting from which ranks that are late at the same time are named as its
+	dominance = 3
+	// jointShare is the share of all waiting from which ranks that are late at the same time are named as its
 	// cause.
-	together = 0.8
+	jointShare = 0.8
 )
 
 // Span is a part of a job: how long it took, and how many steps it had, 0 if no steps are known.
@@ -31,7 +31,7 @@ type Span struct {
 
 // Long reports whether a time within the span is long enough to look into.
 func (s Span) Long(d time.Duration) bool {
-	return float64(d) >= worthwhile*float64(s.Time) && d >= noticeable*time.Duration(max(s.Steps, 1))
+	return float64(d) >= minShare*float64(s.Time) && d >= minPerStep*time.Duration(max(s.Steps, 1))
 }
 
 // Worst returns the ranks that held up all others longest and second longest. A result is nil if there is no
@@ -57,7 +57,7 @@ func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 			worst = r
 		}
 	}
-	if worst == nil || float64(worst.StartupHeld) < worthwhile*float64(length) {
+	if worst == nil || float64(worst.StartupHeld) < minShare*float64(length) {
 		return nil
 	}
 	return worst
@@ -86,7 +86,7 @@ func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 // holds up all others by itself. It is empty if no rank stands out.
 func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	worst, second := f.Worst()
-	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= most*float64(f.Held()) && (second == nil || worst.Held >= outstanding*second.Held) {
+	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= majority*float64(f.Held()) && (second == nil || worst.Held >= dominance*second.Held) {
 		return []*RankLateness{worst}
 	}
 	if !steady.Long(f.Anybody) {
@@ -95,7 +95,7 @@ func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	all := slices.Clone(f.Ranks)
 	slices.SortStableFunc(all, func(a, b *RankLateness) int { return cmp.Compare(b.Caused, a.Caused) })
 	for n := 2; n <= len(all)/2; n++ {
-		if f.Share(all[:n]...) >= together && all[n-1].Caused >= outstanding*all[n].Caused {
+		if f.Share(all[:n]...) >= jointShare && all[n-1].Caused >= dominance*all[n].Caused {
 			slices.SortFunc(all[:n], func(a, b *RankLateness) int { return cmp.Compare(a.Rank, b.Rank) })
 			return all[:n]
 		}

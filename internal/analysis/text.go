@@ -17,8 +17,8 @@ const (
 	maxLineBytes = 500
 )
 
-// Says reports whether a rank waits for an operation or is inside one, or there is a stall.
-func (f *Findings) Says() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
+// HasEntries reports whether a rank waits for an operation or executes one, or there is a stall.
+func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
 // Blame takes into account which ranks ended the job. If an operation may wait for one of them, it removes
 // the other ranks from the operation's missing and silent ranks: they were on their way.
