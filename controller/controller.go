@@ -1,10 +1,10 @@
 // Package controller implements the negotiation: how ranks agree on what to run, in which order.
 // docs/negotiation.md specifies the protocol.
 //
-// The package is pure. A Member stands for a rank, the Coordinator for the second role of rank 0. Both take
-// events (submitted requests, frames, the time) and say what to send and what to run. They use no socket,
-// clock or lock, never wait, and give the same outputs for the same inputs. Times are durations since any
-// fixed moment, and every turn begins with Tick.
+// The package is pure. A Member is the state of a rank, the Coordinator is the state of the second role of
+// rank 0. Their inputs are events (submitted requests, frames, the time); their outputs are frames to send
+// and grants to run. They use no socket, clock or lock, never wait, and give the same outputs for the same
+// inputs. Times are durations since any fixed moment, and every turn begins with Tick.
 //
 // A request is sent once, the coordinator remembers it until it is answered, and the numbered answers of the
 // coordinator are a log that every rank replays.
@@ -31,15 +31,15 @@ const (
 	heartbeatPeriod = time.Second
 	// suspectGrace is how long the coordinator waits for the control connection of a suspect to end.
 	suspectGrace = 200 * time.Millisecond
-	// verdictTimeout is how long a rank that suspects another waits for the coordinator's word.
+	// verdictTimeout is how long a rank that suspects another waits for the verdict of the coordinator.
 	verdictTimeout = time.Second
 	// closeTimeout is how long a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
 )
 
 // gap returns the part of the time since the last turn during which this process did not run: it was stopped,
-// or its host slept. Turns are at most a heartbeat apart. A process that did not run cannot say that others
-// were silent in that time.
+// or its host slept. Turns are at most a heartbeat apart. A process that did not run does not know whether
+// other ranks were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d
@@ -47,7 +47,7 @@ func gap(last, now time.Duration) time.Duration {
 	return 0
 }
 
-// never is a time that does not come.
+// never is a time that is never reached.
 const never = time.Duration(1<<63 - 1)
 
 // Set is a process set with its members in ascending order.
@@ -92,7 +92,7 @@ type Grant struct {
 	// Bits are the cache bits of the first Responses, as many as were cached.
 	Bits []uint32
 
-	since        time.Duration // when the member got it
+	since        time.Duration // when the member received it
 	older, newer *Grant        // in the member's grantList
 }
 

@@ -48,13 +48,14 @@ type coordinatorState uint8
 const (
 	running  coordinatorState = iota
 	stopping                  // STOP is decided; ranks finish what is granted
-	closed                    // every rank said bye
+	closed                    // every rank has said bye
 	failed                    // the verdict is given
 )
 
 // Coordinator decides what runs when, for all process sets of a job. It is not safe for concurrent use.
 //
-// A turn is: Tick, then Step and Lost for what arrived, then Ready, send what it says, Advance.
+// A turn is: Tick, then Step and Lost for the frames and errors that have arrived, then Ready, send its
+// frames, then Advance.
 type Coordinator struct {
 	cfg    CoordinatorConfig
 	policy policy
@@ -81,20 +82,20 @@ type Coordinator struct {
 	events, oldEvents []Event
 	stallReports      uint64
 
-	// Memory of decide, and of the frames that it made.
+	// These fields are reused memory of decide and its frames.
 	decision message.Down // what is decided in all sets
 	states   []*setState  // those sets
 	mine     []int        // those of a rank, by their index in states
 	spare    []Outgoing
 }
 
-// rankState is what the coordinator knows of a rank.
+// rankState is the state of a rank at the coordinator.
 type rankState struct {
 	seen         uint64        // last cycle that it has applied
 	lastReceived time.Duration // when its last frame came
 	lastSent     time.Duration // when the last frame to it was made
 	lost         bool          // its control connection ended
-	// executing is what it has not finished for longest.
+	// executing is the oldest grant that the rank has not finished.
 	executing execution
 	departure
 }
@@ -355,8 +356,8 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 }
 
 // decideSuspicion gives the verdict about a suspect whose control connection has not ended, or has ended
-// after its bye. It names only the suspect if that has missed its heartbeat or is gone, else both ranks,
-// because either may be wrong.
+// after its bye. It names only the suspect if the suspect has missed its heartbeat or has left. Otherwise it
+// names both ranks, because either may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
@@ -435,8 +436,7 @@ func (c *Coordinator) decide() {
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
-		// The STOP cycle grants all that every rank has asked for: nothing follows that could batch it
-		// better.
+		// The STOP cycle also grants the ready tensors of sets with a closed gate, because no cycle follows.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
@@ -490,7 +490,7 @@ rank:
 	}
 }
 
-// newOutgoing returns an empty frame to nobody. It reuses the memory of an earlier one if possible.
+// newOutgoing returns an empty frame without recipients. It reuses the memory of an earlier one if possible.
 func (c *Coordinator) newOutgoing() Outgoing {
 	n := len(c.spare)
 	if n == 0 {

@@ -5,11 +5,12 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// joinState says which members of a process set have joined, and so make no more requests until all have.
+// joinState has the members of a process set that have joined. They make no more requests until all members
+// have joined.
 type joinState struct {
 	members []bool
-	empty   []bool   // they take part with nothing in what otherwise refuses joined ranks
-	names   []string // what they call their joins
+	empty   []bool   // they contribute nothing to operations that otherwise are an error for joined ranks
+	names   []string // the names of their joins
 	count   int
 	last    int // the member that joined last
 }

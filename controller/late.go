@@ -10,9 +10,9 @@ import (
 
 // arrivals has the times at which the members' requests for tensors came, while tracing is on.
 type arrivals struct {
-	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil where nobody has voted
-	// granted has those of tensors that were granted and not taken by Arrivals, by member, for each tensor in
-	// the order of the grants. The first taken of them are used up.
+	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil if no member has voted
+	// granted has the arrivals of granted tensors, by member, for each tensor in the order of the grants.
+	// Arrivals has already returned the first taken of them.
 	granted []time.Duration
 	taken   int
 }

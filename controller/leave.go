@@ -16,7 +16,7 @@ import (
 // operation with it.
 type departure struct {
 	leaving bool // it submits nothing more
-	// Its own account of the shutdown, and when that came.
+	// The fields below are from the rank's news of its shutdown. at is when the news arrived.
 	at         time.Duration
 	operations uint64        // responses that it had finished
 	last       string        // the last of them, as `allreduce "g"`

@@ -10,9 +10,9 @@ import (
 // travel as they do without it. Member and Coordinator must be configured with Lockstep. It is not safe for
 // concurrent use.
 //
-// A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if Combine says so, Gather at
-// rank 0; and a broadcast of what Decide returns at rank 0, which Member.Step applies. Nothing may be
-// submitted to the Member during a cycle.
+// A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if Combine returns gather, a
+// gather of Gather at rank 0; and a broadcast of what Decide returns at rank 0, which Member.Step applies.
+// Nothing may be submitted to the Member during a cycle.
 //
 // Rank 0 learns from the vectors which bits every rank has voted for. A vote that a cycle has not answered is
 // sent to rank 0 by the next one, so the coordinator knows which rank waits for which one cycle later than it
@@ -27,7 +27,7 @@ type Lockstep struct {
 	up       message.Up // the last that Gather returned
 }
 
-// flagGather says, in the first word of the OR vector, that a rank has something for a gather.
+// flagGather is the bit in the first word of the OR vector that a rank sets if it has something to gather.
 const flagGather = 1
 
 // NewLockstep returns the lock-step side of a rank. The coordinator is nil except at rank 0.
@@ -109,7 +109,8 @@ func (l *Lockstep) readyBits() message.Bits {
 	return ready
 }
 
-// Quiet reports whether no rank had anything to say in the combined vectors. All ranks answer the same.
+// Quiet reports whether the combined vectors are empty: no rank had votes or news. The result is the same at
+// all ranks.
 func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 
 // Over reports whether this rank enters no more cycles: it has stopped, as all ranks have in the same cycle,

@@ -477,7 +477,7 @@ func TestLockstepShutdown(t *testing.T) {
 				t.Errorf("the coordinator wants a turn at %v though only a cycle can bring it on", next)
 			}
 			j.submit(1, request{q: allreduce(tensor, 1)})
-			for range 2 { // a vote is told in the second cycle
+			for range 2 { // rank 0 learns of a vote in the second cycle
 				if j.ranks[0].Over() {
 					break
 				}
@@ -623,7 +623,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 			for _, rank := range []int{2, 0} {
 				j.submit(rank, request{q: allreduce("a", 1)})
 				j.cycle()
-				j.cycle() // a vote is told in the second cycle
+				j.cycle() // rank 0 learns of a vote in the second cycle
 			}
 			if warmUp > 0 && j.cycle() {
 				t.Error("a cycle gathers votes that were told before")
@@ -701,7 +701,7 @@ func TestTimeoutDuringSilence(t *testing.T) {
 		c := start(lockstep)
 		for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
 			if !lockstep {
-				break // events tell what others have asked for
+				break // with events, rank 0 knows the requests of the others
 			}
 			if v := complain(c, at); v != nil {
 				t.Errorf("after %v without a cycle: got verdict %v", at, v)

@@ -28,15 +28,15 @@ type memberState uint8
 const (
 	memberRunning  memberState = iota
 	memberDraining             // STOP is applied, granted work is being finished
-	memberBye                  // it is finished and the coordinator knows
+	memberBye                  // all grants are finished, and bye is sent
 	memberClosed
 	memberFailed
 )
 
 // Member is one rank's side of the negotiation. It is not safe for concurrent use.
 //
-// A turn is: Tick; Submit and the like for what happened at this rank; Ready, send what it says, Advance;
-// then for each frame Step, Ready, run what it says, Advance. Requests are looked up in the cache as of the
+// A turn is: Tick; Submit, Finished and so on for events at this rank; Ready, send its frames, Advance; then
+// for each received frame Step, Ready, run its grants, Advance. Requests are looked up in the cache as of the
 // last frame applied, so the frames of Ready must be taken before the next Step.
 type Member struct {
 	cfg   MemberConfig
@@ -99,7 +99,7 @@ func (s *memberSet) admit(q *message.Request) error {
 	return nil
 }
 
-// Ready is what a Member wants done.
+// Ready is the output of a Member.
 type Ready struct {
 	// Ups are frames to send to the coordinator, in order.
 	Ups []*message.Up

@@ -89,7 +89,7 @@ type groupModel struct {
 type readyName struct {
 	name   string
 	frame  int         // that completed it, or its group
-	absent []topo.Rank // who joined and did not ask
+	absent []topo.Rank // members that have joined without a request
 	group  string      // with its size
 	fails  bool        // the answer must be an error
 	join   bool        // it is the answer of a join

@@ -37,9 +37,9 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextHeartbeat returns when a heartbeat is due. Other frames show that the rank lives too, but do not say
-// what is not finished. So heartbeats go on while a grant takes long, and one more follows when it has
-// finished.
+// nextHeartbeat returns when a heartbeat is due. Other frames show too that the rank lives, but they do not
+// name unfinished grants. So the rank sends heartbeats while a grant takes long, and one more when the grant
+// has finished.
 func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	next := m.lastSent + heartbeatPeriod
 	if sends {
@@ -54,7 +54,7 @@ func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	return next
 }
 
-// heartbeatFrame returns a heartbeat, which says what this rank has not finished for longest.
+// heartbeatFrame returns a heartbeat, which names the oldest unfinished grant of this rank.
 func (m *Member) heartbeatFrame() *message.Up {
 	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
 	if g := m.running.oldest; g != nil {

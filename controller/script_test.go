@@ -248,7 +248,7 @@ func (s *script) command(line string) error {
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
 		case "kill":
-			s.round() // what was said before the death has arrived
+			s.round() // frames that were sent before the death have arrived
 			s.c.kill(r, "connection reset")
 		default:
 			return fmt.Errorf("unknown command %q", f[0])

@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// setTable has the process sets of a job as its coordinator knows them. They are added and removed by
+// setTable has the process sets of a job at the coordinator. They are added and removed by
 // requests of all ranks on the global set.
 type setTable struct {
 	size          int // of the job

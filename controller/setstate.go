@@ -15,8 +15,8 @@ import (
 // for what is fused with it. A Planner must be pure. Its error becomes the answer to the request.
 type Planner func(set topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error)
 
-// setState is the part of the coordinator for one process set. It knows which members have requested what, in
-// full (table) or by votes (cache), and what is to be granted next (ready).
+// setState is the part of the coordinator for one process set. It has the requests of the members, in full
+// (table) or as votes (cache), and the responses to grant next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
@@ -35,7 +35,7 @@ type setState struct {
 	bitWaits []wait
 	arrivals arrivals
 
-	// Scratch of fuse.
+	// These fields are scratch memory of fuse.
 	tensors []fusion.Tensor
 	groups  [][]int
 	plans   []plan
@@ -43,8 +43,8 @@ type setState struct {
 
 type tableRow struct {
 	wait
-	requests []message.Request // by member; Kind is NoKind where none came yet
-	arrivals []time.Duration   // by member; nil unless they are wanted
+	requests []message.Request // by member; Kind is NoKind for members without a request
+	arrivals []time.Duration   // by member; nil unless tracing is on
 	count    int
 	complete bool // it is ready, or held
 	granted  bool

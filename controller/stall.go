@@ -9,8 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Event is something that happened and that people should see. Nothing has to react to it. Exactly one field
-// is set.
+// Event is an event to report to users. No component has to react to it. Exactly one field is set.
 type Event struct {
 	Stall *Stall
 }
@@ -60,14 +59,14 @@ type wait struct {
 	reports int
 }
 
-// waits knows when some tensor may have waited so long that it must be checked. All tensors of a coordinator
-// share it, so a vote costs a look at the clock, and no tensor is checked before it is due.
+// waits has the earliest time at which a waiting tensor must be checked. All tensors of a coordinator share
+// it, so a vote costs only a comparison of times, and no tensor is checked before it is due.
 type waits struct {
 	now        time.Duration
-	checkAfter time.Duration // the least time after which a tensor is looked at; 0 is never
+	checkAfter time.Duration // the least time after which a tensor is checked; 0 means never
 	due        time.Duration
 	late       analysis.Held // by all process sets
-	trace      bool          // arrivals are wanted
+	trace      bool          // record arrival times
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {

@@ -104,7 +104,7 @@ func (s *setState) isReady(tensor string) bool {
 
 // unfinished returns which ranks keep a granted tensor from being done, according to their heartbeats: the
 // ranks whose oldest grant of the set is about as old as that of any rank, because the grants of a set run in
-// order. If no heartbeat tells, it is the rank that timed out.
+// order. If no heartbeat names a grant, unfinished returns the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {

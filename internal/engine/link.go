@@ -97,7 +97,7 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 	return int(n), nil
 }
 
-// cause returns err without what the reader of a verdict knows already: the peer, the lane and the addresses.
+// cause returns err without the parts that a verdict states already: the peer, the lane and the addresses.
 // At the end of a stream it returns errPeerClosed.
 func cause(err error) error {
 	var p *transport.PeerError

@@ -13,7 +13,7 @@ import (
 const (
 	// lockstepCycle is the time between cycles if HOROVOD_CYCLE_TIME is not set.
 	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is the time between cycles while no rank has anything to say. The time grows to it
+	// lockstepIdleCycle is the time between cycles while no rank has votes or news. The time grows to it
 	// step by step.
 	lockstepIdleCycle = 8 * time.Millisecond
 )

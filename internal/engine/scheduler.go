@@ -84,7 +84,7 @@ type loop interface {
 	queued() int
 }
 
-// peers notifies the other ranks, and tells them whether to notify this one. Its methods are from
+// peers notifies the other ranks, and lets them know whether to notify this one. Its methods are from
 // transport.Poller.
 type peers interface {
 	NotifyPeers()

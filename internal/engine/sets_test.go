@@ -212,7 +212,7 @@ func TestDeathDuringARemoval(t *testing.T) {
 		executing := make(chan struct{})
 		one := c.submit(1, over(1, gather("granted", func(n int) []byte {
 			close(executing)
-			<-c.engines[0].Ended() // until rank 0 knows
+			<-c.engines[0].Ended() // until rank 0 has the verdict
 			return allocate(n)
 		})))
 		zero := c.submit(0, over(1, gather("granted", allocate)))

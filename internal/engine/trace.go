@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// HOROVOD_LOG_LEVEL=trace logs each frame of the negotiation that a rank sends or receives, except heartbeats and clock
-// probes. At other levels a frame costs one test of Engine.traced.
+// HOROVOD_LOG_LEVEL=trace logs each frame of the negotiation that a rank sends or receives, except heartbeats
+// and clock probes. At other levels a frame costs one test of Engine.traced.
 
 // traceUp logs a frame to the coordinator: new requests in full, and cache bits for the others.
 func (e *Engine) traceUp(up *message.Up) {

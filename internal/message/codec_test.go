@@ -268,7 +268,7 @@ func TestRequestCheck(t *testing.T) {
 	}
 }
 
-// Every field that matters to a kind is compared, and no other: a rank need not set what nobody reads.
+// Matches compares every field that matters to a kind, and no other field: a rank need not set unused fields.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	changes := map[string]func(*message.Request){
 		"kind":      func(q *message.Request) { q.Kind = message.Error },

@@ -62,13 +62,14 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	}
 }
 
-// BenchmarkCost is what watching costs: steps over ResNet-50's gradients between two ranks in shared memory, with and without, in one
-// process, so that nothing else is different. Each pair is 40 parts of 5 steps (some 100 ms) with and 40 without, in random order,
-// and the ratio of the lower quartiles: what else the machine does only adds to a part. Reported are the median of the pairs and the
-// ends of its 95 % interval (order statistics), in per cent. What a timeline has to write is written within the part, by one
-// rank after the other: on a machine whose ranks leave no processor idle, each waits for both. So it is with scrapes of the metrics,
-// of which there is one of each rank in every tenth part of those with; those parts have a quartile of their own, and a tenth of
-// the weight.
+// BenchmarkCost is what watching costs: steps over ResNet-50's gradients between two ranks in shared memory,
+// with and without, in one process, so that nothing else is different. Each pair is 40 parts of 5 steps (some
+// 100 ms) with and 40 without, in random order, and the ratio of the lower quartiles: what else the machine
+// does only adds to a part. Reported are the median of the pairs and the ends of its 95 % interval (order
+// statistics), in per cent. What a timeline has to write is written within the part, by one rank after the
+// other: on a machine whose ranks leave no processor idle, each waits for both. So it is with scrapes of the
+// metrics, of which there is one of each rank in every tenth part of those with; those parts have a quartile
+// of their own, and a tenth of the weight.
 func BenchmarkCost(b *testing.B) {
 	const ranks, parts, steps, partsPerScrape = 2, 40, 5, 10
 	for _, way := range []string{"nothing", "timeline", "metrics", "recorder"} {

@@ -233,7 +233,7 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 }
 
 // failed turns a failure before the epoch began into a *engine.PeerError, as failures have afterwards, and
-// tells the launcher.
+// reports it to the launcher.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
 	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused && refused.Reason == rendezvous.RootFailed {

@@ -90,8 +90,8 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.joined.Ready(ctx)
 }
 
-// Fail tells the other ranks that this rank cannot go on because of err. It returns what has failed the
-// epoch: err, or a *rendezvous.FailedError that names another rank.
+// Fail reports to the other ranks that this rank has failed because of err. It returns the reason for which
+// the epoch has failed: err, or a *rendezvous.FailedError that names another rank.
 func (s *Session) Fail(err error) error {
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
@@ -193,7 +193,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	return nil
 }
 
-// capabilities returns what this rank says about its backends.
+// capabilities returns, for each backend that this rank has, why the rank cannot use it, or "".
 func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {

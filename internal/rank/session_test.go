@@ -120,7 +120,7 @@ func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
 	}
 }
 
-// The ranks share memory as the settings say, which are the same at all of them.
+// The ranks share memory according to the settings, which are the same at all ranks.
 func TestOpenWithoutMemory(t *testing.T) {
 	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
 	either := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}

@@ -12,7 +12,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// The log leaves stalls to the launcher's report only if the launcher listens: a store alone reports nothing.
+// The log names only one stall if the launcher listens and prints a report. A store without a launcher prints
+// none.
 func TestStallsAreExplainedByAWatcher(t *testing.T) {
 	for _, watched := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -39,7 +39,8 @@ func observed(t *testing.T, ranks int, set config.Config, epoch uint64, f func(r
 	})
 }
 
-// Each timeline has a file of its own, however it was started, and those of an epoch leave those of the one before alone.
+// Each timeline has its own file, whether a call, a setting or a signal started it. An epoch does not
+// overwrite the files of an earlier epoch.
 func TestFilesOfEpochs(t *testing.T) {
 	for name, c := range map[string]struct {
 		fromStart bool
@@ -86,7 +87,8 @@ func TestFilesOfEpochs(t *testing.T) {
 	}
 }
 
-// A signal that comes as soon as Init has returned starts the timeline. On one processor nothing else runs before.
+// A signal that comes as soon as Init has returned starts the timeline. On one processor nothing else runs
+// before.
 func TestSignalAtOnce(t *testing.T) {
 	t.Chdir(t.TempDir())
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
@@ -123,7 +125,7 @@ func TestSignalsAndDevices(t *testing.T) {
 	})
 }
 
-// Where an earlier job has left a rank's file, and this job makes none of that rank, the report is of this job alone.
+// If an earlier job has left the file of a rank that this job does not have, the report ignores that file.
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {
