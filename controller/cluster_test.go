@@ -98,7 +98,7 @@ type watcher interface {
 	removed(n *node, set topo.ProcessSetID, unanswered []request)
 	closed(n *node)                        // the member's shutdown is complete
 	failed(n *node, v *controller.Verdict) // at a member
-	heard()                                // the coordinator took one frame
+	frameReceived()                        // the coordinator took one frame
 }
 
 // plan returns the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused
@@ -303,7 +303,7 @@ func (c *cluster) receive(n *node) {
 	}
 	c.watch.arrived(n, &c.in)
 	c.coord.Step(n.rank, &c.in)
-	c.watch.heard()
+	c.watch.frameReceived()
 }
 
 // decide returns the end of the coordinator's turn. It reports whether anything was sent.

@@ -171,7 +171,7 @@ func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 
 // failSilent gives the verdict when a rank has been silent for too long. It names the ranks that are about to
 // be silent for too long as well: they were most likely lost with it, as all ranks of a host are, and each
-// was last heard within a heartbeat of the others.
+// sent its last frame within a heartbeat period of the others.
 func (c *Coordinator) failSilent() {
 	long := c.cfg.LivenessTimeout
 	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {

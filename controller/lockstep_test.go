@@ -227,7 +227,7 @@ func (unwatched) happened(controller.Event)                   {}
 func (unwatched) removed(*node, topo.ProcessSetID, []request) {}
 func (unwatched) closed(*node)                                {}
 func (unwatched) failed(*node, *controller.Verdict)           {}
-func (unwatched) heard()                                      {}
+func (unwatched) frameReceived()                              {}
 
 // answering records the answers to each rank of an event-driven job.
 type answering struct {
@@ -626,7 +626,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 				j.cycle() // rank 0 learns of a vote in the second cycle
 			}
 			if warmUp > 0 && j.cycle() {
-				t.Error("a cycle gathers votes that were told before")
+				t.Error("a cycle gathers votes that rank 0 knows already")
 			}
 			tick(time.Second)
 			events := j.coord.Events()

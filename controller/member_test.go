@@ -411,7 +411,7 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	turn()
 	want(time.Hour+time.Second, "full", "cached", "cached")
 	if c.Events() != nil && len(c.Events()) > 0 {
-		t.Error("events are told twice")
+		t.Error("Events returned events twice")
 	}
 }
 

@@ -414,7 +414,7 @@ func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*messa
 	return false
 }
 
-func (ch *checker) heard() {
+func (ch *checker) frameReceived() {
 	for _, s := range ch.sets {
 		if name := ch.c.coord.CachedAndRequested(s.ID); name != "" {
 			ch.broken(4, "%q of set %d is both cached and in the request table", name, s.ID)
@@ -425,7 +425,7 @@ func (ch *checker) heard() {
 func (ch *checker) issued(outs []controller.Outgoing) {
 	ch.checkLeavers() // as of the turn, in which a rank that waits may leave too
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
-	told, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
+	received, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
 	for _, o := range outs {
 		switch o.Down.Type {
@@ -451,16 +451,16 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 				decided[d.Set] = d
 			}
 			for _, r := range o.To {
-				if told[r] {
+				if received[r] {
 					ch.broken(7, "rank %d got two frames of cycle %d", r, cycle.Cycle)
 				}
-				told[r], stops[r] = true, o.Down.Stop
+				received[r], stops[r] = true, o.Down.Stop
 				if ch.ranks[r].stopSent {
-					ch.broken(9, "rank %d is told of cycle %d after STOP", r, cycle.Cycle)
+					ch.broken(9, "rank %d receives cycle %d after STOP", r, cycle.Cycle)
 				}
 				for i := range o.Down.Sets {
 					if s := ch.set(o.Down.Sets[i].Set); !slices.Contains(s.Ranks, r) {
-						ch.broken(7, "rank %d is told about set %d", r, s.ID)
+						ch.broken(7, "rank %d receives news of set %d", r, s.ID)
 					}
 				}
 				if len(o.Down.Sets) == 0 && !o.Down.Stop {
@@ -489,8 +489,8 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	for _, s := range ch.sets {
 		d := decided[s.ID]
 		for _, r := range s.Ranks {
-			if d != nil && !told[r] {
-				ch.broken(1, "rank %d is not told of cycle %d", r, cycle.Cycle)
+			if d != nil && !received[r] {
+				ch.broken(1, "rank %d does not receive cycle %d", r, cycle.Cycle)
 			}
 		}
 		if d != nil {

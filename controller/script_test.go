@@ -493,7 +493,7 @@ func (s *script) submitted(*node, request)          {}
 func (s *script) arrived(*node, *message.Up)        {}
 func (s *script) applied(*node, *message.Down)      {}
 func (s *script) finished(*node, *controller.Grant) {}
-func (s *script) heard()                            {}
+func (s *script) frameReceived()                    {}
 
 func (s *script) sent(n *node, u *message.Up) {
 	if u.Type != message.UpHeartbeat || s.beats {

@@ -10,12 +10,12 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// crowded starts a job of two ranks whose loops would take the processor from a caller that queues.
-// NotifyLater defers for period; 0 selects the default.
-func crowded(t *testing.T, told *[2]log, period time.Duration) *cluster {
+// startOversubscribed starts a job of two ranks whose loops would take the processor from a caller that
+// queues. NotifyLater defers for period; 0 selects the default.
+func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
-		cfg.Recorder = &told[cfg.Rank]
+		cfg.Recorder = &recorded[cfg.Rank]
 	})
 	if period > 0 {
 		for _, e := range c.engines {
@@ -48,8 +48,8 @@ func promptly(t *testing.T, began time.Time) {
 // Operations that are queued one after another are negotiated together.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
-	var told [2]log
-	c := crowded(t, &told, time.Hour)
+	var recorded [2]log
+	c := startOversubscribed(t, &recorded, time.Hour)
 	c.each(func(r int) {
 		done := make(chan error, tensors)
 		for i := range tensors {
@@ -63,7 +63,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 			}
 		}
 		grants := make(map[uint64]int)
-		for _, op := range told[r].operations() {
+		for _, op := range recorded[r].operations() {
 			grants[op.Number] += len(op.Tensors)
 		}
 		// Heartbeats and clock probes may have caused turns in between.
@@ -76,8 +76,8 @@ func TestNotifyOnceForMany(t *testing.T) {
 
 // Queued operations complete even if nobody calls Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
-	var told [2]log
-	c := crowded(t, &told, 0)
+	var recorded [2]log
+	c := startOversubscribed(t, &recorded, 0)
 	began := time.Now()
 	c.each(func(r int) {
 		for range lateRounds {
@@ -95,8 +95,8 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 // Queued operations complete even if more are queued all the time.
 func TestNotifyWhileQueueing(t *testing.T) {
 	const most = 500 // before the first heartbeat
-	var told [2]log
-	c := crowded(t, &told, 5*time.Millisecond)
+	var recorded [2]log
+	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
 	time.Sleep(200 * time.Millisecond) // until the clocks are compared, which takes turns of the loops
 	c.each(func(r int) {
 		done := make(chan error, most)
@@ -118,8 +118,8 @@ func TestNotifyWhileQueueing(t *testing.T) {
 // the timer.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
-		var told [2]log
-		c := crowded(t, &told, period)
+		var recorded [2]log
+		c := startOversubscribed(t, &recorded, period)
 		began := time.Now()
 		c.each(func(r int) {
 			for round := range lateRounds {

@@ -63,7 +63,7 @@ func (l *log) operations() []trace.Operation {
 // at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
-	told := func(t *testing.T, lockstep bool) {
+	recorded := func(t *testing.T, lockstep bool) {
 		recorders, timelines := make([]log, n), make([]log, n)
 		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 			cfg.Lockstep = lockstep
@@ -98,7 +98,7 @@ func TestOperationsAreTold(t *testing.T) {
 					seen += len(op.Tensors)
 				}
 				if want := 3*(step+1) + min(step/7, 1); seen != want {
-					t.Errorf("rank %d has heard of %d tensors, want %d", r, seen, want)
+					t.Errorf("rank %d received records of %d tensors, want %d", r, seen, want)
 					return
 				}
 			}
@@ -137,10 +137,10 @@ func TestOperationsAreTold(t *testing.T) {
 				}
 			}
 			if times["a"] != steps || times["b"] != steps {
-				t.Errorf("rank %d has heard of %v", r, times)
+				t.Errorf("rank %d received records of %v", r, times)
 			}
 			if len(timelines[r].operations()) == 0 || timelines[r].cycles == 0 {
-				t.Errorf("rank %d: the timeline has heard of %d operations and %d cycles", r, len(timelines[r].ops), timelines[r].cycles)
+				t.Errorf("rank %d: the timeline received records of %d operations and %d cycles", r, len(timelines[r].ops), timelines[r].cycles)
 			}
 			st := c.engines[r].Stats()
 			if st.CacheHits != 2*(steps-1) || st.CacheMisses != steps+3 || st.Refused != 1 || st.Negotiation.Count() != 3*steps+1 ||
@@ -153,7 +153,7 @@ func TestOperationsAreTold(t *testing.T) {
 		}
 		c.shutdown()
 	}
-	both(t, told)
+	both(t, recorded)
 }
 
 func checkOperation(t *testing.T, rank int, op *trace.Operation) {
@@ -372,7 +372,7 @@ func TestGroupsAreTold(t *testing.T) {
 			}
 			ops := logs[r].operations()
 			if len(ops) != 3 {
-				t.Errorf("rank %d heard of %d operations, want 3", r, len(ops))
+				t.Errorf("rank %d received records of %d operations, want 3", r, len(ops))
 				continue
 			}
 			for i, want := range []trace.Tensor{
@@ -381,7 +381,7 @@ func TestGroupsAreTold(t *testing.T) {
 			} {
 				if got := ops[i].Tensors[0]; len(ops[i].Tensors) != 1 || got.Name != "g" || got.DType != want.DType || !got.Shape.Equal(want.Shape) ||
 					got.Bytes != want.Bytes || got.Parts != want.Parts {
-					t.Errorf("rank %d heard of %+v, want %+v", r, got, want)
+					t.Errorf("rank %d received %+v, want %+v", r, got, want)
 				}
 			}
 		}

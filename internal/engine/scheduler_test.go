@@ -151,7 +151,7 @@ func TestSchedulerParks(t *testing.T) {
 			t.Errorf("turns at %v, want one at %v, when it is due", got, due)
 		}
 		if l.unparks == 0 {
-			t.Error("the mesh was not told that the scheduler polls again")
+			t.Error("the mesh was not notified that the scheduler polls again")
 		}
 	})
 }

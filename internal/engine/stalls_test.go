@@ -22,9 +22,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// patience is no multiple of the heartbeat period, because a heartbeat's turn would hide a deadline that
+// testTimeout is no multiple of the heartbeat period, because a heartbeat's turn would hide a deadline that
 // nothing waits for.
-const patience = 2300 * time.Millisecond
+const testTimeout = 2300 * time.Millisecond
 
 // reports collects the reports of rank 0's stall inspector, with their times.
 type reports struct {
@@ -56,7 +56,7 @@ func TestStallReports(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			var r reports
 			c := start(t, 3, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning = lockstep, patience
+				cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
 				r.attach(cfg)
 			})
@@ -67,7 +67,7 @@ func TestStallReports(t *testing.T) {
 						return
 					}
 					if rank == 2 {
-						time.Sleep(2*patience + time.Second)
+						time.Sleep(2*testTimeout + time.Second)
 					}
 					e := sum("x", make([]byte, 8))
 					e.Set = set
@@ -84,7 +84,7 @@ func TestStallReports(t *testing.T) {
 				}
 			}
 			// Neither operations that are in time nor idle ranks are reported.
-			time.Sleep(10 * patience)
+			time.Sleep(10 * testTimeout)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
 				t.Errorf("in time: got %q", got)
@@ -107,14 +107,14 @@ func TestManyStallsAreFewLines(t *testing.T) {
 			var r reports
 			core, logged := observer.New(zapcore.WarnLevel)
 			c := start(t, 2, func(cfg *engine.Config) {
-				cfg.StallWarning, cfg.Log = patience, zap.New(core)
+				cfg.StallWarning, cfg.Log = testTimeout, zap.New(core)
 				cfg.StallsExplained = func() bool { return q.explained }
 				r.attach(cfg)
 			})
 			r.began = time.Now()
 			c.each(func(rank int) {
 				if rank == 1 {
-					time.Sleep(patience + absent)
+					time.Sleep(testTimeout + absent)
 				}
 				var entries []*tensorqueue.Entry
 				for i := range 40 {
@@ -134,8 +134,8 @@ func TestManyStallsAreFewLines(t *testing.T) {
 				}
 			})
 			c.shutdown()
-			if told := r.take(); len(told) != 40 {
-				t.Errorf("the program is told of %d stalls, want 40: %q", len(told), told)
+			if received := r.take(); len(received) != 40 {
+				t.Errorf("the program received %d stalls, want 40: %q", len(received), received)
 			}
 			var got []string
 			for _, entry := range logged.All() {
@@ -143,7 +143,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
 			// The number of the others follows at the end of the second, or of the job.
-			want = append(want, fmt.Sprintf("%v: stalled:, more: %d", min(patience+time.Second, patience+absent+4*time.Millisecond), 40-q.lines))
+			want = append(want, fmt.Sprintf("%v: stalled:, more: %d", min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
 				t.Errorf("rank 1 comes %v after the stall: got %q\nwant %q", absent, got, want)
 			}
@@ -157,13 +157,13 @@ func TestStallReportsOfExecution(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			var r reports
 			c := start(t, 2, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning = lockstep, patience
+				cfg.Lockstep, cfg.StallWarning = lockstep, testTimeout
 				r.attach(cfg)
 			})
 			r.began = time.Now()
 			zero := c.gather(0, allocate)
 			one := c.gather(1, func(n int) []byte {
-				time.Sleep(2 * patience) // in the bubble
+				time.Sleep(2 * testTimeout) // in the bubble
 				return allocate(n)
 			})
 			for _, done := range []chan error{zero, one} {
@@ -185,7 +185,7 @@ func TestStallShutdown(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
 			c := start(t, 3, func(cfg *engine.Config) {
-				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, time.Second, patience
+				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, time.Second, testTimeout
 			})
 			began := time.Now()
 			c.each(func(r int) {
@@ -199,8 +199,8 @@ func TestStallShutdown(t *testing.T) {
 				if !errors.As(err, &stall) || !errors.Is(err, engine.ErrShutDown) || err.Error() != want {
 					t.Errorf("rank %d: got error %v\nwant %s", r, err, want)
 				}
-				if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
-					t.Errorf("rank %d: took %v, want %v", r, took, patience)
+				if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
+					t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
 				}
 				<-c.engines[r].Ended()
 				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) || err != c.engines[r].Err() {
@@ -211,10 +211,10 @@ func TestStallShutdown(t *testing.T) {
 	})
 }
 
-// late submits a sum with the timeout patience.
+// late submits a sum with the timeout testTimeout.
 func (c *cluster) late(r int, name string) chan error {
 	e := sum(name, make([]byte, 8))
-	e.Timeout = patience
+	e.Timeout = testTimeout
 	return c.submit(r, e)
 }
 
@@ -255,8 +255,8 @@ func TestOperationTimeout(t *testing.T) {
 						done = c.allreduce(r, "x", make([]byte, 8))
 					}
 					wantTimeout(t, r, c.wait(done), by, 2)
-					if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
-						t.Errorf("rank %d: took %v, want %v", r, took, patience)
+					if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
+						t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
 					}
 					wantTimeout(t, r, c.wait(c.allreduce(r, "later", make([]byte, 8))), by, 2)
 				})
@@ -284,8 +284,8 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 					<-c.engines[r].Ended()
 				}
 				wantTimeout(t, r, c.wait(c.late(r, "x")), 0, 1)
-				if took := time.Since(began); took < patience || took > patience+grace(lockstep) {
-					t.Errorf("rank %d: took %v, want %v", r, took, patience)
+				if took := time.Since(began); took < testTimeout || took > testTimeout+grace(lockstep) {
+					t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
 				}
 			})
 			c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), 0, 1) })
@@ -303,7 +303,7 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 				e := gather("gather", allocate)
 				switch r {
 				case 0:
-					e.Timeout = patience
+					e.Timeout = testTimeout
 				case 2:
 					e.Allocate = func(n int) []byte {
 						<-release
@@ -319,7 +319,7 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 					}
 					return
 				}
-				time.Sleep(2 * patience)
+				time.Sleep(2 * testTimeout)
 				close(release)
 				if err := c.wait(done); err == nil {
 					t.Error("rank 2: the operation that was cut off gave no error")
@@ -343,7 +343,7 @@ func TestOperationsInTime(t *testing.T) {
 				for range 3 {
 					x, y := c.late(r, "x"), c.late(r, "y")
 					if r == 1 {
-						time.Sleep(patience / 2)
+						time.Sleep(testTimeout / 2)
 					}
 					for _, done := range []chan error{c.late(r, "z"), y, x} {
 						if err := c.wait(done); err != nil {
@@ -352,7 +352,7 @@ func TestOperationsInTime(t *testing.T) {
 					}
 				}
 			})
-			time.Sleep(3 * patience)
+			time.Sleep(3 * testTimeout)
 			c.shutdown()
 		})
 	})
@@ -367,7 +367,7 @@ func TestOperationWithoutDeadline(t *testing.T) {
 				e := sum("x", make([]byte, 8))
 				e.Timeout = math.MaxInt64
 				if r == 1 {
-					time.Sleep(patience)
+					time.Sleep(testTimeout)
 				}
 				if err := c.wait(c.submit(r, e)); err != nil {
 					t.Errorf("rank %d: %v", r, err)
@@ -393,9 +393,9 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 			e := gather("gather", allocate)
 			switch r {
 			case 1:
-				e.Timeout = patience
+				e.Timeout = testTimeout
 			case 2:
-				time.Sleep(patience - delay/2) // the grant is sent then, and arrives when the time is up
+				time.Sleep(testTimeout - delay/2) // the grant is sent then, and arrives when the time is up
 				e.Allocate = func(n int) []byte {
 					<-release
 					return allocate(n)
@@ -451,9 +451,9 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
-			var heard reports
+			var reported reports
 			c := start(t, 2, func(cfg *engine.Config) {
-				heard.attach(cfg)
+				reported.attach(cfg)
 				cfg.Lockstep, cfg.StallWarning, cfg.StallShutdown = lockstep, 30*time.Second, 30*time.Second
 			})
 			c.each(func(r int) {
@@ -472,7 +472,7 @@ func TestRepeatedNameIsNoStall(t *testing.T) {
 					}
 				}
 			})
-			if got := heard.take(); len(got) > 0 {
+			if got := reported.take(); len(got) > 0 {
 				t.Errorf("got reports %v, want none", got)
 			}
 			c.shutdown()

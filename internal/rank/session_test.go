@@ -130,9 +130,9 @@ func TestOpenWithoutMemory(t *testing.T) {
 		set   map[int]map[string]string
 		says  string // in the errors; empty if there are none
 	}{
-		"told not to":                      {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
-		"several hosts, told to":           {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
-		"several hosts in a ring, told to": {[]string{"a", "b", "a", "b", "a"}, map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
+		"disabled":                          {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
+		"several hosts, required":           {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
+		"several hosts in a ring, required": {[]string{"a", "b", "a", "b", "a"}, map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
 		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp},
 			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0, tcp at rank 1"},
 	} {
@@ -191,8 +191,8 @@ type sharer struct {
 	why   string
 }
 
-func (s *sharer) Group() []topo.Rank  { return s.group }
-func (s *sharer) UnsharedReason() string         { return s.why }
+func (s *sharer) Group() []topo.Rank         { return s.group }
+func (s *sharer) UnsharedReason() string     { return s.why }
 func (s *sharer) UnsharedRanks() []topo.Rank { return nil }
 
 func TestShare(t *testing.T) {
