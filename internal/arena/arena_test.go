@@ -61,18 +61,18 @@ func TestAlloc(t *testing.T) {
 			t.Errorf("%d bytes: got %d of %d at %#x", n, len(b), cap(b), address(b))
 		}
 		if !bytes.Equal(b, make([]byte, n)) {
-			t.Errorf("%d bytes: not zeroed", n)
+			t.Errorf("%d bytes: got memory that is not zeroed", n)
 		}
 		if _, ok := h.find(b); !ok {
-			t.Errorf("%d bytes: not found", n)
+			t.Errorf("%d bytes: Find has not found the tensor", n)
 		}
 		mustFree(t, h, b)
 		if err := h.release(b); err == nil {
-			t.Errorf("%d bytes: freed twice", n)
+			t.Errorf("%d bytes: a second Free returned no error, want one", n)
 		}
 	}
 	if _, err := h.alloc(-1); err == nil {
-		t.Error("got a negative size")
+		t.Error("a negative size: got no error, want one")
 	}
 	for _, n := range []int{1 << 50, 1<<63 - 1} {
 		_, err := h.alloc(n)
@@ -197,7 +197,7 @@ func TestFreeChecks(t *testing.T) {
 		"inside": b[64:], "off by one": b[1:], "elsewhere": make([]byte, 64), "nil": nil, "behind": b[:1000:1000][1000:],
 	} {
 		if err := h.release(wrong); err == nil {
-			t.Errorf("%s: freed", name)
+			t.Errorf("%s: got no error from Free, want one", name)
 		}
 	}
 	mustFree(t, h, b[:10]) // it begins there
@@ -206,7 +206,7 @@ func TestFreeChecks(t *testing.T) {
 func TestFind(t *testing.T) {
 	h := newHeap(t)
 	if _, ok := h.find(make([]byte, 10)); ok {
-		t.Error("found in an empty heap")
+		t.Error("Find found a slice in an empty heap")
 	}
 	a, b := mustAlloc(t, h, 1000), mustAlloc(t, h, chunkBytes)
 	atA, _ := h.find(a)
@@ -234,7 +234,7 @@ func TestFind(t *testing.T) {
 	}
 	// This slice ends one byte after the chunk; the test does not read it.
 	if _, ok := h.find(beyond(chunk)); ok {
-		t.Error("found a slice that is not all in the chunk")
+		t.Error("Find found a slice that ends after the chunk")
 	}
 	mustFree(t, h, a)
 	mustFree(t, h, b)
@@ -302,7 +302,7 @@ func TestWatch(t *testing.T) {
 	expect := func(what, want string) {
 		t.Helper()
 		if got := strings.Join(log, " "); got != want {
-			t.Errorf("%s: heard %q, want %q", what, got, want)
+			t.Errorf("%s: the watcher got %q, want %q", what, got, want)
 		}
 		log = nil
 	}
@@ -339,7 +339,7 @@ func TestAdopt(t *testing.T) {
 	c := h.adopt(adopted)
 	b := adopted.Bytes()
 	if ref, ok := h.find(b[4096:8192]); !ok || ref != (Ref{c.ID, 4096}) || c.ID != 2 {
-		t.Errorf("found %v, %v in chunk %d", ref, ok, c.ID)
+		t.Errorf("Find: got %v, %v, want a place in chunk %d", ref, ok, c.ID)
 	}
 	if next := mustAlloc(t, h, 100); address(next) >= address(b) && address(next) < address(b)+chunkBytes {
 		t.Error("a tensor was allocated in memory of another process")
@@ -351,23 +351,23 @@ func TestAdopt(t *testing.T) {
 	}
 	mustFree(t, h, own) // its chunk is kept, though another one is empty
 	if chunks, mapped, live := h.stats(); chunks != 2 || mapped != 2*chunkBytes || live != 0 {
-		t.Errorf("%d chunks of %d bytes, %d in use", chunks, mapped, live)
+		t.Errorf("got %d chunks of %d bytes, %d in use", chunks, mapped, live)
 	}
 	if err := h.abandon(1); err == nil {
-		t.Error("a chunk of this process was abandoned")
+		t.Error("Abandon of a chunk of this process: got no error, want one")
 	}
 	if err := h.abandon(c.ID); err != nil {
 		t.Error(err)
 	}
 	if _, ok := h.find(b[:1]); ok {
-		t.Error("an abandoned chunk is found")
+		t.Error("Find found an abandoned chunk")
 	}
 	if err := h.abandon(c.ID); err == nil {
-		t.Error("a chunk was abandoned twice")
+		t.Error("a second Abandon: got no error, want one")
 	}
 	want := []string{fmt.Sprintf("added 1 of %d", chunkBytes), fmt.Sprintf("added 2 of %d", chunkBytes), "removed 2"}
 	if !slices.Equal(heard, want) {
-		t.Errorf("watchers heard %q, want %q", heard, want)
+		t.Errorf("watchers got %q, want %q", heard, want)
 	}
 }
 
@@ -402,14 +402,14 @@ func TestConcurrent(t *testing.T) {
 				mu.Unlock()
 				for i := range min(n, 1000) {
 					if b[i] != 0 {
-						t.Error("not zeroed")
+						t.Error("got memory that is not zeroed")
 						return
 					}
 					b[i] = byte(g + 1)
 				}
 				for i := range min(n, 1000) {
 					if b[i] != byte(g+1) {
-						t.Error("given out twice")
+						t.Error("a tensor was allocated twice")
 						return
 					}
 				}
@@ -434,7 +434,7 @@ func TestProcess(t *testing.T) {
 	at, ok := Find(b)
 	chunks, mapped, live := Stats()
 	if !ok || at.Chunk == 0 || chunks != 1 || heard != 1 || mapped != chunkBytes || live != 128 {
-		t.Errorf("got %v, %v, %d chunks of %d bytes with %d live, heard of %d", at, ok, chunks, mapped, live, heard)
+		t.Errorf("got %v, %v, %d chunks of %d bytes with %d live, watchers know %d", at, ok, chunks, mapped, live, heard)
 	}
 	if err := Free(b); err != nil {
 		t.Error(err)
@@ -449,7 +449,7 @@ func BenchmarkFind(b *testing.B) {
 	}
 	for b.Loop() {
 		if _, ok := h.find(all[2]); !ok {
-			b.Fatal("not found")
+			b.Fatal("Find has not found the tensor")
 		}
 	}
 	b.StopTimer()
@@ -481,7 +481,7 @@ func TestChunksAreOpen(t *testing.T) {
 	defer mustFree(t, h, b)
 	s, err := shmem.Adopt(duplicate(t, chunks[0].Segment.FD()))
 	if err != nil {
-		t.Fatalf("who works for this process cannot write its chunk: %v", err)
+		t.Fatalf("the other process cannot write the chunk before it is sealed: %v", err)
 	}
 	other := &heap{}
 	var adopted []Chunk

@@ -293,7 +293,7 @@ func check(fd int, want int) (size int64, err error) {
 func (s *Segment) Bytes() []byte { return s.bytes }
 
 // Seal ensures that from now on no process that has the descriptor can map the memory for writing. Existing
-// mappings, such as the one of this process, remain. Seal may be called again. The segment must be one of
+// mappings, such as the one of this process, remain. Seal may be called again. The segment comes from
 // Create, CreateOpen or Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 

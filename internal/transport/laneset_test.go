@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// A LaneSet says the same as a map, and keeps its runs apart and in order.
+// A LaneSet has the same lanes as a map, and its runs are in order and do not touch.
 func TestLaneSetAgainstMap(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 0))
@@ -35,7 +35,8 @@ func TestLaneSetAgainstMap(t *testing.T) {
 	}
 }
 
-// However many lanes are released, with eight in use at a time the set stays as small as its comment says.
+// With eight lanes in use at a time, the set stays as small as its doc comment promises, however many lanes are
+// released.
 func TestLaneSetStaysSmall(t *testing.T) {
 	const inUse, lanes = 8, 100_000
 	r := rand.New(rand.NewPCG(1, 0))

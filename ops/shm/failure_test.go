@@ -122,7 +122,7 @@ func TestAbandonedBuffer(t *testing.T) {
 			}
 			switch err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); {
 			case gaveUp && (err == nil || !strings.Contains(err.Error(), "gave up the operation")):
-				t.Errorf("got %v, want that rank 1 gave up", err)
+				t.Errorf("got %v, want the error that rank 1 gave up the operation", err)
 			case !gaveUp && err != nil:
 				t.Error(err)
 			}
@@ -270,7 +270,7 @@ func TestRefused(t *testing.T) {
 	} {
 		run(t, 2, shm.Config{}, func(r *rank) error {
 			if err := op(r); err == nil {
-				t.Errorf("%s: accepted", name)
+				t.Errorf("%s: got no error, want one", name)
 			}
 			return nil
 		})

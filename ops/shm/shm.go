@@ -106,8 +106,8 @@ type Backend struct {
 	running    running // the exchange in progress
 	stage      int     // steps staged in the operations before this one
 	turn       int     // the table that this operation uses, 0 or 1
-	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd that of the
-	// next one's.
+	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd the
+	// position of the next one's.
 	ringPos, ringEnd int64
 
 	// The fields below are kept between operations so that steady state allocates nothing.

@@ -18,8 +18,8 @@ import (
 
 var _ ops.Backend = (*shm.Backend)(nil)
 
-// because returns err, or else an error that says text.
-func because(err error, text string) error {
+// errOr returns err, or an error with this text if err is nil.
+func errOr(err error, text string) error {
 	if err == nil {
 		err = errors.New(text)
 	}
@@ -41,7 +41,7 @@ func connect(r *rank) error {
 		return err
 	}
 	if p, err := r.Step(context.Background(), false); p != ops.Blocked || err != nil {
-		return because(err, "went on, though the others' memory is not known")
+		return errOr(err, "Step did not return Blocked, though the memory of the others is not mapped")
 	}
 	return finish(r, 0)
 }
@@ -117,7 +117,7 @@ func TestStartGather(t *testing.T) {
 					err = finish(r, 1000*((i+r.me)%3))
 				}
 				if err != nil || !bytes.Equal(out, want) {
-					return because(err, "wrong result of the allgather")
+					return errOr(err, "wrong result of the allgather")
 				}
 				if each > 0 {
 					want[0] = 99
@@ -130,7 +130,7 @@ func TestStartGather(t *testing.T) {
 					err = finish(r, 1000*((i+r.me)%2))
 				}
 				if err != nil || !bytes.Equal(out, want) {
-					return because(err, "wrong result of the broadcast")
+					return errOr(err, "wrong result of the broadcast")
 				}
 			}
 			return nil
@@ -159,16 +159,16 @@ func TestStartDoesNotWait(t *testing.T) {
 			}
 			for range 100 {
 				if p, err := r.Step(context.Background(), false); p != ops.Waiting || err != nil {
-					return because(err, "went on without the other")
+					return errOr(err, "Step did not wait for the other rank")
 				}
 			}
 			ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 			defer cancel()
 			if _, err := r.Step(ctx, true); !errors.Is(err, context.DeadlineExceeded) {
-				return because(err, "want that the time is over")
+				return errOr(err, "got no error, want context.DeadlineExceeded")
 			}
 			if _, err := r.Step(context.Background(), false); err == nil {
-				return errors.New("the backend goes on after an error")
+				return errors.New("got no error from a step after an error, want the same error")
 			}
 			return nil
 		})

@@ -54,7 +54,7 @@ func checkAllgather(t *testing.T, c *cluster, of func(r int) int64) {
 	})
 	for r := range got {
 		if !bytes.Equal(got[r], want) {
-			t.Errorf("counts %v: rank %d has other bytes than were given", counts, r)
+			t.Errorf("counts %v: rank %d has bytes that differ from the input", counts, r)
 		}
 	}
 }
@@ -131,10 +131,10 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	for r := range n {
 		want, counts := blocks(func(from int) int64 { return of(from, r) }, func(from int) int { return 31*from + 7*r })
 		if calls[r] != 1 || !slices.Equal(gotCounts[r], counts) {
-			t.Errorf("rank %d: asked for room %d times, at last for %v, want once for %v", r, calls[r], gotCounts[r], counts)
+			t.Errorf("rank %d: allocate was called %d times, the last time with %v, want once with %v", r, calls[r], gotCounts[r], counts)
 		}
 		if !bytes.Equal(got[r], want) {
-			t.Errorf("counts %v: rank %d has other bytes than were given", counts, r)
+			t.Errorf("counts %v: rank %d has bytes that differ from the input", counts, r)
 		}
 	}
 }
@@ -188,7 +188,7 @@ func TestAlltoallLies(t *testing.T) {
 			done := make(chan error, 1)
 			go func() {
 				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {
-					t.Errorf("room asked for %v", counts)
+					t.Errorf("allocate was called with %v, want no call", counts)
 					return nil, errors.New("no room")
 				})
 			}()

@@ -107,7 +107,7 @@ func TestKill(t *testing.T) {
 
 		got := make([]byte, len(buf))
 		if _, err := io.ReadFull(down, got); err != nil || string(got) != "last words" {
-			t.Errorf("got %q, %v, want what was sent before", got, err)
+			t.Errorf("got %q, %v, want the bytes that were sent before", got, err)
 		}
 		_, err := down.Read(got)
 		wantPeer(t, "read", err, 0)

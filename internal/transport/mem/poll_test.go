@@ -48,7 +48,7 @@ func (l *looker) read(want string) {
 func (l *looker) rang(want int32) {
 	l.t.Helper()
 	if got := l.rings.Swap(0); got != want {
-		l.t.Errorf("rang %d times, want %d", got, want)
+		l.t.Errorf("got %d notifications, want %d", got, want)
 	}
 }
 
@@ -86,7 +86,7 @@ func TestPolling(t *testing.T) {
 
 	b := make([]byte, 10)
 	if n := testing.AllocsPerRun(100, func() { _, _ = l.conn.TryRead(b) }); n != 0 {
-		t.Errorf("a look makes %v allocations", n)
+		t.Errorf("polling makes %v allocations, want none", n)
 	}
 }
 

@@ -169,7 +169,7 @@ func dissolved(t *testing.T, j *job, why []string) {
 		}
 		b, err := m.Share(1, 100, nil)
 		if err != nil || len(b) < 100 {
-			t.Errorf("rank %d: share alone: got %d bytes, %v", r, len(b), err)
+			t.Errorf("rank %d: share in a group of one: got %d bytes, %v", r, len(b), err)
 		}
 		if _, err := m.Peer(t.Context(), 1, topo.Rank((r+2)%6)); err == nil {
 			t.Errorf("rank %d: got a segment of a rank outside its group", r)
@@ -286,13 +286,13 @@ func TestConnectChecks(t *testing.T) {
 			t.Errorf("%s: got no error", name)
 		}
 		if _, err := j.under[1].Conn(t.Context(), 1, 0); !errors.Is(err, transport.ErrClosed) {
-			t.Errorf("%s: the mesh underneath gives %v, want it closed", name, err)
+			t.Errorf("%s: the mesh underneath: got error %v, want that it is closed", name, err)
 		}
 	}
 	j := newJob(t, shm.Config{}, overMem(t, 1), "a")
 	j.mustConnect(t)
 	if _, errs := j.connect(t.Context()); errs[0] == nil {
-		t.Error("connected twice")
+		t.Error("a second Connect: got no error, want one")
 	}
 }
 

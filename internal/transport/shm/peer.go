@@ -163,7 +163,7 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 var errBreach = errors.New("shm: the peer violated the protocol")
 
 // mapSegment maps a segment of which a peer says that it has size bytes. An error that is not an errBreach is
-// due to a lack of resources in this process.
+// caused by a lack of resources in this process.
 func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

@@ -58,7 +58,7 @@ func bytesOf(seed uint64, n int) []byte {
 	return b
 }
 
-// Pieces of every size around those of the ring come through, polled and read, sent faster than they are read
+// Pieces of all sizes around the size of the ring arrive, with TryRead and with Read, sent faster than they are read
 // and slower.
 func TestRing(t *testing.T) {
 	for _, ringBytes := range []int{64, 256} {
@@ -238,7 +238,7 @@ func TestParkRace(t *testing.T) {
 						select {
 						case <-notified:
 						case <-time.After(patience):
-							t.Errorf("rank %d sleeps for ever in round %d", r, i)
+							t.Errorf("rank %d was not notified in round %d", r, i)
 							return
 						}
 						polls.Unpark()
@@ -377,7 +377,7 @@ func TestIdle(t *testing.T) {
 			break
 		}
 		if tries == 20 {
-			t.Fatalf("used %v in %v, want next to nothing", took, idle)
+			t.Fatalf("used %v of processor time in %v, want almost none", took, idle)
 		}
 	}
 	if err := zero.Send([]byte{1}); err != nil {

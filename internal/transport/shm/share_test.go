@@ -86,14 +86,14 @@ func TestShare(t *testing.T) {
 		}
 		own[g.owner][17] = byte(10 + g.owner)
 		if len(g.b) != len(own[g.owner]) || g.b[17] != byte(10+g.owner) || g.b[18] != 0 {
-			t.Errorf("rank %d does not see what rank %d wrote", g.reader, g.owner)
+			t.Errorf("rank %d does not read the bytes that rank %d wrote", g.reader, g.owner)
 		}
 	}
 	if _, err := meshes[0].Share(5, 1, nil); err == nil {
-		t.Error("shared a lane twice")
+		t.Error("a second Share of a lane: got no error, want one")
 	}
 	if _, err := meshes[0].Share(6, 1, []topo.Rank{1, 3}); err == nil {
-		t.Error("shared with a rank that does not exist")
+		t.Error("Share with a rank that does not exist: got no error, want one")
 	}
 	if _, err := meshes[0].Share(7, 1, []topo.Rank{1}); err != nil {
 		t.Error(err)
@@ -225,7 +225,7 @@ func TestArena(t *testing.T) {
 	for _, b := range [][]byte{early, late} {
 		at, ok := arena.Find(b)
 		if !ok {
-			t.Fatal("not found")
+			t.Fatal("Find has not found the tensor")
 		}
 		b[7] = 77
 		var seen [][]byte
@@ -233,7 +233,7 @@ func TestArena(t *testing.T) {
 			for p := range meshes {
 				if p == r {
 					if _, err := m.Arena(t.Context(), topo.Rank(p), at.Chunk); err == nil {
-						t.Error("got a chunk of its own")
+						t.Error("Arena of this rank: got no error, want one")
 					}
 					continue
 				}
@@ -242,7 +242,7 @@ func TestArena(t *testing.T) {
 					t.Fatal(err)
 				}
 				if got[at.Offset+7] != 77 {
-					t.Errorf("rank %d does not see what rank %d wrote", r, p)
+					t.Errorf("rank %d does not read the bytes that rank %d wrote", r, p)
 				}
 				if n := testing.AllocsPerRun(100, func() { _, _ = m.Arena(t.Context(), topo.Rank(p), at.Chunk) }); n != 0 {
 					t.Errorf("a later call: got %v allocations, want none", n)

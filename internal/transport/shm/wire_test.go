@@ -33,7 +33,7 @@ func TestOffer(t *testing.T) {
 		bad := good
 		spoil(&bad)
 		if bad.check() == nil {
-			t.Errorf("%s: %v was taken", name, bad)
+			t.Errorf("%s: got no error for %v, want one", name, bad)
 		}
 	}
 }
@@ -101,7 +101,7 @@ func TestHandshake(t *testing.T) {
 				ep.Rank = 1
 				from, err := acceptHandshake(uc, &ep, &good[1], []*Offer{&c.ofDialer, nil, nil})
 				if err == nil && from != c.rank {
-					err = fmt.Errorf("welcomed rank %d", from)
+					err = fmt.Errorf("accepted rank %d", from)
 				}
 				accepted <- err
 			}()

@@ -155,11 +155,11 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	if err := nc.SetDeadline(time.Now().Add(hangTimeout)); err != nil {
 		t.Fatal(err)
 	}
-	return say(t, secret.Secret{}, nc, b)
+	return sendAs(t, secret.Secret{}, nc, b)
 }
 
-// say proves key and writes b. The other end may close the connection before it has read all of b.
-func say(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
+// sendAs proves key and writes b. The other end may close the connection before it has read all of b.
+func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(nc, purpose)
 	if err != nil {
@@ -248,7 +248,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	half := goodHello(7).encode()[:helloSize/2]
 	cases := []struct {
 		name   string
-		say    []byte
+		sent   []byte
 		finish bool    // and send no more
 		answer Refusal // accepted stands for none
 		reason string
@@ -274,7 +274,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	conns := make([]net.Conn, len(cases))
 	for i, c := range cases {
 		raw := dialRaw(t, e1.Addr(), nil)
-		conns[i] = say(t, key, raw, c.say)
+		conns[i] = sendAs(t, key, raw, c.sent)
 		if c.finish {
 			if err := raw.(*net.TCPConn).CloseWrite(); err != nil {
 				t.Fatal(err)
@@ -312,11 +312,11 @@ func TestStrangersCostLittle(t *testing.T) {
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
-	say := append(hello{version: version, job: hashJob("another")}.encode(), make([]byte, 1<<20)...)
+	sent := append(hello{version: version, job: hashJob("another")}.encode(), make([]byte, 1<<20)...)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	for range otherJobs {
-		nc := dialRaw(t, e.Addr(), say)
+		nc := dialRaw(t, e.Addr(), sent)
 		hangUp(nc)
 		book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
 		book.TakeAll()
@@ -517,8 +517,8 @@ func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
 func testEarlyConnection(t *testing.T, key secret.Secret) {
 	log, book := newLog()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key, Log: log})
-	nc := say(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
-	otherJob := say(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
+	nc := sendAs(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
+	otherJob := sendAs(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 3, 0)
 	if err != nil {

@@ -195,7 +195,7 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 func TestStrangersWithTLSCostLittle(t *testing.T) {
 	const strangers, limit = 16, 64 << 10 // of more not all are logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
-	for name, say := range map[string][]byte{
+	for name, sent := range map[string][]byte{
 		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
 		"none": nil, "plain": goodHello(7).encode(), "a proof": []byte(secret.Magic + "\x01\x00\x00\x00"),
 	} {
@@ -205,7 +205,7 @@ func TestStrangersWithTLSCostLittle(t *testing.T) {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
 		for range strangers {
-			nc := dialRaw(t, e.Addr(), say)
+			nc := dialRaw(t, e.Addr(), sent)
 			hangUp(nc)
 			book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
 			book.TakeAll()
@@ -247,7 +247,7 @@ func TestCutInARecord(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
 	raw := dialRaw(t, e1.Addr(), nil)
-	over := say(t, key, raw, goodHello(1).encode())
+	over := sendAs(t, key, raw, goodHello(1).encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
 	if err != nil {
@@ -277,7 +277,7 @@ func TestTamperingIsSeenWhileSending(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
 	raw := dialRaw(t, e1.Addr(), nil)
-	over := say(t, key, raw, goodHello(1).encode())
+	over := sendAs(t, key, raw, goodHello(1).encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
 	if err != nil {

@@ -380,7 +380,7 @@ func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	s.together(func() error { return c.Send(buf) })
 	flushing := s.begin(func() error {
 		err := c.Flush()
-		fill(buf[unread-1000:], 1) // the race detector tells if the Conn still reads it
+		fill(buf[unread-1000:], 1) // the race detector reports if the Conn still reads it
 		return wantErr("pending flush", err, want)
 	})
 	if got := c.Sent(); got >= unread {
