@@ -187,7 +187,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer,
 			// Another job has checked whether a process still listens at this socket (see abandoned).
 			s.e.log.Debug("shm: a process connected and disconnected without a hello")
 		default:
-			s.e.log.Warn("shm: connection refused", zap.Error(err))
+			s.e.log.Warn("shm: refused a connection", zap.Error(err))
 		}
 		_ = uc.Close() // the connection is not used any more
 	}

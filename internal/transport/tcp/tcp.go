@@ -405,7 +405,7 @@ func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	if e.ctx.Err() != nil {
 		return // Close has begun: the connection was not refused
 	}
-	e.refused.Warn("tcp: connection refused", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
+	e.refused.Warn("tcp: refused a connection", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
 // hangUp closes a connection that is not used any more. An error of Close would change nothing.

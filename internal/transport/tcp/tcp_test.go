@@ -291,7 +291,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 			if got := untilClosed(t, conns[i]); !bytes.Equal(got, want) {
 				t.Errorf("answer: got %x, want %x", got, want)
 			}
-			entry := book.wait(t, "tcp: connection refused", "remote", conns[i].LocalAddr().String())
+			entry := book.wait(t, "tcp: refused a connection", "remote", conns[i].LocalAddr().String())
 			if got := entry["error"].(string); !strings.Contains(got, c.reason) {
 				t.Errorf("reason: got %q, want %q", got, c.reason)
 			}
@@ -301,7 +301,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	pass(t, b, a)
 	a, b = pair(t, zero, one, 2)
 	pass(t, b, a)
-	if got := book.FilterMessage("tcp: connection refused").Len(); got != len(cases) {
+	if got := book.FilterMessage("tcp: refused a connection").Len(); got != len(cases) {
 		t.Errorf("%d connections were refused, want %d", got, len(cases))
 	}
 }
@@ -318,7 +318,7 @@ func TestStrangersCostLittle(t *testing.T) {
 	for range otherJobs {
 		nc := dialRaw(t, e.Addr(), sent)
 		hangUp(nc)
-		book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
+		book.wait(t, "tcp: refused a connection", "remote", nc.LocalAddr().String())
 		book.TakeAll()
 	}
 	runtime.ReadMemStats(&after)
@@ -531,7 +531,7 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	if _, err := io.ReadFull(c, got); err != nil || string(got) != "early data" {
 		t.Errorf("got %q, %v", got, err)
 	}
-	book.wait(t, "tcp: connection refused", "error", "wrong job")
+	book.wait(t, "tcp: refused a connection", "error", "wrong job")
 	if got, want := untilClosed(t, otherJob), encodeAnswer(WrongJob); !bytes.Equal(got, want) {
 		t.Errorf("otherJob's answer: got %x, want %x", got, want)
 	}
@@ -561,7 +561,7 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	log, book := newLog()
 	e := listen(t, Config{Log: log, HandshakeTimeout: 50 * time.Millisecond})
 	nc := dialRaw(t, e.Addr(), goodHello(3).encode())
-	book.wait(t, "tcp: connection refused", "error", "has not joined an epoch within 50ms")
+	book.wait(t, "tcp: refused a connection", "error", "has not joined an epoch within 50ms")
 	if got := untilClosed(t, nc); len(got) != 0 {
 		t.Errorf("got answer %x, want none", got)
 	}
@@ -577,7 +577,7 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	for i := range silent {
 		silent[i] = dialRaw(t, e1.Addr(), nil)
 	}
-	book.wait(t, "tcp: connection refused", "error", dial.ErrEvicted.Error())
+	book.wait(t, "tcp: refused a connection", "error", dial.ErrEvicted.Error())
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, b := pair(t, zero, one, 0)

@@ -207,7 +207,7 @@ func TestStrangersWithTLSCostLittle(t *testing.T) {
 		for range strangers {
 			nc := dialRaw(t, e.Addr(), sent)
 			hangUp(nc)
-			book.wait(t, "tcp: connection refused", "remote", nc.LocalAddr().String())
+			book.wait(t, "tcp: refused a connection", "remote", nc.LocalAddr().String())
 			book.TakeAll()
 		}
 		runtime.ReadMemStats(&after)
