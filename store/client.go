@@ -58,14 +58,14 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	http := false
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
-		// Horovod's server waits for a line, in silence.
+		// Horovod's rendezvous server sends nothing before it has a request, so Greet only times out there.
 		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) && speaksHTTP(addr) {
 			http, err = true, errHTTP
 		}
 		return err
 	})
 	if http {
-		err = errHTTP // also if ctx has ended meanwhile
+		err = errHTTP // replaces the error of ctx if that has ended as well
 	}
 	if err != nil {
 		return nil, fmt.Errorf("store: dial %s: %w", addr, err)
@@ -80,8 +80,8 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	return s, nil
 }
 
-var errHTTP = errors.New("it is an HTTP server, as Horovod's rendezvous server is, and no store of gohvd: " +
-	"start the ranks with hvdrun instead of horovodrun, or have HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT name a store of hvdrun store")
+var errHTTP = errors.New("the server is an HTTP server such as Horovod's rendezvous server, not a store of gohvd: " +
+	"start the ranks with hvdrun instead of horovodrun, or set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT to the address of a store that hvdrun store serves")
 
 // httpTimeout bounds speaksHTTP.
 const httpTimeout = 2 * time.Second
@@ -225,7 +225,7 @@ func (s *Client) call(ctx context.Context, q request) (reply, error) {
 }
 
 func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
-	// The server checks these too, but by closing the connection if a frame is too long.
+	// The server would close the connection if a frame is too long, so the client checks the lengths first.
 	if err := q.check(); err != nil {
 		return reply{}, err
 	}
@@ -259,7 +259,7 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 		return reply{}, ctx.Err()
 	case <-s.done:
 		select {
-		case r := <-answer: // it came before the end
+		case r := <-answer: // the answer arrived before the connection ended
 			return r, r.err()
 		default:
 			return reply{}, s.err
@@ -267,7 +267,7 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget ends a call. If cancel is set the server is told, without waiting for that.
+// forget ends a call. If cancel is set, write sends the server a cancellation; forget does not wait for that.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)
@@ -305,7 +305,7 @@ func (s *Client) read(silence time.Duration) {
 		}
 		r, err := decodeReply(body)
 		if err != nil {
-			s.fail(fmt.Errorf("from the server: %w", err))
+			s.fail(fmt.Errorf("reply of the server: %w", err))
 			return
 		}
 		s.mu.Lock()
@@ -313,14 +313,14 @@ func (s *Client) read(silence time.Duration) {
 		delete(s.pending, r.id)
 		s.mu.Unlock()
 		if answer != nil {
-			answer <- r // has room: one reply per id
+			answer <- r // does not block: the channel has room for the only reply to this id
 		}
 	}
 }
 
 func lostServer(err error, silence time.Duration) error {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
-		return fmt.Errorf("the server was silent for %v: %w", silence, err)
+		return fmt.Errorf("no data from the server for %v, not even answers to pings: %w", silence, err)
 	}
 	if errors.Is(err, io.EOF) {
 		return fmt.Errorf("the server closed the connection: %w", err)

@@ -30,12 +30,12 @@ type FileStore struct {
 	size   int // of the job, 0 if the file is to stay
 	closed chan struct{}
 
-	// mu may be waited for with the file locked, but never the other way round: another process may be
-	// stopped while it holds the lock of the file.
+	// A caller may wait for mu while it holds the lock of the file, but never the other way round: another
+	// process may be stopped while it holds the lock of the file.
 	mu     sync.Mutex
-	values map[string][]byte // as in the file, by the key there
-	read   int64             // how much of the file values are of
-	file   os.FileInfo       // which file that was
+	values map[string][]byte // contents of the file, by the key in the file
+	read   int64             // bytes of the file that values include
+	file   os.FileInfo       // the file that values were read from
 }
 
 var _ Store = (*FileStore)(nil)
@@ -50,9 +50,9 @@ const (
 )
 
 const (
-	// filePeriod is how often a call that waits looks, as PyTorch does. There is no better way over NFS.
+	// filePeriod is how often a waiting call polls the file, as in PyTorch. NFS has no notification to wait for.
 	filePeriod = 10 * time.Millisecond
-	// closeTime is what Close takes at most if another process holds the lock.
+	// closeTime bounds how long Close waits if another process holds the lock.
 	closeTime = 5 * time.Second
 )
 
@@ -287,7 +287,7 @@ func (s *FileStore) Close() error {
 			old, ok := s.values[c.key]
 			var err error
 			if counts[i], err = Sum(old, ok, c.delta); err != nil {
-				return fmt.Errorf("its record %q: %w", c.key, err)
+				return fmt.Errorf("counter %q in the file: %w", c.key, err)
 			}
 			if err := s.write(f, appendRecord(nil, c.key, strconv.AppendInt(nil, counts[i], 10))); err != nil {
 				return err
@@ -298,7 +298,7 @@ func (s *FileStore) Close() error {
 		}
 		return nil
 	})
-	if err != nil && !errors.Is(err, fs.ErrNotExist) { // else another has removed it
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // another process may have removed the file
 		return fmt.Errorf("store: close %s: %w", s.path, err)
 	}
 	return nil
@@ -339,7 +339,7 @@ func (s *FileStore) look(ctx context.Context, f func()) error {
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	// The job is over, or somebody has removed it.
+	// The file does not exist: the job has ended, or a user has removed the file.
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.forget()
@@ -429,7 +429,7 @@ func flock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int)
 		case <-timer.C:
 			continue
 		case <-ctx.Done():
-			err = fmt.Errorf("another process holds its lock: %w", ctx.Err())
+			err = fmt.Errorf("waiting for the lock of the file, which another process holds: %w", ctx.Err())
 		case <-closed:
 			err = ErrClosed
 		}
@@ -468,7 +468,7 @@ func (s *FileStore) readOn(file *os.File, size int64) error {
 			return nil
 		}
 		if n == 0 || !isKey(key) {
-			return fmt.Errorf("what it has at byte %d is no record of a store", s.read)
+			return fmt.Errorf("the file is not a store: malformed record at byte %d", s.read)
 		}
 		if deleted, ok := strings.CutPrefix(key, deletedPrefix); ok {
 			delete(s.values, deleted)

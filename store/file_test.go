@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// What a writer that died has left of a record is not read, and gone with the next write.
+// Readers ignore an incomplete record of a writer that died, and the next write overwrites it.
 func TestFileStoreRepairs(t *testing.T) {
 	ctx := testnet.Context(t)
 	path := filepath.Join(t.TempDir(), "store")
@@ -67,14 +67,14 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := store.NewFileStore(testnet.Context(t), path, 1)
-		testnet.WantError(t, err, path, "is no record of a store")
+		testnet.WantError(t, err, path, "the file is not a store: malformed record at byte")
 		if got, err := os.ReadFile(path); err != nil || string(got) != content {
 			t.Errorf("%q became %q, %v", content, got, err)
 		}
 	}
 }
 
-// Who holds the lock holds nobody up for longer than they want.
+// A call that waits for the lock of the file ends with its context.
 func TestFileStoreLocked(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -83,7 +83,7 @@ func TestFileStoreLocked(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("got %v, want that the time is over", err)
 	}
-	testnet.WantError(t, err, "another process holds its lock", s.Path())
+	testnet.WantError(t, err, "waiting for the lock of the file, which another process holds", s.Path())
 	lock(unix.LOCK_UN)
 	if err := s.Set(testnet.Context(t), "k", nil); err != nil {
 		t.Error(err)

@@ -21,11 +21,11 @@ type HashStore struct {
 	closed chan struct{}
 
 	mu     sync.Mutex
-	values map[string][]byte // a value is never changed in place: waiters share it
-	queues map[string]*queue // none is empty
+	values map[string][]byte // no value is changed in place, because waiting calls share it
+	queues map[string]*queue // has no empty queue
 	bytes  int64
 	waits  map[string]*wait
-	isDone bool // closed is closed
+	isDone bool // whether closed has been closed
 }
 
 var _ Store = (*HashStore)(nil)
@@ -33,13 +33,13 @@ var _ Store = (*HashStore)(nil)
 // wait is the next change of one key.
 type wait struct {
 	changed chan struct{}
-	n       int // calls waiting
+	n       int // number of waiting calls
 }
 
 // queue has the values of a queue, which are not changed in place.
 type queue struct {
 	values [][]byte
-	popped int // of the first values
+	popped int // number of values at the front that have been popped
 }
 
 func (q *queue) len() int { return len(q.values) - q.popped }
@@ -349,7 +349,7 @@ func (s *HashStore) multiSet(ctx context.Context, keys []string, values [][]byte
 		return err
 	}
 	defer s.mu.Unlock()
-	// All or nothing: there is room for all, even if none replaces another.
+	// The store takes all values or none, so it needs room for all of them before it changes the first.
 	var numKeys int
 	var numBytes int64
 	for i, k := range keys {
@@ -389,7 +389,7 @@ func Sum(value []byte, there bool, delta int64) (int64, error) {
 	if there {
 		var err error
 		if old, err = strconv.ParseInt(string(value), 10, 64); err != nil {
-			return 0, &refusal{ErrNotNumber, fmt.Sprintf("value is %.32q", value)}
+			return 0, &refusal{ErrNotNumber, fmt.Sprintf("got %.32q", value)}
 		}
 	}
 	sum := old + delta
@@ -419,7 +419,7 @@ func (s *HashStore) append(ctx context.Context, key string, value []byte) error 
 		return err
 	}
 	defer s.mu.Unlock()
-	// A new slice each time: the old one is shared with those who got it.
+	// The result is a new slice, because callers that have read the old value share it.
 	return s.put(key, append(clone(s.values[key]), value...))
 }
 

@@ -53,7 +53,7 @@ func (s *Server) Close() error { return s.accepts.Close() }
 
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
-	c.ctx, c.gone = context.WithCancelCause(ctx)
+	c.ctx, c.cancel = context.WithCancelCause(ctx)
 	c.end(c.run(s))
 	c.wg.Wait()
 	return context.Cause(c.ctx)
@@ -62,11 +62,11 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 // serverConn is the server's end of a connection. One goroutine reads and executes what needs no waiting;
 // each wait has a goroutine of its own.
 type serverConn struct {
-	store *HashStore
-	conn  net.Conn
-	ctx   context.Context // ends with the connection
-	gone  context.CancelCauseFunc
-	wg    sync.WaitGroup
+	store  *HashStore
+	conn   net.Conn
+	ctx    context.Context // ends when the connection does
+	cancel context.CancelCauseFunc
+	wg     sync.WaitGroup
 
 	mu    sync.Mutex
 	waits map[uint64]context.CancelFunc
@@ -76,7 +76,7 @@ type serverConn struct {
 
 // end closes the connection because of err. Only the first reason counts.
 func (c *serverConn) end(err error) {
-	c.gone(err)
+	c.cancel(err)
 	c.conn.Close()
 }
 
@@ -85,7 +85,7 @@ func (c *serverConn) end(err error) {
 func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
 	slot := s.unproven.Acquire(c.conn)
-	in, version, err := c.meet(s.cfg.Secret)
+	in, version, err := c.handshake(s.cfg.Secret)
 	if !slot.Release() {
 		return dial.ErrEvicted
 	}
@@ -96,7 +96,7 @@ func (c *serverConn) run(s *Server) error {
 		return err
 	}
 	if version != storeVersion {
-		return fmt.Errorf("client speaks version %d of the store protocol, want %d", version, storeVersion)
+		return fmt.Errorf("the client speaks version %d of the store protocol, want %d", version, storeVersion)
 	}
 	for {
 		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
@@ -114,13 +114,13 @@ func (c *serverConn) run(s *Server) error {
 	}
 }
 
-// meet checks the client's proof of the secret and reads its greeting.
-func (c *serverConn) meet(s secret.Secret) (in *bufio.Reader, version uint32, err error) {
+// handshake checks the client's proof of the secret and reads its greeting.
+func (c *serverConn) handshake(s secret.Secret) (in *bufio.Reader, version uint32, err error) {
 	over, err := s.Accept(c.conn, storeMagic)
 	if err != nil {
 		return nil, 0, err
 	}
-	c.conn = over // nobody else has c yet
+	c.conn = over // needs no lock: no other goroutine has c yet
 	in = bufio.NewReader(c.conn)
 	version, err = dial.ReadGreeting(in, storeMagic)
 	return in, version, err
@@ -160,7 +160,7 @@ func (c *serverConn) handle(q *request) error {
 		r.value, r.ok, err = c.store.tryPop(c.ctx, q.key)
 	case opQueueLen:
 		r.number, err = c.store.queueLen(c.ctx, q.key)
-	default: // it waits, unless what it waits for is there
+	default: // a call that may wait; a Get of a key with a value does not
 		if q.op == opGet {
 			if r.value, r.ok, err = c.store.look(c.ctx, q.key); r.ok || err != nil {
 				break
@@ -183,10 +183,10 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.waits) >= maxWaitsPerClient {
-		return false, &refusal{ErrLimit, fmt.Sprintf("the connection has %d waiting calls, the most it may", len(c.waits))}
+		return false, &refusal{ErrLimit, fmt.Sprintf("the connection has %d waiting calls, want fewer than %d", len(c.waits), maxWaitsPerClient)}
 	}
 	if c.waits[q.id] != nil {
-		return false, fmt.Errorf("request %d is already waiting", q.id)
+		return false, fmt.Errorf("a request with number %d is already waiting", q.id)
 	}
 	ctx, cancel := context.WithCancel(c.ctx)
 	c.waits[q.id] = cancel
@@ -198,7 +198,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 		delete(c.waits, q.id)
 		c.mu.Unlock()
 		if ctx.Err() != nil {
-			return // cancelled by the client, who expects no reply
+			return // the client has cancelled the call and expects no reply
 		}
 		if err != nil {
 			r.fail(err)
@@ -230,7 +230,7 @@ func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error)
 }
 
 func errTooMuch(numBytes int) error {
-	return &refusal{ErrLimit, fmt.Sprintf("%d bytes in one call, want at most %d", numBytes, maxListBytes)}
+	return &refusal{ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes, maxListBytes)}
 }
 
 func (c *serverConn) write(b []byte) error {

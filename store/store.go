@@ -28,11 +28,11 @@ const (
 
 var (
 	// ErrClosed is the error of pending and later calls on a store or handle that was closed.
-	ErrClosed = errors.New("store is closed")
+	ErrClosed = errors.New("the store is closed")
 	// ErrLimit is the error of a call that goes beyond a bound of the store.
 	ErrLimit = errors.New("limit exceeded")
 	// ErrNotNumber is the error of Add on a value that is not a decimal number, or whose sum overflows.
-	ErrNotNumber = errors.New("not a number")
+	ErrNotNumber = errors.New("the value is not a decimal number of 64 bits")
 	// ErrUnsupported is the error of a call that this kind of store does not have.
 	ErrUnsupported = errors.New("not supported by this store")
 )
@@ -119,9 +119,10 @@ func ParseSecret(text string) (Secret, error) {
 
 // Config configures a Server or its Clients.
 type Config struct {
-	// Secret is that of the job. Without one whoever reaches the server can read and change everything.
+	// Secret is the secret of the job. Without one, any process that can connect to the server can read and
+	// change everything.
 	Secret Secret
-	// Log is the server's; it may be nil.
+	// Log is the log of the server; it may be nil.
 	Log *zap.Logger
 
 	handshake time.Duration // default serverIOTimeout
@@ -157,7 +158,7 @@ func CheckKey(key string) error {
 // CheckKeys returns an error if there are too many keys, or one of them is empty or too long.
 func CheckKeys(keys []string) error {
 	if len(keys) > MaxKeys {
-		return &refusal{ErrLimit, fmt.Sprintf("%d keys, want at most %d", len(keys), MaxKeys)}
+		return &refusal{ErrLimit, fmt.Sprintf("got %d keys, want at most %d", len(keys), MaxKeys)}
 	}
 	for _, k := range keys {
 		if err := CheckKey(k); err != nil {
@@ -170,7 +171,7 @@ func CheckKeys(keys []string) error {
 // CheckPairs checks the arguments of MultiSet.
 func CheckPairs(keys []string, values [][]byte) error {
 	if len(keys) != len(values) {
-		return fmt.Errorf("%d keys and %d values, want as many", len(keys), len(values))
+		return fmt.Errorf("got %d keys and %d values, want equal numbers", len(keys), len(values))
 	}
 	if err := CheckKeys(keys); err != nil {
 		return err

@@ -77,7 +77,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 		if n := s.Waits(); n != 2 {
 			t.Errorf("%d keys are waited for, want 2", n)
 		}
-		// Get 5 waits for k1 longer than the others that do.
+		// Get 5 waits for k1 longer than the other calls that wait for k1.
 		time.Sleep(2*time.Hour + time.Minute)
 		if err := s.Set(t.Context(), "k1", nil); err != nil {
 			t.Error(err)
@@ -225,7 +225,7 @@ func TestSilentServer(t *testing.T) {
 	}
 	defer client.Close()
 	_, err = client.Get(testnet.Context(t), "k")
-	testnet.WantError(t, err, `get "k"`, addr, "silent for 1s")
+	testnet.WantError(t, err, `get "k"`, addr, "no data from the server for 1s")
 	for i := range 3 {
 		if op := <-pings; op != opPing && (i > 1 || op != opGet) {
 			t.Errorf("the silent server got %v, want pings", op)
@@ -305,7 +305,7 @@ func TestDialTCP(t *testing.T) {
 				}
 				_, err := Dial(ctx, addr, Config{Secret: s})
 				cancel()
-				testnet.WantError(t, err, "dial "+addr, "an HTTP server, as Horovod's rendezvous server is", "start the ranks with hvdrun")
+				testnet.WantError(t, err, "dial "+addr, "an HTTP server such as Horovod's rendezvous server", "start the ranks with hvdrun")
 				t.Logf("%s: %v", what, err)
 			}
 		}
@@ -371,7 +371,7 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 	}
 }
 
-// Who has not the secret of the job is refused, told so where it can be, and logged.
+// A client without the secret of the job is refused, gets an error if its protocol permits that, and is logged.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -484,7 +484,7 @@ func TestDuplicateWait(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	testnet.WantError(t, r.err(), "request 1 is already waiting")
+	testnet.WantError(t, r.err(), "a request with number 1 is already waiting")
 	if n := hash.Waits(); n > 1 {
 		t.Errorf("%d waits, want 1", n)
 	}

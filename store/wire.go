@@ -21,7 +21,7 @@ const (
 	storeMagic   = "GHVS"
 	storeVersion = 2
 
-	// maxListBytes bounds what the keys and values of one call have together, with four bytes for each.
+	// maxListBytes bounds the keys and values of one call together, with four bytes of length for each.
 	maxListBytes    = 4 * MaxValueBytes
 	maxRequestBytes = 1 + 8 + 8 + 2 + MaxKeyBytes + 2*(5+MaxValueBytes) + 2*4 + maxListBytes
 	maxReplyBytes   = 8 + 1 + 1 + 8 + 5 + MaxValueBytes + 4 + maxListBytes
@@ -209,7 +209,7 @@ func (r *reply) err() error {
 	case statusUnsupported:
 		return ErrUnsupported
 	default:
-		return fmt.Errorf("the server says: %s", r.value)
+		return fmt.Errorf("error of the server: %s", r.value)
 	}
 }
 

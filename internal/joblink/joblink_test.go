@@ -294,7 +294,7 @@ func TestReports(t *testing.T) {
 	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "has not read 16384 reports")
 }
 
-// There is one verdict for an epoch: the first. One of a later epoch takes its place.
+// The first verdict of an epoch counts. A verdict of a later epoch replaces it.
 func TestVerdict(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)

@@ -270,7 +270,7 @@ func TestFirstWins(t *testing.T) {
 	}
 }
 
-// Whatever the environment holds: an error, or a place that makes sense.
+// For any environment Detect returns an error or a consistent place.
 func FuzzDetect(f *testing.F) {
 	names := []string{
 		"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID",

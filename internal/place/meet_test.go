@@ -190,7 +190,7 @@ func TestSecretIsNeeded(t *testing.T) {
 	}
 }
 
-// Whoever has another secret does not come in, and says so, and so does who has none.
+// A rank with another secret, or with none, is refused, and its error says why.
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
@@ -720,7 +720,7 @@ func TestMasterPortIsTaken(t *testing.T) {
 	_, port, _ := net.SplitHostPort(addr)
 	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore", "no connection to rank 0 at MASTER_ADDR and MASTER_PORT"} {
 		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[r].Meet(testnet.Context(t), MeetOptions{})
-		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is no TCPStore")
+		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is not a TCPStore")
 	}
 }
 

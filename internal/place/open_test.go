@@ -99,7 +99,7 @@ func outside(t *testing.T) string {
 
 const given = "a secret that the user gave"
 
-// Who is placed in a job by nothing is alone.
+// A process that neither settings nor a launcher place in a job is a job of its own.
 func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
@@ -113,7 +113,7 @@ func TestOpenAlone(t *testing.T) {
 	}
 }
 
-// Nobody is asked over the network before there is a secret, and without one nothing is opened to the network.
+// Without a secret a rank opens no connection over the network, and no port to it.
 func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
@@ -261,7 +261,7 @@ func TestBySettings(t *testing.T) {
 	meets(t, met, errs)
 }
 
-// Signs of a job in which this process does not know its place, or where the others are, are errors. It is alone if it is told to be.
+// Variables of a job that do not say the rank, or where the ranks meet, are errors. HVD_SIZE=1 makes the process a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -320,7 +320,7 @@ func TestByID(t *testing.T) {
 	}
 }
 
-// What contradicts is an error at all ranks.
+// A contradiction between ranks is an error at all ranks.
 func TestByIDRefused(t *testing.T) {
 	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
@@ -446,7 +446,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// Ranks that have only PyTorch's variables meet, on this host also where the one is told localhost and the other its name.
+// Ranks that have only PyTorch's variables meet, also if MASTER_ADDR is localhost at one rank and the name of this host at another.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {

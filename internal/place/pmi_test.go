@@ -16,8 +16,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. What it is asked for that it has no answer to
-// closes the connection, and where the answer is empty it says nothing and calls silent. It returns the rank's end; asked gives what was asked once that is closed.
+// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. A request without an entry in answers closes
+// the connection. A request whose answer is empty gets no answer, and fakePMI calls silent. fd is the rank's end; asked returns
+// the requests once fd is closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -58,7 +59,7 @@ func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int,
 	}
 }
 
-// goodPMI returns what a launcher answers; rank 0 told value.
+// goodPMI returns the answers of a launcher. value is the announcement of rank 0.
 func goodPMI(value string) map[string]string {
 	return map[string]string{
 		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
@@ -192,7 +193,7 @@ func TestPMIRefuses(t *testing.T) {
 	testnet.WantError(t, err, "pmi: barrier_in: EOF")
 }
 
-// Whatever the launcher does not say, ctx ends the wait for it.
+// The end of ctx ends the wait for any answer of the launcher.
 func TestPMISilence(t *testing.T) {
 	for _, cmd := range []string{"init", "barrier_in", "finalize"} {
 		answers := goodPMI("")

@@ -163,7 +163,7 @@ func TestDialects(t *testing.T) {
 			if test.ping != "" {
 				c.say(test.ping, "39300000")
 			}
-			// A client says that it has come, and rank 0 asks for how many have.
+			// Each client counts itself, and rank 0 reads the count.
 			c.say(test.n(4)+" 'init/' +1", "+1")
 			c.say(test.n(3)+" 'init/'", "'1'")
 			if name == "1.13" {
@@ -231,9 +231,9 @@ func TestOldVersions(t *testing.T) {
 	shown := dialRaw(t, addr, "")
 	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'") // 10 is a multi_set of 2.1, so 8 appends
 	shown.say("07 '/k'", "+1")
-	told, _ := serve(t, c10d.Config{Torch21: true})
-	dialRaw(t, told, "").say("08 '/k' 'w' 02 '/k'", "'w'")
-	dialRaw(t, told, "").say("07 '/k'", "+1")
+	torch21, _ := serve(t, c10d.Config{Torch21: true})
+	dialRaw(t, torch21, "").say("08 '/k' 'w' 02 '/k'", "'w'")
+	dialRaw(t, torch21, "").say("07 '/k'", "+1")
 	if n, err := hash.NumKeys(t.Context()); n != 0 || err != nil {
 		t.Errorf("%d keys are left (%v), want 0", n, err)
 	}
@@ -314,15 +314,15 @@ func TestGarbage(t *testing.T) {
 	huge := "0000000000000010" // 2^60
 	for name, test := range map[string]struct{ sent, reason string }{
 		"web browser":        {hex.EncodeToString([]byte("GET / HTTP/1.1\r\n\r\n")), "unknown operation 71"},
-		"almost validated":   {"00 ce f7 85 3d 00000000", "set: 1032189902 bytes, want at most 8192"},
+		"almost validated":   {"00 ce f7 85 3d 00000000", "set: got 1032189902 bytes, want at most 8192"},
 		"validated twice":    {hello + " " + hello, "a second validation"},
 		"unknown operation":  {hello + " 11", "unknown operation 17"},
-		"a watch":            {"07 '/k'", "watch_key is not served"},
+		"a watch":            {"07 '/k'", "watch_key is not supported"},
 		"unknown to the old": {"0d", "unknown operation 13"},
-		"huge key":           {"02 " + huge, "get: 1152921504606846976 bytes"},
-		"huge value":         {"00 '/k' " + huge, "set: 1152921504606846976 bytes"},
-		"huge list":          {"05 " + huge, "wait: a list of 1152921504606846976"},
-		"huge pairs":         {hello + " 0b " + huge, "multi_set: a list of"},
+		"huge key":           {"02 " + huge, "get: got 1152921504606846976 bytes"},
+		"huge value":         {"00 '/k' " + huge, "set: got 1152921504606846976 bytes"},
+		"huge list":          {"05 " + huge, "wait: got a list of 1152921504606846976"},
+		"huge pairs":         {hello + " 0b " + huge, "multi_set: got a list of"},
 		"half a request":     {"00 '/k'", "set: unexpected EOF"},
 		"half a validation":  {"00 ce", "unexpected EOF"},
 		"no key":             {"02 ''", "get: store: look"},
@@ -360,7 +360,7 @@ func TestPairsAreBounded(t *testing.T) {
 		}
 	}
 	testnet.Eventually(t, "the reason", func() bool {
-		return testnet.Logged(entries, "closed a connection", "multi_set: more than 67108864 bytes in one call")
+		return testnet.Logged(entries, "closed a connection", "multi_set: got more than 67108864 bytes in one call")
 	})
 	if ok, err := hash.Check(t.Context(), "/k"); ok || err != nil {
 		t.Errorf("the key is there: %v, %v", ok, err)
@@ -469,15 +469,15 @@ func TestCountWorker(t *testing.T) {
 
 func TestDial(t *testing.T) {
 	for name, c := range map[string]struct {
-		serve    func(net.Conn)
-		patience time.Duration
-		queues   bool // Dial found that the server is a modern one
+		serve   func(net.Conn)
+		timeout time.Duration
+		queues  bool // Dial found that the server is a modern one
 	}{
-		// PyTorch's server with libuv says nothing to an old client, and keeps the connection.
+		// PyTorch's server with libuv sends nothing to an old client, and keeps the connection open.
 		"modern, silent to the old": {func(conn net.Conn) { answerModern(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Minute, true},
 		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute, true},
 		"old":                       {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
-		// It would take any shorter request for a part of a key, and serve nobody else meanwhile.
+		// An old server would take a shorter request for a part of a key, and meanwhile serve no other client.
 		"old, silent to the modern": {func(conn net.Conn) { answerOld(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Millisecond, false},
 		"modern, late": {func(conn net.Conn) {
 			answerModern(t, lateConn{conn}, func() { io.Copy(io.Discard, conn) })
@@ -485,7 +485,7 @@ func TestDial(t *testing.T) {
 		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, time.Millisecond, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, err := c10d.DialPatience(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, c.patience)
+			s, err := c10d.DialTimeout(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, c.timeout)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -493,7 +493,7 @@ func TestDial(t *testing.T) {
 			if err := s.Push(canceled(t), "q", nil); errors.Is(err, store.ErrUnsupported) {
 				t.Errorf("%v before the context", err)
 			}
-			// A modern server gets the request and hangs up.
+			// A modern server reads the request and closes the connection.
 			ctx := testnet.Context(t)
 			if got := !errors.Is(s.Push(ctx, "q", nil), store.ErrUnsupported); got != c.queues {
 				t.Errorf("the server is taken for one with queues: %v, want %v", got, c.queues)
@@ -505,13 +505,13 @@ func TestDial(t *testing.T) {
 		parts []string
 	}{
 		"silent": {func(conn net.Conn) { io.Copy(io.Discard, conn) },
-			[]string{"in the dialect of PyTorch 2.2 and later: no answer within", "in the dialect of PyTorch before 2.1: no answer within"}},
-		"closes": {func(conn net.Conn) {}, []string{"in the dialect of PyTorch 2.2 and later", "in the dialect of PyTorch before 2.1"}},
+			[]string{"in the protocol of PyTorch 2.2 and later: no answer for", "in the protocol of PyTorch before 2.1: no answer for"}},
+		"closes": {func(conn net.Conn) {}, []string{"in the protocol of PyTorch 2.2 and later", "in the protocol of PyTorch before 2.1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
-			_, err := c10d.DialPatience(ctx, testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
+			_, err := c10d.DialTimeout(ctx, testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
 			if !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("got %v, want that the time is over", err)
 			}
@@ -524,7 +524,7 @@ func TestDial(t *testing.T) {
 			io.Copy(io.Discard, conn)
 		})
 		_, err := c10d.Dial(testnet.Context(t), addr, c10d.Unknown)
-		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is no TCPStore`)
+		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is not a TCPStore`)
 	})
 	t.Run("refused", func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal

@@ -30,7 +30,7 @@ type Store struct {
 	addr string
 
 	mu      sync.Mutex
-	dialect Dialect // of the server
+	dialect Dialect // dialect of the server
 	idle    []*conn
 	busy    map[*conn]struct{}
 	closed  bool
@@ -42,7 +42,7 @@ var _ store.Store = (*Store)(nil)
 const keyPrefix = "/"
 
 const (
-	// maxIdle is how many connections wait for the next call.
+	// maxIdle bounds the open connections that no call uses.
 	maxIdle = 4
 	// watchPeriod is the time between two polls of Watch.
 	watchPeriod = 50 * time.Millisecond
@@ -53,24 +53,25 @@ const (
 //
 // With Unknown it finds out whether the server is modern or old. A Server of this package counts as modern.
 func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
-	return dialStore(ctx, addr, d, firstPatience)
+	return dialStore(ctx, addr, d, firstTimeout)
 }
 
 const (
-	// firstPatience is how long the server may take to answer in one dialect before the next attempt, which doubles it.
-	firstPatience = time.Second
-	maxPatience   = 10 * time.Second
+	// firstTimeout is how long the first attempt waits for an answer in one dialect. Each attempt doubles it, up
+	// to maxTimeout.
+	firstTimeout = time.Second
+	maxTimeout   = 10 * time.Second
 )
 
-func dialStore(ctx context.Context, addr string, d Dialect, patience time.Duration) (*Store, error) {
+func dialStore(ctx context.Context, addr string, d Dialect, timeout time.Duration) (*Store, error) {
 	s := &Store{addr: addr, busy: make(map[*conn]struct{})}
 	dialects := []Dialect{d}
 	if d == Unknown {
 		dialects = []Dialect{Modern, Old}
 	}
 	err := dial.Retry(ctx, func() error {
-		err := s.probe(ctx, dialects, patience)
-		patience = min(2*patience, maxPatience)
+		err := s.probe(ctx, dialects, timeout)
+		timeout = min(2*timeout, maxTimeout)
 		return err
 	})
 	if err != nil {
@@ -81,52 +82,52 @@ func dialStore(ctx context.Context, addr string, d Dialect, patience time.Durati
 
 // probe chooses the first of the dialects in which the server answers. The modern one must come first:
 // PyTorch's libuv server, the default since 2.4, neither answers an old request nor closes the connection.
-func (s *Store) probe(ctx context.Context, dialects []Dialect, patience time.Duration) error {
+func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Duration) error {
 	var failed error
 	for _, d := range dialects {
 		s.dialect = d
-		attempt, cancel := context.WithTimeout(ctx, patience)
-		err := s.greet(attempt)
+		attempt, cancel := context.WithTimeout(ctx, timeout)
+		err := s.probeDialect(attempt)
 		cancel()
 		if err == nil {
 			return nil
 		}
 		if opErr := (*net.OpError)(nil); ctx.Err() != nil || !dial.MayRecover(err) || errors.As(err, &opErr) && opErr.Op == "dial" {
-			return err // which another dialect does not mend
+			return err // another dialect would give the same error
 		}
 		if errors.Is(err, context.DeadlineExceeded) {
-			err = fmt.Errorf("no answer within %v: %w", patience, err)
+			err = fmt.Errorf("no answer for %v: %w", timeout, err)
 		}
-		failed = errors.Join(failed, fmt.Errorf("in the dialect of %v: %w", d, err))
+		failed = errors.Join(failed, fmt.Errorf("in the protocol of %v: %w", d, err))
 	}
 	return failed
 }
 
 const (
-	// greetings is how many questions greet asks. After a validation an old server takes them for the upper half of the
-	// length of a key, far more than any memory, and so closes the connection. With fewer it would wait for the rest, and
-	// serve nobody else meanwhile.
-	greetings = 4
-	// maxBelievable bounds the number of keys. What another kind of server says in words is more.
-	maxBelievable = 1 << 40
+	// probeRequests is how many requests probeDialect sends. After a validation an old server takes them for the
+	// upper half of the length of a key. That length exceeds any memory, so the server closes the connection. After
+	// fewer requests it would wait for the rest of the length, and meanwhile serve no other client.
+	probeRequests = 4
+	// maxPlausibleKeys bounds the number of keys. The text that a server of another kind sends decodes to more.
+	maxPlausibleKeys = 1 << 40
 )
 
-// greet sends a request that every TCPStore answers.
-func (s *Store) greet(ctx context.Context) error {
+// probeDialect sends a request that every TCPStore answers.
+func (s *Store) probeDialect(ctx context.Context) error {
 	return s.exchange(ctx, func(x *exchange) error {
-		for range greetings {
-			if err := x.say(opNumKeys, nil); err != nil {
+		for range probeRequests {
+			if err := x.add(opNumKeys, nil); err != nil {
 				return err
 			}
 		}
-		in, err := x.hear()
-		for range greetings {
+		in, err := x.send()
+		for range probeRequests {
 			var n uint64
 			if err == nil {
 				n, err = in.u64()
 			}
-			if n > maxBelievable {
-				err = fmt.Errorf("the server answered %q, so it is no TCPStore", appendU64(nil, n))
+			if n > maxPlausibleKeys {
+				err = fmt.Errorf("the server answered %q, so it is not a TCPStore", appendU64(nil, n))
 			}
 		}
 		return err
@@ -137,7 +138,7 @@ func (s *Store) greet(ctx context.Context) error {
 type conn struct {
 	net.Conn
 	in    reader
-	first []byte // goes before the first request, in one write with it: a server never gets it without a request
+	first []byte // bytes before the first request, sent in one write with it, so that no server gets only them
 }
 
 // take returns an idle connection, or a new one.
@@ -174,8 +175,8 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	return c, nil
 }
 
-// give takes a connection back, and closes it unless it can serve another call.
-func (s *Store) give(c *conn, good bool) {
+// release takes a connection back, and closes it unless it can serve another call.
+func (s *Store) release(c *conn, good bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.busy, c)
@@ -194,25 +195,25 @@ func (s *Store) number(op opcode) (byte, error) {
 	if i := slices.Index(ops[d], op); i >= 0 {
 		return byte(i), nil
 	}
-	return 0, fmt.Errorf("%w: the server's PyTorch is older than %v", store.ErrUnsupported, op)
+	return 0, fmt.Errorf("%w: the PyTorch of the server is too old for %v", store.ErrUnsupported, op)
 }
 
 // exchange is the use of a connection by one call.
 type exchange struct {
 	store *Store
 	*conn
-	out []byte // what was said and is not sent
+	out []byte // requests that were added and not sent yet
 }
 
-// say adds a request.
-func (x *exchange) say(op opcode, args []byte) error {
+// add adds a request.
+func (x *exchange) add(op opcode, args []byte) error {
 	n, err := x.store.number(op)
 	x.out = append(append(x.out, n), args...)
 	return err
 }
 
-// hear sends the requests that were added. Their answers can be read afterwards.
-func (x *exchange) hear() (*reader, error) {
+// send sends the requests that were added. Their answers can be read afterwards.
+func (x *exchange) send() (*reader, error) {
 	_, err := x.Write(x.out)
 	x.out = x.out[:0]
 	return &x.in, err
@@ -220,10 +221,10 @@ func (x *exchange) hear() (*reader, error) {
 
 // ask adds a request and sends it.
 func (x *exchange) ask(op opcode, args []byte) (*reader, error) {
-	if err := x.say(op, args); err != nil {
+	if err := x.add(op, args); err != nil {
 		return nil, err
 	}
-	return x.hear()
+	return x.send()
 }
 
 // wait waits until all keys are there.
@@ -234,7 +235,7 @@ func (x *exchange) wait(keys []string) error {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != waitStopped {
-		err = fmt.Errorf("the server answered a wait by %d, want %d", b, waitStopped)
+		err = fmt.Errorf("malformed answer of the server to a wait: got %d, want %d", b, waitStopped)
 	}
 	return err
 }
@@ -271,7 +272,7 @@ func (x *exchange) check(keys []string) (bool, error) {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != checkReady && b != checkNotReady {
-		err = fmt.Errorf("the server answered a check by %d", b)
+		err = fmt.Errorf("malformed answer of the server to a check: got %d, want %d or %d", b, checkReady, checkNotReady)
 	}
 	return b == checkReady, err
 }
@@ -289,7 +290,7 @@ func (s *Store) exchange(ctx context.Context, f func(x *exchange) error) error {
 	x := &exchange{store: s, conn: c, out: c.first}
 	c.first = nil
 	err = f(x)
-	s.give(c, stop() && err == nil)
+	s.release(c, stop() && err == nil)
 	if err == nil {
 		return nil
 	}
@@ -317,15 +318,15 @@ func (s *Store) failed(op, key string, err error) error {
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
 	if err == nil {
-		err = s.tell(ctx, opSet, appendBytes(appendBytes(nil, keyPrefix+key), value))
+		err = s.setAndConfirm(ctx, opSet, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}
 	return s.failed("set", key, err)
 }
 
-// tell sends a request that is not answered, and one that is.
-func (s *Store) tell(ctx context.Context, op opcode, args []byte) error {
+// setAndConfirm sends a request that is not answered, and one that is.
+func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error {
 	return s.exchange(ctx, func(x *exchange) error {
-		if err := x.say(op, args); err != nil {
+		if err := x.add(op, args); err != nil {
 			return err
 		}
 		in, err := x.ask(opNumKeys, nil)
@@ -442,7 +443,7 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected, desired
 	}
 	swapped = bytes.Equal(actual, desired)
 	if !swapped && bytes.Equal(actual, expected) {
-		actual = nil // what is expected is the answer where there is nothing
+		actual = nil // the server answers with expected if the key has no value
 	}
 	return actual, swapped, nil
 }
@@ -451,7 +452,7 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected, desired
 func (s *Store) Append(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(noKey(key), store.CheckValue(value))
 	if err == nil {
-		err = s.tell(ctx, opAppend, appendBytes(appendBytes(nil, keyPrefix+key), value))
+		err = s.setAndConfirm(ctx, opAppend, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}
 	return s.failed("append", key, err)
 }
@@ -526,7 +527,7 @@ func (s *Store) MultiSet(ctx context.Context, keys []string, values [][]byte) er
 		for i, k := range keys {
 			args = appendBytes(appendBytes(args, keyPrefix+k), values[i])
 		}
-		err = s.tell(ctx, opMultiSet, args)
+		err = s.setAndConfirm(ctx, opMultiSet, args)
 	}
 	return s.failed("multi-set", fmt.Sprint(keys), err)
 }
@@ -535,7 +536,7 @@ func (s *Store) MultiSet(ctx context.Context, keys []string, values [][]byte) er
 func (s *Store) Push(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(noKey(key), store.CheckValue(value))
 	if err == nil {
-		err = s.tell(ctx, opQueuePush, appendBytes(appendBytes(nil, keyPrefix+key), value))
+		err = s.setAndConfirm(ctx, opQueuePush, appendBytes(appendBytes(nil, keyPrefix+key), value))
 	}
 	return s.failed("push", key, err)
 }
@@ -552,7 +553,7 @@ func (s *Store) Pop(ctx context.Context, key string) ([]byte, error) {
 		if value, ok, err := s.TryPop(ctx, key); ok || err != nil {
 			return value, err
 		}
-		// Another was sooner, or the key has a value and no queue.
+		// Another client has popped the value first, or the key has a value and no queue.
 		dial.Pause(ctx, watchPeriod, nil)
 	}
 }

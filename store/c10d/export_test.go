@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// DialPatience is Dial with another time for the first answer.
-var DialPatience = dialStore
+// DialTimeout is Dial with another time for the first answer.
+var DialTimeout = dialStore
 
 // ServeBytes serves a client that sends in and leaves.
 func ServeBytes(s *store.HashStore, in []byte) error {

@@ -18,10 +18,10 @@ import (
 const (
 	// maxClients is how many connections a server has. An old client has two.
 	maxClients = 16 << 10
-	// writeTimeout is how long a client may take no answer.
+	// writeTimeout bounds how long the server waits for a client to read an answer.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
-	// maxPairsBytes bounds the keys and values of one multi_set, which are in memory before any is stored.
+	// maxPairsBytes bounds the keys and values of one multi_set, which are all in memory before the first is stored.
 	maxPairsBytes = 64 << 20
 )
 
@@ -79,7 +79,7 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 // session is the server's end of a connection.
 type session struct {
 	store   *store.HashStore
-	ctx     context.Context // ends with the connection
+	ctx     context.Context // ends when the connection does
 	conn    net.Conn
 	in      reader
 	dialect Dialect
@@ -87,8 +87,8 @@ type session struct {
 
 	mu      sync.Mutex
 	out     *bufio.Writer
-	waiting context.CancelFunc // of the wait that is not answered; nil if there is none
-	wait    uint64             // its number
+	waiting context.CancelFunc // cancels the pending wait; nil if there is none
+	wait    uint64             // number of the last wait
 }
 
 // run serves requests until the connection ends, and returns why: io.EOF if the client left between requests.
@@ -110,14 +110,14 @@ func (c *session) run() error {
 			c.dialect = Torch21
 		}
 		if int(number) >= len(ops[c.dialect]) {
-			return fmt.Errorf("unknown operation %d", number)
+			return fmt.Errorf("unknown operation %d of %v", number, c.dialect)
 		}
 		op := ops[c.dialect][number]
 		switch op {
 		case opValidate:
-			return errors.New("a second validation")
+			return errors.New("the client sent a second validation")
 		case opWatch:
-			return errors.New("watch_key is not served; if this client is of PyTorch 2.1 it meant delete_key: see Config.Torch21")
+			return errors.New("watch_key is not supported; operation 7 of a client of PyTorch 2.1 is delete_key, which needs Config.Torch21")
 		}
 		if err := c.handle(op); err != nil {
 			return fmt.Errorf("%v: %w", op, unexpected(err))
@@ -131,7 +131,7 @@ func (c *session) validate() error {
 	if err != nil || b[0] != 0 {
 		return err
 	}
-	// An old client that sets a key begins with 0 as well. Its key would have to be as long as magic.
+	// An old client that sets a key begins with 0 as well, but no key is long enough for its length to be magic.
 	if b, err = c.in.Peek(5); err != nil {
 		return unexpected(err)
 	}
@@ -200,7 +200,7 @@ func (c *session) handle(op opcode) error {
 		n, err := c.store.QueueLen(c.ctx, key)
 		return c.answerNumber(n, err)
 	}
-	return errors.New("no such operation")
+	return fmt.Errorf("unsupported operation %v", op)
 }
 
 // pair reads a key and a value. The value is valid until the next read.
@@ -356,7 +356,7 @@ func (c *session) multiSet() error {
 			return err
 		}
 		if numBytes += len(k) + len(v); numBytes > maxPairsBytes {
-			return fmt.Errorf("more than %d bytes in one call", maxPairsBytes)
+			return fmt.Errorf("got more than %d bytes in one call, want at most that", maxPairsBytes)
 		}
 		keys, values = append(keys, k), append(values, v)
 	}
@@ -405,7 +405,7 @@ func (c *session) startWait() error {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if c.waiting == nil || c.wait != this {
-			return // it was given up
+			return // the client has cancelled the wait
 		}
 		c.waiting = nil
 		if err == nil {
@@ -414,7 +414,7 @@ func (c *session) startWait() error {
 			}
 		}
 		if err != nil {
-			c.conn.Close() // the store is closed, or the client takes nothing
+			c.conn.Close() // the store is closed, or the client does not read
 		}
 	})
 	return nil

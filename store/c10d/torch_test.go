@@ -122,7 +122,7 @@ a.set("from python", "done")
 	}
 	wait := testnet.StartTorch(t, script, host, port)
 	wait()
-	// Our own client finds what PyTorch's has written.
+	// The client of gohvd reads the values that PyTorch's client has written.
 	s := open(t, addr, c10d.Unknown)
 	if v, err := s.Get(testnet.Context(t), "from python"); err != nil || string(v) != "done" {
 		t.Errorf("got %q, %v", v, err)

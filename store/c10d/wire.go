@@ -33,7 +33,7 @@ const (
 	opQueuePush
 	opQueuePop
 	opQueueLen
-	opWatch // of old clients only
+	opWatch // sent by old clients only
 	numOps
 )
 
@@ -64,7 +64,7 @@ const (
 type Dialect uint8
 
 const (
-	// Unknown means that Dial finds out.
+	// Unknown means that Dial detects the dialect.
 	Unknown Dialect = iota
 	// Modern is that of PyTorch 2.2 and later.
 	Modern
@@ -117,7 +117,7 @@ func (r *reader) bytes(most int) ([]byte, error) {
 		return nil, err
 	}
 	if n > uint64(most) {
-		return nil, fmt.Errorf("%d bytes, want at most %d", n, most)
+		return nil, fmt.Errorf("got %d bytes, want at most %d", n, most)
 	}
 	b, err := dial.ReadBytes(r, r.scratch, int(n))
 	if err == nil && cap(b) <= keptBytes {
@@ -144,7 +144,7 @@ func (r *reader) key() (string, error) {
 func (r *reader) count() (int, error) {
 	n, err := r.u64()
 	if err == nil && n > store.MaxKeys {
-		err = fmt.Errorf("a list of %d, want at most %d", n, store.MaxKeys)
+		err = fmt.Errorf("got a list of %d elements, want at most %d", n, store.MaxKeys)
 	}
 	return int(n), err
 }

@@ -21,9 +21,9 @@ type Lacks struct {
 	Queues bool
 	// Empty values are like none to CompareAndSet.
 	Empty bool
-	// Reasons: a call that is refused fails with any error.
+	// Reasons says that a refused call may fail with any error.
 	Reasons bool
-	// OwnKeys are as many as the store counts beside those of its users.
+	// OwnKeys is the number of keys that NumKeys counts beside those of the users.
 	OwnKeys int64
 }
 
@@ -177,7 +177,7 @@ func getEndsWithContext(t *testing.T, ctx context.Context, s store.Store) {
 	}()
 	cancel()
 	wantErr(t, <-got, context.Canceled, "store: get", "missing")
-	// The store goes on.
+	// The store still works after the cancelled call.
 	noErr(t, s.Set(ctx, "missing", []byte("here")))
 	mustGet(t, ctx, s, "missing", "here")
 }
@@ -365,7 +365,7 @@ func watchSeesNewValues(t *testing.T, ctx context.Context, s store.Store) {
 		noErr(t, err)
 	}
 	wg.Wait()
-	// A waiting Watch sleeps through what does not change the value.
+	// Calls that do not change the value do not end a waiting Watch.
 	got := make(chan []byte, 1)
 	wg.Go(func() {
 		v, err := s.Watch(ctx, "k", []byte("a"))
@@ -530,7 +530,7 @@ func waitAndCheck(t *testing.T, ctx context.Context, s store.Store) {
 	noErr(t, err)
 	check(false, "b", "a")
 	times("a", "b")
-	check(true, "b") // a wait that was given up leaves nothing
+	check(true, "b") // a cancelled wait has no effect on the keys
 }
 
 // waitForMany checks that waits for several keys end when the last of the keys gets its value, in any order
@@ -588,7 +588,7 @@ func many(t *testing.T, ctx context.Context, s store.Store) {
 	if err := s.MultiSet(ctx, []string{"a"}, nil); err == nil {
 		t.Error("a key without a value is accepted")
 	}
-	// More than a segment, and more than a buffer.
+	// The values exceed a TCP segment and the buffers of client and server.
 	large := bytes.Repeat([]byte("0123456789abcdef"), 10_000)
 	noErr(t, s.MultiSet(ctx, []string{"l1", "l2"}, [][]byte{large, large[1:]}))
 	values, err = s.MultiGet(ctx, "l2", "l1")
