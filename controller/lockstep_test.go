@@ -338,7 +338,7 @@ func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
 			j.tb.Fatalf("rank %d still waits for %v", rank, j.pending[rank])
 		}
 		if !j.ranks[rank].Quiet() {
-			j.tb.Fatalf("rank %d is not quiet though nobody had anything to say", rank)
+			j.tb.Fatalf("rank %d is not quiet, although no rank had votes or news", rank)
 		}
 	}
 }

@@ -272,7 +272,7 @@ func TestMember(t *testing.T) {
 		g := r.Grants[0]
 		m.Advance()
 		if m.Finished(g); len(m.Ready().Ups) > 0 {
-			t.Errorf("it says %v of a set that is gone", m.Ready().Ups)
+			t.Errorf("got the frames %v about a removed set, want none", m.Ready().Ups)
 		}
 	})
 	t.Run("says what it does not finish, without what it was stopped for", func(t *testing.T) {

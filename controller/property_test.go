@@ -637,7 +637,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
 	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.join == (r.Kind == message.Join) && (x.join || x.name == r.Name) })
 	if i < 0 {
-		ch.broken(5, "%v %q of set %d is granted, asked for by %v", r.Kind, r.Name, s.ID, s.asked[r.Name])
+		ch.broken(5, "%v %q of set %d is granted, requested by %v", r.Kind, r.Name, s.ID, s.asked[r.Name])
 	}
 	x := s.ready[i]
 	s.ready = slices.Delete(s.ready, i, i+1)
@@ -647,7 +647,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 	if x.join {
 		ch.seen.joins++
 		if len(s.ready) > 0 || len(s.asked) > 0 || !slices.Contains(s.Ranks, r.Root) {
-			ch.broken(5, "the join of set %d is answered (last is rank %d) before %v, asked for are %v", s.ID, r.Root, s.ready, s.asked)
+			ch.broken(5, "the join of set %d is answered (last is rank %d) before %v, requested are %v", s.ID, r.Root, s.ready, s.asked)
 		}
 		clear(s.joined)
 		s.joins = 0
@@ -664,7 +664,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 		return x.frame
 	}
 	if (r.Kind == message.Error) != x.fails {
-		ch.broken(4, "%v %q of set %d is granted (%s), must it fail: %v; asked for by %v", r.Kind, r.Name, s.ID, r.Text, x.fails, qs)
+		ch.broken(4, "%v %q of set %d is granted (%s), must it fail: %v; requested by %v", r.Kind, r.Name, s.ID, r.Text, x.fails, qs)
 	}
 	if x.fails {
 		switch agreed := agree(s.Set, qs, s.empty); {
@@ -679,7 +679,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 	}
 	for m, q := range qs {
 		if q != nil && !r.Matches(q, m) {
-			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d asked for %v", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], q)
+			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d requested %v", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], q)
 		}
 	}
 	return x.frame
@@ -766,7 +766,7 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name, g.Set)
 		}
 		if q := &n.pending[p].q; r.Kind != message.Error && !r.Matches(q, slices.Index(s.Ranks, n.rank)) {
-			ch.broken(4, "rank %d asked for %v and runs %v%v", n.rank, q, r.DType, r.Shape)
+			ch.broken(4, "rank %d requested %v and runs %v%v", n.rank, q, r.DType, r.Shape)
 		}
 	}
 }
@@ -1068,7 +1068,7 @@ func (r *run) idle() {
 			continue
 		}
 		if s.joins > 0 || len(s.held) > 0 || len(s.ready) > 0 || len(s.asked) > 0 || s.unfinished > 0 {
-			r.broken(6, "set %d: %v are ready, %v asked for, %d grants unfinished", s.ID, s.ready, s.asked, s.unfinished)
+			r.broken(6, "set %d: %v are ready, %v requested, %d grants unfinished", s.ID, s.ready, s.asked, s.unfinished)
 		}
 		if n := r.c.coord.Rows(s.ID); n > 0 {
 			r.broken(2, "%d tensors of set %d are kept, though all are answered", n, s.ID)

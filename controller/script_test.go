@@ -406,7 +406,7 @@ func (s *script) tick(d time.Duration) {
 	for {
 		next := s.c.next(func(n *node) bool { return !slices.Contains(s.frozen, n.rank) })
 		if next <= s.c.now {
-			s.t.Fatalf("at %v somebody wants a turn at %v and it is not enough", s.c.now, next)
+			s.t.Fatalf("at %v the next turn is due at %v and changes nothing", s.c.now, next)
 		}
 		if next > end {
 			break

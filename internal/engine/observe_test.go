@@ -166,7 +166,7 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 		at = a.End
 	}
 	if op.Kind == message.Allreduce && op.Tensors[0].Refused == nil && len(op.Activities) == 0 && op.Number > 20 {
-		t.Errorf("rank %d: operation %d has no activities though somebody watches", rank, op.Number)
+		t.Errorf("rank %d: operation %d has no activities, although a timeline is on", rank, op.Number)
 	}
 	for i := range op.Tensors {
 		x := &op.Tensors[i]

@@ -178,7 +178,7 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 				t.Errorf("flushed after %v with %v", took, err)
 			}
 		case <-time.After(time.Minute): // in the bubble
-			t.Error("nobody reads")
+			t.Error("the loop does not read the connection")
 		}
 		for _, e := range c.engines {
 			e.Close()

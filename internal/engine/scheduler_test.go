@@ -271,7 +271,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 		l.nextTurns(nil)
 		time.Sleep(time.Minute)
 		if got := l.took(); !slices.ContainsFunc(got, func(at time.Duration) bool { return isAt(at, due) }) {
-			t.Errorf("turns at %v, want one at %v, which a driver's turn has asked for", got, due)
+			t.Errorf("turns at %v, want one at %v, which a driver's turn has returned", got, due)
 		}
 
 		// The timer fires while a driver holds the lock.
