@@ -180,7 +180,7 @@ func TestFireAndForget(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			done := h.Done() // whoever asks for it may drop the handle
+			done := h.Done() // the caller of Done may drop the handle
 			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}

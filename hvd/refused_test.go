@@ -376,7 +376,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("g"), hvd.On(e))
 			wantDuplicate(t, err, "hvd: allreduce ", "g")
 		}
-		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // that is nobody's name, and before it rank 0 has not waited in vain
+		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // The name is free: rank 0 waits for none of the refused calls.
 		if e.Rank() != 0 {
 			var err error
 			if first, err = group(); err != nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-var rewrite = flag.Bool("rewrite", false, "write the goldens anew")
+var rewrite = flag.Bool("rewrite", false, "write the goldens again")
 
 // golden compares got with a file in testdata, or writes the file if -rewrite is set.
 func golden(t *testing.T, name, got string) {

@@ -113,7 +113,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Timeline: "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3, TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
-		Warnings: got.Warnings, // of what lock-step negotiation does not heed
+		Warnings: got.Warnings, // about settings that lock-step negotiation ignores
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -194,7 +194,7 @@ func TestSettingsThatContradict(t *testing.T) {
 			t.Errorf("%v: got error %v, want %q", c.env, err, c.want)
 		}
 		if _, err := config.Load(config.Sources{Environ: environ(c.env), Launcher: true}); err != nil {
-			t.Errorf("%v: the launcher, which places the ranks anew, got error %v", c.env, err)
+			t.Errorf("%v: the launcher, which places the ranks itself, got error %v", c.env, err)
 		}
 	}
 	if _, err := load(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}); err != nil {

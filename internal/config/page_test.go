@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-var rewrite = flag.Bool("rewrite", false, "write the page anew")
+var rewrite = flag.Bool("rewrite", false, "write the page again")
 
 func TestPageIsUpToDate(t *testing.T) {
 	path := filepath.Join("..", "..", "docs", "settings.md")

@@ -140,7 +140,7 @@ func TestAuto(t *testing.T) {
 	}
 }
 
-// A line stays one line of bounded length, and moves no cursor, whoever has named what is in it.
+// A log line stays one line of bounded length and moves no cursor, whatever names the peers have chosen.
 func TestWhatPeersSay(t *testing.T) {
 	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
 	for _, format := range []string{"json", "console"} {

@@ -99,7 +99,8 @@ func TestServe(t *testing.T) {
 	testnet.WantError(t, err, "metrics: ", `"nothing"`)
 }
 
-// Those who connect and say nothing, or half of it, keep nobody out and nothing open, whoever they are and however many.
+// Clients that connect and send nothing, or half a request, keep no other client out and no connection open, however
+// many they are.
 func TestStrangersAreBounded(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	first := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HT"))

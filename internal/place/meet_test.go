@@ -659,7 +659,7 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it in vain: the log says why.
+// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it until the timeout, and the log says why.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))

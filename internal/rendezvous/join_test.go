@@ -607,7 +607,7 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 	}
 }
 
-// A process that was in the old epoch need not wait for its root to go: ranks may be dealt anew, and the old rank 0 is
+// A process that was in the old epoch need not wait for its root to go: the ranks may be numbered differently, and the old rank 0 is
 // the last to notice that the epoch has ended.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	ctx := testnet.Context(t)

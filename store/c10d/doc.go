@@ -1,7 +1,7 @@
 // Package c10d is PyTorch's TCPStore protocol: a [Server] to which PyTorch processes of any version connect, on one port,
 // and a [Store] that is a client of PyTorch's own server, as torchrun has one.
 //
-// The protocol has no authentication, and no place for it: whoever reaches the port can read and write everything. So
+// The protocol has no authentication, and no field for it: any process that reaches the port can read and write everything. So
 // a Server belongs on a loopback address, unless the network is trusted.
 //
 // There are two dialects. Since PyTorch 2.2 a client begins with a validation, and operations are numbered from 1. Before,
