@@ -1,0 +1,189 @@
+package lint
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// ofInterfaces are exported methods whose contract is that of a well-known interface of the standard library
+// or of the flag library. They need no comment.
+var ofInterfaces = []string{
+	"Error", "Unwrap", "Is", "As", "String", "GoString", "Format", "MarshalText", "UnmarshalText",
+	"MarshalJSON", "UnmarshalJSON",
+	"Type", "Set", "Len", "Less", "Swap", "Push", "Pop", "Read", "Write", "Close", "Accept", "Addr",
+	"Describe", "Collect", "ServeHTTP",
+}
+
+// notVerbs are second words of the comment of a function that says what the function is and not what it does.
+var notVerbs = []string{"is", "are", "was", "has", "a", "an", "the", "of", "for", "as", "in", "and", "its",
+	"one", "this"}
+
+// goFile is a Go file that people write.
+type goFile struct {
+	path   string
+	lines  []string
+	parsed *ast.File
+	fset   *token.FileSet
+}
+
+func (f *goFile) test() bool { return strings.HasSuffix(f.path, "_test.go") }
+
+func (f *goFile) line(pos token.Pos) int { return f.fset.Position(pos).Line }
+
+// readGoFiles returns all Go files that are not generated.
+func readGoFiles(t *testing.T) (all []*goFile) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if name := d.Name(); d.IsDir() && path != root && (name[0] == '.' || name == "testdata") {
+			return filepath.SkipDir
+		}
+		if d.IsDir() || filepath.Ext(path) != ".go" {
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		f := &goFile{lines: strings.Split(string(text), "\n"), fset: token.NewFileSet()}
+		if f.path, err = filepath.Rel(root, path); err != nil {
+			return err
+		}
+		if f.parsed, err = parser.ParseFile(f.fset, path, text, parser.ParseComments); err != nil {
+			return err
+		}
+		if !ast.IsGenerated(f.parsed) {
+			all = append(all, f)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all) < 300 {
+		t.Fatalf("read %d Go files, want at least 300", len(all))
+	}
+	return all
+}
+
+// Exported identifiers have a doc comment, and every doc comment of a function begins with the name and a
+// verb. Such a comment says what the function does; a comment that says what it is leaves open whether it
+// blocks, fails or changes anything.
+func TestDocComments(t *testing.T) {
+	for _, f := range readGoFiles(t) {
+		if f.test() {
+			continue
+		}
+		for _, d := range f.parsed.Decls {
+			switch d := d.(type) {
+			case *ast.FuncDecl:
+				checkFunc(t, f, d)
+			case *ast.GenDecl:
+				for _, s := range d.Specs {
+					checkSpec(t, f, d, s)
+				}
+			}
+		}
+	}
+}
+
+// checkFunc checks the comment of a function or method.
+func checkFunc(t *testing.T, f *goFile, d *ast.FuncDecl) {
+	name := d.Name.Name
+	words := strings.Fields(d.Doc.Text())
+	switch {
+	case len(words) == 0:
+		if d.Name.IsExported() && (d.Recv == nil || exportedReceiver(d) &&
+			!slices.Contains(ofInterfaces, name)) {
+			t.Errorf("%s:%d: %s has no doc comment", f.path, f.line(d.Pos()), name)
+		}
+	case words[0] != name:
+		t.Errorf("%s:%d: the doc comment of %s begins with %q, want the name", f.path, f.line(d.Pos()), name,
+			words[0])
+	// as in the standard library
+	case len(words) > 2 && words[1] == "is" && (words[2] == "like" || words[2] == "called"):
+	case len(words) < 2 || slices.Contains(notVerbs, words[1]):
+		t.Errorf("%s:%d: the doc comment of %s says what it is, want what it does: %q",
+			f.path, f.line(d.Pos()), name, strings.Join(words[:min(len(words), 3)], " "))
+	}
+}
+
+// exportedReceiver reports whether the type of a method is exported. If it is not, its methods implement an
+// interface, which has their contract.
+func exportedReceiver(d *ast.FuncDecl) bool {
+	x := d.Recv.List[0].Type
+	for {
+		switch t := x.(type) {
+		case *ast.StarExpr:
+			x = t.X
+		case *ast.IndexExpr:
+			x = t.X
+		case *ast.IndexListExpr:
+			x = t.X
+		default:
+			return x.(*ast.Ident).IsExported()
+		}
+	}
+}
+
+// checkSpec checks the comment of a type, constant or variable.
+func checkSpec(t *testing.T, f *goFile, d *ast.GenDecl, s ast.Spec) {
+	switch s := s.(type) {
+	case *ast.TypeSpec:
+		doc := s.Doc
+		if doc == nil {
+			doc = d.Doc
+		}
+		words := strings.Fields(doc.Text())
+		name := s.Name.Name
+		if len(words) == 0 {
+			if s.Name.IsExported() {
+				t.Errorf("%s:%d: type %s has no doc comment", f.path, f.line(s.Pos()), name)
+			}
+			return
+		}
+		if i := slices.Index([]string{"A", "An", "The"}, words[0]); i >= 0 && len(words) > 1 {
+			words = words[1:]
+		}
+		if words[0] != name && len(d.Specs) == 1 {
+			t.Errorf("%s:%d: the doc comment of type %s begins with %q, want the name", f.path,
+				f.line(s.Pos()), name, words[0])
+		}
+	case *ast.ValueSpec:
+		if s.Names[0].IsExported() && s.Doc == nil && s.Comment == nil && d.Doc == nil {
+			t.Errorf("%s:%d: %s has no doc comment", f.path, f.line(s.Pos()), s.Names[0].Name)
+		}
+	}
+}
+
+// retiredInGo are words that comments and texts in Go do not use, for those that the field has. Words that
+// are also names of programs or have another meaning in code are only in the list for pages.
+var retiredInGo = regexp.MustCompile(
+	`(?i)\b(whoever|doorway|farewell|heeds?|heeded|rouse[sd]?|hurry|hurries|in vain|anew|lest)\b`)
+
+// Go files do not use the retired words, because a reader finds no private word in any other document.
+func TestRetiredWordsInGo(t *testing.T) {
+	for _, f := range readGoFiles(t) {
+		if strings.HasPrefix(f.path, "internal/lint/") {
+			continue
+		}
+		for i, line := range f.lines {
+			if word := retiredInGo.FindString(line); word != "" {
+				t.Errorf("%s:%d: %q is retired: see docs/glossary.md", f.path, i+1, word)
+			}
+		}
+	}
+}
