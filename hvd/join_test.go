@@ -387,7 +387,7 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 		}
 		if want := slices.Repeat([]byte(h.Name()+";"), e.Size()); !slices.Equal(names, want) {
 			t.Errorf("rank %d: after the join the ranks call an unnamed tensor %s", e.Rank(), names)
-			return // it would wait for ever
+			return // a further call would wait for ever
 		}
 		if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
 			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)

@@ -170,9 +170,9 @@ func TestInitScheme(t *testing.T) {
 		t.Error(err)
 	}
 	broken := hvd.WithInitScheme("own", func(context.Context, *url.URL) (store.Store, int, int, error) {
-		return nil, 0, 0, errors.New("nobody is at home")
+		return nil, 0, 0, errors.New("no store")
 	})
-	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil || !strings.Contains(err.Error(), "init method own://: nobody is at home") {
+	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil || !strings.Contains(err.Error(), "init method own://: no store") {
 		t.Errorf("got %v, want the error of the program's own method", err)
 	}
 }

@@ -60,7 +60,7 @@ func (p *part) allgather(n int, more ...hvd.Option) error {
 }
 
 func (p *part) alltoall(n int, more ...hvd.Option) error {
-	splits := make([]int, p.e.Size()) // of nothing: any number of rows will do
+	splits := make([]int, p.e.Size()) // all 0, which any number of rows permits
 	_, _, err := hvd.Alltoall(p.ctx, make([]float32, n), splits, p.opts(more...)...)
 	return err
 }

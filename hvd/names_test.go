@@ -175,12 +175,12 @@ func TestFireAndForget(t *testing.T) {
 			if _, err := hvd.AllreduceAsync([]int32{1}, hvd.On(e)); err != nil {
 				t.Error(err)
 			}
-			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("told"), hvd.On(e))
+			h, err := hvd.AllreduceAsync([]int32{1}, hvd.Name("done asked"), hvd.On(e))
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			done := h.Done() // the caller of Done may drop the handle
+			done := h.Done() // after Done the program may drop the handle
 			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}

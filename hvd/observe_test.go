@@ -83,7 +83,7 @@ func TestTimeline(t *testing.T) {
 		do("before")
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
-		must(e.StartTimeline(path("a", 0), true)) // it goes on
+		must(e.StartTimeline(path("a", 0), true)) // the same path: the timeline continues
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
 		do("in b")

@@ -27,10 +27,10 @@ type refusal struct {
 type world struct {
 	ctx     context.Context
 	e       *hvd.Engine
-	own     *hvd.ProcessSet // of this rank alone
-	foreign *hvd.ProcessSet // without this rank
-	removed *hvd.ProcessSet // by all ranks
-	others  *hvd.ProcessSet // of another engine
+	own     *hvd.ProcessSet // has only this rank
+	foreign *hvd.ProcessSet // does not have this rank
+	removed *hvd.ProcessSet // was removed by all ranks
+	others  *hvd.ProcessSet // belongs to another engine
 }
 
 func (w *world) allreduce(opts ...hvd.Option) error {
@@ -376,7 +376,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("g"), hvd.On(e))
 			wantDuplicate(t, err, "hvd: allreduce ", "g")
 		}
-		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // The name is free: rank 0 waits for none of the refused calls.
+		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // the allreduce of the group does not use this name
 		if e.Rank() != 0 {
 			var err error
 			if first, err = group(); err != nil {

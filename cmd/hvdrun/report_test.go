@@ -137,7 +137,7 @@ func pretend(do string) error {
 		fmt.Println("got", <-signals)
 	case "fail":
 		if rank == 1 {
-			if err := kv.Wait(ctx, "told/0", "told/2"); err != nil {
+			if err := kv.Wait(ctx, "notified/0", "notified/2"); err != nil {
 				return err
 			}
 			return unix.Kill(os.Getpid(), unix.SIGKILL)
@@ -145,7 +145,7 @@ func pretend(do string) error {
 		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
 			return err
 		}
-		return kv.Set(ctx, "told/"+strconv.Itoa(rank), nil)
+		return kv.Set(ctx, "notified/"+strconv.Itoa(rank), nil)
 	}
 	return nil
 }
@@ -426,14 +426,14 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	const size = 2
 	r := reporterOf(t, kv, size, "", time.Hour)
 	defer r.close()
-	say := func(name string) {
+	sendStall := func(name string) {
 		body, err := recorder.EncodeStall(recorder.Stall{Name: name, Text: "stalled " + name + "\x1b"})
 		if err != nil {
 			t.Fatal(err)
 		}
 		r.handleMessage(t.Context(), 0, joblink.Stall, body)
 	}
-	heard := func(want string) {
+	expectAlarm := func(want string) {
 		t.Helper()
 		select {
 		case got := <-r.alarms:
@@ -446,15 +446,15 @@ func TestStallsAreReportedOnce(t *testing.T) {
 			}
 		}
 	}
-	passes := func() { // lets more than a period pass
+	advancePeriod := func() { // lets more than a period pass
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.lastStall = r.lastStall.Add(-2 * time.Hour)
 	}
-	say("a")
-	heard("a stall: stalled a\x1b")
-	say("b") // It comes less than a period after the last report.
-	heard("")
+	sendStall("a")
+	expectAlarm("a stall: stalled a\x1b")
+	sendStall("b") // It comes less than a period after the last report.
+	expectAlarm("")
 	// This report shows that b and c are waited for.
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	var wg sync.WaitGroup
@@ -469,22 +469,22 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	if !strings.Contains(text, "hvdrun: a stall: stalled a?: 2 of 2 ranks answered") {
 		t.Errorf("got %s", text)
 	}
-	passes()
-	say("b")
-	say("c")
-	heard("")
-	say("d")
-	heard("a stall: stalled d\x1b")
-	passes()
+	advancePeriod()
+	sendStall("b")
+	sendStall("c")
+	expectAlarm("")
+	sendStall("d")
+	expectAlarm("a stall: stalled d\x1b")
+	advancePeriod()
 	r.handleMessage(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.handleMessage(t.Context(), 0, "what", nil)
-	heard("")
+	expectAlarm("")
 	// The alarm of e is still pending. The report of f does not wait for it and is dropped.
-	say("e")
-	passes()
-	say("f")
-	heard("a stall: stalled e\x1b")
-	heard("")
+	sendStall("e")
+	advancePeriod()
+	sendStall("f")
+	expectAlarm("a stall: stalled e\x1b")
+	expectAlarm("")
 }
 
 // Names of tensors repeat in each step. A stall is reported also if there was one of the same name before, or
@@ -533,8 +533,8 @@ func TestEachStallIsReported(t *testing.T) {
 		}
 		begins := func() { set(func() { since = time.Since(begun) }) }
 		ends := func() { set(func() { since = 0 }) }
-		// says sends the stalls of both names as rank 0 would, and checks the number of reports.
-		says := func(want int) {
+		// expectReports sends the stalls of both names as rank 0 would, and checks the number of reports.
+		expectReports := func(want int) {
 			t.Helper()
 			got := 0
 			for _, name := range []string{"grad/7", "grad/8"} {
@@ -568,40 +568,40 @@ func TestEachStallIsReported(t *testing.T) {
 			begins()
 			r.survey(ctx, "SIGQUIT", nil)
 			time.Sleep(period)
-			says(1)
+			expectReports(1)
 			for range 3 {
 				time.Sleep(period)
 				set(func() { asked = 0 })
-				says(0)
+				expectReports(0)
 				set(func() {
 					if asked > size {
-						t.Errorf("the ranks were asked %d times for a stall that goes on, want %d at most", asked, size)
+						t.Errorf("the ranks were asked %d times for a stall that lasts, want at most %d", asked, size)
 					}
 				})
 			}
 			ends()
 		}
 		time.Sleep(period)
-		says(0) // The stall is over by now.
+		expectReports(0) // The stall is over by now.
 		time.Sleep(period)
 		begins()
-		says(0) // A later step has waited only for a moment.
+		expectReports(0) // A later step has waited only for a moment.
 		set(func() { mute = []int{2} })
 		time.Sleep(period)
-		says(1)
+		expectReports(1)
 		time.Sleep(period)
-		says(0)
+		expectReports(0)
 		// It remains one stall if others of the waiting ranks answer.
 		ends()
 		time.Sleep(period)
 		begins()
 		set(func() { mute = nil })
 		time.Sleep(period)
-		says(1)
+		expectReports(1)
 		for _, mutes := range [][]int{{2}, {0}, {2}, {0, 2}, {0}} {
 			set(func() { mute = mutes })
 			time.Sleep(period)
-			says(0)
+			expectReports(0)
 		}
 	})
 }
@@ -698,7 +698,7 @@ func TestReportsInTrouble(t *testing.T) {
 	}
 	r := reporterOf(t, kv, 2, file, time.Hour)
 	kv.Close()
-	testnet.Eventually(t, "nobody listens", func() bool { return r.ranks.Err() != nil })
+	testnet.Eventually(t, "the launcher no longer listens", func() bool { return r.ranks.Err() != nil })
 	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
 	for _, want := range []string{"hvdrun: warning: report: ", "store is closed", "joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
 		if !strings.Contains(got, want) {

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// writeFile writes a file of settings and returns its path.
+// writeFile writes a settings file and returns its path.
 func writeFile(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "settings.yaml")

@@ -113,7 +113,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Timeline: "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3, TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
-		Warnings: got.Warnings, // about settings that lock-step negotiation ignores
+		Warnings: got.Warnings, // warnings about settings that lock-step negotiation ignores
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)

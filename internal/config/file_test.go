@@ -93,7 +93,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
 	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true
-	want.Warnings = c.Warnings // about settings that lock-step negotiation ignores
+	want.Warnings = c.Warnings // warnings about settings that lock-step negotiation ignores
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-var rewrite = flag.Bool("rewrite", false, "write the page again")
+var rewrite = flag.Bool("rewrite", false, "rewrite the page")
 
 func TestPageIsUpToDate(t *testing.T) {
 	path := filepath.Join("..", "..", "docs", "settings.md")

@@ -59,7 +59,7 @@ type helper struct {
 	pid    int // process ID of the command, and of its process group
 	alive  bool
 	sent   syscall.Signal
-	killed bool // by order, or because the launcher is gone
+	killed bool // the launcher ordered SIGKILL, or is gone
 }
 
 // HelperMain runs the command of one rank for the launcher and returns the exit status of the process. The
@@ -136,7 +136,7 @@ func (h *helper) start(path string, argv, env []string) error {
 	}
 	_, err := h.family.start(newBatch(), func() (int, error) {
 		pid, _, err := syscall.StartProcess(path, argv, attr)
-		if errors.Is(err, syscall.ENOEXEC) && isText(path) { // as execvp does (exec(3))
+		if errors.Is(err, syscall.ENOEXEC) && isText(path) { // execvp does the same (exec(3))
 			pid, _, err = syscall.StartProcess(shell, slices.Concat([]string{shell, path}, argv[1:]), attr)
 		}
 		if err == nil {

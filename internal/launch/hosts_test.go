@@ -438,13 +438,13 @@ func TestAgentThatEndsEarly(t *testing.T) {
 // an agent.
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
-	file := filepath.Join(t.TempDir(), "heard")
+	file := filepath.Join(t.TempDir(), "received")
 	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`), Command: []string{"true"}})
 	if got := r.wait(); got != 1 {
 		t.Errorf("got exit status %d, want 1", got)
 	}
-	if heard, err := os.ReadFile(file); err != nil || len(heard) > 0 {
-		t.Errorf("it was told %d bytes (error %v)", len(heard), err)
+	if received, err := os.ReadFile(file); err != nil || len(received) > 0 {
+		t.Errorf("the program was sent %d bytes (error %v), want none", len(received), err)
 	}
 }
 

@@ -69,7 +69,7 @@ func (s *splitter) flush() {
 
 const (
 	tailLines     = 20
-	maxTailBytes  = 2 << 10 // of one line
+	maxTailBytes  = 2 << 10 // maximum length of one line
 	tailCutMarker = "..."
 )
 

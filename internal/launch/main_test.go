@@ -174,7 +174,7 @@ func launcher(text string) int {
 type fake struct {
 	Notices []string // JSON
 	Print   string   // by rank 0
-	Lives   bool     // it goes on and obeys nothing, and answers pings
+	Lives   bool     // the agent stays alive, answers pings and carries out no order
 }
 
 func (f fake) reach() []string {

@@ -284,8 +284,8 @@ func TestJudge(t *testing.T) {
 	}{
 		{"earliest", []Exit{ok, {Code: 5, At: at(3)}, {Code: 6, At: at(2)}}, nil, []int{2}, 6},
 		{"earliest of equals is the lowest", []Exit{{Code: 5, At: at(3)}, {Code: 6, At: at(3)}}, nil, []int{0}, 5},
-		{"who was told to end is last", []Exit{{Signal: 15, Sent: 15, At: at(1)}, {Code: 6, At: at(2)}}, nil, []int{1}, 6},
-		{"all were told", []Exit{{Signal: 15, Sent: 15, At: at(2)}, {Signal: 9, Sent: 9, At: at(1)}}, nil, []int{1}, 137},
+		{"a rank that was sent a signal is last", []Exit{{Signal: 15, Sent: 15, At: at(1)}, {Code: 6, At: at(2)}}, nil, []int{1}, 6},
+		{"all were sent a signal", []Exit{{Signal: 15, Sent: 15, At: at(2)}, {Signal: 9, Sent: 9, At: at(1)}}, nil, []int{1}, 137},
 		{"verdict", []Exit{{Code: 1, At: at(1)}, {Signal: 9, At: at(2)}}, names(1), []int{1}, 137},
 		{"verdict on two, the earlier counts", []Exit{{Code: 1, At: at(1)}, {Code: 8, At: at(3)}, {Code: 7, At: at(2)}}, names(2, 1), []int{1, 2}, 7},
 		{"verdict on one that hung", []Exit{{Code: 1, At: at(1)}, {Signal: 9, Sent: 9, At: at(9)}}, names(1), []int{1}, 137},
