@@ -55,7 +55,7 @@ const (
 
 var initSteps = []string{
 	stepBegin, "init: joining the other ranks", stepJoined, "init: connecting to the other ranks",
-	"init: connected, waiting for the other ranks to be", stepEnd,
+	"init: connected, waiting until all ranks are connected", stepEnd,
 }
 
 // dies is the program of a rank that waits at a barrier after Init. The victim kills itself on the way there.
