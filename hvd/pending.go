@@ -86,7 +86,8 @@ func (a *abandonedWaits) explain(err error) error {
 	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
 }
 
-// describe returns, in words, what this rank has given up waiting for: a clause without a subject, or "" if nothing.
+// describe returns a clause without a subject that says what this rank has given up waiting for, or "" if
+// nothing.
 func (a *abandonedWaits) describe() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()

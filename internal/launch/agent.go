@@ -162,7 +162,8 @@ func (a *agent) accept() error {
 	return nil
 }
 
-// notify sends n to the launcher. It blocks until the launcher receives n or is gone. handleOrders detects the latter.
+// notify sends n to the launcher. It blocks until the launcher receives n or is gone. handleOrders detects
+// that the launcher is gone.
 func (a *agent) notify(n notice) {
 	a.notifying.Lock()
 	defer a.notifying.Unlock()

@@ -380,8 +380,8 @@ func (j *job) cutAll() {
 	}
 }
 
-// awaitAgents returns when all agents, and the commands that reach them, have ended; they end when they have sent
-// everything. After timeout it kills those that are left, and after the same time again it gives up and
+// awaitAgents returns when all agents, and the commands that reach them, have ended; they end when they have
+// sent everything. After timeout it kills those that are left, and after the same time again it gives up and
 // returns an error.
 func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
