@@ -11,8 +11,8 @@ import (
 var ErrEvicted = errors.New("closed before its handshake ended, because too many newer connections are in their handshake")
 
 // Limiter bounds the connections that have not proved their identity yet. If there is one too many it closes
-// the oldest: a peer that can prove itself does so at once, so the oldest is most likely a stranger, and a
-// peer of ours would retry.
+// the oldest: a peer that can prove itself does so at once, so the oldest most likely cannot, and a
+// peer of the job would retry.
 type Limiter struct {
 	most int
 

@@ -148,7 +148,7 @@ func TestDeathWhileAgreeing(t *testing.T) {
 	}
 }
 
-// What the root and its members say behind the table can be any bytes.
+// The messages of the root and its members after the table can be any bytes.
 func FuzzStatusAndAnswer(f *testing.F) {
 	for _, m := range []proto.Message{
 		&rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED, Text: "no memory", MayPass: true},

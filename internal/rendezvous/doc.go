@@ -26,12 +26,12 @@
 //     the counter, and the root draws again if a rank has seen a greater one.
 //  2. A root is in one of three states, forming, complete and failed, and leaves forming once. All ranks whose
 //     table arrived have the same one.
-//  3. Every request that can be read is answered, in every state. Ranks that contradict each other are told so,
-//     rank 0 included.
+//  3. Every request that can be read is answered, in every state. Ranks that contradict each other, rank 0
+//     included, get an error that says so.
 //  4. From the table on every rank knows the same end of the start: all ranks were ready, or which have failed. The connection to
 //     the root stays until then; if that of a rank ends before, the rank has failed.
-//  5. Nothing that a stranger sends to a port costs more memory than the bytes it sent, or disturbs anyone else.
-//     Who has not the secret of the job, if it has one, gets no answer at all.
+//  5. A peer without the secret of the job costs no more memory than the bytes that it sends, and disturbs no rank. If
+//     the job has a secret, such a peer gets no answer at all.
 //
 // # Which root is the right one
 //
@@ -48,8 +48,9 @@
 //     connection broke before the table arrived: it gets the table, unless the root has noticed and failed the rank;
 //   - failed: it answers with the reason, once to each process, and "stale" to those that had it: they are here for the
 //     next attempt;
-//   - gone, and its port perhaps in other hands: a refused dial, a stranger's answer, or "stale" because the token
-//     differs. The rank dials again now and then, and changes to a newer root as soon as the store has one.
+//   - closed, and its port perhaps used by another process: the dial is refused, the answer is of another protocol, or
+//     it is "stale" because the token differs. The rank dials again with backoff, and changes to a newer root as soon
+//     as the store has one.
 //
 // A rank 0 that finds a root published before its own asks that one first, as a duplicate of its rank 0. If it is
 // forming, both fail with the same error. If it is complete with an epoch that the new rank 0 knows (LastEpoch is at

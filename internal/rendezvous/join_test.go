@@ -404,8 +404,8 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
-// What a failed root says does not depend on whether what it has said before has arrived: the call of Join that was told is told
-// again, for it may not have heard, and another call of the same process has to wait for the next root.
+// A failed root sends its failure again to a call of Join that has had it, because the first answer may be lost. Another call of
+// the same process has to wait for the next root.
 func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	cfg := config(newStore(t), 0, 3)
 	cfg.Log, _ = testnet.Logs()
@@ -856,7 +856,7 @@ func closedPort(t *testing.T) string {
 	return ln.Addr().String()
 }
 
-// What a dead job left in the store stops nobody: its port is closed, or in the hands of others.
+// A root that a dead job has left in the store stops no rank, whether its port is closed or belongs to another server.
 func TestLeftovers(t *testing.T) {
 	hangUp := func(net.Conn) {}
 	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
@@ -1114,7 +1114,7 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// Who has another secret, or encrypts alone, is told so and is not taken in; the others do not notice.
+// A rank with another secret, or the only one that encrypts, is refused and learns why; the other ranks are not affected.
 func TestSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	key, _ := secret.New()

@@ -101,7 +101,7 @@ func TestProof(t *testing.T) {
 	}
 }
 
-// What follows a proof is as it was sent, to the byte.
+// The bytes that follow a proof arrive as they were sent.
 func TestWhatFollows(t *testing.T) {
 	for kind, of := range kinds {
 		s, text := secret.New()
@@ -211,7 +211,7 @@ func (t tap) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Who has heard a conversation can play neither side of it again, nor send one's own words back.
+// An eavesdropper cannot replay either side of a recorded proof, nor reflect a side's own messages.
 func TestReplay(t *testing.T) {
 	s, _ := secret.New()
 	var fromServer, fromClient bytes.Buffer
@@ -239,7 +239,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// Who has no secret cannot give the server's proof for its own.
+// A client without the secret cannot send the server's proof as its own.
 func TestEcho(t *testing.T) {
 	s, _ := secret.New()
 	_, e := meet(t, func(conn net.Conn) error {

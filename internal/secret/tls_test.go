@@ -64,7 +64,7 @@ func (w *wiretap) Write(b []byte) (int, error) {
 	return w.Conn.Write(b)
 }
 
-// Who listens sees what was said without TLS, and nothing of it with TLS. Who changes a byte ends the connection.
+// An eavesdropper can read the messages without TLS, and none with TLS. A changed byte ends the connection.
 func TestWire(t *testing.T) {
 	words := strings.Repeat("the weights of a model ", 3000) // several records
 	for kind, of := range kinds {

@@ -139,7 +139,7 @@ func (c *client) closed(why string) {
 // hello is how modern clients begin; since 2.5 with a ping.
 const hello = "00 ce f7 85 3c"
 
-// What clients of each version send, and what they get, byte by byte.
+// TestDialects compares the requests of clients of each version, and their answers, byte by byte.
 func TestDialects(t *testing.T) {
 	for name, test := range map[string]struct {
 		hello, ping string
