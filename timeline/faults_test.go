@@ -532,7 +532,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// A folder that goes, and a file that somebody replaces: operations are counted, and when it can it writes again.
+// The folder is removed, or the file is replaced: operations are counted, and writing resumes when it is possible.
 func TestRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {

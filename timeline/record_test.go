@@ -286,7 +286,7 @@ func (r *random) operation() *trace.Operation {
 			n.Arrivals = arrivals
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
-			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500) // told from a microsecond on
+			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500) // recorded from a microsecond on
 		}
 		if r.IntN(4) == 0 {
 			n.Parts = 1 + r.IntN(5)
@@ -428,13 +428,13 @@ func TestClamping(t *testing.T) {
 	}
 	o := s.Operations[1]
 	if o.Submitted != 3000 || o.Begin != 5900 || o.Late != 999_000 || o.Arrivals[0] != 1000 || o.Arrivals[1] != 1_000_000 || o.Last != 1 {
-		t.Errorf("got %+v, want what was told beside what was clamped", o)
+		t.Errorf("got %+v, want the recorded times beside the clamped ones", o)
 	}
 	if o := s.Operations[2]; o.Track != "mine" || o.Fused != 2 {
 		t.Errorf("got %+v, want what the absent rank had submitted, of 2 tensors", o)
 	}
 	if o := s.Operations[5]; len(o.Arrivals) != 2 || o.Last != -1 {
-		t.Errorf("got %+v, want nobody called the last of those that are known", o)
+		t.Errorf("got %+v, want no rank called the last", o)
 	}
 	if o := s.Operations[3]; o.Begin != 8001 {
 		t.Errorf("got %+v, want the bar to begin with the first arrival", o)

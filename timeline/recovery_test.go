@@ -177,8 +177,8 @@ func TestLargerThanMemory(t *testing.T) {
 	}
 }
 
-// Who writes hears of what was dropped, and so the log does.
-func TestDropsAreHeardOf(t *testing.T) {
+// A dropped operation is counted and wakes the writer, which logs it.
+func TestDropsAreReported(t *testing.T) {
 	tl := &Timeline{filling: newBatch(1), wake: make(chan struct{}, 1), full: make(chan struct{}, 1)}
 	tl.Record(simple(1, "a"))
 	<-tl.wake

@@ -61,7 +61,7 @@ func listen(path string) (clients, error) {
 }
 
 // lock locks a directory against other processes that remove stale sockets there: a socket that is bound but
-// not yet listening cannot be told from a stale one.
+// not yet listening looks like a stale one.
 func lock(dir string) (unlock func(), err error) {
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {

@@ -279,7 +279,7 @@ func TestSystemd(t *testing.T) {
 		t.Fatal(err)
 	}
 	p := start(t, "activated", []*os.File{f}, []string{"LISTEN_FDS=1", "NOTIFY_SOCKET=" + notify, "WATCHDOG_USEC=100000"})
-	heard := func(want string) {
+	expect := func(want string) {
 		t.Helper()
 		var b [1000]byte
 		for {
@@ -295,15 +295,15 @@ func TestSystemd(t *testing.T) {
 			}
 		}
 	}
-	heard("READY=1\nSTATUS=idle, 0 clients")
+	expect("READY=1\nSTATUS=idle, 0 clients")
 	c := at(t, path)
 	c.Hello()
 	c.Init()
-	heard("WATCHDOG=1\nSTATUS=running, 1 clients")
+	expect("WATCHDOG=1\nSTATUS=running, 1 clients")
 	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	heard("STOPPING=1")
+	expect("STOPPING=1")
 	p.wants(0, "")
 	if _, err := os.Lstat(path); err != nil {
 		t.Errorf("systemd's socket has gone: %v", err)

@@ -38,7 +38,7 @@ type Clock struct {
 	Known bool
 }
 
-// apart returns the greatest difference at which the times of two ranks cannot be told apart.
+// apart returns the greatest difference at which the times of two ranks count as equal.
 func (c Clock) apart(other Clock) time.Duration {
 	if c.Domain == other.Domain {
 		return 0
@@ -139,7 +139,7 @@ type slot struct {
 	operation
 	kind      string
 	last      *tensor
-	told      []submission
+	submitted []submission
 	arrivals  []time.Duration
 	lastEnded time.Duration
 	done      bool
@@ -237,7 +237,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 			l.pending[o] = p
 		}
 	}
-	p.told = append(p.told, submission{m, r.Submitted, r.Granted, m.before(r.Submitted)})
+	p.submitted = append(p.submitted, submission{m, r.Submitted, r.Granted, m.before(r.Submitted)})
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.kept++
@@ -246,7 +246,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 		p.arrivals = append(p.arrivals, arrivals...)
 		l.kept += len(arrivals)
 	}
-	if len(p.told) == len(l.members) || r.Number == 0 {
+	if len(p.submitted) == len(l.members) || r.Number == 0 {
 		l.judge(p)
 	}
 }
@@ -383,14 +383,14 @@ func (l *Late) anybodyWaited() time.Duration {
 func (l *Late) judge(p *slot) {
 	p.done = true
 	delete(l.pending, p.operation)
-	l.kept -= len(p.told) + len(p.arrivals)
+	l.kept -= len(p.submitted) + len(p.arrivals)
 	var all []submission
 	latest := never
 	// The submission of a single rank cannot be compared with anything, but the arrivals of all ranks can be
 	// compared with each other. Horovod's file has no other submission: a bar there begins with the first
 	// rank's request.
-	if len(p.told) > 1 || len(p.arrivals) == 0 {
-		for _, s := range p.told {
+	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
+		for _, s := range p.submitted {
 			if s.at != 0 && s.Clock.Known {
 				all, latest = append(all, s), max(latest, s.at)
 			}
@@ -417,7 +417,7 @@ func (l *Late) judge(p *slot) {
 	case p.set == 0:
 		l.found.Alone++
 	}
-	for _, s := range p.told {
+	for _, s := range p.submitted {
 		if s.at == 0 {
 			continue
 		}

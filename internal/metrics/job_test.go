@@ -208,7 +208,7 @@ func TestLargestJobFits(t *testing.T) {
 	t.Logf("%d bytes", len(text))
 }
 
-// asker counts questions, and answers when it is told to, or when they have taken too long.
+// asker counts queries, and answers when the test lets it, or when a query has taken too long.
 type asker struct {
 	mu    sync.Mutex
 	asked int

@@ -133,7 +133,7 @@ func (s *Server) Close() error {
 }
 
 // bounded is a listener that keeps at most maxConns connections. One more closes the oldest. So clients that
-// stay connected keep nobody out, and a Prometheus whose idle connection was closed opens another.
+// stay connected keep no other client out, and a Prometheus whose idle connection was closed opens another.
 type bounded struct {
 	net.Listener
 	limiter *dial.Limiter

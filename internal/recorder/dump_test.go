@@ -290,9 +290,9 @@ func FuzzDecode(f *testing.F) {
 		if err != nil {
 			return // a time that JSON does not have
 		}
-		twin, err := Decode(again)
-		if err != nil || !reflect.DeepEqual(twin.Pending, d.Pending) || !reflect.DeepEqual(twin.Operations, d.Operations) {
-			t.Fatalf("got %+v, error %v, want %+v", twin, err, d)
+		decoded, err := Decode(again)
+		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) || !reflect.DeepEqual(decoded.Operations, d.Operations) {
+			t.Fatalf("got %+v, error %v, want %+v", decoded, err, d)
 		}
 		other := full()
 		other.Size = d.Size
@@ -315,8 +315,8 @@ func FuzzDecodeStall(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if twin, err := DecodeStall(again); err != nil || twin.Set != s.Set || !strings.HasPrefix(s.Name, twin.Name) {
-			t.Errorf("%+v was read again as %+v, %v", s, twin, err)
+		if decoded, err := DecodeStall(again); err != nil || decoded.Set != s.Set || !strings.HasPrefix(s.Name, decoded.Name) {
+			t.Errorf("%+v was read again as %+v, %v", s, decoded, err)
 		}
 	})
 }

@@ -150,7 +150,7 @@ func TestReport(t *testing.T) {
 		}, []int{0, 1}, nil, "Rank 0 has joined and rank 1 has not, for 17.0 s; rank 2 did not answer and may be missing too.\n" +
 			"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
 
-		{"nobody answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
+		{"no rank answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
 			"Ranks 0, 3 and 4 did not answer.\nRanks 1 and 2 did not answer: it has ended.\n"},
 
 		{"nothing happens", 2, func([]*rankAt) {}, nil, nil, "No rank that answered waits for an operation.\n"},
@@ -160,7 +160,7 @@ func TestReport(t *testing.T) {
 			j[1].waits(20*time.Second-4*ms, "x")
 		}, nil, nil, "Ranks 0 and 1 have called allreduce \"x\", which has not been granted for 5 ms: the grant is in progress, or other tensors of its group are missing.\n"},
 
-		{"inside, queued, not heard of, done", 5, func(j []*rankAt) {
+		{"executing, queued, not granted, completed", 5, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
 			j[1].runs(3*time.Second, 4*time.Second, 3, "x")
 			j[2].runs(3*time.Second, 0, 3, "x")
@@ -245,7 +245,7 @@ func TestReport(t *testing.T) {
 			j[0].Epoch, j[2].Epoch = 2, 2
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "old")
-		}, nil, map[int]string{1: "nobody knows"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
+		}, nil, map[int]string{1: "unknown"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
 			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is still in epoch 1, other ranks are in epoch 2.\n"},
 
 		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
@@ -313,17 +313,17 @@ func TestStateOfEachRank(t *testing.T) {
 	}
 }
 
-// Of two dumps of a rank the newer counts, and of strangers none.
+// Of two dumps of a rank the newer one counts. Dumps of ranks that are not in the job do not count.
 func TestDumpsThatDoNotCount(t *testing.T) {
 	j := job(2)
 	old := job(2)[0]
 	old.waits(time.Second, "old")
 	j[0].Epoch, j[1].Epoch = 2, 2
-	stranger := job(9)[7]
-	stranger.Epoch = 9
-	stranger.waits(time.Second, "strange")
+	outsider := job(9)[7]
+	outsider.Epoch = 9
+	outsider.waits(time.Second, "strange")
 	want := "No rank that answered waits for an operation.\n"
-	for _, order := range [][]*rankAt{{old, j[0], j[1], stranger}, {stranger, j[1], j[0], old}} {
+	for _, order := range [][]*rankAt{{old, j[0], j[1], outsider}, {outsider, j[1], j[0], old}} {
 		if got := head(analysis.Analyse(dumps(t, order...), 2, nil).Text()); got != want {
 			t.Errorf("got %q, want %q", got, want)
 		}

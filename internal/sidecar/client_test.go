@@ -83,13 +83,13 @@ type client struct {
 // connect returns a client of s that has exchanged greetings.
 func connect(t testing.TB, s *Server) *client {
 	t.Helper()
-	c := stranger(t, s)
+	c := newClient(t, s)
 	c.Hello()
 	return c
 }
 
-// stranger returns a client of s that has not sent anything.
-func stranger(t testing.TB, s *Server) *client {
+// newClient returns a client of s that has not sent anything.
+func newClient(t testing.TB, s *Server) *client {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -79,7 +79,7 @@ func TestUsage(t *testing.T) {
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
 			"tensor name of 5000 bytes":  good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
-			"needs a name":               good(func(o *op, _ *tens) { o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true }),
+			"needs option Name":          good(func(o *op, _ *tens) { o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true }),
 			"tensors 0 and 2 overlap": good(func(o *op, tt *tens) {
 				o.Grouped = true
 				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)}, &tens{Shape: []int64{1}, Input: at(0, 68, 4)})
@@ -426,7 +426,7 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// For a client that does not read, no more than the bound is queued, and nobody waits for the client.
+// For a client that does not read, no more than the bound is queued, and no goroutine waits for the client.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -543,9 +543,9 @@ func TestStrangers(t *testing.T) {
 	for what, hello := range map[string]string{
 		"i/o timeout": "", "greeting is": "GET / HT", "got protocol version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",
 	} {
-		c := stranger(t, s)
+		c := newClient(t, s)
 		if hello == "" {
-			c = stranger(t, hasty)
+			c = newClient(t, hasty)
 		}
 		c.Write([]byte(hello))
 		if err := c.end(); err == nil || !strings.Contains(err.Error(), what) {
@@ -666,7 +666,7 @@ func TestOtherUser(t *testing.T) {
 // Close ends everything, whatever is in progress.
 func TestClose(t *testing.T) {
 	s := New(Config{})
-	idle, silent := connect(t, s), stranger(t, s)
+	idle, silent := connect(t, s), newClient(t, s)
 	busy := connect(t, s)
 	busy.Init()
 	if err := s.Close(context.Background()); err != nil {
@@ -674,10 +674,10 @@ func TestClose(t *testing.T) {
 	}
 	for _, c := range []*client{idle, silent, busy} {
 		if err := c.end(); err == nil {
-			t.Error("a client has not heard of the end")
+			t.Error("a client was not notified of the end")
 		}
 	}
-	if err := stranger(t, s).end(); !errors.Is(err, errEnding) {
+	if err := newClient(t, s).end(); !errors.Is(err, errEnding) {
 		t.Errorf("a client after the end: %v", err)
 	}
 	if s.Death() != nil {

@@ -89,7 +89,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	return m.remove(g)
 }
 
-// remove removes an arena that nobody uses. The caller holds mu.
+// remove removes an arena that no operation uses. The caller holds mu.
 func (m *memory) remove(g *clientArena) error {
 	delete(m.all, g.number)
 	return arena.Abandon(g.id)

@@ -113,8 +113,8 @@ func TestOperations(t *testing.T) {
 				a := c.MustRun(o)
 				m := a.Results[0].Memory
 				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
-				told := !given || c2.splits != nil
-				if !slices.Equal(got, c2.want) || told && !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
+				wantShape := !given || c2.splits != nil
+				if !slices.Equal(got, c2.want) || wantShape && !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
 					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
 						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
 				}
@@ -123,7 +123,7 @@ func TestOperations(t *testing.T) {
 				}
 				if !given {
 					c.Send(sidecartest.Free(m.Arena, m.Offset))
-					c.Send(sidecartest.Free(m.Arena, m.Offset)) // again, which harms nobody
+					c.Send(sidecartest.Free(m.Arena, m.Offset)) // again, which has no effect
 				}
 				if want := int32(100 * r); x[0] != want {
 					t.Errorf("%s: the input was overwritten", c2.what)

@@ -60,7 +60,7 @@ func TestBell(t *testing.T) {
 	}
 	sent := numbered(4 << 20)
 	o.Put(bytes.Clone(sent), -1)
-	got := drain(t, far) // the rest is queued, for nobody runs the outbox
+	got := drain(t, far) // the rest is queued, because Run is not called
 	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}

@@ -56,8 +56,8 @@ def run(interpreter: str, ranks: int, torch: bool) -> Outcome:
         if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
     ]
     # A rank may wait for another that has tests of its own to do first.
-    patience = f"--start-timeout={_LIMIT_SECONDS}"
-    command = [os.environ["HVD_RUN"], "-np", str(ranks), patience, interpreter, "-m", "unittest", *modules]
+    start_timeout = f"--start-timeout={_LIMIT_SECONDS}"
+    command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", *modules]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
     try:
         job = subprocess.run(

@@ -663,7 +663,7 @@ class Alone(Bounded):
         self.assertIn("after 5.0", out)
 
     def test_fork(self) -> None:
-        """A forked process has the queries but not the job, and disturbs nobody, however it ends."""
+        """A forked process has the queries but not the job, and does not disturb its parent, however it ends."""
         out = self.run_program(
             """
             import os, sys, threading, warnings
@@ -1235,7 +1235,8 @@ class Nonsense(WithFake):
 
     def test_frames(self) -> None:
         self.refuses("malformed frame", lambda f: f.send(b"\x0b"))
-        self.refuses("malformed frame from the sidecar: got 16777217 bytes, want at most 16777216", lambda f: f.sock.sendall(wire.varint((16 << 20) + 1)))
+        too_long = wire.varint((16 << 20) + 1)
+        self.refuses("malformed frame from the sidecar: got 16777217 bytes, want at most", lambda f: f.sock.sendall(too_long))
         self.refuses("malformed frame from the sidecar: varint", lambda f: f.sock.sendall(b"\xff" * 11))
         self.refuses("request 77, which is not pending", lambda f: f.send(b"\x08\x4d"))
         self.refuses("closed the connection", lambda f: f.sock.shutdown(socket.SHUT_WR))

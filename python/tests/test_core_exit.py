@@ -1,4 +1,4 @@
-"""What a process tells and prints when it ends."""
+"""What a process sends to the other ranks and prints when it ends."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ class Encoding(unittest.TestCase):
             self.assertEqual(got.hex(), want)
             self.assertEqual(wire.take_varint(got, 0, len(got)), (n, len(got)))
 
-    # The text of an exception may have surrogates, which cannot be encoded: the ranks are told all the same.
+    # The text of an exception may have surrogates, which cannot be encoded. The other ranks get the text with the
+    # surrogates escaped.
     def test_reason(self) -> None:
         try:
             raise ValueError("no file 'x\udcff'")

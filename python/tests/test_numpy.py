@@ -136,7 +136,7 @@ class Numpy(unittest.TestCase):
             self.equal(got.numpy(), np.full(3, float(self.size)))
 
     def test_result_not_taken(self) -> None:
-        """A second operation of a name does not touch the result of the first, which nobody has taken."""
+        """A second operation of a name does not touch the result of the first, which no caller has taken."""
         for place in ("ordinary", "arena"):
             first = hvd.allreduce_async(np.full(3, 1.0), op=hvd.Sum, name=place)
             while not first.done():
@@ -182,7 +182,7 @@ class Numpy(unittest.TestCase):
         hvd.allreduce(np.ones(1))
         gc.collect()
         arena.collect()
-        # 50 arrays, and the staging of results that nobody has taken.
+        # 50 arrays, and the staging of results that were not taken.
         self.assertLessEqual(sum(c.live for c in arena._chunks), before + 2)
 
     def test_allgather(self) -> None:
@@ -211,12 +211,12 @@ class Numpy(unittest.TestCase):
         for i in range(8):
             got = hvd.allgather(np.full(3 << 20, self.rank + i, np.float64))
             self.assertEqual((got[0], got[-1], len(got)), (i, self.size - 1 + i, (3 << 20) * self.size))
-            # One that nobody takes.
+            # The result of this operation is not taken.
             hvd.allgather_async(np.ones(1 << 20))
         hvd.barrier()
         self.assertLessEqual(len(client._maps), 4)
 
-    def test_arrays_of_operations_that_nobody_waits_for(self) -> None:
+    def test_arrays_of_operations_without_a_wait(self) -> None:
         """Their memory stays theirs until they are done."""
         for i in range(20):
             if self.rank == 0:
@@ -374,7 +374,7 @@ class Numpy(unittest.TestCase):
 
     def test_join(self) -> None:
         for turn in range(2):
-            # Unnamed: the ranks' counts differ, and begin anew with the join.
+            # The operations have no names: the ranks' counts differ, and begin again with the join.
             for step in range(self.rank + 1):
                 got = hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait()
                 self.equal(got, np.full(2, float(self.size - step)))
@@ -382,7 +382,7 @@ class Numpy(unittest.TestCase):
         self.equal(hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait(), np.full(2, float(self.size)))
 
     def test_blocking_forms_begin_without_a_doorbell(self) -> None:
-        """Their wait tells the sidecar, so that it serves a rank that waits at once. An asynchronous form has to ring."""
+        """The wait notifies the sidecar, which then serves the rank at once. An asynchronous call sends a doorbell."""
         client = _engine.engine._client
         submit, later = client.submit, []
 

@@ -260,7 +260,7 @@ class Training(OptimizerTest):
                 optimizer = hvd.DistributedOptimizer(optimizer, layers.named_parameters(), **options)
                 for _ in range(2):
                     optimizer.zero_grad(set_to_none=none)
-                    # Rank r uses layer r; nobody uses the last.
+                    # Rank r uses layer r; no rank uses the last layer.
                     layers[self.rank](torch.ones(1, 2)).sum().backward()
                     optimizer.step()
                 for layer, weight in zip(layers[:-1], before):
@@ -569,7 +569,7 @@ class Sparse(OptimizerTest):
         self.close(model.weight.detach(), want, 1e-6)
 
 
-    def test_an_embedding_that_nobody_uses(self) -> None:
+    def test_an_unused_embedding(self) -> None:
         class Two(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -967,7 +967,7 @@ class TheOptimizerItself(OptimizerTest):
             model = network()
             optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
             loss_of(model, batch(0, self.rank)).backward()
-            hvd.barrier()  # they are reduced, and nobody has looked
+            hvd.barrier()  # they are reduced, but not synchronized
             del optimizer
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         optimizer.zero_grad()

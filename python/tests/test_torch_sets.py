@@ -20,7 +20,7 @@ class SetsTest(RanksTest):
         """Waits for all ranks: a shutdown ends what others are still at."""
         hvd.allreduce(torch.ones(1), name="together")
 
-    def count_anew(self) -> None:
+    def restart_count(self) -> None:
         """Unnamed operations are counted, and the ranks' counts may differ after calls that not all have made."""
         self.together()
         hvd.shutdown()
@@ -80,7 +80,7 @@ class Errors(SetsTest):
                 hvd.allreduce(torch.ones(1), name="twice")
             hvd.barrier()
         self.equal(hvd.synchronize(first), torch.full((2,), float(self.size)))
-        self.count_anew()
+        self.restart_count()
 
     def test_types_in_groups(self) -> None:
         """A group whose tensors are of several types at some ranks alone: an error, as where they are of one type."""
@@ -96,7 +96,7 @@ class Errors(SetsTest):
                     self.equal(second, torch.ones_like(second))
 
     def test_other_types_in_a_group_of_types(self) -> None:
-        """Ranks contradict each other on a group that they have reduced before: all of them hear of it, by its name."""
+        """Ranks submit different groups under a name that they have reduced before: all get an error with the name."""
         last = self.rank == self.size - 1
         dtypes = [torch.float32, torch.int64, torch.float16]
         for place, other in ((1, torch.float64), (2, torch.bfloat16), (0, torch.int32)):
@@ -210,7 +210,7 @@ class ProcessSets(SetsTest):
             self.equal(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="all"), torch.tensor([float(self.size)]))
             self.assertTrue(hvd.remove_process_set(ps))
             self.assertIsNone(ps.process_set_id)
-            self.count_anew()
+            self.restart_count()
 
     def members(self, ps, ranks) -> None:
         place = ranks.index(self.rank)
@@ -256,7 +256,7 @@ class ProcessSets(SetsTest):
             hvd.alltoall(x, process_set=ps).sum().backward()
             self.equal(x.grad, torch.ones(n))
         hvd.remove_process_set(ps)
-        self.count_anew()
+        self.restart_count()
 
     def test_all_ranks_of_the_job(self) -> None:
         ps = hvd.global_process_set
@@ -311,7 +311,7 @@ class ProcessSets(SetsTest):
 
 class Join(SetsTest):
     def tearDown(self) -> None:
-        self.count_anew()
+        self.restart_count()
 
     def test_uneven_steps(self) -> None:
         for turn in range(2):

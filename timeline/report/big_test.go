@@ -117,7 +117,7 @@ func TestTwoMillionEvents(t *testing.T) {
 	}
 }
 
-// Operations that never end, long names that never come again, and operations that no other rank tells of.
+// Operations that never end, long names that occur only once, and operations that no other rank has recorded.
 func TestHostileInputIsBounded(t *testing.T) {
 	dir := t.TempDir()
 	const count = 36_000

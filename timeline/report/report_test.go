@@ -166,7 +166,7 @@ func TestFusionAndTensors(t *testing.T) {
 	}
 }
 
-// Rank 0's file alone tells by arrivals.
+// With only rank 0's file, lateness comes from arrivals.
 func TestArrivalsStandForFiles(t *testing.T) {
 	s := oneClock()
 	s.arrivals = true
@@ -185,7 +185,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "no file of ranks 1-3") {
 		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
 	}
-	// A single rank without arrivals can accuse nobody.
+	// Without arrivals a single rank's file shows no late rank.
 	s.arrivals = false
 	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
 	if !strings.HasPrefix(r.Lateness.Verdict, "lateness is unknown") || r.Lateness.WaitedUS != 0 {
@@ -193,7 +193,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 }
 
-// At rank 0 a bar begins with the first arrival, and its own submission is told besides.
+// At rank 0 a bar begins with the first arrival, and its own submission is an argument.
 func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
@@ -266,7 +266,7 @@ func TestClocks(t *testing.T) {
 	if len(r.Lateness.Ranks) != 3 {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
-	// Ranks 1 and 0 cannot be told apart, nor 2 and 0: nobody but rank 2 is later than who can be told from it.
+	// Ranks 1 and 0 have equal times within the clock error, and so have 2 and 0: only rank 2 is later than a rank beyond that error.
 	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
@@ -274,7 +274,7 @@ func TestClocks(t *testing.T) {
 	}
 }
 
-// What a rank has left of an earlier job, with the same numbers, accuses nobody. Files that do not name their job are taken to be of it.
+// What a rank has left of an earlier job, with the same numbers, makes no rank late. Files that do not name their job are taken to be of it.
 func TestFilesOfAnEarlierJob(t *testing.T) {
 	const early, late = 1_700_000_000_000_000, 1_700_000_100_000_000
 	for name, c := range map[string]struct {
@@ -319,7 +319,7 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 				}
 			}
 			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // the starts of one job differ by 5
-				t.Errorf("got %+v, want nobody accused", r.Lateness)
+				t.Errorf("got %+v, want no late rank", r.Lateness)
 			}
 		})
 	}
@@ -364,7 +364,7 @@ func TestProcessSets(t *testing.T) {
 	}
 }
 
-// Who has no more data holds up nobody.
+// A rank that has joined holds up no other rank.
 func TestJoinIsNoLateness(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 2 {

@@ -147,7 +147,7 @@ func TestFilesThatAreNone(t *testing.T) {
 			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
-			// Beside a good one it is told and does no harm.
+			// Beside a good file, a bad one is reported and does no harm.
 			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
@@ -194,7 +194,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 }
 
-// Damage in the middle is told, and what came before is used.
+// Damage in the middle is reported, and the events before it are used.
 func TestDamaged(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
