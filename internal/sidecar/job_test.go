@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ended waits for the notice that the job is over, and returns it.
+// ended waits for the notice that the job is over and returns it.
 func (c *client) ended() *sidecarpb.Ended {
 	c.t.Helper()
 	return c.Until(func(r *sidecarpb.Reply) bool { return r.GetEnded() != nil }).GetEnded()
 }
 
-// If rank 1's client goes in the middle of a job, its sidecar fails. The other rank's clients are notified,
-// and can end the job and begin another.
+// If rank 1's client disconnects without Bye in the middle of a job, rank 1's sidecar fails. The clients of
+// the other rank are notified, and can end the job and begin another one.
 func TestDeathOfAClient(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -41,7 +41,7 @@ func TestDeathOfAClient(t *testing.T) {
 	if err := clients[1].end(); err == nil {
 		t.Error("the death of the rank is no error of the connection")
 	}
-	// In reality the process would end now; gone comes closest to that.
+	// A sidecar process would exit now. gone is the closest that the test can do.
 	gone(t, servers[1])
 
 	for _, id := range ids {
@@ -69,7 +69,8 @@ func TestDeathOfAClient(t *testing.T) {
 	c.bye()
 }
 
-// If a job is over, the end of a client fails no rank, and the job is tidied up behind the last client.
+// After a job has failed, the end of a client fails no rank, and the sidecar forgets the job when the last
+// client has left.
 func TestLeavingAFailedJob(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -84,8 +85,8 @@ func TestLeavingAFailedJob(t *testing.T) {
 	}
 }
 
-// A client that goes without a job does not fail the rank, nor does a Bye while other clients stay. The Bye
-// of the last client in a job does.
+// The rank does not fail if a client disconnects without a job, or if a client sends Bye while other clients
+// of the job stay. It fails if the last client of the job sends Bye.
 func TestBye(t *testing.T) {
 	s := job(t, 1)[0]
 	connect(t, s).bye()
@@ -111,8 +112,8 @@ func TestBye(t *testing.T) {
 	}
 }
 
-// Two ranks init and shut down many times. Each job has an epoch of its own, and every client is notified of
-// its end.
+// Two ranks init and shut down many times. Each job has a new epoch, and every client is notified when it
+// ends.
 func TestInitAgain(t *testing.T) {
 	servers := job(t, 2)
 	all(servers, func(r int, s *Server) {
@@ -127,14 +128,14 @@ func TestInitAgain(t *testing.T) {
 				t.Errorf("ended: %v", e)
 			}
 			watcher.News = nil
-			c.Shutdown() // of nothing
+			c.Shutdown() // there is no job left to leave
 		}
 		c.bye()
 		watcher.bye()
 	})
 }
 
-// Ranks know whether all hosts have the same number of ranks, even if their own places do not show it.
+// Each rank knows whether all hosts have the same number of ranks, even if its own host does not show it.
 func TestHomogeneous(t *testing.T) {
 	for _, q := range []struct {
 		hosts []string
@@ -151,8 +152,7 @@ func TestHomogeneous(t *testing.T) {
 	}
 }
 
-// If one rank shuts down, the operations of others that it has not submitted fail with an error that names
-// it.
+// If one rank shuts down, operations that only other ranks have submitted fail with an error that names it.
 func TestShutDownByAnother(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -166,17 +166,17 @@ func TestShutDownByAnother(t *testing.T) {
 			c.bye()
 			return
 		}
-		c.Call(sidecartest.Shutdown()) // fails too, if the barrier comes first
+		c.Call(sidecartest.Shutdown()) // it fails too, if rank 0's barrier arrives before it
 		c.bye()
 	})
 }
 
-// Disagreements of ranks and duplicate names in flight are errors.
+// A rank gets an error if ranks disagree on an operation or if it submits a name that is in flight.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch, "x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
-		if r == 0 { // rank 1's is done as soon as this is
+		if r == 0 { // rank 1 need not do this: its operation completes together with rank 0's
 			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "no arena")
 		}
 		if a := c.Await(first); a.Error != nil {
@@ -186,7 +186,7 @@ func TestDisagreement(t *testing.T) {
 		if r == 0 {
 			id := c.Begin(late)
 			refused(t, "twice", c.Run(late), classDuplicate, "late")
-			// An operation whose output was allocated before fails in the same way.
+			// An operation for which the sidecar has already allocated an output fails in the same way.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
 			refused(t, "twice", c.Run(same), classDuplicate, "late")
@@ -201,12 +201,12 @@ func TestDisagreement(t *testing.T) {
 			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
 			c.MustRun(late)
 		}
-		// It also fails in the cached form, now that the names are known.
+		// After these errors the operation y still runs, now from the response cache.
 		c.MustRun(sidecartest.Sum("y", uint32(r+1), 0, 4))
 	})
 }
 
-// An operation that exceeds its timeout ends the job.
+// If an operation exceeds its timeout, the job ends.
 func TestTimeout(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -221,7 +221,7 @@ func TestTimeout(t *testing.T) {
 	})
 }
 
-// Process sets can be registered by Init and added later.
+// Init can register process sets, and clients can add more later.
 func TestProcessSets(t *testing.T) {
 	all(job(t, 3), func(r int, s *Server) {
 		c := connect(t, s)
@@ -270,7 +270,7 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
-// A failed Init does not change the sidecar.
+// A failed Init does not change the sidecar's state.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -286,7 +286,7 @@ func TestInitFails(t *testing.T) {
 	c.bye()
 }
 
-// If a client goes while its Init waits, the rank fails.
+// If a client disconnects while its Init waits, the rank fails.
 func TestDeathDuringInit(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
@@ -296,7 +296,7 @@ func TestDeathDuringInit(t *testing.T) {
 	<-s.Dead()
 }
 
-// The timeline has the operations between its start and its end, in the file that the client names.
+// The timeline is in the file that the client names, and has the operations between its start and its end.
 func TestTimeline(t *testing.T) {
 	s := job(t, 1)[0]
 	c := connect(t, s)
@@ -330,16 +330,16 @@ func TestTimeline(t *testing.T) {
 			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
 		}
 	}
-	c.Must(sidecartest.StopTimeline()) // without one
+	c.Must(sidecartest.StopTimeline()) // there is no timeline to stop
 	c.Shutdown()
 	c.bye()
 }
 
-// A request to change the engine that comes while the server closes does not block Close.
+// A request that changes the engine does not block Close if it comes while the server closes.
 func TestChangeWhileClosing(t *testing.T) {
 	s := New(Config{})
 	s.cancel()
-	for range 100 { // either case of the select, by chance
+	for range 100 { // select chooses between its two cases by chance
 		if err := s.change(); err != errEnding {
 			t.Fatalf("got %v, want %v", err, errEnding)
 		}

@@ -10,11 +10,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ofRank returns the i-th number that a rank contributes.
+// ofRank returns the i-th number that rank r sends.
 func ofRank(r, i int) int32 { return int32(100*r + i) }
 
-// gatherings returns operations whose result size depends on the ranks; here each of two ranks contributes n
-// numbers.
+// gatherings returns operations whose result size depends on what all ranks send. Rank r sends n numbers;
+// there are two ranks.
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
 	return []*sidecarpb.Operation{
@@ -23,8 +23,7 @@ func gatherings(r, n int) []*sidecarpb.Operation {
 	}
 }
 
-// If a result does not have the size of the output that one client gave, only that client gets an error, and
-// the job goes on.
+// If one client gives an output of the wrong size, only that client gets an error, and the job goes on.
 func TestOutputOfAnotherSize(t *testing.T) {
 	for _, backend := range []string{"shm", "tcp"} {
 		t.Run(backend, func(t *testing.T) {
@@ -55,7 +54,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
-				// If rows are empty, the ranks exchange only the numbers of rows.
+				// If the rows are empty, the ranks exchange only the numbers of rows.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
@@ -71,7 +70,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 	}
 }
 
-// If the sidecar has no memory for a result, the error says how much was wanted, and the job goes on.
+// If the sidecar cannot allocate a result, the error says how many bytes were wanted, and the job goes on.
 func TestNoRoomForAResult(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
@@ -83,7 +82,8 @@ func TestNoRoomForAResult(t *testing.T) {
 		}
 	}
 	t.Cleanup(func() { limit(old.Cur) })
-	const numElems = 10 << 20 // of a rank; the result is more than what is kept of earlier ones
+	// Of each rank; the result is larger than the memory that the sidecar keeps from earlier ones.
+	const numElems = 10 << 20
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
 		c.Init()
@@ -91,7 +91,7 @@ func TestNoRoomForAResult(t *testing.T) {
 		barrier := func() { c.MustRun(&sidecarpb.Operation{Kind: 6}) }
 		for _, o := range gatherings(r, numElems) {
 			barrier()
-			limit(1 << 10) // of both, which are in this process
+			limit(1 << 10) // the limit applies to both ranks, which are in this process
 			barrier()
 			refused(t, o.Name, c.Run(o), classInternal, "RLIMIT_FSIZE")
 			barrier()

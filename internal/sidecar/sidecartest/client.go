@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
-// Patience is how long a Client waits for something that should come at once.
+// Patience is how long a Client waits for something that normally happens at once.
 const Patience = 30 * time.Second
 
 // ErrEnd reports that the sidecar has closed the connection.
@@ -33,33 +33,35 @@ type TB interface {
 	Cleanup(f func())
 }
 
-// Seals are the seals of a client's memfd.
+// Seals are the seals that the memfd of a client's arena must have.
 const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// Offsets in a ring and the sizes of its parts.
+// These are offsets in a ring and sizes of its parts.
 const (
 	ringSubmitted = 64
 	ringCompleted = 192
 	ringEntries   = 4096
 	entryBytes    = 16
-	ownRing       = 64 // entries of the ring that Begin makes if there is none
+	ownRing       = 64 // number of entries of the ring that Begin makes if there is none
 	firstSlot     = 1 << 16
 
-	// RingSeen, RingWanted and RingLooking are offsets of words of the ring, for Word.
+	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, to be passed to Word.
 	RingSeen    = 256
 	RingWanted  = 320
 	RingLooking = 384
 )
 
-// Client is a client of a sidecar, for one goroutine. An error is fatal to its TB, except in methods that
-// return errors.
+// Client is a client of a sidecar. It is not safe for concurrent use. An error is fatal to its TB, except in
+// methods that return errors.
 type Client struct {
 	// FD is the socket, -1 after Close.
 	FD int
-	// News are the replies that answer no request. Doorbells counts the doorbells of the sidecar.
+	// News are the replies that do not answer a request. Doorbells is the number of doorbells that the
+	// sidecar has sent.
 	News      []*sidecarpb.Reply
 	Doorbells int
-	// Arenas are the mapped arenas of the client and of the sidecar, by number. RingBytes is the ring.
+	// Arenas are the mapped arenas of the client and of the sidecar, by number. RingBytes is the memory of
+	// the ring, nil if there is none.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
 
@@ -67,15 +69,15 @@ type Client struct {
 	buf       []byte
 	fds       []int
 	lastID    uint64
-	early     map[uint64]*sidecarpb.Reply // replies that came while the client waited for another one
-	n         uint64                      // entries of the ring
+	early     map[uint64]*sidecarpb.Reply // replies for which the client has not waited yet
+	n         uint64                      // number of entries of the ring
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses of operations that were begun and are done
+	ended     map[uint64]uint32 // statuses of operations that Begin has submitted and that are done
 }
 
-// New returns a client that speaks over the socket fd and owns it.
+// New returns a client on the socket fd. The client owns fd.
 func New(t TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
 		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
@@ -87,7 +89,7 @@ func New(t TB, fd int) *Client {
 	return c
 }
 
-// Close closes the socket and unmaps the memory. Calling it again does nothing.
+// Close closes the socket and unmaps the memory. A second call does nothing.
 func (c *Client) Close() {
 	if c.FD < 0 {
 		return
@@ -117,7 +119,7 @@ func (c *Client) unmap(b []byte) {
 	}
 }
 
-// Hello exchanges greetings.
+// Hello sends the greeting and checks the sidecar's.
 func (c *Client) Hello() {
 	c.t.Helper()
 	const greeting = "GHVD\x00\x00\x00\x02"
@@ -133,7 +135,7 @@ func (c *Client) Hello() {
 	c.buf = c.buf[len(greeting):]
 }
 
-// Write sends all of b, with the descriptors fds if there are any.
+// Write sends all of b and passes the descriptors fds with it.
 func (c *Client) Write(b []byte, fds ...int) {
 	c.t.Helper()
 	if err := c.TryWrite(b, fds...); err != nil {
@@ -160,7 +162,7 @@ func (c *Client) TryWrite(b []byte, fds ...int) error {
 	return nil
 }
 
-// Read reads once from the socket and keeps the bytes and descriptors that come, for sort.
+// Read reads once from the socket. It keeps the bytes and descriptors that arrive; sort decodes them.
 func (c *Client) Read() error {
 	var (
 		b   [4096]byte
@@ -195,8 +197,8 @@ func (c *Client) Read() error {
 	}
 }
 
-// sort decodes the frames that have come in full: it counts doorbells, keeps replies, and maps arenas of the
-// sidecar.
+// sort decodes all complete frames that have arrived: it counts doorbells, keeps replies and maps arenas of
+// the sidecar.
 func (c *Client) sort() error {
 	for {
 		n, head := protowire.ConsumeVarint(c.buf)
@@ -226,7 +228,7 @@ func (c *Client) sort() error {
 	}
 }
 
-// take maps an arena of the sidecar, with the descriptor that came with the reply a.
+// take maps the sidecar's arena a with the oldest descriptor that has arrived.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
 		return fmt.Errorf("arena %d came without a descriptor", a.Arena)
@@ -248,7 +250,7 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 	return nil
 }
 
-// sealed returns an error if a process that has the descriptor of the sidecar's memory could write to it or
+// sealed returns an error if a process that has the descriptor fd could write to the sidecar's memory or
 // shrink it.
 func sealed(fd, numBytes int) error {
 	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
@@ -261,7 +263,7 @@ func sealed(fd, numBytes int) error {
 	return nil
 }
 
-// Frame returns the encoded frame of a request. It gives the request a new number unless it has one.
+// Frame returns the encoded frame of q. It gives q a new number if q has none.
 func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	if q.Id == 0 {
 		c.lastID++
@@ -274,7 +276,7 @@ func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	return append(protowire.AppendVarint(nil, uint64(len(body))), body...)
 }
 
-// Send sends a request and returns its number.
+// Send sends q with the descriptors fds and returns the number of the request.
 func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 	c.t.Helper()
 	c.Write(c.Frame(q), fds...)
@@ -307,8 +309,8 @@ func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	}
 }
 
-// Until reads until there is news for which enough returns true, and returns that. It also looks at the news
-// that came before.
+// Until waits for the first of News for which enough returns true, and returns it. It looks at earlier
+// replies too.
 func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	c.t.Helper()
 	for at := 0; ; {
@@ -360,7 +362,8 @@ func (c *Client) Bye() {
 	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
 }
 
-// File returns a memfd of whole pages with the given seals, as a client makes it, and its mapping.
+// File returns a memfd with the given seals and its mapping, as a client makes them. numBytes is a multiple
+// of the page size.
 func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -379,7 +382,8 @@ func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	return fd, b
 }
 
-// Arena makes an arena of whole pages, sends it to the sidecar and returns its mapping.
+// Arena makes an arena, sends it to the sidecar and returns its mapping. numBytes is a multiple of the page
+// size.
 func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	c.t.Helper()
 	fd, b := File(c.t, numBytes, Seals)
@@ -389,7 +393,7 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	return b
 }
 
-// NewRing returns a memfd with a ring of n entries, for a request of Ring, and its mapping.
+// NewRing returns a memfd with a ring of n entries, to be sent with a Ring request, and its mapping.
 func NewRing(t TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
@@ -412,12 +416,12 @@ func (c *Client) Ring(n uint64) {
 	c.close(fd)
 }
 
-// Word returns the word at byte at of the ring.
+// Word returns the word of the ring at byte offset at.
 func (c *Client) Word(at int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
 }
 
-// Push submits a slot without a doorbell and returns the number of the operation.
+// Push submits the operation in slot, without a doorbell, and returns its number.
 func (c *Client) Push(slot uint32) uint64 {
 	c.lastID++
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
@@ -428,13 +432,13 @@ func (c *Client) Push(slot uint32) uint64 {
 	return c.lastID
 }
 
-// Doorbell sends a doorbell, after which the sidecar looks at the ring.
+// Doorbell sends a doorbell, which makes the sidecar look at the ring.
 func (c *Client) Doorbell() {
 	c.t.Helper()
 	c.Write([]byte{0})
 }
 
-// Begin submits an operation and returns its number, for Await.
+// Begin submits an operation and returns its number, which Await takes.
 func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	c.t.Helper()
 	if c.RingBytes == nil {
@@ -448,8 +452,9 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	return id
 }
 
-// Await waits for an operation that was begun and returns its answer. If the sidecar sends no answer, because
-// the ring says that the operation is done, Await returns one with the outputs as results, without shapes.
+// Await waits for an operation that Begin has submitted and returns its answer. If the ring says that the
+// operation is done, the sidecar sends no answer, and Await returns one whose results are the operation's
+// outputs, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	o, waits := c.begun[id]
@@ -469,7 +474,7 @@ func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	return &sidecarpb.Reply{Id: id, What: &sidecarpb.Reply_Completion{Completion: a}}
 }
 
-// Run begins an operation, waits for it and returns its answer as Await does.
+// Run submits an operation, waits for it and returns its answer, as Await does.
 func (c *Client) Run(o *sidecarpb.Operation) *sidecarpb.Reply {
 	c.t.Helper()
 	return c.Await(c.Begin(o))
@@ -485,7 +490,7 @@ func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	return r.GetCompletion()
 }
 
-// Pop waits for a completion in the ring and returns it.
+// Pop waits for the next completion in the ring and returns the number and the status of its operation.
 func (c *Client) Pop() (id uint64, status uint32) {
 	c.t.Helper()
 	id, status, err := c.TryPop()

@@ -49,12 +49,12 @@ func Prepare(slot uint32, o *sidecarpb.Operation) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Prepare{Prepare: &sidecarpb.Prepare{Slot: slot, Operation: o}}}
 }
 
-// Free returns a request to free a result at an offset of one of the sidecar's arenas.
+// Free returns a request to free the result at offset in the sidecar's arena.
 func Free(arena uint32, offset uint64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: arena, Offset: offset}}}
 }
 
-// Sum returns an allreduce in place that sums float32 elements.
+// Sum returns an allreduce in place that sums numElems float32 elements at offset in the arena.
 func Sum(name string, arena uint32, offset uint64, numElems int64) *sidecarpb.Operation {
 	at := &sidecarpb.Memory{Arena: arena, Offset: offset, Bytes: uint64(4 * numElems)}
 	return &sidecarpb.Operation{
