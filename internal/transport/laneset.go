@@ -29,7 +29,7 @@ func (s *LaneSet) Add(lane Lane) {
 		return
 	}
 	run := laneRun{lane, lane}
-	from, to := i, i // the runs that the new one takes in
+	from, to := i, i // runs[from:to] are merged into the new one
 	if i > 0 && s.runs[i-1].last+1 == lane {
 		from--
 		run.first = s.runs[from].first

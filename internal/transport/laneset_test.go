@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// A LaneSet has the same lanes as a map, and its runs are in order and do not touch.
+// TestLaneSetAgainstMap checks that a LaneSet has the same lanes as a map to which the same lanes were added,
+// and that its runs are in order with a gap between any two.
 func TestLaneSetAgainstMap(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 0))
@@ -35,8 +36,8 @@ func TestLaneSetAgainstMap(t *testing.T) {
 	}
 }
 
-// With eight lanes in use at a time, the set stays as small as its doc comment promises, however many lanes are
-// released.
+// TestLaneSetStaysSmall releases many lanes, of which eight are in use at a time. The set must stay as small
+// as its doc comment promises.
 func TestLaneSetStaysSmall(t *testing.T) {
 	const inUse, lanes = 8, 100_000
 	r := rand.New(rand.NewPCG(1, 0))

@@ -16,15 +16,15 @@ import (
 
 const latency = 10 * time.Millisecond
 
-// The contract test runs in real time: it has loops that poll Sent, during which the clock of a bubble would
-// stand still.
+// The contract test runs in real time, because some of its loops poll Sent without blocking. In a synctest
+// bubble the clock would not advance during such a loop.
 func TestContractWithLatency(t *testing.T) {
 	transporttest.Run(t, func(_ testing.TB, size int) []transport.Mesh {
 		return meshesOf(mem.NewWithLatency(size, 100*time.Microsecond), size)
 	})
 }
 
-// stopwatch measures the time of a bubble since it was made.
+// stopwatch measures the time in a synctest bubble since newStopwatch was called.
 type stopwatch struct {
 	t     *testing.T
 	began time.Time
@@ -32,7 +32,7 @@ type stopwatch struct {
 
 func newStopwatch(t *testing.T) *stopwatch { return &stopwatch{t, time.Now()} }
 
-// at checks that the time is d after the start.
+// at checks that exactly d has passed since the start.
 func (w *stopwatch) at(what string, d time.Duration) {
 	w.t.Helper()
 	if got := time.Since(w.began); got != d {
@@ -40,7 +40,7 @@ func (w *stopwatch) at(what string, d time.Duration) {
 	}
 }
 
-// wait sleeps until d after the start.
+// wait sleeps until d has passed since the start.
 func (w *stopwatch) wait(d time.Duration) { time.Sleep(d - time.Since(w.began)) }
 
 // wantRead checks that one Read of c returns want.
@@ -60,8 +60,8 @@ func mustSend(t *testing.T, c transport.Conn, text string) {
 	}
 }
 
-// Each byte arrives exactly the latency after it was sent, however many bytes are in flight, and leaves the
-// sender's buffer when it is read.
+// TestLatency checks that each byte arrives exactly the latency after it was sent, however many bytes are in
+// flight. A byte counts as sent when the receiver reads it.
 func TestLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -124,7 +124,8 @@ func TestLinksAreIndependent(t *testing.T) {
 			ends[i] = connect(l)
 		}
 		w := newStopwatch(t)
-		for i := range links { // the later the link, the earlier its bytes are read
+		// Each link's bytes are sent 1 ms after those of the link before. The bytes on links[0] stay unread.
+		for i := range links {
 			mustSend(t, ends[i][0], string(make([]byte, 1<<20)))
 			time.Sleep(time.Millisecond)
 		}
@@ -226,7 +227,7 @@ func TestAbortWithLatency(t *testing.T) {
 	})
 }
 
-// The news that a lane was released arrives after the bytes that were sent on it.
+// The receiver learns that a lane was released only after it has read the bytes that were sent on the lane.
 func TestReleaseWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -244,7 +245,7 @@ func TestReleaseWithLatency(t *testing.T) {
 		wantRead(t, b, "last words")
 		w.at("last words", latency)
 		w.wait(12 * time.Millisecond)
-		c.Kill(0) // makes the end of the stream no later
+		c.Kill(0) // this does not delay the end of the stream
 		_, err := b.Read(make([]byte, 1))
 		wantPeer(t, "read", err, 0)
 		w.at("read", latency+4*time.Millisecond)

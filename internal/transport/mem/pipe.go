@@ -98,7 +98,7 @@ type pipe struct {
 	changed       sync.Cond
 	queue         []piece // unread from head on
 	head          int
-	drops         bool // sent bytes are dropped
+	drops         bool // bytes that are sent from now on are dropped
 	errReturned   bool // a read has returned the receiver's error
 	sender        side
 	receiver      side

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// looker polls as rank 1 of a cluster on its channel to rank 0.
+// looker is rank 1 of a cluster of 3. It polls its Control channel to rank 0 and counts its notifications.
 type looker struct {
 	t     *testing.T
 	c     *mem.Cluster
@@ -32,7 +32,7 @@ func newLooker(t *testing.T) *looker {
 	}
 	l.peer = control(0, 1)
 	l.conn = control(1, 0)
-	control(1, 2) // another, on which nothing happens
+	control(1, 2) // a channel on which nothing is sent
 	return l
 }
 
@@ -64,7 +64,7 @@ func TestPolling(t *testing.T) {
 	l.read("")
 	mustSend(t, l.peer, "looking")
 	l.rang(0)
-	l.park(false) // something is there
+	l.park(false) // bytes have arrived
 	mustSend(t, l.peer, " on")
 	l.rang(0)
 	l.read("looking on")
@@ -78,7 +78,7 @@ func TestPolling(t *testing.T) {
 	l.rang(0)
 	l.read("ab")
 
-	other := conn(t, l.c, 0, 1) // another lane
+	other := conn(t, l.c, 0, 1) // parked ranks are not notified of lanes other than Control
 	l.park(true)
 	mustSend(t, other, "x")
 	l.rang(0)
@@ -90,8 +90,8 @@ func TestPolling(t *testing.T) {
 	}
 }
 
-// The polling rank decides when a parked peer is notified of sent bytes. A peer that has read them by itself
-// is not notified.
+// After the sender's OnNotify, its Send does not notify a parked peer: NotifyPeers does. NotifyPeers does not
+// notify a peer that has already read the bytes.
 func TestRing(t *testing.T) {
 	l := newLooker(t)
 	teller := l.c.Mesh(0)

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// A cluster keeps no state of lanes that all ranks have released, including aborted lanes and a channel that
-// was made late.
+// After all ranks have released a lane, the cluster keeps no state of it. This includes aborted lanes and a
+// lane on which a rank called Conn only after its peer had released it.
 func TestReleaseKeepsNothing(t *testing.T) {
 	c := New(2)
 	for lane := transport.Lane(1); lane <= 200; lane++ {

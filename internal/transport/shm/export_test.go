@@ -10,12 +10,12 @@ import (
 // Inner returns the Mesh that Connect returned.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
-// Put sends a message as this rank would, which owns fds.
+// Put queues a message to rank to as if this rank had sent it. The message owns fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
 	m.peer(to).outbox.put(message{kind, id, size, fds})
 }
 
-// Kinds of messages.
+// The kinds of messages between the ranks of a host.
 const (
 	ControlMessage = controlMessage
 	ShareMessage   = shareMessage
@@ -24,7 +24,8 @@ const (
 	DropMessage    = dropMessage
 )
 
-// SetHead and SetTail write the words that this rank's peer to checks.
+// SetHead overwrites the head of the ring in which this rank sends to rank to. SetTail overwrites the tail of
+// the ring from rank to. The peer must check both words.
 func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }
@@ -36,8 +37,8 @@ func (m *Mesh) Sleepers() (int, bool) {
 	return m.waker.sleepers, atomic.LoadUint32(m.waker.word) != 0
 }
 
-// Loopback returns the channel to a peer that never runs, with rings of 64 bytes, and sets the words that the
-// peer would write.
+// Loopback returns the channel to a peer that never runs, with rings of 64 bytes. setWords sets the head and
+// the tail that the peer would write.
 func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}

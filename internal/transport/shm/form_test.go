@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// exchange exchanges a word on a lane between two ranks of meshes.
+// exchange sends a word on lane between the ranks a and b in both directions.
 func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	t.Helper()
 	done := make(chan error, 2)
@@ -51,7 +51,8 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 	}
 }
 
-// A group has the ranks of a host. Their Control channels are in shared memory. The mesh reaches all ranks.
+// The group of a rank has exactly the ranks of its host. Their Control channels are in shared memory, and the
+// mesh still reaches the ranks of other hosts.
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
@@ -82,7 +83,7 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// If a rank cannot share memory, the ranks of its host share none, and those of other hosts do.
+// If one rank cannot share memory, no rank of its host shares memory, and the ranks of other hosts still do.
 // UnsharedReason names the rank and the reason at all ranks of the host.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -113,7 +114,8 @@ func TestDissolved(t *testing.T) {
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...) // the token that all other ranks receive
+			// The changed token is the one that the other ranks receive.
+			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...)
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {
 			j.epoch = func(r int, ep *shm.Epoch) {
@@ -138,7 +140,8 @@ func TestDissolved(t *testing.T) {
 	}
 }
 
-// dissolved connects j, of ranks on hosts a, b, a, b, a, and expects the group of a to come to nothing, soon.
+// dissolved connects j, whose ranks are on the hosts a, b, a, b, a. It checks that Connect returns soon at
+// all ranks, that no rank of host a shares memory, and that UnsharedReason there contains the texts in why.
 func dissolved(t *testing.T, j *job, why []string) {
 	t.Helper()
 	if j.offers[2].Token == nil && j.offers[2].Reason == "" {
@@ -179,7 +182,8 @@ func dissolved(t *testing.T, j *job, why []string) {
 	exchange(t, meshes, 1, 0, 4)
 }
 
-// If a rank gets no memory, UnsharedReason has the size, and the other ranks do not wait for it.
+// If a rank cannot allocate its segment, UnsharedReason has the size that it asked for, and the other ranks
+// do not wait for this rank.
 func TestNoMemory(t *testing.T) {
 	under := overTCP(t, 5)
 	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
@@ -206,7 +210,8 @@ func TestNoMemory(t *testing.T) {
 	dissolved(t, j, []string{"rank 2: shmem: gohvd-control: cannot allocate 3221", "RLIMIT_FSIZE"})
 }
 
-// A rank that never calls Connect costs the others no more than their patience, and leaves nothing.
+// If one rank never calls Connect, Connect of the other ranks returns when their context ends. No socket is
+// left in the directory.
 func TestAbsentRank(t *testing.T) {
 	for _, absent := range []int{0, 1, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -229,8 +234,8 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// If a rank dies while the others form a group, UnsharedReason names it at all of them, and they do not wait
-// for it.
+// If a rank dies while the others form a group, Connect returns an error that names it at all of them, and
+// they do not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -251,7 +256,8 @@ func TestDeathWhileForming(t *testing.T) {
 	}
 }
 
-// Processes that connect and send arbitrary bytes, or nothing, change nothing.
+// Unauthenticated processes that connect and send arbitrary bytes, or send nothing, do not prevent the ranks
+// from forming a group.
 func TestStrangers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
@@ -326,7 +332,8 @@ func TestListenChecks(t *testing.T) {
 	}
 }
 
-// An image made from scratch has no directory for temporary files.
+// Listen creates the directory for temporary files if it is missing, as in a container image that was made
+// from scratch.
 func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	missing := filepath.Join(t.TempDir(), "missing", "tmp")
 	t.Setenv("TMPDIR", missing)
@@ -343,7 +350,8 @@ func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	}
 }
 
-// Listen removes sockets that no process listens at, but neither sockets in use nor other files.
+// Listen removes the sockets of gohvd on which no process listens. It removes neither sockets in use nor
+// other files.
 func TestSweep(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	live, err := shm.Listen(shm.Config{Dir: dir})

@@ -24,14 +24,14 @@ type Mesh struct {
 	rank           topo.Rank
 	size           int
 	under          transport.Mesh
-	group          []topo.Rank // ascending, with rank
+	group          []topo.Rank // in ascending order, including rank
 	unsharedReason string
 	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
 	peers          []*peer     // the group without this rank
 	// byRank has the peers by rank, nil for other ranks.
 	byRank []*peer
 
-	control *shmem.Segment // of this rank; control and waker are nil if there are no peers
+	control *shmem.Segment // this rank's segment; control and waker are nil if there are no peers
 	// reserved has the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
 	reserved map[transport.Lane]*shmem.Segment
 	waker    *waker

@@ -17,7 +17,7 @@ const (
 
 // Offer is what the other ranks must know to share memory with a rank. The zero Offer is none.
 type Offer struct {
-	UID uint32 // the user as which the rank runs
+	UID uint32 // the user id of the rank's process
 	// Token is a secret: a process that has it, and runs as the same user, can take the place of the rank
 	// before its peers have connected.
 	Token []byte

@@ -29,7 +29,7 @@ const (
 // peer is another rank of the group.
 type peer struct {
 	rank  topo.Rank
-	index int // in the group
+	index int // the peer's index in the group
 	uc    *net.UnixConn
 	// control is the control segment of the peer.
 	control *shmem.Segment
@@ -131,7 +131,7 @@ func (p *peer) receive(m *Mesh) {
 		msg, err := readMessage(p.uc)
 		if err == nil {
 			err = p.handle(m, &msg)
-			msg.close() // a mapping stays valid without its descriptor
+			msg.close() // a mapping stays valid after its descriptor is closed
 		}
 		if err != nil {
 			m.lose(p, err)

@@ -112,7 +112,7 @@ func offerOf(text string) (o shm.Offer, err error) {
 	return o, err
 }
 
-// join makes a rank check in.
+// join makes a rank check in at the store kv and returns its session.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(), HostID: "host"},
@@ -135,11 +135,16 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act runs the action that the test has sent to a child.
+// act runs the action with the name what, which the test has sent to a child process:
+//
+//   - share: share a segment and a tensor with all ranks, and read those of the others
+//   - watch: wait until the other ranks have gone, and check that their memory can still be read
+//   - pong: answer the messages of the other one of two ranks
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
-	peer := 1 - rank // for two ranks
+	// With two ranks, peer is the other one.
+	peer := 1 - rank
 	switch what {
-	case "share": // with all ranks, and read the segments of the others
+	case "share":
 		b, err := m.Share(1, 4096, m.Group())
 		if err != nil {
 			return err
@@ -163,14 +168,15 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 			if err != nil {
 				return err
 			}
-			for theirs[0] != byte(100+r) || chunk[at.Offset] != byte(200+r) { // they write it after they share it
+			// The peers write their bytes after they have shared the memory, so this loop polls for them.
+			for theirs[0] != byte(100+r) || chunk[at.Offset] != byte(200+r) {
 				if err := m.Err(1, r); err != nil {
 					return err
 				}
 			}
 		}
 		fmt.Println("shared")
-	case "watch": // until the others have gone
+	case "watch":
 		var gone []string
 		for _, r := range m.Group() {
 			if r == rank {
@@ -190,7 +196,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 		if err != nil {
 			return err
 		}
-		fmt.Println("gone", strings.Join(gone, " "), b[0]) // its memory is still there
+		fmt.Println("gone", strings.Join(gone, " "), b[0]) // b is still readable
 	case "pong":
 		c, err := m.Conn(ctx, transport.Control, peer)
 		if err != nil {
@@ -202,7 +208,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 	return nil
 }
 
-// process is a child.
+// process is a rank in a child process (see child).
 type process struct {
 	cmd *exec.Cmd
 	in  io.WriteCloser
@@ -234,8 +240,8 @@ func start(tb testing.TB, dir string, limit time.Duration) *process {
 }
 
 func (p *process) kill() {
-	_ = p.cmd.Process.Kill() // it may have ended
-	_ = p.cmd.Wait()         // with whatever status
+	_ = p.cmd.Process.Kill() // an error only means that the process has ended already
+	_ = p.cmd.Wait()         // the exit status does not matter
 }
 
 func (p *process) send(tb testing.TB, line string) {
@@ -254,7 +260,8 @@ func (p *process) receive(tb testing.TB) string {
 	return p.out.Text()
 }
 
-// launch starts size ranks, which publish their offers, and returns the line that each needs to connect.
+// launch starts size ranks in child processes and collects their addresses and offers. It returns the
+// processes and, for each rank, the line that the test must send to it so that it joins.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
 	_, kv := serve(tb)
@@ -271,7 +278,7 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	return ranks, epoch
 }
 
-// meetAll makes ranks check in.
+// meetAll sends each rank its line of epoch and waits until all of them have checked in.
 func meetAll(tb testing.TB, ranks []*process, epoch []string) {
 	tb.Helper()
 	for r, p := range ranks {
@@ -306,8 +313,8 @@ func empty(t *testing.T, when, dir string) {
 	}
 }
 
-// Processes share memory. If one is killed, the others notice at once and can still read what it shared, and
-// nothing stays in the file system.
+// Processes share memory. If one of them is killed, the others notice it at once and can still read the
+// memory that it shared. No files are left in the socket directory or in /dev/shm.
 func TestKill(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks := form(t, dir, 3)
@@ -320,7 +327,7 @@ func TestKill(t *testing.T) {
 			t.Fatalf("got %q", got)
 		}
 	}
-	for _, p := range ranks[:2] { // 0 waits for 1 and then 2, 1 for 0 and then 2
+	for _, p := range ranks[:2] { // rank 0 waits for 1, then 2; rank 1 waits for 0, then 2
 		p.send(t, "watch")
 	}
 	began := time.Now()
@@ -344,7 +351,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// If a rank was killed before Connect, its socket stays until the next Listen.
+// If a rank is killed before it calls Connect, its socket remains until the next Listen removes it.
 func TestKillBeforeConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, _ := launch(t, dir, 2, patience)
@@ -386,7 +393,8 @@ func TestKillInConnect(t *testing.T) {
 	}
 }
 
-// BenchmarkProcesses is BenchmarkPingPong with two processes, of which the other is in a child and polls too.
+// BenchmarkProcesses is like BenchmarkPingPong, but the answering rank is in a child process, which polls
+// too.
 func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")
 	other := start(b, dir, patience)

@@ -55,39 +55,39 @@ func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : 
 // loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker).
 type conn struct {
 	peer      topo.Rank
-	waker     *waker     // of this rank
-	peerWaker *peerWaker // of the peer
+	waker     *waker     // this rank's
+	peerWaker *peerWaker // the peer's
 	lane      transport.Lane
 
 	// cause is the reason why this rank gave up the Conn; gone is the reason why the peer did.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
-	taken       atomic.Bool  // Mesh.Conn has returned it
-	deferNotify *atomic.Bool // of the Mesh: Send does not notify the peer
+	taken       atomic.Bool  // Mesh.Conn has returned this channel
+	deferNotify *atomic.Bool // shared with the Mesh; if set, Send does not notify the peer
 	notifyDue   atomic.Bool  // the peer was not notified of the last bytes
 
 	reading      sync.Mutex
 	arrived      sync.Cond // signals that bytes or an error may have arrived
-	in           []byte    // of the peer's segment
-	inHead       *uint64   // of the peer's segment
-	inFull       *uint32   // of the peer's segment
-	inOpen       *uint32   // of the peer's segment
-	inTail       *uint64   // of this rank's segment
+	in           []byte    // in the peer's segment
+	inHead       *uint64   // in the peer's segment
+	inFull       *uint32   // in the peer's segment
+	inOpen       *uint32   // in the peer's segment
+	inTail       *uint64   // in this rank's segment
 	tail         uint64
-	seen         uint64 // the greatest head
+	seen         uint64 // the greatest head that was read
 	notifiedTail uint64 // tail when the peer was last notified of room
 	rerr         error
 	errReturned  bool // a call has returned cause or rerr
 
 	writing sync.Mutex
 	emptied sync.Cond // signals that queue is empty
-	out     []byte    // of this rank's segment
-	outHead *uint64   // of this rank's segment
-	outFull *uint32   // of this rank's segment
-	outOpen *uint32   // of this rank's segment
-	outTail *uint64   // of the peer's segment
+	out     []byte    // in this rank's segment
+	outHead *uint64   // in this rank's segment
+	outFull *uint32   // in this rank's segment
+	outOpen *uint32   // in this rank's segment
+	outTail *uint64   // in the peer's segment
 	head    uint64
-	freed   uint64   // the greatest tail
+	freed   uint64   // the greatest tail that was read
 	queue   [][]byte // unwritten from first on
 	first   int
 	full    bool // the value of outFull
@@ -285,7 +285,8 @@ func (c *conn) pump() {
 		case c.full:
 			return
 		default:
-			c.setFull(1) // the next round checks for room once more, because the peer may have missed this
+			// The next round checks for room again, because the peer may not have seen this store.
+			c.setFull(1)
 		}
 	}
 	c.dropQueue()

@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// controls returns the polled channels between ranks 0 and 1, the lower rank's first.
+// controls returns the Control channel between ranks 0 and 1, at rank 0 and at rank 1.
 func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	tb.Helper()
 	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
@@ -34,7 +34,7 @@ func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	return a, b
 }
 
-// poll reads by TryRead until p is full.
+// poll calls TryRead until p is full.
 func poll(c transport.Conn, p []byte) error {
 	for len(p) > 0 {
 		n, err := c.TryRead(p)
@@ -58,8 +58,8 @@ func bytesOf(seed uint64, n int) []byte {
 	return b
 }
 
-// Pieces of all sizes around the size of the ring arrive, with TryRead and with Read, sent faster than they are read
-// and slower.
+// Pieces of many sizes around the size of the ring arrive unchanged, with TryRead and with Read, whether the
+// sender is faster or slower than the receiver.
 func TestRing(t *testing.T) {
 	for _, ringBytes := range []int{64, 256} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -114,8 +114,8 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// The polling goroutine is notified if bytes arrive while it is parked, and only then. It cannot park if
-// bytes have arrived before.
+// A polling goroutine is notified if bytes arrive while it is parked, and is not notified otherwise. It
+// cannot park while there are unread bytes.
 func TestPark(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
@@ -139,7 +139,7 @@ func TestPark(t *testing.T) {
 	if n, err := one.TryRead(got); n != 0 || err != nil {
 		t.Errorf("nothing has come: got %d, %v", n, err)
 	}
-	for range 2 { // the second changes nothing
+	for range 2 { // the second call of Park changes nothing
 		if !polls.Park() {
 			t.Error("cannot park though nothing has arrived")
 		}
@@ -172,14 +172,15 @@ func TestPark(t *testing.T) {
 		t.Error("notified though no goroutine is parked")
 	}
 
-	// A channel that is not in use does not prevent parking, nor does an error that a read has returned.
+	// The failure of a channel that this test has never read does not prevent parking. An error that a read has
+	// already returned does not prevent it either.
 	if !polls.Park() {
 		t.Error("cannot park")
 	}
 	if err := meshes[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-notified // there may be more notifications than necessary
+	<-notified // there may be further notifications
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
 	polls.Unpark()
 	if !polls.Park() {
@@ -203,7 +204,7 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// A polling goroutine that parks while a peer sends misses no bytes.
+// A polling goroutine that parks while its peer sends is always notified of the bytes.
 func TestParkRace(t *testing.T) {
 	const rounds = 20_000
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -257,7 +258,8 @@ func TestParkRace(t *testing.T) {
 	wg.Wait()
 }
 
-// A word with a value that no peer writes fails the half of the channel that it belongs to, with a *PeerError.
+// If a head or tail has a value that no correct peer writes, calls on that direction of the channel fail with
+// a *PeerError.
 func TestImpossibleWords(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(m *shm.Mesh)
@@ -272,7 +274,7 @@ func TestImpossibleWords(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 			zero, one := controls(t, meshes)
-			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes each way
+			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes a direction
 				if err := way[0].Send(make([]byte, 100)); err != nil {
 					t.Fatal(err)
 				}
@@ -299,8 +301,8 @@ func TestImpossibleWords(t *testing.T) {
 	}
 }
 
-// A peer may write any words into its segment, at any time: reading and sending end with an error or go on,
-// within the ring.
+// A peer may write any values into the words of its segment at any time. Reading and sending then fail or
+// continue, but never touch memory outside of the ring.
 func FuzzRingWords(f *testing.F) {
 	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
 	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
@@ -320,7 +322,8 @@ func FuzzRingWords(f *testing.F) {
 	})
 }
 
-// In the steady state no call allocates, whether or not the peer reads as fast as this rank sends.
+// In the steady state no call allocates, with a ring that holds the whole message and with one that is
+// smaller.
 func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -341,7 +344,8 @@ func TestRingAllocatesNothing(t *testing.T) {
 	}
 }
 
-// Ranks that wait use no processor time, whether they are parked, read, or have sent bytes that are not read.
+// Waiting ranks use almost no processor time, whether they are parked, wait in Read, or have sent bytes that
+// the peer does not read.
 func TestIdle(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
 	zero, one := controls(t, meshes)
@@ -367,11 +371,11 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
-	runtime.GC() // not to count a collection that would come
+	runtime.GC() // so that no garbage collection is due while the test measures
 	const idle = 300 * time.Millisecond
-	for tries := 1; ; tries++ { // a busy machine may take longer until all ranks wait
+	for tries := 1; ; tries++ { // on a busy machine it takes longer until all ranks wait
 		before := used()
-		<-time.After(idle) // the time is what is measured
+		<-time.After(idle) // the test measures the processor time that is used in this time
 		took := used() - before
 		if took <= idle/10 {
 			break
@@ -389,8 +393,8 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// After OnNotify only NotifyPeers notifies a parked peer, and it does not if the peer has read the bytes
-// already.
+// After OnNotify, only NotifyPeers notifies a parked peer. It does not notify a peer that has already read
+// the bytes.
 func TestNotifyPeers(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -398,7 +402,7 @@ func TestNotifyPeers(t *testing.T) {
 	sender.OnNotify(func() {})
 	notified := make(chan struct{}, 10)
 	looker.OnNotify(func() { notified <- struct{}{} })
-	// Connecting has notified the looker as well.
+	// Connecting has notified the looker too. The loop consumes these notifications.
 	looker.Park()
 	for settled := false; !settled; {
 		select {
@@ -423,7 +427,7 @@ func TestNotifyPeers(t *testing.T) {
 		if err := zero.Send([]byte("new")); err != nil {
 			t.Fatal(err)
 		}
-		<-time.After(time.Millisecond) // for a notification that comes too early
+		<-time.After(time.Millisecond) // a notification before NotifyPeers would arrive in this time
 		if n := len(notified); n != 0 {
 			t.Errorf("round %d: notified %d times before NotifyPeers", i, n)
 		}
@@ -436,7 +440,8 @@ func TestNotifyPeers(t *testing.T) {
 	}
 }
 
-// Close while everything is in use: calls fail, and no call accesses memory that was unmapped.
+// If a mesh is closed while all its calls are in use, the calls fail with ErrClosed or a *PeerError, and no
+// call accesses unmapped memory.
 func TestCloseWhileInUse(t *testing.T) {
 	for i := range 20 {
 		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -475,7 +480,8 @@ func TestCloseWhileInUse(t *testing.T) {
 	}
 }
 
-// All messages arrive from a rank that closes right after sending, followed by the end.
+// If a rank closes right after it has sent, its peer still receives all bytes, and then the end of the
+// stream.
 func TestLastWords(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -514,7 +520,8 @@ func BenchmarkPingPong(b *testing.B) {
 	}
 }
 
-// measure sends messages to a rank that answers them.
+// measure sends messages of size bytes to a rank that answers them, and reports half of the median round-trip
+// time.
 func measure(b *testing.B, c transport.Conn, size int) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -530,7 +537,7 @@ func measure(b *testing.B, c transport.Conn, size int) {
 			took = append(took, time.Since(began))
 		}
 	}
-	// The mean depends on the load of the machine more than the median does.
+	// The benchmark reports the median, because the mean depends more on the load of the machine.
 	slices.Sort(took)
 	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
 }
@@ -554,7 +561,7 @@ func spin(c transport.Conn, p []byte) error {
 	return nil
 }
 
-// pong answers messages until an error.
+// pong answers messages of size bytes until a call fails.
 func pong(c transport.Conn, size int) {
 	p := make([]byte, size)
 	for spin(c, p) == nil && c.Send(p) == nil {

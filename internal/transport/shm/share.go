@@ -27,7 +27,7 @@ type lane struct {
 	// Guarded by the Mesh's mu.
 	own     *shmem.Segment
 	sharing bool
-	theirs  []chunk // by index in the group; zero until the segment or an error has come
+	theirs  []chunk // by index in the group; zero until the segment or an error has arrived
 }
 
 // fail fails the lane with err, unless it has failed with an error that has precedence. The caller holds mu.

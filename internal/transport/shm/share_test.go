@@ -34,7 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls until a condition is true that no notification tells of.
+// within polls done until it returns true, for a condition of which no notification exists. After patience it
+// fails the test with the message what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
@@ -44,7 +45,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Every rank reads the segments that were shared with it, and no other, whichever rank shares first.
+// Every rank can read the segments that were shared with it, and no others. The order in which the ranks call
+// Share and Peer does not matter.
 func TestShare(t *testing.T) {
 	const size = 3
 	meshes := onOneHost(t, shm.Config{}, size)
@@ -59,7 +61,7 @@ func TestShare(t *testing.T) {
 			if p == r {
 				continue
 			}
-			go func() { // some before it was shared
+			go func() { // some of these calls begin before the peer calls Share
 				b, err := m.Peer(t.Context(), 5, topo.Rank(p))
 				results <- got{p, r, b, err}
 			}()
@@ -103,7 +105,7 @@ func TestShare(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	_, err := meshes[2].Peer(ctx, 7, 0) // it was not given to
+	_, err := meshes[2].Peer(ctx, 7, 0) // lane 7 was shared only with rank 1
 	wantErr(t, "peer", err, context.DeadlineExceeded)
 	_, err = meshes[1].Peer(t.Context(), 7, 1)
 	if err == nil {
@@ -115,12 +117,13 @@ func TestShare(t *testing.T) {
 	}
 }
 
-// Each event that ends the waiting for a lane ends pending and later calls, and Err returns the same error.
+// Abort, Release, Close and the death of a peer each end the pending and the later calls on a lane, and Err
+// returns the same error as the calls.
 func TestLaneEnds(t *testing.T) {
 	boom := errors.New("boom")
 	for name, c := range map[string]struct {
 		end  func(meshes []shm.Sharer)
-		want error // nil is a *PeerError
+		want error // nil stands for a *PeerError
 	}{
 		"abort":   {func(m []shm.Sharer) { m[1].Abort(2, boom) }, boom},
 		"release": {func(m []shm.Sharer) { m[1].Release(2) }, transport.ErrReleased},
@@ -180,8 +183,8 @@ func TestLaneEnds(t *testing.T) {
 	}
 }
 
-// ErrReleased has precedence over ErrClosed, which has precedence over the error of Abort, which has
-// precedence over that of a death.
+// If a lane has ended for several reasons, ErrReleased takes precedence over ErrClosed, ErrClosed over the
+// error of Abort, and the error of Abort over the error of a peer's death.
 func TestErrOrder(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	boom := errors.New("boom")
@@ -216,9 +219,10 @@ func TestErrCosts(t *testing.T) {
 	}
 }
 
-// Arena returns chunks that were shared before and later. A chunk that is no longer shared reads as zeros.
+// Arena returns the chunks that existed before Connect and those that were allocated later. A chunk that has
+// been freed reads as zeros.
 func TestArena(t *testing.T) {
-	const large = 65 << 20 // a chunk of its own
+	const large = 65 << 20 // so large that each tensor gets its own chunk
 	early := mustAlloc(t, large)
 	meshes := onOneHost(t, shm.Config{}, 3)
 	late := mustAlloc(t, large)
@@ -283,10 +287,11 @@ func mustAlloc(t *testing.T, n int) []byte {
 	return b
 }
 
-// Allocation does not wait for a peer that does not read: messages are queued behind a full socket.
+// Alloc does not wait for a peer that does not read: the messages about new chunks are queued if the socket
+// is full.
 func TestAllocDoesNotWait(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
-	// This test cannot stop the receiver of a peer, so it sends more messages than the socket holds.
+	// This test cannot stop the receiver of a peer. Therefore it sends more messages than the socket holds.
 	m := shm.Inner(meshes[0])
 	for i := range uint32(5000) {
 		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
@@ -303,7 +308,7 @@ func TestAllocDoesNotWait(t *testing.T) {
 	}
 }
 
-// After Release and Close no more memory is mapped and no more descriptors are open than before.
+// After Release and Close, the process has no more mapped memory and open descriptors than before.
 func TestNothingIsLeft(t *testing.T) {
 	b := mustAlloc(t, 100)
 	defer func() {
@@ -356,7 +361,7 @@ func TestNothingIsLeft(t *testing.T) {
 				t.Fatal(err)
 			}
 			if lane%2 == 0 {
-				continue // Close finds these
+				continue // Close must unmap the segments of these lanes
 			}
 			for _, m := range meshes {
 				m.Release(lane)
@@ -390,7 +395,7 @@ func count(t *testing.T, dir string) int {
 	return len(names)
 }
 
-// mappings returns the mappings of this process that are memfds of this project.
+// mappings returns the number of memory mappings in this process that belong to memfds of gohvd.
 func mappings(t *testing.T) int {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/maps")
@@ -400,7 +405,8 @@ func mappings(t *testing.T) int {
 	return strings.Count(string(text), "/memfd:gohvd-")
 }
 
-// A message that violates the protocol fails the channels to its sender with a *PeerError, and closes nothing.
+// A message that violates the protocol fails the channels to its sender with a *PeerError. The receiver does
+// not close its connection, so the sender does not notice.
 func TestBreaches(t *testing.T) {
 	segment := func(t *testing.T) (int, uint64) {
 		s, err := shmem.Create("test", 1)
@@ -504,8 +510,8 @@ func TestBreaches(t *testing.T) {
 	}
 }
 
-// The allocator makes chunks that a sidecar can still write. A chunk is sealed before its descriptor is sent
-// to peers.
+// The allocator makes chunks that a sidecar can still write. Every chunk is sealed before its descriptor is
+// sent to peers.
 func TestArenaIsSealed(t *testing.T) {
 	seals := func() (all []int) {
 		arena.Watch(func(c arena.Chunk) {
@@ -522,7 +528,7 @@ func TestArenaIsSealed(t *testing.T) {
 		t.Fatal(err)
 	}
 	onOneHost(t, shm.Config{}, 2)
-	after, err := arena.Alloc(100 << 20) // which takes a chunk of its own
+	after, err := arena.Alloc(100 << 20) // so large that it gets its own chunk
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -326,7 +326,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 		}
 	}
 	if m.unsharedReason != "" || len(group) == 1 {
-		return m, nil // no rank of this host calls Agree
+		return m, nil // the ranks of this host do not call Agree
 	}
 	return m, m.form(ctx, e, ep, group)
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// overTCP returns meshes over loopback.
+// overTCP returns meshes that are connected over TCP on loopback.
 func overTCP(tb testing.TB, size int) []transport.Mesh {
 	tb.Helper()
 	endpoints := make([]*tcp.Endpoint, size)
@@ -45,7 +45,7 @@ func overTCP(tb testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// overMem returns meshes within the process.
+// overMem returns meshes that are connected in the memory of this process.
 func overMem(_ testing.TB, size int) []transport.Mesh {
 	c := mem.New(size)
 	meshes := make([]transport.Mesh, size)
@@ -55,19 +55,19 @@ func overMem(_ testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// job has the inputs of Connect for the ranks of a test.
+// job holds the arguments of Connect for all ranks of a test.
 type job struct {
 	cfg       shm.Config
 	hosts     []string
 	endpoints []*shm.Endpoint
 	offers    []shm.Offer
 	under     []transport.Mesh
-	sessions  []*rendezvous.Session         // by which the ranks agree
-	epoch     func(rank int, ep *shm.Epoch) // changes what a rank is given, if not nil
-	after     func() error                  // is called when Connect has returned at all ranks, if not nil
+	sessions  []*rendezvous.Session         // Connect gets their Agree
+	epoch     func(rank int, ep *shm.Epoch) // changes the Epoch that a rank passes to Connect, if not nil
+	after     func() error                  // called after Connect has returned at all ranks, if not nil
 }
 
-// noOffer makes ranks without an offer not call Connect and use the mesh underneath.
+// noOffer closes the endpoint of rank and replaces it by one that cannot share memory.
 func (j *job) noOffer(tb testing.TB, rank int) {
 	tb.Helper()
 	if err := j.endpoints[rank].Close(); err != nil {
@@ -76,7 +76,7 @@ func (j *job) noOffer(tb testing.TB, rank int) {
 	j.endpoints[rank] = shm.Unavailable(errors.New("not published"))
 }
 
-// newJob makes endpoints of ranks on the given hosts.
+// newJob opens an endpoint for a rank on each of the given hosts and makes the ranks check in.
 func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...string) *job {
 	tb.Helper()
 	if cfg.Dir == "" {
@@ -95,7 +95,8 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 	return j
 }
 
-// meet makes ranks on the given hosts check in. Their sessions end with the test, or earlier.
+// meet makes a rank on each of the given hosts check in. The sessions end with the test, or when the test
+// calls leave.
 func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	tb.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -119,15 +120,15 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	return sessions
 }
 
-// leave ends sessions. It may be called several times. It ignores errors, which the ends of the connections
-// between the sessions cause.
+// leave closes the sessions. It may be called several times. It ignores errors: the session of one rank
+// reports an error if the session of another was closed before.
 func leave(sessions []*rendezvous.Session) {
 	for _, s := range sessions {
 		_ = s.Close()
 	}
 }
 
-// connect calls Connect of all ranks at once.
+// connect calls Connect at all ranks at the same time, and returns their meshes and errors by rank.
 func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	meshes, errs := make([]shm.Sharer, len(j.hosts)), make([]error, len(j.hosts))
 	var wg sync.WaitGroup
@@ -151,7 +152,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	return meshes, errs
 }
 
-// mustConnect is connect for a test that expects no error. It closes the meshes when the test ends.
+// mustConnect is like connect, but fails the test on an error. It closes the meshes when the test ends.
 func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), patience)
@@ -175,7 +176,7 @@ func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 
 const patience = time.Minute
 
-// onOneHost returns connected meshes of ranks of one host over loopback.
+// onOneHost returns connected meshes of size ranks on one host. The mesh underneath uses TCP on loopback.
 func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	tb.Helper()
 	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)
@@ -187,7 +188,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped exchanges a lane of the contract's tests with the Control lane.
+// swapped is a Mesh on which lane and the Control lane are exchanged. So the contract's tests, which use
+// lane, test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane
@@ -213,7 +215,7 @@ func (s swapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 
 func (s swapped) Abort(lane transport.Lane, err error) { s.Mesh.Abort(s.other(lane), err) }
 
-// blame replaces the lane in a *PeerError by that of the test.
+// blame replaces the lane in a *PeerError by the lane that the test has asked for.
 func (s swapped) blame(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -253,7 +255,8 @@ func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) trans
 	}
 }
 
-// The mesh keeps the contract on every lane, also if only some Control channels are in shared memory.
+// The mesh keeps the contract of package transport on every lane, also if only some of its Control channels
+// are in shared memory.
 func TestContract(t *testing.T) {
 	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
 		t.Run(name, func(t *testing.T) {
@@ -262,8 +265,8 @@ func TestContract(t *testing.T) {
 	}
 }
 
-// The channels in memory keep the contract, also with rings so small that all sends wait for room. Only one
-// clause uses only lane 3.
+// The channels in shared memory keep the contract of package transport, also if the rings are so small that
+// all sends wait for room. One clause of the contract uses only lane 3, so one case tests that lane.
 func TestContractInMemory(t *testing.T) {
 	for _, c := range []struct {
 		ringBytes int
@@ -276,7 +279,7 @@ func TestContractInMemory(t *testing.T) {
 	}
 }
 
-// TestMain also runs a rank in a process of its own (see child).
+// TestMain runs the tests, or one rank in a child process that a test has started (see child).
 func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "rank" {
 		if err := child(os.Args[2], os.Args[3]); err != nil {

@@ -87,7 +87,8 @@ func (m *message) write(c *net.UnixConn) error {
 func readMessage(c *net.UnixConn) (message, error) {
 	var b [messageBytes + 1]byte
 	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
-	n, nr, flags, _, err := c.ReadMsgUnix(b[:], rights) // descriptors come closed-on-exec
+	// ReadMsgUnix sets close-on-exec on the descriptors.
+	n, nr, flags, _, err := c.ReadMsgUnix(b[:], rights)
 	if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) {
 		return message{}, io.ErrUnexpectedEOF
 	}

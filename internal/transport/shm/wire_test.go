@@ -64,17 +64,18 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// Each side detects that the other does not know its token, or belongs to another epoch or job.
+// In a handshake each side detects that the other one does not know its token, or belongs to another epoch or
+// job.
 func TestHandshake(t *testing.T) {
 	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
 	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
 	here := Epoch{Job: "job", Epoch: 3}
 	for name, c := range map[string]struct {
 		dialer, acceptor Epoch
-		rank             topo.Rank // of the dialer
-		ofAcceptor       Offer     // that the dialer has
-		ofDialer         Offer     // that the acceptor has
-		dials, accepts   error     // nil is none, errAny is some
+		rank             topo.Rank // the rank of the dialer
+		ofAcceptor       Offer     // the acceptor's offer, as the dialer knows it
+		ofDialer         Offer     // the dialer's offer, as the acceptor knows it
+		dials, accepts   error     // nil stands for no error, errAny for any error
 	}{
 		"good":                   {here, here, 0, good[1], good[0], nil, nil},
 		"dialer without token":   {here, here, 0, wrong, good[0], secret.ErrWrong, errAny},

@@ -39,7 +39,7 @@ type conn struct {
 	sock *socket
 	over net.Conn        // sock, or TLS over it; with TLS only out writes to sock
 	out  *recordBuffer   // nil if over is sock
-	wg   *sync.WaitGroup // of the Endpoint, whose Close waits for the writer
+	wg   *sync.WaitGroup // the Endpoint's: its Close waits for the writer
 	poll *poller         // nil on other lanes than Control
 
 	// cause is the reason why this side gave up the connection. It is set before the socket is touched, so
@@ -53,7 +53,7 @@ type conn struct {
 
 	// The fields of this block belong to the writer. They are kept because Send must not allocate.
 	small    [maxBatch][]byte
-	batch    [][]byte // the buffers to write, a prefix of small
+	batch    [][]byte // the buffers to write, in a prefix of small
 	gathered []byte   // copy of batch in one buffer
 	record   []byte   // bytes of the next record, if over is TLS
 	unsent   int      // bytes that were passed to out and are not counted in sent yet

@@ -17,7 +17,8 @@ func sampleHello() hello {
 	return hello{version: version, job: hashJob("test"), epoch: 0x0102030405060708, from: 3, to: 0x11223344, lane: 0xfffffffe}
 }
 
-// The bytes are part of the protocol: other versions must be able to read the first eight.
+// The encoding of a hello must not change, because it is part of the protocol: other versions must be able to
+// read the first eight bytes.
 func TestHelloBytes(t *testing.T) {
 	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" + "11223344" + "fffffffe"
 	if got := hex.EncodeToString(sampleHello().encode()); got != want {
@@ -85,7 +86,7 @@ func TestSecret(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		zero, one secret.Secret
-		want      error // what the dialer, rank 0, finds; nil for a connection, io.EOF for any error
+		want      error // error of the dialer, rank 0: nil is none, io.EOF stands for any error
 	}{
 		{"the same", key, key, nil},
 		{"another", key, other, secret.ErrWrong},
@@ -112,8 +113,9 @@ func TestSecret(t *testing.T) {
 				pair(t, zero, one, transport.Control)
 				return
 			}
-			// The dialer tries again until the time is over, because another process may have the port. On a busy
-			// machine no handshake may end within a short time.
+			// The dialer retries until its timeout ends, because another process may have used the port at
+			// first. On a busy machine no handshake may complete within a short timeout, so the test repeats
+			// with longer ones.
 			var err error
 			for timeout := 2 * time.Second; timeout < hangTimeout; timeout *= 4 {
 				zero, _ := meshes(timeout)

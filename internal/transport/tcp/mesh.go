@@ -331,7 +331,8 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			last = err // an error that the end of ctx causes says less than the one before
+			// If ctx has ended, err says less than the error of the attempt before.
+			last = err
 		}
 		m.failed(l, peer, last)
 		m.e.log.Debug("tcp: connect failed", zap.Uint32("lane", uint32(l.id)), zap.Int32("peer", int32(peer)),

@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually polls is until it returns true, for a condition that nothing notifies of.
+// eventually polls is until it returns true, for a condition of which no notification exists. After
+// hangTimeout it fails the test.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
@@ -25,15 +26,16 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// unattachedConns returns the number of connections that are not channels.
+// unattachedConns returns the number of connections that are not channels yet, or not any more.
 func unattachedConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.unattached)
 }
 
-// All bytes that the kernel took arrive, even if they are more than the peer's socket holds, the peer has
-// sent bytes that were not read, and it sends more before it reads.
+// After Release, all bytes that the kernel has taken still arrive. This holds even if they are more than the
+// peer's socket holds, if the released rank has not read the peer's bytes, and if the peer sends more before
+// it reads.
 func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
 
 func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
@@ -74,8 +76,8 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A mesh keeps only one range of numbers for many released lanes, and nothing else, also for lanes that were
-// opened after their release.
+// After many lanes were released, a mesh keeps only one range of their numbers. This holds also for lanes on
+// which the peer called Conn only after this rank had released them.
 func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
 
 func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
@@ -84,7 +86,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	pair(t, zero, one, transport.Control)
 	for id := transport.Lane(1); id <= lanes; id++ {
 		if id%3 == 0 {
-			one.Release(id) // rank 0's connection comes late
+			one.Release(id) // rank 0 connects only after this release
 		}
 		c, err := zero.Conn(ctx(t), id, 1)
 		if err != nil {
@@ -106,8 +108,8 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A peer that does not release the lane costs a connection until the linger timeout. Then the connection is
-// closed, which the peer does not notice if it only reads.
+// If a peer does not release a lane, the connection stays open until the linger timeout and is closed then. A
+// peer that only reads receives all bytes before the end of the stream.
 func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
 
 func testLingerExpires(t *testing.T, key secret.Secret) {
@@ -155,7 +157,7 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A dial that waits for a peer to appear ends when its lane is released.
+// A dial that waits for the peer to listen ends when its lane is released.
 func TestReleaseEndsDial(t *testing.T) {
 	log, book := newLog()
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
@@ -176,8 +178,8 @@ func TestReleaseEndsDial(t *testing.T) {
 	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
 }
 
-// A handshake that is in progress when its lane is released is completed, and then the connection ends
-// gracefully.
+// If a lane is released while its handshake is in progress, the handshake is completed, and then the
+// connection ends gracefully.
 func TestReleaseDuringHandshake(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -215,8 +217,8 @@ func TestReleaseDuringHandshake(t *testing.T) {
 	eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
 }
 
-// A connection in its handshake counts for the lane for which it was reserved, not for the lane that is made
-// after Release.
+// A connection that is in its handshake while its lane is released belongs to the released lane. It does not
+// become a channel of the lane with the same number that is reserved after Release.
 func TestReleaseOfReserved(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -225,7 +227,7 @@ func TestReleaseOfReserved(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Release(3)
-	after, err := m.reserve(goodHello(3)) // nothing is booked on a released lane
+	after, err := m.reserve(goodHello(3)) // the number of a released lane can be reserved
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +251,7 @@ func TestReleaseOfReserved(t *testing.T) {
 	}
 }
 
-// tcpPair returns the two ends of a connection.
+// tcpPair returns the two ends of a TCP connection on loopback.
 func tcpPair(t *testing.T) (accepted, dialed net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -32,7 +32,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// hangTimeout is the time after which a test treats a call as hung. No test waits for it to pass.
+// hangTimeout is the time after which a test regards a call as hung. No test that passes waits for so long.
 const hangTimeout = time.Minute
 
 // overBoth runs a test over plain connections without a secret, and over encrypted ones.
@@ -64,7 +64,7 @@ func meshesOf(tb testing.TB, size int, key secret.Secret) []transport.Mesh {
 	return all
 }
 
-// listen opens an Endpoint on loopback that is closed when the test ends.
+// listen opens an Endpoint on loopback. It is closed when the test ends.
 func listen(tb testing.TB, cfg Config) *Endpoint {
 	tb.Helper()
 	if cfg.ListenAddr == "" {
@@ -90,7 +90,7 @@ func addrsOf(endpoints ...*Endpoint) []string {
 	return addrs
 }
 
-// join calls Connect with defaults.
+// join calls Connect for ep and sets defaults for its empty fields.
 func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	tb.Helper()
 	if ep.Job == "" {
@@ -106,7 +106,7 @@ func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	return m
 }
 
-// goodHello returns the hello of rank 0 to rank 1 for the given lane in a default epoch.
+// goodHello returns the hello with which rank 0 connects to rank 1 on lane in the default epoch.
 func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
@@ -118,7 +118,7 @@ func ctx(t *testing.T) context.Context {
 	return ctx
 }
 
-// pair connects ranks 0 and 1 on lane.
+// pair connects ranks 0 and 1 on lane and returns both ends.
 func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *conn) {
 	t.Helper()
 	x, err := zero.Conn(ctx(t), lane, 1)
@@ -144,7 +144,7 @@ func pass(t *testing.T, a, b transport.Conn) {
 	}
 }
 
-// dialRaw opens a connection without a handshake and writes b.
+// dialRaw opens a connection without a handshake and writes b to it.
 func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	t.Helper()
 	nc, err := net.Dial("tcp", addr)
@@ -158,7 +158,7 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	return sendAs(t, secret.Secret{}, nc, b)
 }
 
-// sendAs proves key and writes b. The other end may close the connection before it has read all of b.
+// sendAs proves key on nc and writes b. The other end may close the connection before it has read all of b.
 func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(nc, purpose)
@@ -171,7 +171,7 @@ func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	return over
 }
 
-// untilClosed returns the bytes that the other end sends before it closes nc.
+// untilClosed returns all bytes that the other end sends before it closes nc.
 func untilClosed(t *testing.T, nc net.Conn) []byte {
 	t.Helper()
 	b, err := io.ReadAll(nc)
@@ -181,11 +181,11 @@ func untilClosed(t *testing.T, nc net.Conn) []byte {
 	return b
 }
 
-// logBook is a log whose entries a test can wait for.
+// logBook records log entries. A test can wait for an entry.
 type logBook struct {
 	*observer.ObservedLogs
 	mu    sync.Mutex
-	wrote chan struct{} // closed and replaced at each entry
+	wrote chan struct{} // closed and replaced when an entry is logged
 }
 
 func newLog() (*zap.Logger, *logBook) {
@@ -200,7 +200,7 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait returns the first entry with this message whose field has this text.
+// wait waits for an entry with this message whose field contains text, and returns its fields.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -225,15 +225,15 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// Processes that are not ranks and send arbitrary bytes get the right answer and are logged, and real ranks
-// are not affected.
+// A process that is not a rank and sends arbitrary bytes gets the right answer, and its connection is logged.
+// The connections of real ranks are not affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	// The silent connections are connected for a second. By then the deadlines of the real ranks' handshakes
-	// have passed too (for the dialer, twice its timeout): these deadlines must not remain after the
-	// handshake.
+	// The silent connections stay open for a second. In this time the deadlines of the real ranks' handshakes
+	// pass too (the dialer's deadline is twice its timeout). These deadlines must not remain on the
+	// connections after the handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
 	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
@@ -249,8 +249,8 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	cases := []struct {
 		name   string
 		sent   []byte
-		finish bool    // and send no more
-		answer Refusal // accepted stands for none
+		finish bool    // half-close the connection after sent
+		answer Refusal // accepted stands for no answer
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted, "first word is 0x67617262, want 0x67687664"},
@@ -281,7 +281,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 			}
 		}
 	}
-	pass(t, a, b) // while the silent ones are still there
+	pass(t, a, b) // the real ranks communicate while the silent connections are open
 	for i, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			var want []byte
@@ -306,9 +306,10 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A process that is not a rank costs only the memory of a handshake, however much it sends.
+// A process that is not a rank makes this process allocate only the memory of a handshake, however much it
+// sends.
 func TestStrangersCostLittle(t *testing.T) {
-	const otherJobs, limit = 16, 16 << 10 // of more not all are logged
+	const otherJobs, limit = 16, 16 << 10 // if there were more, not all would be logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -329,7 +330,7 @@ func TestStrangersCostLittle(t *testing.T) {
 	}
 }
 
-// The dialer gets the reason of a refusal, and does not retry.
+// If the peer refuses a connection, the dialer gets the reason and does not retry.
 func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
 
 func testDialRefused(t *testing.T, key secret.Secret) {
@@ -398,7 +399,7 @@ func TestDialNotOurs(t *testing.T) {
 	}
 }
 
-// A peer that is not listening yet is dialed until it is.
+// If the peer does not listen yet, the dialer retries until it does.
 func TestDialRetries(t *testing.T) {
 	log, book := newLog()
 	e0 := listen(t, Config{Log: log})
@@ -425,7 +426,7 @@ func TestDialRetries(t *testing.T) {
 }
 
 func TestDialTimeout(t *testing.T) {
-	const timeout = 500 * time.Millisecond // for at least one refusal
+	const timeout = 500 * time.Millisecond // long enough for at least one refused attempt
 	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}), listen(t, Config{})
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
@@ -448,7 +449,7 @@ func TestDialTimeout(t *testing.T) {
 
 func TestContextEndSaysWhatFailed(t *testing.T) {
 	log, book := newLog()
-	// Close must not wait for the dial to time out.
+	// The dial timeout is an hour: at the end of the test, Close must not wait for it.
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
@@ -465,8 +466,8 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 	}
 }
 
-// An attempt to dial outlives the Conn that began it, because the peer may have accepted it and would refuse
-// another attempt as a duplicate.
+// An attempt to dial continues after the context of the Conn call that began it has ended. The peer may
+// already have accepted the connection, and would refuse another attempt as a duplicate.
 func TestDialOutlivesContext(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -511,7 +512,8 @@ func TestDialOutlivesContext(t *testing.T) {
 	}
 }
 
-// A faster peer may dial before this rank knows its epoch, and may have sent data already.
+// A faster peer may connect, and send data, before this rank has called Connect. The connection becomes a
+// channel of the epoch.
 func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
 
 func testEarlyConnection(t *testing.T, key secret.Secret) {
@@ -537,7 +539,7 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A channel is reserved while its handshake runs, and free again if the handshake fails.
+// A channel is reserved while its handshake runs. It can be reserved again if the handshake fails.
 func TestReserve(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -567,7 +569,8 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	}
 }
 
-// Connections that send nothing are closed to make room for real ranks, and Close ends them all.
+// If too many connections send nothing, the oldest are closed to make room for real ranks. Close closes all
+// of them.
 func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
 
 func testTooManyHandshakes(t *testing.T, key secret.Secret) {
@@ -590,7 +593,7 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// failingListener is a listener whose first calls of Accept fail.
+// failingListener is a listener whose first failures calls of Accept return EMFILE.
 type failingListener struct {
 	net.Listener
 	failures int
@@ -627,8 +630,8 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	}
 }
 
-// If a rank has no file descriptor for a peer's connection, it does not wait for the connection, and does not
-// report a failure of the peer.
+// If a rank has no file descriptor left for a peer's connection, Conn fails instead of waiting for it. The
+// error does not blame the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -689,7 +692,7 @@ func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
 	return m[0], m[1]
 }
 
-// Bytes that the kernel has taken arrive even if the sender has closed.
+// Bytes that the kernel has taken arrive even if the sender has closed its mesh.
 func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
 
 func testDataBeforeClose(t *testing.T, key secret.Secret) {
@@ -774,7 +777,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			buf := make([]byte, c.pieceBytes)
-			start := make(chan struct{}) // reading begins when everything is sent, so most of it is queued
+			start := make(chan struct{}) // the receiver begins after all sends, so most bytes are queued
 			var wg sync.WaitGroup
 			defer wg.Wait()
 			wg.Go(func() {
@@ -787,8 +790,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 				}
 			})
 			defer close(start)
-			// Goroutines that other tests have left running may allocate in a few of the runs. Messages that
-			// allocate would do so in all runs.
+			// Goroutines that other tests have left running may allocate during some of the runs, so the test
+			// takes the minimum. Messages that allocate would do so in all runs.
 			least := math.Inf(1)
 			for range 5 {
 				least = min(least, testing.AllocsPerRun(1, func() {
@@ -815,7 +818,7 @@ func BenchmarkStream(b *testing.B)      { transporttest.Stream(b, meshes) }
 func BenchmarkPingPongTLS(b *testing.B) { transporttest.PingPong(b, sealedMeshes) }
 func BenchmarkStreamTLS(b *testing.B)   { transporttest.Stream(b, sealedMeshes) }
 
-// BenchmarkDrain measures how fast a queue of messages empties once the receiver reads.
+// BenchmarkDrain measures how fast a queue of messages empties after the receiver has begun to read.
 func BenchmarkDrain(b *testing.B) {
 	const total = 32 << 20
 	for _, size := range []int{64, 1 << 10, 16 << 10} {

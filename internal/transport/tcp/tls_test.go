@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// tappedListener records all bytes that dialers send, and may change them.
+// tappedListener is a listener that records all bytes from dialers. If spoil is set, it also changes them.
 type tappedListener struct {
 	net.Listener
 	mu    sync.Mutex
@@ -59,7 +59,7 @@ func (l *tappedListener) forward(to, from net.Conn) {
 	}
 }
 
-// socketPair returns the two ends of a connection through the kernel.
+// socketPair returns the two ends of a TCP connection on loopback.
 func socketPair() (a, b net.Conn, err error) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -73,10 +73,11 @@ func socketPair() (a, b net.Conn, err error) {
 	return a, b, err
 }
 
-// The bytes of tensors appear on the wire in plain connections, and never in encrypted ones: not in one
-// piece, not in many pieces, not in a batch of the writer. A changed byte is detected.
+// The bytes of tensors appear on the wire if the connection is plain, and never if it is encrypted: neither
+// in a message of one piece, nor in one of many pieces, nor in a batch of the writer. The receiver of an
+// encrypted connection detects a changed byte.
 func TestWire(t *testing.T) {
-	const pattern = "-0123456789abcdef-" // of each message
+	const pattern = "-0123456789abcdef-" // every message repeats this pattern
 	overBoth(t, func(t *testing.T, key secret.Secret) {
 		ln, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
@@ -122,7 +123,7 @@ func TestWire(t *testing.T) {
 	})
 }
 
-// Small messages share records: one record per message would need one system call per message.
+// Small messages share TLS records. One record for each message would need one system call for each message.
 func TestRecordsAreShared(t *testing.T) {
 	for _, test := range []struct {
 		pieces  []int
@@ -159,7 +160,7 @@ func TestRecordsAreShared(t *testing.T) {
 }
 
 type recorder struct {
-	net.Conn // nil
+	net.Conn // nil: the test calls only Write
 	records  [][]byte
 }
 
@@ -168,8 +169,8 @@ func (r *recorder) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Send does not wait for a peer that does not read, nor for the other end of the handshake, and Sent rises
-// while a large buffer is written.
+// Send does not wait for a peer that does not read or has not completed the handshake. Sent rises while a
+// large buffer is being written.
 func TestEncryptedSendDoesNotWait(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -191,9 +192,10 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// A process without the secret that uses TLS, or seems to, costs little memory too.
+// A process without the secret that uses TLS, or whose first bytes look like TLS, makes this process allocate
+// little memory too.
 func TestStrangersWithTLSCostLittle(t *testing.T) {
-	const strangers, limit = 16, 64 << 10 // of more not all are logged
+	const strangers, limit = 16, 64 << 10 // if there were more, not all would be logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
 	for name, sent := range map[string][]byte{
 		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
@@ -234,15 +236,15 @@ func TestEncryptedSteadyState(t *testing.T) {
 		if err := a.Flush(); err != nil {
 			t.Fatal(err)
 		}
-	}); n > 10 { // crypto/tls has some of its own for a record
+	}); n > 10 { // crypto/tls itself allocates for a record
 		t.Errorf("%v allocations per message of 7 records", n)
 	} else {
 		t.Logf("%v allocations per message", n)
 	}
 }
 
-// A peer that has the secret and closes in the middle of a record is a lost peer, and not the end of the
-// stream.
+// If a peer that has the secret closes its connection in the middle of a record, Read reports a lost peer,
+// and not the end of the stream.
 func TestCutInARecord(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
@@ -271,8 +273,8 @@ func TestCutInARecord(t *testing.T) {
 	}
 }
 
-// A rank that reads tampered bytes reports an error at once, also while its own bytes wait for a peer that
-// does not read.
+// A rank that reads bytes that were tampered with reports an error at once, even while its own bytes wait for
+// a peer that does not read.
 func TestTamperingIsSeenWhileSending(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})

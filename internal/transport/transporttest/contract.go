@@ -427,7 +427,7 @@ func testAbortIsSilent(s *suite) {
 		return wantErr("read", err, errMine)
 	})
 	meshes[0].Abort(1, errBoom)
-	s.exchange(zero2, one2) // what Abort did to lane 1 came before this
+	s.exchange(zero2, one2) // by now, Abort has taken effect on lane 1
 	s.silent(one, read)
 	meshes[1].Abort(1, errMine)
 	s.await(read)

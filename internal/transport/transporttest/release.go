@@ -75,7 +75,7 @@ func testReleaseIsFinal(s *suite) {
 	for range 2 {
 		for _, lane := range []transport.Lane{1, 2, never} {
 			meshes[0].Release(lane)
-			meshes[0].Abort(lane, errBoom) // does nothing any more
+			meshes[0].Abort(lane, errBoom) // has no effect after Release
 		}
 	}
 	released := func() error {
@@ -193,7 +193,7 @@ func testReleaseFreesAll(s *suite) {
 		lane := transport.Lane(1 + i)
 		zero, one := s.pair(meshes, lane)
 		s.exchange(zero, one)
-		if i%20 == 0 { // as much as starts a writer
+		if i%20 == 0 { // enough bytes to start a writer
 			big := random(byte(i), 8<<20)
 			s.together(
 				func() error { return errors.Join(zero.Send(big), zero.Flush()) },
