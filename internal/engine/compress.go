@@ -38,7 +38,7 @@ func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 		if err != nil {
 			return err
 		}
-		if err := add(s.dt, wide, lost); err != nil {
+		if err := addInto(s.dt, wide, lost); err != nil {
 			return err
 		}
 		narrow(part, wide)
@@ -110,7 +110,7 @@ func subtract[T float32 | float64](dst, a, b []T) {
 	}
 }
 
-func add(dt tensor.DType, dst, src []byte) error {
+func addInto(dt tensor.DType, dst, src []byte) error {
 	f, err := kernel.Reduce(tensor.Sum, dt)
 	if err != nil {
 		return err

@@ -176,8 +176,8 @@ func Slots(hosts []Host) (n int) {
 	return n
 }
 
-// Place is the place of one rank: its host and its topology. See topo.FromHosts for local and cross ranks.
-type Place struct {
+// Assignment is the host and the topology of one rank: its host and its topology. See topo.FromHosts for local and cross ranks.
+type Assignment struct {
 	// Host is the index of the host in the list.
 	Host int
 	topo.Topology
@@ -185,7 +185,7 @@ type Place struct {
 
 // Assign places np ranks, at least 1, on the hosts: the first ranks fill the slots of the first host, and so
 // on. Hosts at the end of the list may get none. It is an error if there are fewer than np slots.
-func Assign(hosts []Host, np int) ([]Place, error) {
+func Assign(hosts []Host, np int) ([]Assignment, error) {
 	if have := Slots(hosts); np > have {
 		names := make([]string, 0, len(hosts))
 		for _, h := range hosts {
@@ -194,7 +194,7 @@ func Assign(hosts []Host, np int) ([]Place, error) {
 		return nil, fmt.Errorf("got %d ranks for %d slots (%.200s): lower -np, or raise the number after a host "+
 			"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
-	places := make([]Place, 0, np)
+	places := make([]Assignment, 0, np)
 	var crossSize []int // by local rank: number of hosts that have it
 	for i, h := range hosts {
 		n := min(h.Slots, np-len(places))
@@ -202,7 +202,7 @@ func Assign(hosts []Host, np int) ([]Place, error) {
 			if local == len(crossSize) {
 				crossSize = append(crossSize, 0)
 			}
-			places = append(places, Place{Host: i, Topology: topo.Topology{
+			places = append(places, Assignment{Host: i, Topology: topo.Topology{
 				Rank: len(places), Size: np, LocalRank: local, LocalSize: n, CrossRank: crossSize[local],
 			}})
 			crossSize[local]++

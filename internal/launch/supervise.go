@@ -55,7 +55,7 @@ const verdictWait = 100 * time.Millisecond
 // job is the state of one Run. Its fields belong to the goroutine of Run, except where noted.
 type job struct {
 	o       Options
-	places  []Place // by rank
+	places  []Assignment // by rank
 	hosts   int     // number of hosts that have ranks
 	several bool    // not all ranks are on this host
 	id      string

@@ -189,9 +189,9 @@ func fix(name string, fd int) error {
 // seal seals the size and the writer. The last seal prevents further seals, so that a peer cannot add a
 // harmful one. It is not an error if the file already has these seals.
 func seal(name string, fd int) error {
-	err := add(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
+	err := addSeals(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
 	if err == unix.EINVAL { // Linux before 5.1, where peers could map it for writing
-		err = add(fd, fixed|unix.F_SEAL_SEAL)
+		err = addSeals(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
 		return fmt.Errorf("shmem: %s: seal: %w", name, err)
@@ -199,7 +199,8 @@ func seal(name string, fd int) error {
 	return nil
 }
 
-func add(fd, seals int) error {
+// addSeals adds seals to a descriptor. It succeeds if the descriptor has them already.
+func addSeals(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
 	if err == unix.EPERM { // the seals are sealed
 		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil && has&seals == seals {

@@ -37,11 +37,11 @@ type controlLayout struct{ size, ringBytes int }
 
 func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
 
-func (l controlLayout) ring(index int) int {
+func (l controlLayout) ringOffset(index int) int {
 	return (slotsAt+l.size*slotBytes+pageBytes-1)/pageBytes*pageBytes + index*l.ringBytes
 }
 
-func (l controlLayout) bytes() int { return l.ring(l.size) }
+func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
 // word32 returns a word of a segment, which is aligned to pages and larger than at.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
@@ -98,10 +98,10 @@ func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs []byte, in
 	mine, its := layout.slot(p.index), other.slot(index)
 	c := &conn{
 		peer: p.rank, waker: w, peerWaker: &p.waker, lane: transport.Control, deferNotify: deferNotify,
-		in:     theirs[other.ring(index):][:other.ringBytes],
+		in:     theirs[other.ringOffset(index):][:other.ringBytes],
 		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt), inOpen: word32(theirs, its+openAt),
 		inTail:  word64(own, mine+tailAt),
-		out:     own[layout.ring(p.index):][:layout.ringBytes],
+		out:     own[layout.ringOffset(p.index):][:layout.ringBytes],
 		outHead: word64(own, mine+headAt), outFull: word32(own, mine+fullAt), outOpen: word32(own, mine+openAt),
 		outTail: word64(theirs, its+tailAt),
 	}
