@@ -27,7 +27,7 @@ type Registration struct {
 // Manager holds the backends of one process set.
 type Manager struct {
 	registry Registry
-	backends []Backend // as registry
+	backends []Backend // in the order of registry
 }
 
 // NewManager makes the backends of a process set. If one of them fails, NewManager closes those that it has

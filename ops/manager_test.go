@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// planner is a backend that can only plan.
+// planner is a backend of which the Manager uses only Plan.
 type planner struct {
 	ops.Backend
 	alg    message.Algorithm
@@ -29,7 +29,7 @@ const (
 	second = message.Backend(102)
 )
 
-// entry returns a registration of p.
+// entry returns a registration that makes p the backend with this number.
 func entry(id message.Backend, p *planner) ops.Registration {
 	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return p, nil }}
 }
@@ -52,7 +52,7 @@ func TestManagerPlan(t *testing.T) {
 		id  message.Backend
 		alg message.Algorithm
 	}{
-		message.Allreduce: {second, message.Tree}, // the first refuses, the third comes too late
+		message.Allreduce: {second, message.Tree}, // first refuses; second is asked before message.TCP
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},
@@ -97,7 +97,7 @@ func TestManagerGet(t *testing.T) {
 	}
 }
 
-// If a backend cannot be made, NewManager closes the others.
+// If one backend cannot be made, NewManager returns the error and closes the backends that it has made.
 func TestManagerFails(t *testing.T) {
 	a, boom := new(planner), errors.New("boom")
 	_, err := ops.NewManager(ops.Registry{entry(first, a), {ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {

@@ -55,14 +55,14 @@ func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
 // running is an exchange in progress.
 type running struct {
-	plan          *plan // nil if there is none
+	plan          *plan // nil if no exchange is in progress
 	total         int64
 	steps, rounds int
-	lag           int // of the copying
-	next          int // round
+	lag           int // rounds from staging a step to copying its results
+	next          int // the next round
 	base          uint64
 	awaitsReaders bool   // all rounds are done, and the others may still read this rank's buffers
-	out           []byte // of an alltoall
+	out           []byte // the output of an alltoall
 }
 
 // An exchange runs in rounds over this rank's tensors, which b.own has. A rank begins round r when all others

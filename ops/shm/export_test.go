@@ -4,8 +4,9 @@ import (
 	"sync/atomic"
 )
 
-// PretendToCome writes the words and the table that a rank writes when it starts its first operation, on one
-// tensor of numBytes in an arena. change may change the table before.
+// PretendToCome writes to segment what a rank writes when it starts its first operation: its words, and the
+// table of one tensor of numBytes in the given arena chunk. Before the rank appears to have started, change
+// may modify the table.
 func PretendToCome(segment []byte, numBytes int64, chunk uint32, change func(table []byte)) {
 	l := layout{extents: []extent{{end: numBytes, in: place{chunk: chunk}, out: place{chunk: chunk}}}}
 	l.write(tableOf(segment, 0))
@@ -13,8 +14,8 @@ func PretendToCome(segment []byte, numBytes int64, chunk uint32, change func(tab
 	atomic.StoreUint64(word(segment, progressAt), 1)
 }
 
-// PretendToHaveDone writes the words that a rank has written at the end of such an operation, and the abort
-// word if it gave up the operation.
+// PretendToHaveDone writes to segment what a rank has written when it has finished such an operation. If
+// gaveUp is set, it also writes the word by which a rank tells that it gave up the operation.
 func PretendToHaveDone(segment []byte, numBytes int64, chunk uint32, gaveUp bool) {
 	if gaveUp {
 		atomic.StoreUint32(flag(segment, abortAt), 1)

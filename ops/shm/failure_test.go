@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// In all operations a rank waits for a rank that does not come until the mesh reports that its process is
-// gone. Then the backend fails.
+// In every operation, a rank waits for a rank that has not started the operation until the mesh reports that
+// its process has ended. Then the operation fails, and all later ones fail with the same error.
 func TestDeadPeer(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -56,7 +56,7 @@ func TestDeadPeer(t *testing.T) {
 	}
 }
 
-// The end of a context ends a wait.
+// A waiting operation fails when its context ends.
 func TestContextEnds(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -105,8 +105,8 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 	}
 }
 
-// A rank that gives up a buffer that others may be reading announces that first, so no rank that has read it
-// succeeds.
+// A rank that gives up an operation while other ranks may be reading its buffer announces that first. So the
+// operation fails at every rank that may have read the buffer after that.
 func TestAbandonedBuffer(t *testing.T) {
 	const size = 8 << 10
 	for _, gaveUp := range []bool{false, true} {
@@ -134,7 +134,7 @@ func TestAbandonedBuffer(t *testing.T) {
 	}
 }
 
-// The table of a peer is checked against its memory.
+// An operation fails if the table of a peer is malformed or refers to memory outside of the peer's arenas.
 func TestPeersTables(t *testing.T) {
 	for name, change := range map[string]func(table []byte){
 		"too many extents":     func(table []byte) { table[3] = 0xff },
@@ -159,8 +159,8 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
-// The same for an alltoall, the table of which has one extent and the counts. Nothing is allocated for
-// impossible counts.
+// An alltoall fails too if the table of a peer is malformed. Its table has one extent and the counts. Nothing
+// is allocated for impossible counts.
 func TestPeersCounts(t *testing.T) {
 	put := func(table []byte, words ...uint64) {
 		for i, w := range words {
@@ -173,7 +173,7 @@ func TestPeersCounts(t *testing.T) {
 			put(table, 2)
 			put(table[8:], 16)
 			put(table[8+16:], 2*pretended-16)
-			put(table[8+32:], pretended, 0) // the other extent, and the counts
+			put(table[8+32:], pretended, 0) // the second extent, then the counts
 		},
 		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },
 		"negative":            func(table []byte) { put(table[8+32:], math.MaxUint64-7, pretended+8) },
@@ -194,11 +194,12 @@ func TestPeersCounts(t *testing.T) {
 	}
 }
 
-// pretended is the size of the tensor of the pretending rank. Its arena has twice that size.
+// pretended is the size of the tensor of the rank that besidePretender simulates. The arena of this rank has
+// twice this size.
 const pretended = 8 << 10
 
-// besidePretender runs op at rank 0. Rank 1 pretends to have come, with a table that the test writes. op must return a
-// *PeerError for it.
+// besidePretender runs op at rank 0. Rank 1 only pretends to have started the operation, with a table that
+// change has modified. The test fails if op does not return a *PeerError for rank 1.
 func besidePretender(t *testing.T, change func(table []byte), op func(ctx context.Context, r *rank) error) {
 	t.Helper()
 	err := try(newHost(), 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
@@ -224,7 +225,7 @@ func besidePretender(t *testing.T, change func(table []byte), op func(ctx contex
 	}
 }
 
-// An output with a wrong length is an error.
+// An alltoall fails if the caller provides an output buffer of the wrong length.
 func TestAlltoallOutput(t *testing.T) {
 	for n := 1; n <= 2; n++ {
 		for _, wrong := range []int{-1, 1} {
@@ -242,8 +243,8 @@ func TestAlltoallOutput(t *testing.T) {
 	}
 }
 
-// Wrong arguments are refused before the peers see any of them. They end the backend, because the others run
-// the operation.
+// Wrong arguments are refused before the peers can see any of them. The backend fails, because the other
+// ranks do run the operation.
 func TestRefused(t *testing.T) {
 	for name, op := range map[string]func(r *rank) error{
 		"algorithm": func(r *rank) error {
@@ -299,7 +300,8 @@ func TestPlan(t *testing.T) {
 	})
 }
 
-// After a failed operation nothing writes to its buffers, even if the rank that it waited for comes late.
+// After an operation has failed, nothing writes to its buffers, even if the rank that it waited for starts
+// the operation later.
 func TestBuffersAreLetGo(t *testing.T) {
 	failed, over := make(chan struct{}), make(chan struct{})
 	run(t, 2, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {

@@ -14,7 +14,7 @@ import (
 // extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at
 // byte 0, and each other one at the end of the one before.
 type extent struct {
-	end     int64 // exclusive
+	end     int64 // the offset after the last byte
 	in, out place
 }
 

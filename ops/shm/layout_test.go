@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// Reading a table stays within its memory, whatever the peer has written.
+// FuzzReadLayout checks that reading the table of a peer does not panic, and that the extents that it accepts
+// are within the peer's memory, whatever the table contains.
 func FuzzReadLayout(f *testing.F) {
 	table := make([]byte, tableBytes)
 	(&layout{extents: []extent{{end: 64, in: place{chunk: 1, offset: 64}}, {end: 128}}}).write(table)

@@ -98,7 +98,7 @@ func (h *host) kill(rank topo.Rank, err error) {
 	h.changed.Broadcast()
 }
 
-// alloc returns memory of an arena of this rank.
+// alloc allocates a new arena chunk of this rank and returns its memory.
 func (m *rankMemory) alloc(numBytes int) []byte {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -107,7 +107,7 @@ func (m *rankMemory) alloc(numBytes int) []byte {
 	return mem
 }
 
-// find returns the backend's Config.Find.
+// find is the Config.Find of the rank's backend.
 func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -119,14 +119,14 @@ func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	return arena.Ref{}, false
 }
 
-// aligned returns memory that begins at a cache line, as a page does.
+// aligned returns n bytes that begin at a cache line, as a memory page does.
 func aligned(n int) []byte {
 	mem := make([]byte, n+63)
 	skip := -uintptr(unsafe.Pointer(&mem[0])) & 63
 	return mem[skip:][:n:n]
 }
 
-// rank is one rank of a test.
+// rank is one rank of a test, with its backend and its memory.
 type rank struct {
 	opstest.Blocking
 	mem *rankMemory
@@ -134,7 +134,7 @@ type rank struct {
 	n   int
 }
 
-// run runs f for n ranks at once, and fails with all their errors.
+// run calls f for n ranks at the same time, and fails the test with the errors of all ranks.
 func run(t testing.TB, n int, cfg shm.Config, f func(r *rank) error) {
 	t.Helper()
 	if err := try(newHost(), n, cfg, f); err != nil {
@@ -153,7 +153,8 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 		wg.Go(func() {
 			mem := &rankMemory{h, topo.Rank(i)}
 			own := cfg
-			if own.SmallBytes == 0 && own.DirectBytes == 0 { // otherwise tests would have to be large
+			// With the default limits, tests would need large tensors.
+			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
 			own.Find = mem.find
@@ -166,10 +167,10 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 	return errors.Join(errs...)
 }
 
-// both returns the ranks of a job of two.
+// both returns the ranks of a job of two ranks.
 func (m *rankMemory) both() []topo.Rank { return []topo.Rank{0, 1} }
 
-// chunkOf returns the arena that b begins.
+// chunkOf returns the number of the arena chunk that contains b.
 func (r *rank) chunkOf(b []byte) uint32 {
 	ref, _ := r.mem.find(b)
 	return ref.Chunk

@@ -23,7 +23,7 @@ type reducer struct {
 	wide    bool
 	widen   kernel.ConvertFunc
 	narrow  kernel.ConvertFunc
-	combine kernel.Func // of the wide type
+	combine kernel.Func // reduces elements of the wide type
 
 	sum     [2 * blockBytes]byte // the reduction of the first sources; of twice the size if wide is set
 	scaled  [2][blockBytes]byte

@@ -13,10 +13,12 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input returns the contribution of rank to tensor number t: small numbers, so that the bits do not depend on
-// the order.
+// input returns the contribution of rank to tensor number t. The numbers are small, so the result does not
+// depend on the order of the additions.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
-	const period = 10 // of the numbers; with the race detector, setting each number takes minutes
+	// The numbers repeat with this period. Setting each one separately would take minutes with the race
+	// detector.
+	const period = 10
 	b := aligned(numElems * dt.Size())
 	v := make([]float64, min(numElems, period))
 	for i := range v {
@@ -32,7 +34,7 @@ func input(dt tensor.DType, rank, t, numElems int) []byte {
 	return b
 }
 
-// encode writes numbers as elements of dt.
+// encode writes the numbers v to dst as elements of dt.
 func encode(dt tensor.DType, dst []byte, v []float64) {
 	for i, x := range v {
 		switch dt {
@@ -62,7 +64,7 @@ func encode(dt tensor.DType, dst []byte, v []float64) {
 	}
 }
 
-// reduced returns the reduction of the inputs of n ranks.
+// reduced returns the reduction of the inputs of n ranks to tensor number t.
 func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	f, err := kernel.Reduce(op, dt)
 	if err != nil {
@@ -77,11 +79,12 @@ func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 
 var one = ops.Scaling{Pre: 1, Post: 1}
 
-// Sizes around each limit: a cache line, the greatest small operation, one step, several steps, the last block.
+// sizes has numbers of elements around each limit: a cache line, the greatest small operation, one step,
+// several steps, and the last block.
 var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
 
-// All types, operations, sizes and numbers of ranks, with tensors in ordinary memory, in arenas, or mixed
-// between the ranks.
+// TestAllreduce runs allreduces of all types, operations and sizes for several numbers of ranks. The tensors
+// are in ordinary memory, in arenas, or in both, depending on the rank.
 func TestAllreduce(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		for _, dt := range tensor.DTypes() {
@@ -121,8 +124,8 @@ func difference(got, want []byte) string {
 	return "the lengths differ"
 }
 
-// Tensors in any mixture of memory, divided differently at every rank, in place or not, give the same result
-// as one tensor.
+// A fused allreduce gives the same result as one tensor with the same bytes. Every rank divides the bytes
+// differently into tensors, in ordinary memory or in arenas, in place or not.
 func TestAllreduceFused(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -134,10 +137,10 @@ func TestAllreduceFused(t *testing.T) {
 				total := common.IntN([]int{300, 3000, 30_000}[round%3]) + 1
 				longest := total
 				if round%4 == 0 {
-					longest = min(total, 700) // some are small enough to be packed, some are not
+					longest = min(total, 700) // some tensors are small enough to be packed, others are not
 				}
 				if round == 32 {
-					total, longest = 200_000, 400 // more than is packed
+					total, longest = 200_000, 400 // more bytes than are packed in one operation
 				}
 				whole := input(tensor.Float32, r.me, round, total)
 				var tensors []ops.Tensor
@@ -165,7 +168,8 @@ func TestAllreduceFused(t *testing.T) {
 	}
 }
 
-// tensor returns a tensor with this content, in ordinary memory or in an arena.
+// tensor returns a tensor with this content. Its memory is in an arena or not, and its output is its input or
+// not, at random.
 func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	memory := func() []byte {
 		if len(content) > 0 && rng.IntN(2) == 0 {
@@ -181,7 +185,7 @@ func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	return ops.Tensor{In: in, Out: memory()}
 }
 
-// Scaling in an operation rounds in the same way as scaling before and after it.
+// Scaling by the operation rounds in the same way as scaling the tensor before and after the operation.
 func TestScaling(t *testing.T) {
 	for n := 1; n <= 4; n++ {
 		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64, tensor.Int32, tensor.Uint8} {
@@ -210,7 +214,8 @@ func TestScaling(t *testing.T) {
 	}
 }
 
-// scaledSum scales, adds in the order of the ranks, halves in float32, and scales.
+// scaledSum returns the expected result: it scales the inputs, adds them in the order of the ranks (16-bit
+// floats in float32), and scales the sum.
 func scaledSum(t *testing.T, dt tensor.DType, n, numElems int, s ops.Scaling) []byte {
 	must := func(err error) {
 		if err != nil {
@@ -253,7 +258,8 @@ func scaledSum(t *testing.T, dt tensor.DType, n, numElems int, s ops.Scaling) []
 	return sum
 }
 
-// The sum of floats is in the order of the ranks, wherever an element lies and whatever it was fused with.
+// Floats are added in the order of the ranks, wherever an element lies in the tensor and whatever it is fused
+// with.
 func TestOrderOfAdditions(t *testing.T) {
 	const n, numElems = 4, 3000
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -284,7 +290,7 @@ func TestOrderOfAdditions(t *testing.T) {
 	}
 }
 
-// In steady state an operation allocates nothing.
+// In the steady state an allreduce allocates nothing.
 func TestAllreduceAllocatesNothing(t *testing.T) {
 	run(t, 2, shm.Config{}, func(r *rank) error {
 		small, large := aligned(64), aligned(1<<20)

@@ -88,7 +88,7 @@ type Backend struct {
 
 	ctx     context.Context // of the running operation
 	err     error           // the error that ended the backend
-	segment []byte          // of this rank; nil before the first operation
+	segment []byte          // this rank's segment; nil before the first operation
 	peers   []peer          // by rank of the set, with this one
 	// connected says that the segments of all peers are mapped.
 	connected bool

@@ -20,7 +20,7 @@ func (b *Backend) Start(op ops.Operation) error {
 	}
 	b.op, b.state = op, started
 	if !b.connected && len(b.ranks) > 1 {
-		return nil // the first step that waits connects
+		return nil // the first step that waits makes the connections
 	}
 	if err := b.begin(); err != nil {
 		return b.fail(op.Kind, err)
@@ -56,7 +56,7 @@ type state uint8
 
 const (
 	idle    state = iota
-	started       // Start was called, and begin was not
+	started       // set between Start and begin
 	exchanging
 	small
 	alltoall

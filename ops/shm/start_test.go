@@ -26,7 +26,7 @@ func errOr(err error, text string) error {
 	return err
 }
 
-// start starts a sum of float32.
+// start starts an allreduce of buf, a sum of float32.
 func start(r *rank, buf []byte) error {
 	return r.Start(ops.Operation{
 		Kind: message.Allreduce, Algorithm: message.Direct, DType: tensor.Float32, Op: tensor.Sum,
@@ -34,7 +34,8 @@ func start(r *rank, buf []byte) error {
 	})
 }
 
-// connect runs an operation. Its first step must wait, because the memory of the others is not mapped yet.
+// connect runs a first operation, which maps the memory of the other ranks. Its first step must return
+// Blocked, because that memory is not mapped yet.
 func connect(r *rank) error {
 	buf := input(tensor.Float32, r.me, 0, 1)
 	if err := start(r, buf); err != nil {
@@ -46,7 +47,7 @@ func connect(r *rank) error {
 	return finish(r, 0)
 }
 
-// finish does the remaining steps. If the given number of tries is not enough, it waits in the last step.
+// finish steps a started operation until it has finished. The first tries steps do not wait; later ones do.
 func finish(r *rank, tries int) error {
 	for i := 0; ; i++ {
 		p, err := r.Step(context.Background(), i >= tries)
@@ -59,8 +60,8 @@ func finish(r *rank, tries int) error {
 	}
 }
 
-// A started operation can be finished by steps that wait, by steps that do not, or by both, between other
-// operations: in one step or in many, from ordinary memory or from arenas.
+// A started operation can be finished by steps that wait, by steps that do not wait, or by both. This works
+// for operations of one or many steps, from ordinary memory and from arenas, between blocking operations.
 func TestStart(t *testing.T) {
 	const n = 3
 	for _, elems := range []int{100, 5000, 50_000} {
@@ -94,7 +95,7 @@ func TestStart(t *testing.T) {
 	}
 }
 
-// Allgathers and broadcasts are started as well.
+// Allgathers and broadcasts can be started and stepped too.
 func TestStartGather(t *testing.T) {
 	const n = 3
 	for _, each := range []int{0, 96, 20_000} {
@@ -138,8 +139,8 @@ func TestStartGather(t *testing.T) {
 	}
 }
 
-// A rank that has started does not wait for another that has not, unless wait is set, and then only until its
-// context ends.
+// A step does not wait for a rank that has not started the operation, unless wait is set. With wait it waits
+// at most until its context ends.
 func TestStartDoesNotWait(t *testing.T) {
 	for _, elems := range []int{1, 5000} {
 		var waited atomic.Bool

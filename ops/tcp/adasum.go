@@ -160,10 +160,10 @@ func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
 
 // adasum is the state of one rank while it combines vectors.
 type adasum struct {
-	size    int // of an element
+	size    int // size of an element in bytes
 	dot     kernel.DotFunc
 	combine kernel.CombineFunc
-	tensors cut     // of the buffer
+	tensors cut     // the boundaries of the tensors in the buffer
 	other   scratch // the partner's values of this rank's half
 
 	// dots has three numbers for each tensor, for vectors a and b: a·b, a·a and b·b. They are first the dot

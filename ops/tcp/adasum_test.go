@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// alike returns the ranks' contributions to tensors of the given lengths: vectors that have much in common,
-// so that the combination is far from a sum and depends on the order.
+// alike returns the ranks' contributions to tensors of the given lengths. The vectors are similar to each
+// other, so their combination differs much from their sum and depends on the order.
 func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	rng := rand.New(rand.NewPCG(3, 4))
 	numElems := 0
@@ -56,8 +56,8 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 	return bufs[0]
 }
 
-// adasumReference is a simple implementation for comparison: it combines whole vectors, tensor by tensor, in
-// the tree of the package comment.
+// adasumReference is a simple implementation to compare with. It combines whole vectors, tensor by tensor, in
+// the tree that the package comment describes.
 func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0
@@ -73,7 +73,7 @@ func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	return out
 }
 
-// combineAll combines vectors of one tensor.
+// combineAll returns the Adasum combination of the ranks' vectors of one tensor.
 func combineAll(dt tensor.DType, in [][]byte) []byte {
 	p := 1 << (bits.Len(uint(len(in))) - 1)
 	v := slices.Clone(in[:p])
@@ -108,17 +108,19 @@ func combinePair(dt tensor.DType, a, b []byte) []byte {
 	return floats(dt, numElems, func(i int) float64 { return ca*float(dt, a, i) + cb*float(dt, b, i) })
 }
 
-// epsilon returns the distance from 1 to the next number.
+// epsilon returns the distance from 1 to the next number of type dt.
 func epsilon(dt tensor.DType) float64 {
 	return map[tensor.DType]float64{
 		tensor.Float16: 0x1p-10, tensor.BFloat16: 0x1p-7, tensor.Float32: 0x1p-23, tensor.Float64: 0x1p-52,
 	}[dt]
 }
 
-// wantClose compares the results of two implementations for the contributions in. The order in which products
-// are added changes the last bits of the factors, so at each level a result that lies between two numbers may
-// be rounded to either. The bound is two units in the last place of the largest element in a tensor's inputs,
-// and 64 for float64, for which the factors are not more precise than the elements.
+// wantClose compares the results of two implementations for the contributions in.
+//
+// The order in which products are added changes the last bits of the factors. So at each level a result that
+// lies between two numbers may be rounded to either of them. The bound is two units in the last place of the
+// largest element in a tensor's inputs. For float64 it is 64 units, because there the factors are not more
+// precise than the elements.
 func wantClose(t *testing.T, what string, dt tensor.DType, in [][]byte, tensors []int, got, want []byte) {
 	t.Helper()
 	if len(got) != len(want) {
@@ -169,7 +171,7 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// TestAdasumNumbersOfRanks tests numbers of ranks that eachCluster leaves out.
+// TestAdasumNumbersOfRanks runs Adasum with numbers of ranks that eachCluster leaves out.
 func TestAdasumNumbersOfRanks(t *testing.T) {
 	for _, n := range []int{6, 7, 9, 11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
@@ -179,7 +181,8 @@ func TestAdasumNumbersOfRanks(t *testing.T) {
 	}
 }
 
-// TestAdasumProperties tests vectors whose combination is known.
+// TestAdasumProperties checks combinations that are known: equal vectors give the same vector, orthogonal
+// vectors give their sum, and zeros do not change the other vector.
 func TestAdasumProperties(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		n := len(c.backends)
@@ -210,7 +213,7 @@ func TestAdasumProperties(t *testing.T) {
 	})
 }
 
-// TestAdasumTiny tests vectors whose squared norms are below the limit, so that they are added.
+// TestAdasumTiny checks that vectors whose squared norms are below the limit are added.
 func TestAdasumTiny(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	for square, want := range map[float64]float64{0x1p-512: 2, 0x1p-510: 1} {
@@ -222,7 +225,8 @@ func TestAdasumTiny(t *testing.T) {
 	}
 }
 
-// TestAdasumNotFinite tests a NaN or infinity in one of three tensors.
+// TestAdasumNotFinite puts a NaN or an infinity into one of three tensors. Only the result of this tensor may
+// be NaN.
 func TestAdasumNotFinite(t *testing.T) {
 	tensors := []int{10, 20, 30}
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
@@ -238,7 +242,8 @@ func TestAdasumNotFinite(t *testing.T) {
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
 				got := adasum(t, c, dt, in, tensors)
 				for i := 10; i < 30; i++ {
-					// The factors of this vector, and of all vectors that it is combined with, are NaN.
+					// The factors of the tensor with the bad value, and of all tensors that it is combined
+					// with, are NaN.
 					if v := float(dt, got, i); !math.IsNaN(v) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}
@@ -251,7 +256,7 @@ func TestAdasumNotFinite(t *testing.T) {
 	})
 }
 
-// TestAdasumNumPy compares with testdata/adasum.py.
+// TestAdasumNumPy compares Adasum with an implementation in NumPy, testdata/adasum.py.
 func TestAdasumNumPy(t *testing.T) {
 	const python = "/usr/bin/python3"
 	if err := exec.Command(python, "-c", "import numpy").Run(); err != nil && os.Getenv("CI") == "" {

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// The metrics are those of nccl-tests. busbw is bytes/time × 2(n-1)/n: the used part of the links' speed,
-// independent of n.
+// BenchmarkAllreduce reports the metrics of nccl-tests. busbw is bytes/time × 2(n-1)/n: the rate at which the
+// links are used, which does not depend on n.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, net := range networks {
 		for _, n := range []int{2, 4} {
@@ -26,7 +26,7 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkTypes measures the cost of half-precision types by Direct, which widens them.
+// BenchmarkTypes measures what half-precision types cost with Direct, which converts them to float32.
 func BenchmarkTypes(b *testing.B) {
 	for _, dt := range floatTypes {
 		for _, alg := range reduceAlgs {
@@ -37,7 +37,7 @@ func BenchmarkTypes(b *testing.B) {
 	}
 }
 
-// BenchmarkSegment is the benchmark by which DefaultSegmentBytes was chosen.
+// BenchmarkSegment compares segment sizes. Its results led to DefaultSegmentBytes.
 func BenchmarkSegment(b *testing.B) {
 	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
 		for _, n := range []int{2, 4} {
@@ -57,11 +57,11 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	sum := func(r int, be *opstest.Blocking) error {
 		return be.Allreduce(b.Context(), alg, dt, tensor.Sum, bufs[r])
 	}
-	c.must(b, sum) // channels are made
+	c.must(b, sum) // the first operation makes the channels
 	b.SetBytes(int64(numBytes))
 	b.ReportAllocs()
 	b.ResetTimer()
-	// Each rank loops independently: the collective synchronizes them.
+	// Each rank runs its own loop: the operations synchronize the ranks.
 	c.must(b, func(r int, be *opstest.Blocking) error {
 		for range b.N {
 			if err := sum(r, be); err != nil {

@@ -20,13 +20,13 @@ import (
 
 const lane = transport.Lane(3)
 
-// cluster has the backends of all ranks of a process set in one process.
+// cluster holds the backends of all ranks of a process set, in one process.
 type cluster struct {
 	meshes   []transport.Mesh
 	backends []*opstest.Blocking
 }
 
-// newCluster makes the backends of a process set of ranks, in this order.
+// newCluster makes the backends of a process set that has the given ranks in this order.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
 	c := &cluster{}
 	for i, r := range ranks {
@@ -36,7 +36,7 @@ func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *clu
 	return c
 }
 
-// memMeshes returns n ranks over transport/mem.
+// memMeshes returns the meshes of n ranks that are connected by transport/mem.
 func memMeshes(n int) []transport.Mesh {
 	c := mem.New(n)
 	var all []transport.Mesh
@@ -46,7 +46,7 @@ func memMeshes(n int) []transport.Mesh {
 	return all
 }
 
-// tcpMeshes returns n ranks over the loopback interface, closed at the end.
+// tcpMeshes returns the meshes of n ranks over the loopback interface. They are closed when the test ends.
 func tcpMeshes(tb testing.TB, n int) []transport.Mesh { return socketMeshes(tb, n, secret.Secret{}) }
 
 func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
@@ -71,7 +71,7 @@ func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
 	return all
 }
 
-// networks are the kinds of meshes with which the backend is tested.
+// networks lists the transports with which the backend is tested.
 var networks = []struct {
 	name   string
 	meshes func(tb testing.TB, n int) []transport.Mesh
@@ -89,8 +89,8 @@ func upTo(n int) []topo.Rank {
 	return all
 }
 
-// each runs f for all ranks concurrently and returns their errors. It aborts a cluster that hangs, so that
-// the test fails instead of hanging.
+// each runs f for all ranks at the same time and returns their errors. If the cluster hangs for a minute,
+// each aborts it, so that the test fails and does not hang.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	hung := time.AfterFunc(time.Minute, func() {
 		for _, m := range c.meshes {
@@ -115,9 +115,9 @@ func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) 
 	}
 }
 
-// eachCluster runs a test on clusters of several sizes with different segment sizes: one element, 64 bytes,
-// and the default. In clusters with segments of 64 bytes some ranks wait and the others run their operations
-// step by step.
+// eachCluster runs a test on clusters of several numbers of ranks and several segment sizes: one element, 64
+// bytes, and the default. In clusters with segments of 64 bytes some ranks use operations that wait, and the
+// others run their operations step by step.
 func eachCluster(t *testing.T, f func(t *testing.T, c *cluster, segmentBytes int)) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		for _, seg := range []int{1, 64, 0} {
@@ -139,7 +139,7 @@ func (c *cluster) close() {
 	}
 }
 
-// strictMeshes returns n ranks over transport/mem.
+// strictMeshes returns the meshes of n ranks that are connected by transport/mem, each in a strictMesh.
 func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	meshes := memMeshes(n)
 	for r := range meshes {
@@ -148,8 +148,8 @@ func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	return meshes
 }
 
-// checkReleased reports the buffers that the channels of strictMeshes still hold between operations as
-// errors.
+// checkReleased fails the test if channels of strictMeshes still hold buffers although no operation is in
+// progress.
 func checkReleased(t *testing.T, c *cluster) {
 	t.Helper()
 	for r, m := range c.meshes {
@@ -161,8 +161,9 @@ func checkReleased(t *testing.T, c *cluster) {
 	}
 }
 
-// strictMesh checks that its user obeys the contract of transport.Conn: a buffer must not change after Send
-// until Sent or Flush shows that it has left. Its Sent lags behind by one call.
+// strictMesh checks that the backend obeys the contract of transport.Conn: a buffer must not change after
+// Send until Sent or Flush shows that the buffer has left. Sent of its channels returns the result of the
+// call before.
 type strictMesh struct {
 	transport.Mesh
 	t     *testing.T
@@ -180,16 +181,16 @@ func (m *strictMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank)
 	return m.conns[peer], nil
 }
 
-// strictConn is used, like its mesh, only by the one goroutine of its rank.
+// strictConn is a channel of a strictMesh. Like the mesh, it may be used only by the goroutine of its rank.
 type strictConn struct {
 	transport.Conn
 	t        *testing.T
-	position uint64 // of the stream, after all that was sent
+	position uint64 // number of bytes that were passed to Send
 	said     uint64
 	pending  []sending
 }
 
-// sending is a buffer that has not left yet.
+// sending is a buffer that has been passed to Send and has not left yet.
 type sending struct {
 	end          uint64
 	buf, content []byte
@@ -203,7 +204,7 @@ func (c *strictConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// Sent returns the position at the time of the previous call.
+// Sent returns what the channel below returned at the previous call of Sent or Flush.
 func (c *strictConn) Sent() uint64 {
 	said := c.said
 	c.said = c.Conn.Sent()
@@ -218,7 +219,7 @@ func (c *strictConn) Flush() error {
 	return err
 }
 
-// leave checks the buffers that leave up to position to.
+// leave removes the buffers that end at or before position to, and checks that none of them was changed.
 func (c *strictConn) leave(to uint64) {
 	for len(c.pending) > 0 && c.pending[0].end <= to {
 		if p := c.pending[0]; !bytes.Equal(p.buf, p.content) {

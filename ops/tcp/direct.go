@@ -80,7 +80,7 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 // order.
 func (b *Backend) reduceInOrder(p []byte) error {
 	for i, c := range b.conns {
-		x := p // this rank's values
+		x := p // x holds this rank's values
 		if i != b.me {
 			x = b.in.room(len(p))
 			if err := receive(c, x); err != nil {
@@ -100,7 +100,7 @@ func (b *Backend) reduceInOrder(p []byte) error {
 // inOrder reduces segments one after another. The contributions of the ranks are added in order.
 type inOrder struct {
 	dt     tensor.DType
-	reduce kernel.Func // of elements of the accumulator
+	reduce kernel.Func // reduces elements of the accumulator's type
 	acc    scratch
 
 	// widen and narrow convert half-precision types, whose accumulator is float32. They are nil for other

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// uneven returns the ranks' contributions to a tensor whose sums and products depend on the order: numbers of
-// very different magnitudes.
+// uneven returns the ranks' contributions to a tensor. The numbers are of very different magnitudes, so their
+// sums and products depend on the order.
 func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	all := make([][]byte, n)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -23,8 +23,8 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	return all
 }
 
-// inOrder returns the reduction over the contributions in the given order, in the arithmetic of acc, rounded
-// to dt once.
+// inOrder returns the reduction of the contributions in the given order. It computes in the type acc and
+// rounds to dt once.
 func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
 		sum := float(dt, in[0], i)
@@ -41,7 +41,7 @@ func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	})
 }
 
-// float returns element i of p.
+// float returns element i of p as a float64.
 func float(dt tensor.DType, p []byte, i int) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -81,7 +81,8 @@ func TestDirectOrder(t *testing.T) {
 	})
 }
 
-// checkDirectOrder embeds the contributions in, with before and after bytes around them.
+// checkDirectOrder reduces the contributions in as part of larger buffers, with before bytes in front of them
+// and after bytes behind them. The reduction must equal want.
 func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte, before, after int) {
 	t.Helper()
 	bufs := make([][]byte, len(in))
@@ -109,8 +110,8 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
 }
 
-// TestUneven checks that the inputs of TestDirectOrder serve their purpose: another order, or rounding
-// half-precision values at every rank, gives other results.
+// TestUneven checks that the inputs of TestDirectOrder can detect errors: adding them in another order, or
+// rounding half-precision values at every rank, gives another result.
 func TestUneven(t *testing.T) {
 	for _, dt := range floatTypes {
 		in := uneven(dt, 3, 50)

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// Two ranks add their tensors.
+// This example adds the tensors of two ranks.
 func Example() {
 	ranks := []topo.Rank{0, 1}
 	world := mem.New(len(ranks))

@@ -17,12 +17,12 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// arguments are one rank's arguments for every collective: buffers in which every rank has a block of 400
+// arguments holds one rank's arguments for every collective. In the buffers every rank has a block of 400
 // bytes.
 type arguments struct {
 	buf, out []byte
 	counts   []int64
-	allocate func([]int64) ([]byte, error) // gives out
+	allocate func([]int64) ([]byte, error) // returns out
 }
 
 func newArguments(n int) *arguments {
@@ -35,7 +35,8 @@ func newArguments(n int) *arguments {
 	return a
 }
 
-// operations are the collectives with all algorithms. In them every rank waits for all others, or nearly all.
+// operations has the collectives with all their algorithms. In each of them every rank waits for all or
+// nearly all other ranks.
 var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *arguments) error{
 	"allreduce ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, a.buf)
@@ -66,8 +67,8 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	},
 }
 
-// runOperation runs an operation and then writes to its buffers, so that the race detector finds code that
-// still reads them.
+// runOperation runs an operation and overwrites its buffers afterwards. So the race detector reports code
+// that still reads them.
 func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) error {
 	a := newArguments(n)
 	err := operations[name](ctx, b, a)
@@ -77,8 +78,8 @@ func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) 
 	return err
 }
 
-// judge is like each, for a cluster with a coordinator: the first error of a rank other than dead aborts the
-// lane of all ranks other than dead.
+// judge is like each, but acts as the coordinator: after the first error of a rank other than dead it aborts
+// the lane at all ranks other than dead.
 func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once
 	return c.each(func(i int, b *opstest.Blocking) error {
@@ -96,9 +97,9 @@ func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []er
 	})
 }
 
-// TestPeerDies kills a rank in the middle of an operation. The ranks that receive from it, and in the
-// broadcast the ranks that send to it, get an error from their channels. The test acts as the coordinator and
-// aborts the lane of the others, which would otherwise wait for each other forever.
+// TestPeerDies kills a rank in the middle of an operation. The ranks that receive from it get an error from
+// their channels, and in the broadcast also the ranks that send to it. The test acts as the coordinator and
+// aborts the lane of the other ranks, which would otherwise wait for each other forever.
 func TestPeerDies(t *testing.T) {
 	for _, net := range networks {
 		for name := range operations {
@@ -112,7 +113,8 @@ func TestPeerDies(t *testing.T) {
 }
 
 // concerned reports whether the death of one of five ranks makes the operation of rank i fail. The broadcast
-// goes from 0 to 1, 2 and 4, and from 2 to 3, and over sockets the senders have finished before.
+// sends from 0 to 1, 2 and 4, and from 2 to 3. Over sockets a sender has finished before the death of its
+// receiver can make it fail.
 func concerned(name string, dying, i int, sockets bool) bool {
 	if name != "broadcast tree" {
 		return true
@@ -147,7 +149,7 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	}
 }
 
-// countdownMesh calls zero when its rank has sent and received a given number of bytes.
+// countdownMesh calls zero when its rank has sent and received a given number of bytes in total.
 type countdownMesh struct {
 	transport.Mesh
 	left int
@@ -180,7 +182,8 @@ func (c *countdownConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// TestAbort aborts all ranks in the middle of an operation.
+// TestAbort aborts the lane of all ranks in the middle of an operation. Every rank must get the error of
+// Abort, and no channel may still hold a buffer afterwards.
 func TestAbort(t *testing.T) {
 	const n = 5
 	boom := errors.New("boom")
@@ -204,7 +207,8 @@ func TestAbort(t *testing.T) {
 	}
 }
 
-// TestAbortUnsent aborts ranks that wait until their sent bytes have left.
+// TestAbortUnsent aborts the lane while the ranks wait for their sent bytes to leave. Every rank must get the
+// error of Abort.
 func TestAbortUnsent(t *testing.T) {
 	boom := errors.New("boom")
 	for _, name := range []string{"allreduce ring", "allreduce direct"} {
@@ -223,7 +227,7 @@ func TestAbortUnsent(t *testing.T) {
 	}
 }
 
-// stuckMesh has channels whose Sent always returns 0. It aborts the lane at the 100th call of Sent.
+// stuckMesh has channels whose Sent always returns 0. At the 100th call of Sent the channel aborts the lane.
 type stuckMesh struct {
 	transport.Mesh
 	reason error
@@ -247,8 +251,8 @@ func (c *stuckConn) Sent() uint64 {
 	return 0
 }
 
-// TestContext ends the context of four ranks that wait for the first: before a call, in the middle, and
-// before the channels are made.
+// TestContext ends the context of an operation before the call, while four ranks wait for rank 0, and before
+// the channels are made. All ranks must get the cause of the context.
 func TestContext(t *testing.T) {
 	const n = 5
 	reason := errors.New("no time left")
@@ -299,7 +303,8 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 }
 
-// TestContextsDoNotPile alternates between two contexts that do not end.
+// TestContextsDoNotPile alternates between two contexts that do not end. At any time only one function may be
+// registered to wait for the end of a context.
 func TestContextsDoNotPile(t *testing.T) {
 	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
 	live := 0
@@ -317,7 +322,8 @@ func TestContextsDoNotPile(t *testing.T) {
 	}
 }
 
-// countingContext counts the functions that wait for its end: package context calls its AfterFunc.
+// countingContext counts in live how many functions wait for its end. Package context calls its AfterFunc for
+// each of them.
 type countingContext struct {
 	context.Context
 	done chan struct{}

@@ -21,9 +21,9 @@ func TestAllgather(t *testing.T) {
 		n := len(c.backends)
 		for _, of := range []func(r int) int64{
 			func(r int) int64 { return 100 },
-			func(r int) int64 { return int64(r*r*61) % 200 },    // rank 0 gives nothing
-			func(r int) int64 { return int64(n-1-r) % 3 * 333 }, // nor does the last one
-			func(r int) int64 { return int64(r/(n-1+1/n)) * 7 }, // only the last one gives
+			func(r int) int64 { return int64(r*r*61) % 200 },    // rank 0 contributes nothing
+			func(r int) int64 { return int64(n-1-r) % 3 * 333 }, // the last rank contributes nothing
+			func(r int) int64 { return int64(r/(n-1+1/n)) * 7 }, // only the last rank sends
 			func(r int) int64 { return 0 },
 		} {
 			checkAllgather(t, c, of)
@@ -91,8 +91,8 @@ func TestAlltoall(t *testing.T) {
 			func(int, int) int64 { return 100 },
 			func(from, to int) int64 { return int64(from*61+to*17) % 200 },
 			func(from, to int) int64 { return int64((from + to) % 2 * 333) },
-			func(from, to int) int64 { return int64(from / (n - 1 + 1/n) * 7) }, // only the last one gives
-			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },   // only the last one gets
+			func(from, to int) int64 { return int64(from / (n - 1 + 1/n) * 7) }, // only the last rank sends
+			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },   // only the last one receives
 			func(int, int) int64 { return 0 },
 		} {
 			checkAlltoall(t, c, of)
@@ -139,7 +139,8 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	}
 }
 
-// TestAlltoallNoRoom makes one rank's allocate fail, or return another length.
+// If allocate of one rank fails or returns a buffer of the wrong length, the alltoall fails at this rank, and
+// so do all later operations.
 func TestAlltoallNoRoom(t *testing.T) {
 	noRoom := errors.New("no room")
 	for name, test := range map[string]struct {
@@ -172,7 +173,8 @@ func TestAlltoallNoRoom(t *testing.T) {
 	}
 }
 
-// TestAlltoallLies makes a peer announce more bytes than an int64 can count.
+// If peers announce more bytes than an int64 can count, the alltoall fails with an error that names the rank,
+// and does not call allocate.
 func TestAlltoallLies(t *testing.T) {
 	for name, counts := range map[string][2]uint64{
 		"negative":        {math.MaxUint64, 0},

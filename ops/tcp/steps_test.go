@@ -17,10 +17,10 @@ import (
 )
 
 // TestStepsOnThreads steps and closes operations in goroutines that are locked to a thread, like goroutines
-// that C has called, after other goroutines have begun them.
+// that were called by C, after other goroutines have begun the operations.
 func TestStepsOnThreads(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
-	checkBigSum(t, c, 1) // makes the channels
+	checkBigSum(t, c, 1) // the first operation makes the channels
 	bufs := [][]float32{{1}, {2}}
 	start := func(r int, b *opstest.Blocking) {
 		t.Helper()
@@ -68,8 +68,8 @@ func TestStepsOnThreads(t *testing.T) {
 	c.backends[1].Close()
 }
 
-// TestSteps runs operations step by step over sockets, plain and with TLS, that take fewer bytes at once than
-// are sent. Some ranks use steps that wait.
+// TestSteps runs operations step by step over sockets, plain and with TLS. The sockets take fewer bytes at
+// once than are sent. Some ranks use steps that wait.
 func TestSteps(t *testing.T) {
 	key, _ := secret.New()
 	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {
@@ -113,8 +113,8 @@ func (c *lateConn) Sent() uint64 {
 	return c.Conn.Sent()
 }
 
-// TestStepsWhileBuffersAreHeld lets the channel keep a buffer that an operation must overwrite: a step that
-// may not wait must return.
+// While the channel holds a buffer that the operation must overwrite, a step that must not wait returns
+// Waiting.
 func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	meshes := memMeshes(2)
 	l := &late{Mesh: meshes[0]}
@@ -126,7 +126,7 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 		bufs[r] = [2]float32{1, 2}
 		return b.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, tensor.Bytes(bufs[r][:]))
 	}
-	c.must(t, sum) // makes the channels
+	c.must(t, sum) // the first operation makes the channels
 	l.held.Store(true)
 	b := c.backends[0]
 	bufs[0] = [2]float32{1, 2}
@@ -149,7 +149,7 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 			break
 		}
 		select {
-		case err := <-other: // so all sums of this rank have arrived
+		case err := <-other: // rank 1 has finished, so it has received all bytes of rank 0
 			if err != nil {
 				t.Fatal(err)
 			}

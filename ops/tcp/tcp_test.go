@@ -32,14 +32,14 @@ func checkAll(t *testing.T, c *cluster, numElems int) {
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
 }
 
-// TestProcessSet uses a subset of the ranks in an order that is not ascending, with segments that are whole
-// elements of only one type.
+// TestProcessSet runs all collectives on a subset of the ranks whose order is not ascending. The segment size
+// is a multiple of the size of only one element type.
 func TestProcessSet(t *testing.T) {
 	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
 	checkAll(t, c, 1000)
 }
 
-// TestSegmentsDiffer uses a different segment size on every rank.
+// TestSegmentsDiffer runs all collectives with a different segment size at every rank.
 func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
@@ -50,7 +50,8 @@ func TestSegmentsDiffer(t *testing.T) {
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
 }
 
-// TestSockets uses real sockets. They take fewer bytes at once than are sent here, so the channels queue.
+// TestSockets runs all collectives over real sockets. They take fewer bytes at once than are sent here, so
+// the channels queue bytes.
 func TestSockets(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -69,7 +70,8 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// checkBigSum is like checkAllreduce, for numbers of elements for which that would take too long.
+// checkBigSum is like checkAllreduce, but checks only sums of float32. It is for numbers of elements for
+// which checkAllreduce would take too long.
 func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	want := elements(tensor.Float32, numElems, func(i int) int64 { return fold(tensor.Sum, tensor.Float32, len(c.backends), i) })
@@ -85,7 +87,8 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	}
 }
 
-// TestBufferOwnership uses channels that release buffers late.
+// TestBufferOwnership checks, with channels that release buffers late, that no operation changes a buffer
+// before it has left or keeps one after its end.
 func TestBufferOwnership(t *testing.T) {
 	for _, n := range []int{2, 3, 5} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -101,8 +104,8 @@ func TestBufferOwnership(t *testing.T) {
 	}
 }
 
-// TestAllocs checks that steady state allocates nothing, with a context that cannot end and with one that
-// can. It counts the allocations of all ranks.
+// TestAllocs checks that in the steady state no rank allocates, with a context that cannot end and with one
+// that can.
 func TestAllocs(t *testing.T) {
 	const n = 5
 	for _, ctx := range []context.Context{context.Background(), t.Context()} {
@@ -129,7 +132,7 @@ func TestAllocs(t *testing.T) {
 					}
 				}
 			}
-			for range 20 { // channels are made, and their queues grow
+			for range 20 { // these operations make the channels and grow their queues
 				once()
 			}
 			if got := testing.AllocsPerRun(100, once); got != 0 {
@@ -142,7 +145,7 @@ func TestAllocs(t *testing.T) {
 func TestPlan(t *testing.T) {
 	fast := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
 	same := newCluster(memMeshes(2), upTo(2), tcp.Config{Deterministic: true}).backends[0]
-	const none = message.NoAlgorithm // refused
+	const none = message.NoAlgorithm // stands for an error of Plan
 	for _, test := range []struct {
 		r                        message.Response
 		usual, wantDeterministic message.Algorithm
@@ -185,7 +188,7 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// TestRefused passes invalid arguments, such as a rank could get from a wrong frame.
+// TestRefused passes invalid arguments, as a rank might get them from a wrong frame. They are refused.
 func TestRefused(t *testing.T) {
 	for name, call := range map[string]func(context.Context, *opstest.Blocking) error{
 		"allreduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
@@ -262,7 +265,7 @@ func TestRefused(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			// A call that accepts the arguments would wait for the other ranks.
+			// A call that accepts the arguments would wait for the other ranks until this timeout.
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})

@@ -39,7 +39,7 @@ func (b *Backend) broadcastTree(root int, buf []byte) error {
 		}
 		parent = c
 	}
-	var room [bits.UintSize]*stream // on the stack
+	var room [bits.UintSize]*stream // an array, so that it is on the stack
 	children := room[:0]
 	// Send to the child with the deepest subtree first.
 	for bit := low >> 1; bit > 0; bit >>= 1 {

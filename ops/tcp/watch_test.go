@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// TestWatchTells ends a context so late that the operation does not notice, but the lane is aborted.
+// If a context ends so late that the operation itself does not notice, watch still aborts the lane, and the
+// operation returns the cause of the context.
 func TestWatchTells(t *testing.T) {
 	reason, other := errors.New("no time left"), errors.New("peer died")
 	ctx, cancel := context.WithCancelCause(t.Context())
