@@ -20,7 +20,7 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
-// tensors returns tensors with the given responses and no absent members.
+// tensors returns tensors that have the given responses and no absent members.
 func tensors(responses ...*message.Response) []fusion.Tensor {
 	var all []fusion.Tensor
 	for _, r := range responses {
@@ -50,7 +50,8 @@ func TestPlan(t *testing.T) {
 	wire := func(n int64, to tensor.DType) *message.Response {
 		return with(f32(n), func(r *message.Response) { r.Wire = to })
 	}
-	group := func(types ...tensor.DType) *message.Response { // of one element each
+	// group returns a response for a group with one element of each type.
+	group := func(types ...tensor.DType) *message.Response {
 		return with(allreduce(types[0], int64(len(types))), func(r *message.Response) {
 			for _, dt := range types {
 				r.Parts = r.Parts.Append(dt, nil)

@@ -40,7 +40,7 @@ func TestLookup(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name   string
-		of     uint32 // the request repeats this bit's response, but for change
+		of     uint32 // the request repeats this bit's response, except for change
 		change func(q *message.Request)
 		member int
 		state  responsecache.State
@@ -63,7 +63,7 @@ func TestLookup(t *testing.T) {
 	} {
 		q := c.At(test.of).Request(test.member)
 		test.change(&q)
-		for guess := range uint32(80) { // right, of another, of none, and beyond all
+		for guess := range uint32(80) { // the right bit, another one's, a free one, one out of range
 			q := q
 			q.Bit = guess
 			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss && (bit != test.of || q.Bit != bit) {

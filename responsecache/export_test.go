@@ -2,8 +2,8 @@ package responsecache
 
 import "github.com/gohvd/gohvd/internal/message"
 
-// Ready returns the AND of all rows: the bits that every member has voted for. The Primary counts votes as
-// they arrive; tests compare the counts with Ready.
+// Ready returns the AND of all members' votes: the bits for which every member has voted. The Primary itself
+// counts votes as they arrive, and tests compare its counts with Ready.
 func (p *Primary) Ready() message.Bits {
 	var all message.Bits
 	for i, row := range p.rows {
@@ -16,5 +16,5 @@ func (p *Primary) Ready() message.Bits {
 	return all
 }
 
-// Unissued reports whether there are erasures for which Issue was not called yet.
+// Unissued reports whether there are erasures that Issue has not returned yet.
 func (p *Primary) Unissued() bool { return p.unissued > 0 }

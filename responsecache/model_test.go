@@ -15,15 +15,16 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// model is a simple implementation of a Primary for comparison: recency is a slice, votes are flags, and the
-// meaning of a bit at a cycle is looked up in a copy of the cache of that cycle.
+// model is a simple implementation of a Primary, to compare with. It keeps the order of the last grants in a
+// slice and votes as flags. To find what a bit meant at a cycle, it looks into its copy of the cache at that
+// cycle.
 type model struct {
 	capacity, members int
 	entries           map[uint32]*entry
-	order             []uint32 // of bits, oldest first
+	order             []uint32 // the bits, least recently granted first
 	invalidations     map[string]int
 	unissued          []uint32
-	erasures          []uint64 // the cycles of erasures that are issued
+	erasures          []uint64 // the cycle of each issued erasure that is still kept
 	history           []map[uint32]*message.Response
 }
 
@@ -99,7 +100,7 @@ func (m *model) complete() (bits []uint32) {
 	return bits
 }
 
-// A Primary behaves like the model, and a Cache that replays its erasures and puts stays equal to it.
+// A Primary behaves like the model. A Cache that replays the Primary's erasures and puts stays equal to it.
 func TestPrimaryIsItsModel(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {
@@ -137,7 +138,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 	randomBit := func() uint32 { return uint32(rng.IntN(m.capacity + 2)) }
 	for range 400 {
 		switch rng.IntN(8) {
-		default: // a vote, as late as the member pleases
+		default: // a member votes; it may have seen any earlier cycle
 			i, bit := rng.IntN(members), randomBit()
 			was := m.history[seen[i]][bit]
 			name, current, nameErr := p.NameAt(bit, seen[i])
@@ -156,7 +157,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				e.votes[i] = true
 				check(p.Votes(bit) == m.votes(bit), "vote for bit %d: %d votes of %v", bit, p.Votes(bit), e.votes)
 			}
-		case 0: // a tensor changes
+		case 0: // a tensor changes, which erases its bit
 			bit := randomBit()
 			if e := m.entries[bit]; e != nil && slices.Contains(e.votes, false) {
 				m.invalidations[e.r.Name]++
@@ -164,7 +165,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				got := p.Invalidate(bit)
 				check(len(got) == len(want) && (len(got) == 0 || reflect.DeepEqual(got, want)), "invalidate bit %d: got %v, want %v", bit, got, want)
 			}
-		case 1, 2: // a cycle: grants, then puts
+		case 1, 2: // a cycle grants some bits and assigns new ones
 			cycle := m.cycle() + 1
 			for _, bit := range m.complete() {
 				if rng.IntN(2) == 0 {
@@ -203,7 +204,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 			}
 			m.history = append(m.history, now)
 			check(p.Digest() == follower.Digest(), "cycle %d: a follower has another cache", cycle)
-		case 3: // a member catches up
+		case 3: // a member sees more cycles
 			i := rng.IntN(members)
 			seen[i] += rng.Uint64N(m.cycle() - seen[i] + 1)
 			least := slices.Min(seen)

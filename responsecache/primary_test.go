@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// assign gives r a bit in its own cycle and returns the bits that were erased in the cycle.
+// assign gives r a bit in a cycle that has no other news. It returns the bit and the bits that were erased in
+// the cycle.
 func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
 	t.Helper()
 	var pin message.Bits
@@ -22,7 +23,8 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 	return bit, ok, p.Issue(cycle, nil)
 }
 
-// wantBit fails the test unless r gets the bit and the previous entry of the bit is erased.
+// wantBit assigns a bit to r and fails the test unless the bit is want and the cycle erases exactly the bits
+// in erased.
 func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32, erased ...uint32) {
 	t.Helper()
 	bit, ok, gone := assign(t, p, r, cycle)
@@ -97,7 +99,7 @@ func TestBits(t *testing.T) {
 		t.Errorf("c has bit %d (%v), want 2 as ever", bit, ok)
 	}
 	wantBit(t, p, allreduce("e", 1), 5, 1)
-	// A name has one bit.
+	// A name cannot get a second bit.
 	if bit, ok, _ := assign(t, p, allreduce("e", 1), 6); ok {
 		t.Errorf("e got bit %d too", bit)
 	}
@@ -112,19 +114,19 @@ func TestEviction(t *testing.T) {
 	vote(t, p, 0, 0, 3)
 	vote(t, p, 1, 0, 3)
 	p.Granted(0)
-	wantBit(t, p, allreduce("d", 1), 4, 1, 1) // order now: c a d
-	// With a vote, c stays.
+	wantBit(t, p, allreduce("d", 1), 4, 1, 1) // the order is now c, a, d
+	// An entry that has a vote is not evicted: c stays.
 	vote(t, p, 1, 2, 4)
-	wantBit(t, p, allreduce("e", 1), 5, 0, 0) // c d e
-	// Pinned entries stay too.
+	wantBit(t, p, allreduce("e", 1), 5, 0, 0) // the order is now c, d, e
+	// A pinned entry is not evicted either.
 	if bit, ok, gone := assign(t, p, allreduce("f", 1), 6, 1); !ok || bit != 0 || !slices.Equal(gone, []uint32{0}) {
 		t.Errorf("f: got bit %d (%v) for %v, want 0", bit, ok, gone)
-	} // c d f
+	} // the order is now c, d, f
 	if bit, ok, gone := assign(t, p, allreduce("g", 1), 7, 0, 1); ok || len(gone) > 0 {
 		t.Errorf("g: got bit %d for %v, though all have votes or are pinned", bit, gone)
 	}
-	// Entries that were put in this cycle are not evicted in it: bit 1 is evicted, and then no candidate is
-	// left.
+	// An entry is not evicted in the cycle in which it was put: the first Assign evicts bit 1, and then no
+	// candidate is left.
 	if bit, ok := p.Assign(allreduce("h", 1), 8, nil); !ok || bit != 1 {
 		t.Errorf("h: got bit %d (%v), want 1", bit, ok)
 	}
@@ -192,7 +194,7 @@ func TestNotCached(t *testing.T) {
 	}
 }
 
-// A vote stands for the entry that its bit had when the voter wrote it.
+// A vote counts for the entry that its bit had in the last cycle that the voter had seen.
 func TestLateVotes(t *testing.T) {
 	p := responsecache.NewPrimary(1, 2)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
@@ -212,7 +214,8 @@ func TestLateVotes(t *testing.T) {
 	}
 	vote(t, p, 0, 0, 2)
 
-	// No cycle has issued this erasure yet, so no voter has seen it, whatever cycle it has seen.
+	// No cycle has issued this erasure yet. So no voter has seen it, even if the voter claims to have seen a
+	// later cycle.
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}
@@ -224,7 +227,7 @@ func TestLateVotes(t *testing.T) {
 		t.Error("a vote of a member that has seen the erasure is taken")
 	}
 
-	// Erased entries are kept until all have seen the erasure.
+	// An erased entry is kept until all members have seen its erasure.
 	for _, c := range []struct {
 		seen uint64
 		kept int

@@ -97,7 +97,7 @@ type Times struct {
 // again.
 type Name struct {
 	entry *Entry // in flight, or nil
-	next  *Name  // of the next entry of the same Add, if it has Hold
+	next  *Name  // the name of the next entry of the same Add, if it has Hold
 	bit   uint32 // Request.Bit of the last entry
 	// holds counts the entries with Hold, and changes only while the name is free. released is the number of
 	// them that have been released.

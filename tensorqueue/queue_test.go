@@ -22,7 +22,7 @@ func TestLifeOfAnEntry(t *testing.T) {
 	q := tensorqueue.New()
 	var got []error
 	e := entry("x", func(err error) {
-		// The name is free before the handle completes, so that Done may submit it again.
+		// The name is free before Done is called, so that Done may submit the same name again.
 		if q.Find("x") != nil {
 			t.Error("the name is still taken in Done")
 		}
@@ -83,7 +83,8 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// A finished entry is not returned by Pop, because it may have been submitted again by then.
+// FinishAll removes pending entries from the queue, so that Pop does not return a finished entry, which may
+// have been submitted again.
 func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	q := tensorqueue.New()
 	ended := errors.New("ended")
@@ -109,8 +110,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 }
 
-// Entries are added together or not at all: if a name is in use, in the table or among them, the other names
-// stay free.
+// Add adds all its entries or none. If the table has one of the names, or two of the entries have the same
+// name, the other names stay free.
 func TestAddIsAllOrNothing(t *testing.T) {
 	for _, c := range []struct {
 		names []string
@@ -148,7 +149,7 @@ func TestAddIsAllOrNothing(t *testing.T) {
 	}
 }
 
-// Add adds no entry to a closed queue, not even some of its entries.
+// Add adds none of its entries to a closed queue.
 func TestAddManyAfterClose(t *testing.T) {
 	q := tensorqueue.New()
 	over := errors.New("over")
@@ -158,7 +159,7 @@ func TestAddManyAfterClose(t *testing.T) {
 	}
 }
 
-// Finishing an entry twice does not finish another entry that has the same name by then.
+// Finishing an entry twice does not finish another entry that has got the same name in the meantime.
 func TestFinishTwice(t *testing.T) {
 	q := tensorqueue.New()
 	calls := 0
@@ -177,7 +178,8 @@ func TestFinishTwice(t *testing.T) {
 	}
 }
 
-// Every accepted entry is popped once, in the order of its goroutine, and finished once.
+// Every accepted entry is popped once and finished once, and each goroutine's entries are popped in their
+// order.
 func TestConcurrentUse(t *testing.T) {
 	q := tensorqueue.New()
 	const submitters, each = 4, 500
@@ -214,7 +216,7 @@ func TestConcurrentUse(t *testing.T) {
 	}
 }
 
-// If a name is submitted again, the entry starts with the cache bit of the previous entry. But the queue does
+// If a name is submitted again, the new entry starts with the cache bit of the previous one. The queue does
 // not keep all names forever.
 func TestNames(t *testing.T) {
 	q := tensorqueue.New()
@@ -268,8 +270,9 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-// A name with Hold is in use until it is released, by itself or with the names of the same Add, and with many
-// other names in the queue.
+// The name of an entry with Hold stays in use after the entry has finished, until it is released. A release
+// also frees the names that were added after it in the same Add. Many other names in the queue do not change
+// this.
 func TestHold(t *testing.T) {
 	q := tensorqueue.New()
 	add := func(names ...string) ([]*tensorqueue.Entry, error) {
@@ -306,7 +309,7 @@ func TestHold(t *testing.T) {
 		}
 	}
 	held.Release()
-	one, err := add("new") // the Add above failed
+	one, err := add("new") // "new" is free, because the Adds above failed
 	if err != nil {
 		t.Error(err)
 	}

@@ -56,7 +56,7 @@ type chunk struct {
 	Chunk
 	bytes []byte
 	live  map[int64]int64 // offset of a tensor to the bytes it takes up, a multiple of align
-	free  []span          // ascending; never two that touch
+	free  []span          // in ascending order; two spans never touch
 	// fresh is the offset of the bytes that were never handed out and are still zero.
 	fresh int64
 }
@@ -283,7 +283,7 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 // addFree frees s and merges it with the free ranges around it.
 func (c *chunk) addFree(s span) {
 	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int { return cmp.Compare(f.offset, offset) })
-	from, to := i, i // the free ranges that the new one takes in
+	from, to := i, i // free[from:to] are merged into the new range
 	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
 		from--
 		s = span{c.free[from].offset, c.free[from].size + s.size}

@@ -33,7 +33,7 @@ func mustFree(t testing.TB, h *heap, b []byte) {
 	}
 }
 
-// drain frees the empty chunk that a heap keeps.
+// drain checks that no tensor is in use and that h has at most one empty chunk, and frees that chunk.
 func drain(t testing.TB, h *heap) {
 	t.Helper()
 	chunks, mapped, live := h.stats()
@@ -83,8 +83,8 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// Random allocations do not overlap, are zeroed, keep their bytes, and Find returns their places, compared
-// with a list of them.
+// TestModel compares a heap with a list of its allocations: random allocations do not overlap, are zeroed and
+// keep their bytes, and Find returns where they are.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -158,7 +158,7 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// Freed ranges are merged, in whichever order they are freed, so that the whole chunk can be allocated again.
+// Freed ranges are merged in whichever order they are freed, so that the whole chunk can be allocated again.
 func TestCoalesce(t *testing.T) {
 	h := newHeap(t)
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}} {
@@ -177,7 +177,7 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
-// The smallest range that is large enough is used, so that large ranges stay whole.
+// An allocation uses the smallest free range that is large enough, so that large ranges are not divided.
 func TestBestFit(t *testing.T) {
 	h := newHeap(t)
 	small, wall := mustAlloc(t, h, 4096), mustAlloc(t, h, 64)
@@ -200,7 +200,7 @@ func TestFreeChecks(t *testing.T) {
 			t.Errorf("%s: got no error from Free, want one", name)
 		}
 	}
-	mustFree(t, h, b[:10]) // it begins there
+	mustFree(t, h, b[:10]) // a slice that begins at the tensor is enough
 }
 
 func TestFind(t *testing.T) {
@@ -243,8 +243,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// At most one empty chunk is kept. IDs are not reused, and the memory and the file of a removed chunk are
-// freed.
+// A heap keeps at most one empty chunk. It does not reuse the IDs of chunks. If it removes a chunk, it frees
+// the chunk's memory and file.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
 	before := openFiles(t)
@@ -271,7 +271,7 @@ func TestChunks(t *testing.T) {
 			t.Errorf("got %d open files, want %d", n, before+1)
 		}
 	}
-	// a is freed first, so its chunk is kept.
+	// The test frees a before b, so the chunk of a is kept.
 	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
 		t.Errorf("got chunks %v, want %v", got, want)
 	}
@@ -322,11 +322,10 @@ func TestWatch(t *testing.T) {
 	expect("after stop", "")
 }
 
-// Alloc, Free, Find and Watch run at once: no memory is allocated twice, and watchers know all chunks in use.
-// Find and watchers know an adopted chunk, Alloc does not use it, and it is removed only by Abandon.
+// Find and watchers know an adopted chunk, and Alloc does not use it. Only Abandon removes it.
 func TestAdopt(t *testing.T) {
 	h := newHeap(t)
-	adopted, err := shmem.Create("adopted", chunkBytes) // as large as those that are kept
+	adopted, err := shmem.Create("adopted", chunkBytes) // as large as the chunks of the heap
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -349,7 +348,7 @@ func TestAdopt(t *testing.T) {
 	if err := h.release(b[:64]); err == nil {
 		t.Error("memory of another process was freed")
 	}
-	mustFree(t, h, own) // its chunk is kept, though another one is empty
+	mustFree(t, h, own) // own's chunk is kept, although the adopted one is empty too
 	if chunks, mapped, live := h.stats(); chunks != 2 || mapped != 2*chunkBytes || live != 0 {
 		t.Errorf("got %d chunks of %d bytes, %d in use", chunks, mapped, live)
 	}
@@ -371,6 +370,8 @@ func TestAdopt(t *testing.T) {
 	}
 }
 
+// Alloc, Free, Find and Watch may be called at the same time: no memory is allocated twice, and watchers know
+// all chunks in use.
 func TestConcurrent(t *testing.T) {
 	h := newHeap(t)
 	known := make(map[uint32]bool)
@@ -422,7 +423,7 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// The package's functions work on one heap.
+// The exported functions of the package all work on the heap of the process.
 func TestProcess(t *testing.T) {
 	b, err := Alloc(100)
 	if err != nil {
@@ -471,7 +472,8 @@ func BenchmarkAllocFree(b *testing.B) {
 
 func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }
 
-// Another process can write chunks of the allocator until they are sealed. Adopted chunks have Adopted set.
+// Another process can write to a chunk until the chunk is sealed. The chunks that a process has adopted have
+// Adopted set.
 func TestChunksAreOpen(t *testing.T) {
 	h := newHeap(t)
 	var chunks []Chunk

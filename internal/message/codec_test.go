@@ -21,7 +21,8 @@ func bitsOf(bs ...uint32) message.Bits {
 	return v
 }
 
-// Groups that are one request, of 10 elements of one type and of 7 of several.
+// floats and mixed are groups that are one request: floats has 10 elements of one type, mixed has 7 elements
+// of two types.
 var (
 	floats = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 3}).Append(tensor.Float32, nil).Append(tensor.Float32, tensor.Shape{3})
 	mixed  = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 2}).Append(tensor.Int64, tensor.Shape{0}).Append(tensor.Float32, nil).Append(tensor.Int64, tensor.Shape{2})
@@ -84,7 +85,8 @@ func downSamples() []*message.Down {
 	}
 }
 
-// normalUp makes frames comparable: an empty vector and a nil one mean the same.
+// normalUp returns u in a form for comparison: an empty bit vector becomes nil, because the two mean the
+// same.
 func normalUp(u *message.Up) message.Up {
 	n := *u
 	n.Sets = nil
@@ -119,7 +121,7 @@ func normalDown(d *message.Down) message.Down {
 }
 
 func TestUpRoundTrip(t *testing.T) {
-	var got message.Up // reused, so that leftovers of one frame would show in the next
+	var got message.Up // reused, so that bytes left over from the previous frame would show
 	for range 2 {
 		for _, want := range upSamples() {
 			b, err := message.AppendUp(nil, want)
@@ -154,7 +156,7 @@ func TestDownRoundTrip(t *testing.T) {
 	}
 }
 
-// Every proper prefix of a frame and every frame with a byte too many is refused.
+// The decoders refuse every proper prefix of a frame, and every frame with one more byte.
 func TestTruncatedAndTrailing(t *testing.T) {
 	var up message.Up
 	for _, u := range upSamples() {
@@ -259,7 +261,7 @@ func TestRequestCheck(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%+v: got error %v, want %q", r, err, c.want)
 		}
-		// The decoder applies the same checks.
+		// The decoder makes the same checks.
 		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{r}}}})
 		var up message.Up
 		if message.DecodeUp(b, &up) == nil {
@@ -268,7 +270,8 @@ func TestRequestCheck(t *testing.T) {
 	}
 }
 
-// Matches compares every field that matters to a kind, and no other field: a rank need not set unused fields.
+// Matches compares every field that matters to a kind and no other field, because a rank need not set unused
+// fields.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	changes := map[string]func(*message.Request){
 		"kind":      func(q *message.Request) { q.Kind = message.Error },
@@ -331,7 +334,7 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	}
 }
 
-// Responses that no coordinator makes.
+// DecodeDown refuses responses that no correct coordinator makes.
 func TestResponseCheck(t *testing.T) {
 	for _, c := range []struct {
 		r    message.Response
@@ -357,7 +360,7 @@ func TestResponseCheck(t *testing.T) {
 	}
 }
 
-// Memory of earlier frames is reused, what was in it is not.
+// The memory of earlier frames is reused, but nothing of their content remains.
 func TestGrantsAreReusedEmpty(t *testing.T) {
 	var s message.DownSet
 	g := s.AddGrant()
@@ -442,7 +445,7 @@ func TestParts(t *testing.T) {
 		{floats, changed(4, int64(tensor.Int32)), 1},
 		{floats, changed(8, 4), 2},
 		{floats, floats[:6], 2},
-		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0}, // its numbers of dimensions differ first
+		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0}, // the number of dimensions differs first
 	} {
 		if got := c.p.Difference(c.q); got != c.want {
 			t.Errorf("%v and %v differ at %d, want %d", c.p, c.q, got, c.want)
@@ -475,7 +478,8 @@ func TestVectors(t *testing.T) {
 	}
 }
 
-// A long text is cut, not refused: it is for people. It is cut between characters.
+// A text that is too long is cut and not refused, because it is only for people. It is cut between
+// characters.
 func TestLongReasonIsCut(t *testing.T) {
 	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" + strings.Repeat("世", message.MaxReasonBytes)}
 	frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{long}}}}}})
@@ -551,7 +555,7 @@ func TestBits(t *testing.T) {
 	}
 }
 
-// Re-encoding what was decoded is stable from the first time on.
+// FuzzDecodeUp checks that a frame that was decoded and encoded again does not change when that is repeated.
 func FuzzDecodeUp(f *testing.F) {
 	for _, u := range upSamples() {
 		b, _ := message.AppendUp(nil, u)

@@ -43,7 +43,7 @@ func (p Parts) Len() (n int) {
 // Types returns the element types, each once, in the order in which they first appear.
 func (p Parts) Types() iter.Seq[tensor.DType] {
 	return func(yield func(tensor.DType) bool) {
-		var seen uint64 // bits, by type
+		var seen uint64 // one bit for each type
 		for dt := range p.All() {
 			if seen&(1<<dt) == 0 && !yield(dt) {
 				return

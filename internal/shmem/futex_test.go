@@ -18,11 +18,12 @@ import (
 )
 
 const (
-	never    = time.Hour // a wait that this ends is a failure of the test's timeout
+	never    = time.Hour // longer than any test: no wait may end by its timeout
 	pageSize = 4096
 )
 
-// TestMain also runs the other process of TestProcesses, and the process of TestFileLimit that has a limit.
+// TestMain runs the tests, or one of two child processes: the one that TestProcesses starts, or the one that
+// TestFileLimit starts with a limit on the size of files.
 func TestMain(m *testing.M) {
 	switch {
 	case len(os.Args) > 1 && os.Args[1] == "wake":
@@ -43,9 +44,10 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// wakeParent waits for the word of descriptor 3, and wakes the waiters of the word of descriptor 4.
+// wakeParent waits until the word in the file of descriptor 3 is 1. Then it sets the word in the file of
+// descriptor 4 and wakes its waiters.
 func wakeParent() error {
-	b, err := mapFD(3, unix.PROT_READ) // one that waits needs not write
+	b, err := mapFD(3, unix.PROT_READ) // a waiter needs only to read
 	if err != nil {
 		return err
 	}
@@ -67,7 +69,8 @@ func mapFD(fd, prot int) ([]byte, error) {
 	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
 }
 
-// page returns a new page of shared memory with one mapping for each of prots, and its file.
+// page allocates a page of shared memory and maps it once for each of prots. It returns the first word of
+// each mapping, and the file.
 func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
@@ -109,7 +112,8 @@ func waitFor(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Wake through another mapping, also a read-only one, wakes all waiters through a read-only mapping.
+// Wake wakes waiters that wait through another mapping of the same page, which may be read-only, as may the
+// mapping of Wake.
 func TestMappings(t *testing.T) {
 	for _, waker := range []int{readOnly, readWrite} {
 		words, _ := page(t, readWrite, readOnly, waker)
@@ -123,8 +127,8 @@ func TestMappings(t *testing.T) {
 				returned.Add(1)
 			}()
 		}
-		// The test cannot observe that a thread sleeps, so some waiters may not have begun to wait. The test
-		// passes in either case, and fails if a sleeping waiter is not woken.
+		// The test cannot observe whether a thread sleeps, so some waiters may not have begun to wait. It passes
+		// then too, and fails if a sleeping waiter is not woken.
 		for range 1000 {
 			shmem.Yield()
 		}
@@ -134,7 +138,8 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// Two processes wake each other by two pages. Each process maps the page that it waits on only for reading.
+// Two processes wake each other through two pages. Each process maps the page on which it waits only for
+// reading.
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)
@@ -164,18 +169,18 @@ func TestProcesses(t *testing.T) {
 
 func TestWaitReturns(t *testing.T) {
 	words, _ := page(t, readWrite)
-	shmem.Wait(words[0], 1, never) // it differs
+	shmem.Wait(words[0], 1, never) // returns at once: the word is not 1
 	shmem.Wait(words[0], 0, 0)
 	shmem.Wait(words[0], 0, -time.Second)
 	const d = 20 * time.Millisecond
 	began := time.Now()
-	for time.Since(began) < d { // it may return early
+	for time.Since(began) < d { // Wait may return early
 		shmem.Wait(words[0], 0, d)
 	}
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("a wait of %v took %v", d, took)
 	}
-	// At least one wait sleeps. If all returned at once, the loop would only spin.
+	// Wait really sleeps. If every call returned at once, the loop would make many more calls.
 	began = time.Now()
 	waits := 0
 	for time.Since(began) < d {
@@ -185,12 +190,12 @@ func TestWaitReturns(t *testing.T) {
 	if waits > 100 {
 		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
 	}
-	shmem.Wake(words[0]) // no thread waits
+	shmem.Wake(words[0]) // Wake without waiters does nothing
 }
 
-// If two threads each store a word and then load the other's word, at least one sees the other's store. The
-// words are plain and the threads meet before each round, so that amd64 too would reorder the accesses
-// without Fence.
+// If two threads each store to one word and then load the other's word, at least one of them sees the other's
+// store. The test uses plain words, and the threads meet before each round, so that even amd64 would reorder
+// the accesses without Fence.
 func TestFence(t *testing.T) {
 	if raceEnabled {
 		t.Skip("plain words, on purpose")
@@ -243,7 +248,7 @@ func TestPause(t *testing.T) {
 	}
 	shmem.Pause(0)
 	shmem.Pause(-1)
-	// A measurement, even the least of ten, may be disturbed by an interruption, so the test repeats it.
+	// An interruption can disturb a measurement, even the least of ten, so the test repeats it.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
 		if many >= 10*few {

@@ -44,7 +44,7 @@ type machine string
 func (m machine) check(need int64) error {
 	text, err := os.ReadFile(string(m))
 	if err != nil {
-		return nil // no /proc: the allocation will show whether there is enough
+		return nil // without /proc, only the allocation shows whether there is enough
 	}
 	available, known := field(string(text), "MemAvailable:")
 	swap, _ := field(string(text), "SwapFree:")

@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree makes files with the given contents, by path, and returns their root.
+// tree writes files, whose paths are the keys and whose contents are the values, to a new directory and
+// returns that directory.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -28,7 +29,7 @@ func tree(t *testing.T, files map[string]string) string {
 func TestCgroups(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string
-		left  int64 // -1 is no limit
+		left  int64 // -1 stands for no limit
 	}{
 		"none":           {nil, -1},
 		"not in one":     {map[string]string{"self": "0::/\n"}, -1},
@@ -94,8 +95,8 @@ func TestMachine(t *testing.T) {
 	}
 }
 
-// If the kernel itself enforces the limit of files, there is an error too, because Go ignores its signal. The
-// error names the limit.
+// If the kernel enforces the limit on the size of files, fill returns an error that names the limit and the
+// size. The kernel's signal does not end the process, because Go ignores it.
 func TestFileLimitByKernel(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {

@@ -56,7 +56,7 @@ func TestSizes(t *testing.T) {
 		if err := unix.Fstat(s.FD(), &st); err != nil {
 			t.Fatal(err)
 		}
-		// Blocks are of 512 bytes whatever the file's.
+		// Stat counts in blocks of 512 bytes, whatever the block size of the file system is.
 		if st.Size != want || st.Blocks*512 < want {
 			t.Errorf("%d bytes: the file has %d bytes and %d allocated, want %d", n, st.Size, st.Blocks*512, want)
 		}
@@ -76,7 +76,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// A peer cannot write, change the size, remove pages or add seals.
+// A peer that has the descriptor of a segment cannot write to it, change its size, remove pages or add seals.
 func TestPeerMayOnlyRead(t *testing.T) {
 	s := create(t, 2*int64(os.Getpagesize()))
 	s.Bytes()[0] = 1
@@ -116,7 +116,8 @@ func TestPeerMayOnlyRead(t *testing.T) {
 	}
 }
 
-// Map refuses a file that is not sealed or does not have whole pages. The caller still owns the descriptor.
+// Map refuses a file that is not sealed and a file whose size is not a multiple of the page size. The caller
+// still owns the descriptor then.
 func TestMapChecks(t *testing.T) {
 	file := func(size int64, seals int) int {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -155,8 +156,8 @@ func TestMapChecks(t *testing.T) {
 	mapped(t, file(page, unix.F_SEAL_SHRINK))
 }
 
-// Adopt maps a file of another process for writing, and prevents further writable mappings. It refuses a file
-// that could raise SIGBUS.
+// Adopt maps another process's file for writing and prevents further writable mappings. It refuses a file on
+// which an access could raise SIGBUS.
 func TestAdopt(t *testing.T) {
 	const size, fixed = 8192, unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 	for _, c := range []struct {
@@ -247,7 +248,7 @@ func TestClose(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	peer, err := shmem.Map(fd) // the file exists while a process has it
+	peer, err := shmem.Map(fd) // the file exists while a process has a descriptor of it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,7 +274,7 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-// A blanked mapping reads as zeros and no longer maps its file. Only the owner still maps it.
+// After Blank a mapping reads as zeros and no longer maps its file. The owner's mapping does not change.
 func TestBlank(t *testing.T) {
 	s := create(t, 3*int64(os.Getpagesize()))
 	for i := range s.Bytes() {
@@ -310,7 +311,7 @@ func TestImpossibleSizes(t *testing.T) {
 	}
 }
 
-// Under ulimit -f, Create returns an error with the size and the limit, and no signal kills the process.
+// Under ulimit -f, Create returns an error that has the size and the limit. No signal ends the process.
 func TestFileLimit(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -323,7 +324,7 @@ func TestFileLimit(t *testing.T) {
 		{1 << 20, "false <nil>\n"},
 		{1<<20 + 1, fmt.Sprintf("true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
 	} {
-		// bash counts in KiB.
+		// In bash, ulimit -f counts in KiB.
 		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe, strconv.FormatInt(c.n, 10))
 		out, err := cmd.CombinedOutput()
 		if err != nil || string(out) != c.want {
@@ -332,8 +333,8 @@ func TestFileLimit(t *testing.T) {
 	}
 }
 
-// A segment of CreateOpen can be written by a process that has its descriptor until it is sealed. Its size is
-// fixed from the start. Adopt seals it too.
+// A process that has the descriptor of a segment from CreateOpen can write to it until it is sealed. The size
+// is fixed from the start. Adopt seals the segment too.
 func TestCreateOpen(t *testing.T) {
 	for _, how := range []string{"by its maker", "by who adopts it"} {
 		s, err := shmem.CreateOpen("test", 1)
@@ -370,7 +371,7 @@ func TestCreateOpen(t *testing.T) {
 		if b, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
-		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing mappings can still write
+		if s.Bytes()[0] = 1; theirs[0] != 1 { // writable mappings that exist already stay writable
 			t.Errorf("got %d, want 1", theirs[0])
 		}
 		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {
@@ -382,7 +383,7 @@ func TestCreateOpen(t *testing.T) {
 	}
 }
 
-// Seals that another process has sealed are not enough if they let others write.
+// Seal fails if another process has already set seals that allow writing, and has sealed the set of seals.
 func TestSealIsRefused(t *testing.T) {
 	s, err := shmem.CreateOpen("test", 1)
 	if err != nil {
