@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// What one operation of one rank looks like to who reads the file.
+// Example writes the timeline of one rank, records one operation and reads it from the file.
 func Example() {
 	dir, err := os.MkdirTemp("", "timeline")
 	if err != nil {

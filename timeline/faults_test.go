@@ -25,7 +25,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// child is what this test's binary does as a process of its own.
+// child runs the part of a test that needs a process of its own. The test starts its own binary again and
+// passes what and args.
 func child(what string, args []string) {
 	var err error
 	switch what {
@@ -51,7 +52,8 @@ func command(t *testing.T, args ...string) *exec.Cmd {
 	return exec.CommandContext(testnet.Context(t), self, append([]string{"child"}, args...)...)
 }
 
-// writeForever records as fast as it can, and says after each Write the number of the last operation before it.
+// writeForever records operations as fast as it can. After each Write it prints the number of the last
+// operation before it, until it is killed.
 func writeForever(path, most string) error {
 	cfg := testConfig(path)
 	var err error
@@ -66,21 +68,21 @@ func writeForever(path, most string) error {
 	}
 	number := uint64(0)
 	for {
-		for range 1 + rand.IntN(100) { // a segment has room for about 7
+		for range 1 + rand.IntN(100) { // the smaller segments have room for about 7 operations
 			number++
 			tl.Record(simple(number, "a", "b\n", "c"))
 		}
 		if err := tl.Write(); err != nil {
 			return err
 		}
-		if tl.Dropped() == 0 { // else the last one may not be there
+		if tl.Dropped() == 0 { // if operations were dropped, the last one may not be in the file
 			fmt.Println(number)
 		}
 	}
 }
 
-// The promise: whenever the process is killed, all that Write had written is there, and the file is complete but for the write
-// that was under way.
+// A process that writes a timeline is killed at random moments. The file then has everything that was
+// recorded before the last Write that returned, and it is complete except for a write that the kill has cut.
 func TestKilled(t *testing.T) {
 	for _, c := range []struct {
 		name, most string
@@ -93,7 +95,7 @@ func TestKilled(t *testing.T) {
 			dir, cut := t.TempDir(), 0
 			path := filepath.Join(dir, c.name)
 			for range c.kills {
-				// The next one starts beside what the one before has left.
+				// Each process starts in the folder where the killed one has left its files.
 				cmd := command(t, "write", path, c.most)
 				var stderr bytes.Buffer
 				cmd.Stderr = &stderr
@@ -157,7 +159,8 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// mustReadKilled reads what a killed process has left, of which the last write may be cut.
+// mustReadKilled reads the file of a killed process. If the last write was cut, it reads the file up to the
+// last complete operation and returns torn = true.
 func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bool) {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -172,9 +175,10 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 		if err != nil {
 			t.Fatal(err)
 		}
-		b, _ = io.ReadAll(z) // as far as it goes
+		b, _ = io.ReadAll(z) // up to the place where the data ends
 	}
-	// All operations of which the last event is whole: it alone has "fused".
+	// Only the last event of an operation has "fused". Cut the text after the last such event that is
+	// complete.
 	end := bytes.LastIndex(b, []byte(`"fused":`))
 	if k := bytes.IndexByte(b[max(end, 0):], '\n'); end >= 0 && k < 0 {
 		end = bytes.LastIndex(b[:end], []byte(`"fused":`))
@@ -190,10 +194,11 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 	return s, true
 }
 
-// A reader of a file that is being written sees a complete file if the size has not changed meanwhile. The only
-// exception is a reader that comes in the middle of a write: the kernel shows the new bytes before the new size.
+// A reader that opens the file while it is written reads a complete timeline, if the size of the file has not
+// changed meanwhile.
 func TestReadWhileWriting(t *testing.T) {
-	// Segments of a few events, so that the reader meets a change, and of some hundreds.
+	// Small segments make it likely that the reader sees a change of segments. The large ones have some
+	// hundred events.
 	for _, most := range []int64{80_000, 800_000} {
 		path := filepath.Join(t.TempDir(), "t.json")
 		cfg := testConfig(path)
@@ -250,11 +255,11 @@ func TestReadWhileWriting(t *testing.T) {
 	}
 }
 
-// usage returns how much the files of a folder take, without hidden ones.
+// usage returns the total size of the files in a folder, without hidden files.
 func usage(t *testing.T, dir string) (sum int64) {
 	t.Helper()
 	for _, name := range folder(t, dir) {
-		// A file may be removed meanwhile.
+		// The file may have been removed since folder listed it.
 		if at, err := os.Stat(filepath.Join(dir, name)); err == nil && !strings.HasPrefix(name, ".") {
 			sum += at.Size()
 		}
@@ -262,7 +267,7 @@ func usage(t *testing.T, dir string) (sum int64) {
 	return sum
 }
 
-// Much more than the cap goes through, and it holds at every moment.
+// The files never take more than MaxBytes, although much more is recorded.
 func TestCap(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		dir := t.TempDir()
@@ -289,7 +294,7 @@ func TestCap(t *testing.T) {
 		if tl.Dropped() > 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		var last uint64 // maybe in the segment before the last, which has then but its end
+		var last uint64 // it is in the segment before the last if the last has only the end
 		for _, f := range folder(t, dir) {
 			for _, op := range mustRead(t, filepath.Join(dir, f)).Operations {
 				last = max(last, op.Number)
@@ -304,7 +309,8 @@ func TestCap(t *testing.T) {
 	}
 }
 
-// One tensor that is larger than a segment is dropped, not written over the cap, and what follows is there.
+// An operation with a tensor that is larger than a segment is dropped and not written over the cap. The next
+// operation is written.
 func TestTooLarge(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -337,10 +343,11 @@ func TestRing(t *testing.T) {
 		k.tensors = 1 << 12
 		tl := mustStart(t, cfg, k)
 		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5, Job: "j"})
-		for n := range uint64(600) { // one in each millisecond
+		for n := range uint64(600) { // each operation is 1 ms after the one before
 			tl.Record(simple(n+1, "g"))
 			if n%20 == 0 {
-				// Write is what makes batches here; the file shows that none is needed for that.
+				// Wait until the writer has taken the batch, so that nothing is dropped. Write would do this
+				// too, but the test also checks that no file is written before Write.
 				testnet.Eventually(t, "the batch is taken", func() bool {
 					tl.mu.Lock()
 					defer tl.mu.Unlock()
@@ -380,7 +387,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// Also what waits behind an operation that cannot be written is counted.
+// Close also counts the operations that wait behind one that cannot be written.
 func TestCloseCountsWhatWaits(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -398,7 +405,7 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	tl.Record(simple(1, "g")) // taken by the writer, and not written
+	tl.Record(simple(1, "g")) // the writer takes it and cannot write it
 	testnet.WantError(t, tl.Write(), "no such file")
 	tl.Record(simple(2, "g"))
 	testnet.WantError(t, tl.Close(), "2 operations")
@@ -407,7 +414,7 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	}
 }
 
-// Memory is bounded too, not only what is written of it.
+// A ring bounds its memory as well as the size of its file.
 func TestRingMemory(t *testing.T) {
 	r := newRing(time.Hour, 1<<20)
 	for n := range uint64(1000) {
@@ -428,7 +435,7 @@ func TestRingMemory(t *testing.T) {
 	}
 }
 
-// The ring is bounded by the cap, also if its seconds hold more.
+// MaxBytes bounds the file of a ring even if the operations of the last cfg.Last need more.
 func TestRingCap(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -452,7 +459,8 @@ func TestRingCap(t *testing.T) {
 	}
 }
 
-// Nothing runs, and nothing is touched, while nothing is recorded.
+// While nothing is recorded, Write does not touch the folder. After Close, Record does nothing and Write
+// returns ErrClosed.
 func TestIdle(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -504,7 +512,7 @@ func TestBadPaths(t *testing.T) {
 	}
 }
 
-// What is not a timeline stays, and what is one of an earlier run goes.
+// Start removes the files that an earlier timeline of the same path has left, and no other files.
 func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "t.json")
@@ -535,7 +543,8 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// The folder is removed, or the file is replaced: operations are counted, and writing resumes when it is possible.
+// If the folder is removed, operations are dropped and counted until it exists again. If another file takes
+// the place of the timeline, a new file is begun and no operation is lost.
 func TestRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -582,7 +591,7 @@ func TestRemoved(t *testing.T) {
 	}
 	before := tl.Dropped()
 	tl.Record(simple(number+2, "g"))
-	testnet.Eventually(t, "it goes on", func() bool { // the writer or Write notices the loss
+	testnet.Eventually(t, "it goes on", func() bool { // the writer or a call of Write notices the loss first
 		err := tl.Write()
 		if err != nil {
 			testnet.WantError(t, err, "replaced")
@@ -602,7 +611,7 @@ func TestRemoved(t *testing.T) {
 	}
 }
 
-// What cannot be written when it is closed is an error and is counted.
+// Close returns an error for operations that it cannot write, and counts them as dropped.
 func TestCloseFails(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Minute} {
 		dir := filepath.Join(t.TempDir(), "d")
@@ -635,7 +644,7 @@ func TestDevices(t *testing.T) {
 	testnet.WantError(t, err, "no space")
 }
 
-// A FIFO with a reader gets a whole file; one without a reader takes what fits, and the rest is dropped and not waited for.
+// A reader of a FIFO gets a complete timeline.
 func TestFIFO(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		path := filepath.Join(t.TempDir(), name)
@@ -652,7 +661,7 @@ func TestFIFO(t *testing.T) {
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
-		for n := range uint64(300) { // four times what a pipe holds
+		for n := range uint64(300) { // four times as much as a pipe holds
 			tl.Record(simple(n+1, "g"))
 		}
 		mustClose(t, tl)
@@ -672,7 +681,7 @@ func TestStuck(t *testing.T) {
 	k := quick
 	k.timeout = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)
-	// A pipe holds 64 KiB, the buffers some more.
+	// A pipe holds 64 KiB and the buffers hold some more. Nobody reads, so most operations are dropped.
 	for n := range uint64(20_000) {
 		tl.Record(simple(n+1, "g", "h"))
 	}
@@ -700,7 +709,7 @@ func TestStuck(t *testing.T) {
 	}
 }
 
-// A real full disk, in a namespace of its own: 256 KiB of tmpfs.
+// The child process mounts a tmpfs of 256 KiB in a mount namespace and fills it.
 func TestFullDisk(t *testing.T) {
 	cmd := command(t, "full", t.TempDir())
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
@@ -750,12 +759,12 @@ func readFile(path string) (*timelinetest.Summary, error) {
 	return timelinetest.Read(f)
 }
 
-// until records until cond holds.
+// until records operations until cond returns true, for at most 30 s.
 func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
 	begin := time.Now()
 	for !cond() {
 		*number++
-		// A name of its own for each, so that little of it can be compressed away.
+		// Random names make the text hard to compress.
 		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(), 36)))
 		if time.Since(begin) > 30*time.Second {
 			return fmt.Errorf("%s: not after 30 s and %d operations", what, *number)
@@ -769,7 +778,7 @@ func fillDisk(path string) error {
 	cfg := testConfig(path)
 	cfg.Log = log
 	k := quick
-	k.tensors = 16 // what waits in the buffers must fit when there is room again
+	k.tensors = 16 // the buffers are small, so that their content fits as soon as there is room again
 	ballast := filepath.Join(filepath.Dir(path), "ballast")
 	if err := os.WriteFile(ballast, make([]byte, 150<<10), 0o600); err != nil {
 		return err
@@ -779,7 +788,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	number := uint64(0)
-	// Without a cap: the disk is full some time, and then the buffers.
+	// There is no cap, so first the disk becomes full and then the buffers.
 	full := func() bool { return testnet.Logged(entries, "no space left") && tl.Write() != nil }
 	if err := until("full", tl, &number, full); err != nil {
 		return err
@@ -801,7 +810,8 @@ func fillDisk(path string) error {
 	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "works again") }); err != nil {
 		return err
 	}
-	_ = tl.Write() // so that the file does not change while it is read; the disk may be full again
+	// Flushes, so that the file does not change while it is read; it fails if the disk is full again.
+	_ = tl.Write()
 	after, err := readFile(path)
 	if err != nil {
 		return err
@@ -812,7 +822,7 @@ func fillDisk(path string) error {
 	if err := until("full again", tl, &number, full); err != nil {
 		return err
 	}
-	_ = tl.Close() // there may be room for the end or not
+	_ = tl.Close() // it fails if there is no room for the end
 	last, err := readFile(path)
 	if err != nil {
 		return err
@@ -832,7 +842,8 @@ func fillDisk(path string) error {
 	return os.Remove(path)
 }
 
-// readOnly makes the folder read-only under a timeline, which has its file, and checks that no other can be started.
+// readOnly makes the folder read-only while a timeline writes to a file in it. It checks that no other
+// timeline can be started there and that the first one is completed.
 func readOnly(path string) error {
 	dir := filepath.Dir(path)
 	cfg := testConfig(path)
@@ -840,7 +851,8 @@ func readOnly(path string) error {
 	if err != nil {
 		return err
 	}
-	// The folder, not the file: a file system with a file that is written to cannot be made read-only.
+	// Only the folder is remounted. A file system on which a file is open for writing cannot be made
+	// read-only.
 	if err := syscall.Mount(dir, dir, "", syscall.MS_BIND, ""); err != nil {
 		return err
 	}
@@ -869,7 +881,7 @@ func readOnly(path string) error {
 	return errors.Join(err, os.Remove(path))
 }
 
-// Many goroutines at once, with everything that can be called.
+// Goroutines call all methods of a Timeline concurrently.
 func TestConcurrent(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)

@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// quick writes often, so that tests meet many flushes.
+// quick has short intervals, so that tests see many flushes.
 var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond, timeout: 20 * time.Second}
 
 func testConfig(path string) Config {
@@ -71,7 +71,8 @@ func mustRead(t testing.TB, path string) *timelinetest.Summary {
 	return s
 }
 
-// operationsIn returns how many operations a file has; -1 if it cannot be read, as while it is written.
+// operationsIn returns the number of operations in a file, or -1 if the file cannot be read, for example
+// because it is being written.
 func operationsIn(path string) int {
 	s, err := readFile(path)
 	if err != nil {
@@ -80,7 +81,7 @@ func operationsIn(path string) int {
 	return len(s.Operations)
 }
 
-// folder returns what is in a folder.
+// folder returns the names of the files in dir.
 func folder(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -112,7 +113,7 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
-// Every event of one operation, byte by byte: what Horovod's tools and our own read.
+// The file has exactly these events for three operations. Horovod's tools and ours read this text.
 func TestText(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -188,7 +189,8 @@ func TestText(t *testing.T) {
 	}
 	mustRead(t, path)
 	mustClose(t, tl)
-	// The start was long ago, and the end is now.
+	// The last operation ended long ago by the timeline's clock. The end of the timeline has the time of
+	// Close.
 	s := mustRead(t, path)
 	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 3 {
 		t.Errorf("got %+v, want an end", s)
@@ -199,7 +201,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// wantOperation returns what a reader is to find of a tensor of op.
+// wantOperation returns the timelinetest.Operation that a reader must find for tensor n of op.
 func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
 	_, kind := nameOf(op.Kind)
@@ -250,7 +252,7 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	return w
 }
 
-// random makes operations of a job in which time goes on, so that nothing has to be clamped.
+// random makes random operations whose times only increase, so that none has to be clamped.
 type random struct {
 	*rand.Rand
 	now    time.Duration
@@ -286,7 +288,8 @@ func (r *random) operation() *trace.Operation {
 			n.Arrivals = arrivals
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
-			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500) // recorded from a microsecond on
+			// Sent is written only if it is at least 1 µs after Submitted.
+			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500)
 		}
 		if r.IntN(4) == 0 {
 			n.Parts = 1 + r.IntN(5)
@@ -307,7 +310,8 @@ func (r *random) operation() *trace.Operation {
 	return op
 }
 
-// Whatever is recorded is found again: over formats, segments and random operations.
+// Random operations are read back as they were recorded, for each file format, with and without segments, and
+// with a ring.
 func TestRandomOperations(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -377,7 +381,8 @@ func TestRandomOperations(t *testing.T) {
 				want = want[len(want)-len(got):]
 				for i := range got {
 					if w := want[i]; len(w.Arrivals) > 0 {
-						got[i].Last = w.Last // who of several that came at one time is tested by Read
+						// Of several arrivals at one time any may be the last; Read checks that.
+						got[i].Last = w.Last
 					}
 					if got[i].Late-want[i].Late < 0.001 && want[i].Late-got[i].Late < 0.001 {
 						got[i].Late = want[i].Late
@@ -394,7 +399,7 @@ func TestRandomOperations(t *testing.T) {
 	}
 }
 
-// Times that go back, or are not known, are clamped: no track goes back.
+// Times that go back or are missing are clamped, so that no track goes back in time.
 func TestClamping(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -491,7 +496,7 @@ func TestPathOf(t *testing.T) {
 	}
 }
 
-// What is written of a name is what encoding/json reads.
+// encoding/json decodes the written form of each name to the same name, except for bytes that are not UTF-8.
 func FuzzString(f *testing.F) {
 	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(", "é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
 		f.Add(s)
@@ -516,8 +521,8 @@ func TestMicros(t *testing.T) {
 	}
 }
 
-// What was recorded is in the file 50 ms later, by the clock of a bubble, in which the writing itself takes no time: what comes after
-// a long silence, and what comes as soon as the writer has written.
+// A recorded operation is in the file within 50 ms, whether it follows a long silence or the last write. Time
+// is that of a synctest bubble, in which writing takes no time.
 func TestVisibleSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const visible = 50 * time.Millisecond
@@ -541,7 +546,7 @@ func TestVisibleSoon(t *testing.T) {
 	})
 }
 
-// Why: the engine's lanes call it for every operation.
+// Record does not allocate, because the engine's lanes call it for every operation.
 func TestRecordAllocatesNothing(t *testing.T) {
 	k := quick
 	k.interval = time.Hour
@@ -557,7 +562,7 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	}
 }
 
-// resnet returns the gradients of a step of ResNet-50: 161 tensors in few operations.
+// resnet returns the gradients of a step of ResNet-50: 161 tensors in 4 operations.
 func resnet() (ops []*trace.Operation) {
 	for i := range 4 {
 		op := simple(uint64(i+1), make([]string, 41-i/3*2)...)
@@ -638,7 +643,7 @@ func BenchmarkFormat(b *testing.B) {
 	}
 }
 
-// nowhere takes everything.
+// nowhere is a sink that discards everything.
 type nowhere struct{}
 
 func (nowhere) begin(int, []byte, int) error   { return nil }
@@ -659,7 +664,8 @@ func TestLogsAreSeldom(t *testing.T) {
 	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "works again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
-	// A disk that fails and works in turn is logged once a minute, and so are drops for other reasons.
+	// If the disk keeps failing and recovering, that is logged once a minute. Drops because of a slow disk
+	// are also logged once a minute.
 	for range 100 {
 		w.report(errors.New("again"))
 		w.report(nil)

@@ -20,14 +20,16 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// byHand writes when it is asked to, and at no other time.
+// byHand returns knobs with which the writer writes only when Write or Close is called or a buffer is half
+// full.
 func byHand() knobs {
 	k := quick
 	k.interval, k.retry = time.Hour, time.Hour
 	return k
 }
 
-// What is recorded during a failure comes with the same Write or Close as what had failed.
+// Operations recorded while the disk fails are written by the same Write or Close as those that could not be
+// written before.
 func TestRecordedDuringFailure(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -65,13 +67,13 @@ func TestRecordedDuringFailure(t *testing.T) {
 	}
 }
 
-// Buffers that are half full are written at once, whatever the interval.
+// A buffer that is half full is written at once, however long the interval is.
 func TestHalfFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	k := byHand()
 	k.tensors = 64
 	tl := mustStart(t, testConfig(path), k)
-	for n := range uint64(5) { // each time
+	for n := range uint64(5) { // both buffers are used several times
 		before := len(mustRead(t, path).Operations)
 		for range k.tensors / 2 {
 			op := simple(n+1, "g")
@@ -85,7 +87,7 @@ func TestHalfFull(t *testing.T) {
 	}
 }
 
-// An operation for which there is no room leaves nothing behind, whichever part is full.
+// An operation for which one part of the buffer has no room leaves nothing behind in the other parts.
 func TestNoRoom(t *testing.T) {
 	for name, large := range map[string]func(*trace.Operation){
 		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 4) },
@@ -105,7 +107,7 @@ func TestNoRoom(t *testing.T) {
 		}
 		too := operation(2)
 		large(too)
-		tl.mu.Lock() // so that all goes into one batch, whatever the writer does
+		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
 		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too), tl.filling.operation(operation(3))}
 		tl.mu.Unlock()
 		if !slices.Equal(took, []bool{true, false, true}) {
@@ -124,7 +126,8 @@ func TestNoRoom(t *testing.T) {
 	}
 }
 
-// An operation that is larger than the memory is written like any other, and costs no more memory than it needs, and that not for long.
+// An operation that is larger than an empty buffer is written like any other. The buffer grows only as much
+// as needed, and is as small as before after the write.
 func TestLargerThanMemory(t *testing.T) {
 	const tensors = 8
 	for name, enlarge := range map[string]func(*trace.Operation){
@@ -142,7 +145,7 @@ func TestLargerThanMemory(t *testing.T) {
 			enlarge(op)
 			return op
 		}
-		tl.mu.Lock() // so that all goes into one batch, whatever the writer does
+		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
 		b := tl.filling
 		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")), b.operation(large(4))}
 		tl.mu.Unlock()
@@ -156,11 +159,11 @@ func TestLargerThanMemory(t *testing.T) {
 		if !slices.Contains(want, 2) {
 			t.Errorf("%s: got operations %v, want 2 among them", name, want)
 		}
-		// The next meets an empty batch.
+		// The buffer is empty again, so it takes a large operation.
 		if tl.Record(large(5)); tl.Dropped() != 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		for range 2 { // for both batches
+		for range 2 { // each Write replaces one of the two batches
 			if err := tl.Write(); err != nil {
 				t.Fatal(err)
 			}
@@ -177,7 +180,7 @@ func TestLargerThanMemory(t *testing.T) {
 	}
 }
 
-// A dropped operation is counted and wakes the writer, which logs it.
+// A drop wakes the writer, which reports it to the log.
 func TestDropsAreReported(t *testing.T) {
 	tl := &Timeline{filling: newBatch(1), wake: make(chan struct{}, 1), full: make(chan struct{}, 1)}
 	tl.Record(simple(1, "a"))
@@ -187,7 +190,7 @@ func TestDropsAreReported(t *testing.T) {
 	}
 }
 
-// numbers returns those of the operations, one for each tensor.
+// numbers returns the numbers of the operations in files, once for each tensor.
 func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	for _, s := range files {
 		for _, o := range s.Operations {
@@ -197,7 +200,8 @@ func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	return n
 }
 
-// A stream that takes a part and then nothing for a while gets the rest of it later: each operation once, with a ring too.
+// A pipe that takes only a part and is then full for a while gets the rest later. Each operation is written
+// once, with and without a ring.
 func TestStreamResumes(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Hour} {
 		for _, name := range []string{"t.json", "t.json.gz"} {
@@ -214,7 +218,7 @@ func TestStreamResumes(t *testing.T) {
 			record := func(operations int) {
 				for range operations {
 					number := uint64(len(want)/4 + 1)
-					// Names of which little can be compressed away: a pipe holds 64 KiB.
+					// Random names make the text hard to compress. A pipe holds 64 KiB.
 					long := func() (name string) {
 						for range 8 {
 							name += strconv.FormatUint(rand.Uint64(), 36)
@@ -228,8 +232,8 @@ func TestStreamResumes(t *testing.T) {
 				}
 			}
 			for range 3 {
-				record(250) // more than a chunk
-				// Close does so, to end what would wait for ever.
+				record(250) // more than one chunk
+				// Close uses this deadline too, so that it does not wait for ever.
 				if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
 					t.Fatal(err)
 				}
@@ -264,7 +268,8 @@ func TestStreamResumes(t *testing.T) {
 	}
 }
 
-// With a ring over a stream, what was written before the stream failed is not counted as lost, and the rest is.
+// With a ring over a pipe, Close counts as lost only the operations that were not written before the pipe was
+// full.
 func TestStreamCloseCounts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	if err := syscall.Mkfifo(path, 0o600); err != nil {
@@ -278,7 +283,7 @@ func TestStreamCloseCounts(t *testing.T) {
 	for n := range uint64(3) {
 		tl.Record(simple(n+1, "g"))
 	}
-	if err := tl.Write(); err != nil { // a pipe holds these
+	if err := tl.Write(); err != nil { // these fit in the pipe
 		t.Fatal(err)
 	}
 	for n := range uint64(1000) {
@@ -290,7 +295,7 @@ func TestStreamCloseCounts(t *testing.T) {
 	}
 }
 
-// Writes that end in the middle, at any byte: a process of its own that limits the size of its files.
+// A write may end after any byte. A child process limits the size of its files to make that happen.
 func TestPartialWrites(t *testing.T) {
 	cmd := command(t, "limits", t.TempDir())
 	var stderr bytes.Buffer
@@ -301,7 +306,7 @@ func TestPartialWrites(t *testing.T) {
 }
 
 func writeToLimits(dir string) error {
-	ossignal.Ignore(syscall.SIGXFSZ) // else it ends who writes over the limit
+	ossignal.Ignore(syscall.SIGXFSZ) // otherwise the signal ends the process when it writes over the limit
 	seed := uint64(time.Now().UnixNano())
 	for i, c := range []struct {
 		name string
@@ -345,15 +350,16 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
 			want = append(want, number, number)
 		}
-		// Up to something like the end of what is there, or anywhere, or not at all: every fourth time so that it fails, the
-		// time after that it can not.
+		// Limit the file to about its present size, to any size, or not at all. Every fourth round must fail,
+		// and the round after it must succeed.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {
 				if round%4 == 0 {
-					most = 10 // the first time the file has nothing yet but what it began with
+					most = 10 // in the first round the file has only its header
 				}
-				most += at.Size() // a disk gives room to what is written over, when it is full too
+				// A full disk lets a process overwrite what is there, so only growth is limited.
+				most += at.Size()
 			} else if err == nil && which > 1 {
 				most += max(at.Size()-2<<10, 0)
 			}

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// peak returns the most that the heap had, in bytes, while do ran, beyond what it had before.
+// peak runs do and returns by how many bytes the heap grew at most meanwhile.
 func peak(do func()) uint64 {
 	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	read := func() uint64 {
@@ -43,7 +43,7 @@ func peak(do func()) uint64 {
 	return max(most, read()) - before
 }
 
-// big writes a file in pieces, so that the test does not hold it.
+// big writes a timeline file in pieces, so that the test does not hold all of it in memory.
 type big struct {
 	*file
 	w *bufio.Writer
@@ -76,12 +76,13 @@ func (b *big) close(t *testing.T) {
 	}
 }
 
-// Two ranks with a million events each, of which the second is always 1 ms late.
+// Two ranks write a million events each, and rank 1 is always 1 ms late. The report finds this and needs at
+// most 32 MiB of heap.
 func TestTwoMillionEvents(t *testing.T) {
 	const names = 200
 	steps := 500
 	if raceEnabled {
-		steps = 25 // it takes twenty times as long
+		steps = 25 // the race detector makes it twenty times as slow
 	}
 	dir := t.TempDir()
 	for r := range 2 {
@@ -112,12 +113,13 @@ func TestTwoMillionEvents(t *testing.T) {
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
 	}
-	if heap > 32<<20 { // most of it is garbage, more where others use the processors
+	if heap > 32<<20 { // most of it is garbage; if the processors are busy, there is more
 		t.Errorf("got %d bytes of heap, want at most 32 MiB", heap)
 	}
 }
 
-// Operations that never end, long names that occur only once, and operations that no other rank has recorded.
+// A report and a merge use a bounded amount of memory for operations that never end, for long names that each
+// occur once, and for operations that only one rank has.
 func TestHostileInputIsBounded(t *testing.T) {
 	dir := t.TempDir()
 	const count = 36_000

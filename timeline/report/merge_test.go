@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// traceEvent is one of the Chrome trace format.
+// traceEvent is an event in the Chrome trace format.
 type traceEvent struct {
 	Name *string         `json:"name"`
 	Ph   string          `json:"ph"`
@@ -25,7 +25,7 @@ type traceEvent struct {
 
 type lane struct{ pid, tid int }
 
-// merged returns the trace that j becomes.
+// merged merges the timelines of j and returns the text of the merged trace.
 func merged(t *testing.T, j *Job) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "out.json")
@@ -39,8 +39,8 @@ func merged(t *testing.T, j *Job) []byte {
 	return text
 }
 
-// checkTrace checks a trace against the rules of the format: a thread has its name before its events, every B has its E, and no time goes
-// back on a thread. It returns the events of the threads.
+// checkTrace checks a trace against the rules of the format: a thread has its name before its events, every B
+// has its E, and no time on a thread goes back. It returns the events and the names of the threads.
 func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
 	t.Helper()
 	var all []traceEvent
@@ -130,7 +130,8 @@ func TestMerge(t *testing.T) {
 				tid = l.tid
 			}
 		}
-		// Rank 2's first loss is submitted at 5 s + 1 ms + 20 us + 5 ms, on rank 0's clock, and rank 1 ran 500 us before rank 0.
+		// On rank 0's clock, rank 2 submits its first loss at 5 s + 1 ms + 20 us + 5 ms. Rank 1 started 500
+		// us before rank 0, and the trace begins with it, so 500 us are added.
 		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" || *first.Ts != 5_006_520 || !strings.Contains(string(first.Args), `"op":2`) {
 			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006520", first, *first.Name, *first.Ts)
 		}
@@ -147,14 +148,15 @@ func TestMerge(t *testing.T) {
 		if err != nil || len(left) > 0 {
 			t.Errorf("got %q left, %v", left, err)
 		}
-		// It is no timeline of a rank.
+		// A merged trace is not a timeline of a rank.
 		if _, _, err := Open([]string{out}, nil); err == nil || !strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
 		}
 	}
 }
 
-// Also the times in args are on rank 0's clock, and later by the constant; what is no time stays.
+// Merge moves the times in args in the same way as ts: to rank 0's clock, and later by the same constant. It
+// changes no other number.
 func TestMergeMovesAllTimes(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})
@@ -169,7 +171,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
 	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
 	f.end(1900, 0)
-	// A second segment, whose times begin 60 us later.
+	// In the second segment, ts is 0 60 us later than in the first.
 	put(t, dir, "t.rank1.1.json", f.b.String()+"\n]\n")
 	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, segment: 2, monotonic: 100})
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
@@ -177,7 +179,8 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	put(t, dir, "t.rank1.json", f.end(2000, 0))
 	j := openJob(t, dir)
 	threads, _ := checkTrace(t, merged(t, j))
-	// Rank 0's clock is 1000 us behind, and all are later by the 1000 us for which rank 1 ran before rank 0.
+	// Rank 0's clock is 1000 us behind rank 1's. All times are later by the 1000 us for which rank 1 ran
+	// before rank 0.
 	for i, want := range []struct {
 		ts   float64
 		args string
@@ -198,7 +201,8 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	}
 }
 
-// Times before rank 0's first are moved, all alike; beginnings without ends get them, and ends without beginnings go.
+// If times are before rank 0's first, Merge moves all times by the same amount. It closes events without an
+// end and leaves out ends without a beginning.
 func TestMergeRepairs(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 1000})

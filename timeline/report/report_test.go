@@ -20,7 +20,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
-// near says that a time is what it should be within the buckets of a sketch.
+// near reports whether got equals want, apart from the width of a sketch's buckets.
 func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
 
 func TestTheLateRankIsNamed(t *testing.T) {
@@ -44,7 +44,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			if late.Rank != 2 || late.Last != 2*(stragglerSteps-1) || third.Last != 0 {
 				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
 			}
-			// Rank 2 comes 5 ms + 20 us after rank 0, and rank 3 30 us after it. The operations' waits overlap, so they count once a step.
+			// Rank 2 submits 5.02 ms after rank 0 and 4.99 ms after rank 3, which submits 30 us after rank 0. The
+			// waits of the two operations overlap, so each step counts them once.
 			if !near(late.HeldPerStepUS, 4990) || !near(late.P50US, 5020) || !near(late.MaxUS, 5020) {
 				t.Errorf("got %+v, want 4990 us a step and 5020 us late", late)
 			}
@@ -77,7 +78,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 	}
 }
 
-// A rank that is late by what it takes to wake a process is not blamed, even if steps are short.
+// The verdict names a rank only if it held up the others for at least 5 % of the time and 100 us per step.
+// Shorter times may only be those of waking a process.
 func TestWhatIsWorthwhile(t *testing.T) {
 	for _, c := range []struct {
 		held  time.Duration
@@ -96,7 +98,7 @@ func TestWhatIsWorthwhile(t *testing.T) {
 	}
 }
 
-// All waiting is distributed, and to whom it belongs.
+// All time that ranks waited is charged to the ranks that they waited for.
 func TestWaitingIsDistributedExactly(t *testing.T) {
 	dir := t.TempDir()
 	submitted := []int{1000, 1100, 1400, 1400}
@@ -109,7 +111,7 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	if want := 400.0 + 300; l.WaitedUS != want {
 		t.Errorf("got %g us of waiting, want %g", l.WaitedUS, want)
 	}
-	// Up to rank 1, rank 0 alone waits; then both wait for ranks 2 and 3, which are equally late.
+	// Until rank 1 submits, only rank 0 waits. Then both wait for ranks 2 and 3, which are equally late.
 	for r, want := range []float64{0, 100, 300, 300} {
 		if got := l.Ranks[r].CausedUS; got != want {
 			t.Errorf("rank %d: got %g us, want %g", r, got, want)
@@ -122,20 +124,22 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	}
 }
 
-// The phases of a rank, to the microsecond.
+// The report has the time of each phase of a rank to within 2 us a step.
 func TestPhases(t *testing.T) {
 	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json.gz"))
 	if len(r.Phases) != 4 {
 		t.Fatalf("got %+v", r.Phases)
 	}
 	const steps = stragglerSteps - 1
-	// The second operation begins 1 ms after the first and takes 2 ms from its grant, so all overlap but the short ones.
+	// The second operation begins 1 ms after the first and takes 2 ms from its grant, so the longer phases of
+	// the two overlap.
 	want := map[string]float64{
 		"waiting": 6020 * steps, "negotiation": 400 * steps, "queue": 600 * steps, "copies": 400 * steps,
 		"exchange": 2000 * steps, "reduce": 0, "other": 1000 * steps,
 		"outside": (100*ms - 8221) * steps,
 	}
-	// The copies at the end of the first, from 1.4 to 1.5 ms after its grant, are by those at the beginning of the second, from 1.3 to 1.4.
+	// The short phases do not overlap: the first operation copies out from 1.4 to 1.5 ms after its grant, and
+	// the second copies in from 1.3 to 1.4 ms.
 	got := r.Phases[0].US
 	for name, us := range want {
 		if math.Abs(got[name]-us) > 2 {
@@ -160,13 +164,13 @@ func TestFusionAndTensors(t *testing.T) {
 	if len(names) != 3 || r.Names != 3 || r.Slowest[0].Count != 4*stragglerSteps || r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
 		t.Errorf("got slowest %q of %d, largest %+v", names, r.Names, r.Largest)
 	}
-	// Rank 0 waits 5020 us, and 2200 us go until the end; grad/1 is 1 us earlier than grad/0.
+	// Rank 0 waits 5020 us, and 2200 us go by until the end. It submits grad/1 1 us before grad/0.
 	if s := r.Slowest[0]; s.Name != "grad/1" || s.MaxUS != 7221 {
 		t.Errorf("got %+v, want grad/1 with 7221 us at most", s)
 	}
 }
 
-// With only rank 0's file, lateness comes from arrivals.
+// If only rank 0's file is there, the report uses the arrivals of requests in it.
 func TestArrivalsStandForFiles(t *testing.T) {
 	s := oneClock()
 	s.arrivals = true
@@ -185,7 +189,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "no file of ranks 1-3") {
 		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
 	}
-	// Without arrivals a single rank's file shows no late rank.
+	// The file of another rank, without arrivals, does not show who is late.
 	s.arrivals = false
 	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
 	if !strings.HasPrefix(r.Lateness.Verdict, "lateness is unknown") || r.Lateness.WaitedUS != 0 {
@@ -193,7 +197,8 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 }
 
-// At rank 0 a bar begins with the first arrival, and its own submission is an argument.
+// In rank 0's file, the bar of an operation begins with the first arrival. The time when rank 0 itself
+// submitted is in the arguments.
 func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
@@ -203,7 +208,7 @@ func TestRankZeroIsLate(t *testing.T) {
 	}
 }
 
-// A segment has tracks of its own, and what was open at the end of the one before is over.
+// Each segment has its own tracks, and events that are open at the end of a segment end there.
 func TestSegments(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
@@ -227,13 +232,15 @@ func TestSegments(t *testing.T) {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
-	// The operation of four events and a QUEUE, twice, and the bar that was open at the end of the first segment.
+	// Two operations of x have six events each. The other two are the bar that the first segment left open
+	// and its end.
 	if x := threads[lane{0, 1}]; len(x) != 14 || x[7].Ph != "E" || *x[7].Ts != 40 {
 		t.Errorf("got %d events of x, want 14 and the bar closed at 40", len(x))
 	}
 }
 
-// Ranks of one host are exact against each other, however uncertain the host's clock is; others are not judged within the error.
+// The clock error does not matter between ranks of one host. Between hosts, a rank is not called late if the
+// difference is within the error.
 func TestClocks(t *testing.T) {
 	dir := t.TempDir()
 	drift := 1000 // in us, from the beginning of the job to its end 10 s later
@@ -245,14 +252,14 @@ func TestClocks(t *testing.T) {
 			f.clock(5_000_000, 5_000_000+drift/2, 100)
 		}
 		for n := 1; n <= 9; n++ {
-			at, late := n*1_000_000, 0 // of rank 0
+			at, late := n*1_000_000, 0 // at is the time of rank 0's submission
 			switch r {
 			case 1, 2:
 				at = n*1_000_000 - 5_000_000
-				// ts + 5 s + ts/10^4 = n s
+				// Solve ts + 5 s + ts/10^4 = n s for ts.
 				at = int(math.Round(float64(at) / (1 + float64(drift)/1e7)))
 				if r == 2 {
-					at, late = at-300, 50 // 50 us later than rank 1, on a clock that is ahead by 300
+					at, late = at-300, 50 // 50 us later than rank 1, on a clock that is 300 us ahead
 				}
 			}
 			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms, tensors: []testTensor{{name: "x", submitted: at + late}}})
@@ -266,7 +273,8 @@ func TestClocks(t *testing.T) {
 	if len(r.Lateness.Ranks) != 3 {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
-	// Ranks 1 and 0 have equal times within the clock error, and so have 2 and 0: only rank 2 is later than a rank beyond that error.
+	// The differences between ranks 0 and 1 and between ranks 0 and 2 are within the error. So only rank 2 is
+	// late, by comparison with rank 1.
 	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
@@ -274,11 +282,12 @@ func TestClocks(t *testing.T) {
 	}
 }
 
-// What a rank has left of an earlier job, with the same numbers, makes no rank late. Files that do not name their job are taken to be of it.
+// Files of an earlier job with the same operation numbers are left out and make no rank late. A file that
+// does not name its job is taken to belong to the job.
 func TestFilesOfAnEarlierJob(t *testing.T) {
 	const early, late = 1_700_000_000_000_000, 1_700_000_100_000_000
 	for name, c := range map[string]struct {
-		jobs, starts []int // by rank; job 0 is none
+		jobs, starts []int // by rank; a file with job 0 does not name its job
 		leftOut      []int
 	}{
 		"one job":            {[]int{2, 2, 2}, []int{late, late + 5, late - 5}, nil},
@@ -318,14 +327,14 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
 			}
-			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // the starts of one job differ by 5
+			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // starts of the same job differ by at most 5 us
 				t.Errorf("got %+v, want no late rank", r.Lateness)
 			}
 		})
 	}
 }
 
-// Other process sets have numbers of their own, and not all ranks.
+// Operations of other process sets have their own numbers and not all ranks.
 func TestProcessSets(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 3 {
@@ -337,7 +346,7 @@ func TestProcessSets(t *testing.T) {
 				f.op(testOp{set: 1, number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
 					tensors: []testTensor{{name: "y [set 1]", submitted: at + 30*ms - r*ms}}})
 			}
-			if r != 1 { // arrivals are by position: 1 is rank 2
+			if r != 1 { // arrivals are by position in the set: position 1 is rank 2
 				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms, tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
 				if r == 0 {
 					o.tensors[0].arrivals = []int{at + 80*ms, at + 85*ms}
@@ -356,7 +365,8 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
 		}
 	}
-	// Of set 1 what rank 1 was late by, of the global one what rank 2 was.
+	// Rank 1 held up set 1, and rank 2 held up the global set. In set 2 no rank did: the ranks submitted at the
+	// same time, and arrivals do not count if the files of both ranks are there.
 	for rank, want := range []float64{0, 19 * 1000, 19 * 1000} {
 		if got := l.Ranks[rank].HeldUS; got != want {
 			t.Errorf("rank %d: got %g us for which it held up all others, want %g", rank, got, want)
@@ -377,8 +387,9 @@ func TestJoinIsNoLateness(t *testing.T) {
 	}
 }
 
-// horovodFile is written by hand from what is known of Horovod's: no tid, no name in E, ticks only for what was not cached, a comma after
-// each record, cycle marks without pid, and an end without a beginning for barriers.
+// horovodFile is written by hand in the format of Horovod's timeline: it has no tid and no name in E events,
+// X events only for requests that were not cached, a comma after each record, cycle marks without a pid, and
+// for barriers an end without a beginning.
 const horovodFile = `[
 {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1700000000000000}},
 {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
@@ -440,7 +451,7 @@ func TestHorovodsFile(t *testing.T) {
 	}
 }
 
-// The files of these tests keep the rules of the writer's.
+// The files that these tests write obey the rules of the format.
 func TestTheFilesAreTimelines(t *testing.T) {
 	dir := t.TempDir()
 	s := straggler{
@@ -520,7 +531,7 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 			t.Errorf("got %q, want %q in it", text, want)
 		}
 	}
-	// A rank's own file brings its own segments.
+	// If the path is the file of one rank, the report reads only the segments of that rank.
 	r = reportOf(t, filepath.Join(dir, "t.rank1.json"))
 	if !slices.Equal(r.Files, []int{1}) {
 		t.Errorf("got files of %v, want rank 1 alone", r.Files)
@@ -528,7 +539,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 }
 
 func TestSuggestions(t *testing.T) {
-	// job has steps of n tensors; name and shape the operations.
+	// job returns the report on a job whose steps have n tensors each. change may change each operation
+	// before it is written.
 	job := func(t *testing.T, ranks, steps, n int, change func(step, i int, o *testOp)) *Report {
 		dir := t.TempDir()
 		for r := range ranks {
@@ -568,7 +580,7 @@ func TestSuggestions(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
 			want := strings.Split(c.want, "|")
 			if len(r.Suggestions) == 2 {
-				// The ranks of these jobs do nothing most of the time, too.
+				// In these jobs the ranks are also idle most of the time, which gives a second suggestion.
 				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool { return strings.HasPrefix(s.Do, "look at the program") })
 			}
 			if len(r.Suggestions) != 1 {
@@ -581,7 +593,7 @@ func TestSuggestions(t *testing.T) {
 	}
 }
 
-// tcp makes operations that spend 30 ms in an activity.
+// tcp returns a change that makes operations spend 30 ms in an activity.
 func tcp(activity, backend string) func(int, int, *testOp) {
 	return func(_, _ int, o *testOp) {
 		o.backend, o.ended = backend, o.begun+30*ms
@@ -598,12 +610,13 @@ func TestErrorsAreCounted(t *testing.T) {
 	}
 }
 
-// What is repeated within a step ends none, and what comes only before the first step does not hide the others.
+// A name that comes again within a step does not end the step. Names that come only before the first step do
+// not hide the steps.
 func TestSteps(t *testing.T) {
 	for name, c := range map[string]struct {
 		before, repeats int
-		objects         int // names that come twice before the first step
-		names           int // of a step
+		objects         int // number of names that come twice before the first step
+		names           int // number of names in a step
 	}{
 		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10}, "micro-batches": {repeats: 4, names: 10},
 		"many broadcasts before": {before: 60, names: 10}, "objects before": {objects: 2, names: 10}, "one name": {before: 14, objects: 2, names: 1},
@@ -629,7 +642,7 @@ func TestSteps(t *testing.T) {
 			if n := f.steps(); n < 16 || n > 23 || !near(float64(f.lengths.Quantile(.5)), 1000) {
 				t.Errorf("got %d steps of %d, want about 20 of 1000", n, f.lengths.Quantile(.5))
 			}
-			// The first step of the training is the last of the start-up.
+			// The start-up includes the first step of the training.
 			if f.firstBegin < 1000 || f.firstBegin > 4000 {
 				t.Errorf("the first complete step begins at %d, want some time after 1000", f.firstBegin)
 			}
@@ -637,7 +650,7 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// cover against marking every moment.
+// cover gives the same sum as marking every moment in an array.
 func TestCover(t *testing.T) {
 	var c cover
 	marked := make([]bool, 20_000)

@@ -12,7 +12,7 @@ import (
 	"testing/iotest"
 )
 
-// records returns those of a text, until the end or an error.
+// records returns the records of r up to its end or to an error, which it also returns.
 func records(r io.Reader) (all []string, err error) {
 	s := newScanner(r, "f")
 	for {
@@ -67,7 +67,7 @@ func TestScanner(t *testing.T) {
 	}
 }
 
-// An event that is too long ends the file, and is not kept.
+// A record that is too long ends the file, and the scanner does not keep it in memory.
 func TestLongRecords(t *testing.T) {
 	text := `[{"a":1},{"b":"` + strings.Repeat("x", maxRecord) + `"},{"c":"`
 	long := strings.NewReader(strings.Repeat("x", 64*maxRecord))
@@ -147,7 +147,8 @@ func TestFilesThatAreNone(t *testing.T) {
 			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
-			// Beside a good file, a bad one is reported and does no harm.
+			// If a good file is read with a bad one, the error of the bad file is returned and the report has
+			// the good one.
 			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
@@ -163,7 +164,7 @@ func TestFilesThatAreNone(t *testing.T) {
 	}
 }
 
-// Cut off anywhere, a file gives what came before.
+// If a file is cut off at any place, the report uses everything before that place.
 func TestTruncatedAnywhere(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	for n := 1; n <= 3; n++ {
@@ -194,7 +195,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 }
 
-// Damage in the middle is reported, and the events before it are used.
+// If a file is damaged in the middle, the report says so and uses what comes before the damage.
 func TestDamaged(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
@@ -254,7 +255,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// The scanner gives the same records whatever pieces the text comes in, and nothing it reads upsets the report or the merged trace.
+// The scanner returns the same records, however the text is split into reads. No input makes the report or
+// the merge fail, and the merged trace is always valid.
 func FuzzFile(f *testing.F) {
 	f.Add([]byte(horovodFile))
 	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})

@@ -11,39 +11,43 @@ import (
 	"testing"
 )
 
-// training is a job of data-parallel training whose ranks compute, submit gradients and wait for them. Times are in us.
+// training is a simulated job of data-parallel training. Its ranks compute, submit gradients and wait for
+// them. Times are in us.
 type training struct {
 	ranks, steps, gradients int
-	// compute is from the beginning of a step to its first gradient.
+	// compute returns the time from the beginning of a step to its first gradient.
 	compute func(rank, step int) int
-	// backward is between gradients. They are waited for together at the end of the step, or each before the next if oneByOne.
+	// backward is the time between two gradients. A rank waits for all gradients at the end of the step or,
+	// if oneByOne is set, for each one before it submits the next.
 	backward int
 	oneByOne bool
-	// exchange is what it takes for a gradient, skew how much later than the first a rank has the result, and trip the way to rank 0
-	// from another host.
+	// exchange is the time that the exchange of a gradient takes. skew is by how much later than the first
+	// each rank gets the result. trip is the time that a message to or from rank 0 takes if the rank is on
+	// another host.
 	exchange int
 	skew     []int
 	trip     int
-	// lateBy is how much longer rank starts takes before the parameters are broadcast.
+	// Rank starts broadcasts its parameters lateBy later than the other ranks.
 	starts, lateBy int
-	// hosts have clocks of their own; ranks are dealt to them in turn. With firstHost only the files of the first are there.
+	// hosts is the number of hosts; each has its own clock, and rank r is on host r mod hosts. If firstHost
+	// is set, only the files of the ranks of the first host are written.
 	hosts     int
 	firstHost bool
 }
 
-// trainingRun is a training at work.
+// trainingRun is the state of a training while its timelines are written.
 type trainingRun struct {
 	training
 	rng     *rand.Rand
 	files   []*file
-	started []int // when each rank's ts is 0, on rank 0's clock
-	now     []int // by rank
-	lane    []int // by rank, when it has executed what was granted
+	started []int // by rank, the time on rank 0's clock at which ts is 0
+	now     []int // by rank, the present time
+	lane    []int // by rank, the end of the last operation that was granted
 	number  int
 	seen    map[string]bool
 }
 
-// write writes the timelines of a training to a folder.
+// write simulates the training and writes its timelines to dir.
 func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 	r := &trainingRun{training: t, rng: rng, seen: make(map[string]bool), lane: make([]int, t.ranks)}
 	begin := 5000 * ms
@@ -60,7 +64,8 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 		r.files, r.started, r.now = append(r.files, f), append(r.started, at), append(r.now, begin+rng.IntN(ms))
 	}
 	r.now[t.starts] += t.lateBy
-	// Parameters that are broadcast together, and then objects one after the other, with names that come again.
+	// First the parameters are broadcast together, then objects one after the other, with names that occur
+	// twice.
 	r.submit("BROADCAST", 12, 0, false)
 	for range 2 {
 		r.submit("OBJECT", 2, 10*us, true)
@@ -85,7 +90,7 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 	}
 }
 
-// submit has all ranks submit operations, gap apart, and wait for them.
+// submit makes all ranks submit count operations, each gap after the one before, and wait for them.
 func (r *trainingRun) submit(kind string, count, gap int, oneByOne bool) {
 	for i := range count {
 		name := fmt.Sprint(strings.ToLower(kind), ".", i)
@@ -103,7 +108,8 @@ func (r *trainingRun) submit(kind string, count, gap int, oneByOne bool) {
 	}
 }
 
-// run runs an operation that each rank submits now, and returns when each has it.
+// run simulates an operation that each rank submits at its present time. It returns when the operation ends
+// at each rank.
 func (r *trainingRun) run(kind, name string) []int {
 	r.number++
 	ready, arrivals := 0, make([]int, r.ranks)
@@ -147,13 +153,14 @@ func (r *trainingRun) run(kind, name string) []int {
 	return ended
 }
 
-// Timelines of which it is known what is wrong, in 20 variations each: the headline and the suggestion name it, and blame no other rank.
+// For jobs with a known problem, in 20 random variations each, the verdict and the first suggestion name the
+// problem and blame no other rank.
 func TestKnownTimelines(t *testing.T) {
 	variations := uint64(20)
-	if raceEnabled { // there is nothing side by side to be seen
+	if raceEnabled { // variations are slow with the race detector and show it nothing new
 		variations = 2
 	}
-	// normal is a duration with a spread of 3 %.
+	// normal returns a random duration with mean us and a standard deviation of 3 %.
 	normal := func(rng *rand.Rand, us int) int { return int(float64(us) * max(1+0.03*rng.NormFloat64(), 0.8)) }
 	slow := func(rng *rand.Rand, job *training, usual, rank int) {
 		factor := 1.3 + 2*rng.Float64()
@@ -165,9 +172,11 @@ func TestKnownTimelines(t *testing.T) {
 		}
 	}
 	for name, c := range map[string]struct {
-		// make changes a job whose ranks usually compute for so long, and in which one rank may be chosen to be the guilty one.
+		// make changes a job in which each rank usually computes for usual us. It may make the given rank the
+		// guilty one.
 		make func(rng *rand.Rand, job *training, usual, rank int)
-		// guilty says that this rank is to blame; otherwise verdict and suggestion begin so.
+		// guilty reports whether the given rank is to blame. If not, the verdict and the first suggestion
+		// must begin with verdict and suggestion.
 		guilty              bool
 		verdict, suggestion string
 	}{
@@ -180,7 +189,7 @@ func TestKnownTimelines(t *testing.T) {
 			job.compute = func(int, int) int { return normal(rng, usual) + int(float64(usual)*(1.4+1.2*rng.Float64())) }
 		}, verdict: "no rank ", suggestion: "look at the program"},
 		"slow data on one rank": {make: func(rng *rand.Rand, job *training, usual, rank int) {
-			every := 1 + rng.IntN(3) // a batch is slow now and then
+			every := 1 + rng.IntN(3) // only one batch in a few is slow
 			job.compute = func(r, step int) int {
 				if r == rank && step%every == 0 {
 					return normal(rng, usual) + every*int(float64(usual)*(0.4+1.2*rng.Float64()))
@@ -191,11 +200,11 @@ func TestKnownTimelines(t *testing.T) {
 		"a slow network": {make: func(rng *rand.Rand, job *training, usual, _ int) {
 			job.hosts, job.trip = 2, 100*us+rng.IntN(5*ms)
 			job.exchange = int(float64(usual)*(1+3*rng.Float64())) / job.gradients
-			for range job.ranks { // some have the results later than others, as round a ring
+			for range job.ranks { // some ranks have the results later than others, as in a ring
 				job.skew = append(job.skew, rng.IntN(1+job.exchange/3))
 			}
 		}, verdict: "no rank ", suggestion: "look at the network"},
-		// A rank begins a little later in each step, and submits as fast as the others from then on.
+		// The rank begins a little later than the others in each step, and then submits as fast as they do.
 		"a rank a little behind": {make: func(rng *rand.Rand, job *training, usual, rank int) {
 			job.oneByOne, job.gradients, job.backward = false, 5+rng.IntN(5), usual/10
 			job.compute = func(r, _ int) int {
@@ -231,7 +240,7 @@ func TestKnownTimelines(t *testing.T) {
 				job.exchange = usual / (20 + rng.IntN(80)) / job.gradients
 				rank := rng.IntN(job.ranks)
 				c.make(rng, &job, usual, rank)
-				// The first step takes a while: caches are cold, and ranks do not begin together.
+				// The first step is slower, because caches are cold and the ranks do not begin together.
 				compute, warm := job.compute, rng.Perm(job.ranks)
 				job.compute = func(rank, step int) int {
 					if step == 0 {
@@ -283,7 +292,8 @@ func TestKnownTimelines(t *testing.T) {
 	}
 }
 
-// lost is for how much longer than all others a rank computes, per step. From then on compute says the same again.
+// lost returns for how long per step the rank computes longer than all others. It replaces compute by a
+// function that returns the same random times again.
 func (t *training) lost(rank int) float64 {
 	table, sum := make([][]int, t.steps), 0
 	for step := range table {

@@ -16,22 +16,22 @@ const (
 	ms = 1000 * us
 )
 
-// rankID is what the header of a file says.
+// rankID has the fields of a timeline file's header.
 type rankID struct {
 	rank, size     int
 	host, domain   string
 	epoch, segment int
-	monotonic      int // us
-	start          int // us
+	monotonic      int // in us
+	start          int // in us
 	job            string
 }
 
-// testTensor is one of an operation at a rank. Times are in us.
+// testTensor is a tensor of an operation at one rank. Times are in us.
 type testTensor struct {
 	name      string
 	submitted int
 	bytes     int
-	// arrivals are by position; 0 is none.
+	// arrivals are the times at which requests arrived, by position; 0 means that there is none.
 	arrivals []int
 	miss     bool
 	fails    string
@@ -44,14 +44,14 @@ type testActivity struct {
 
 type testOp struct {
 	set, number           int
-	kind                  string // ALLREDUCE if empty
+	kind                  string // ALLREDUCE if it is empty
 	granted, begun, ended int
 	tensors               []testTensor
 	activities            []testActivity
 	backend               string
 }
 
-// file writes a rank's timeline, as format.go of package timeline does.
+// file writes a rank's timeline in the same format as format.go of package timeline.
 type file struct {
 	b    bytes.Buffer
 	pids map[string]int
@@ -138,7 +138,7 @@ func (f *file) end(at, dropped int) string {
 	return f.b.String() + "\n]\n"
 }
 
-// put writes a file into a folder, packed if its name says so.
+// put writes text to a file in dir and returns its path. It compresses the text if name ends in .gz.
 func put(t testing.TB, dir, name, text string) string {
 	t.Helper()
 	data := []byte(text)
@@ -160,7 +160,8 @@ func put(t testing.TB, dir, name, text string) string {
 	return path
 }
 
-// opened opens files that must all be readable.
+// openJob opens the files at paths and fails the test if one cannot be read. The job is closed when the test
+// ends.
 func openJob(t testing.TB, paths ...string) *Job {
 	t.Helper()
 	j, bad, err := Open(paths, strings.NewReader(""))
@@ -175,7 +176,7 @@ func openJob(t testing.TB, paths ...string) *Job {
 	return j
 }
 
-// reportOf returns the report of files that must all be readable.
+// reportOf returns the report on the files at paths and fails the test if one cannot be read.
 func reportOf(t testing.TB, paths ...string) *Report {
 	t.Helper()
 	r, err := openJob(t, paths...).Report(Options{FusionThresholdBytes: 1 << 20, CacheCapacity: 1024})
@@ -185,21 +186,22 @@ func reportOf(t testing.TB, paths ...string) *Report {
 	return r
 }
 
-// straggler is a job of 4 ranks and 50 steps of 100 ms in which one rank is 5 ms late in each: two operations, of two tensors and of one,
-// the second 1 ms after the first. Ranks have clocks of their own, that are off by offsets.
+// straggler is a job of 4 ranks and 50 steps of 100 ms in which one rank is 5 ms late in each step. A step
+// has two operations, of two tensors and of one; the second begins 1 ms after the first.
 type straggler struct {
 	late     int
 	cached   bool
 	arrivals bool
 	domains  []string
-	// started is when each rank's ts is 0, on rank 0's clock, and monotonic what its domain's clock shows then.
+	// started has, for each rank, the time on rank 0's clock at which its ts is 0. monotonic has the time on
+	// the clock of its domain at that moment.
 	started, monotonic []int
 	clockError         int
 }
 
 const (
 	stragglerSteps = 50
-	stragglerBegin = 5000 * ms // when all have started
+	stragglerBegin = 5000 * ms // all ranks have started by then
 )
 
 func (s straggler) write(t testing.TB, dir, extension string) string {

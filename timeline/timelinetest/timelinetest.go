@@ -20,33 +20,33 @@ import (
 type Summary struct {
 	Rank, Size, Segment int
 	Epoch               uint64
-	// Job is the job in the measurements of the clock.
+	// Job is the name of the job in the measurements of the clock.
 	Job string
-	// Operations are the bars of tensors by the number of the operation, in the order of the file.
+	// Operations has one entry for each bar of a tensor, in the order of the file.
 	Operations []Operation
 	Cycles     int
 	Clocks     []Clock
-	// Names are the tracks in the order of their pids, from 1.
+	// Names are the names of the tracks in the order of their pids, from 1.
 	Names []string
-	// Ended says that the timeline was closed in order. Dropped is the number of drops until then or, if
-	// Ended is false, until the segment began.
+	// Ended reports whether the timeline was closed in order. Dropped is the number of dropped operations
+	// until then or, if Ended is false, until the segment began.
 	Ended   bool
 	Dropped uint64
 }
 
-// Operation is one tensor of an operation.
+// Operation is one tensor of one operation.
 type Operation struct {
 	Track      string
 	Set        uint32
 	Number     uint64
 	Kind       string
 	Negotiated string
-	// Times are in microseconds since the start: the times of the bars, and Submitted and Sent from the
-	// arguments.
+	// The times are in microseconds since the start of the timeline. Submitted and Sent come from the
+	// arguments, the others from the bars.
 	Begin, Submitted, Sent, Granted, Begun, Ended float64
 	Cached                                        bool
-	// Arrivals are by position. Last and Late are set if the arrivals of all ranks are there; otherwise Last
-	// is -1.
+	// Arrivals are the times at which requests arrived, by the position of the rank in its process set. Last
+	// and Late are set only if the requests of all ranks have arrived; otherwise Last is -1.
 	Arrivals map[int]float64
 	Last     int
 	Late     float64
@@ -60,13 +60,15 @@ type Operation struct {
 // Clock is a measurement of the clock.
 type Clock struct{ At, Offset, Error float64 }
 
-// Check reads a segment, compressed or not, and returns an error for the first rule that it breaks.
+// Check reads a segment, compressed or not, and returns an error for the first rule of the format that it
+// breaks.
 func Check(r io.Reader) error {
 	_, err := Read(r)
 	return err
 }
 
-// event is an event of the file. Its fields are pointers if they may be absent; other fields are an error.
+// event is an event of the file. Fields that an event may lack are pointers. A field that is not listed here
+// is an error.
 type event struct {
 	Name  *string          `json:"name"`
 	Phase string           `json:"ph"`
@@ -79,7 +81,7 @@ type event struct {
 	inner *inner // decodes Args
 }
 
-// bar is a beginning whose end has not been read yet.
+// bar is a begin event whose end event has not been read yet.
 type bar struct {
 	name string
 	ts   float64
@@ -91,7 +93,8 @@ type track struct {
 	open  []bar
 	ticks []string
 	op    Operation
-	// negotiated says that the bar of the operation must follow, at the time of the end of the negotiation.
+	// negotiated reports whether the negotiation has ended, so that the bar of the operation must follow at
+	// the same time.
 	negotiated bool
 }
 
@@ -99,8 +102,8 @@ type checker struct {
 	s      Summary
 	line   int
 	tracks map[int]*track
-	// waiting is a track whose name has been read, and sorted says that its index has been read too. The
-	// first event of the track must follow.
+	// waiting is the pid of a track whose name has been read, and sorted reports whether its sort index has
+	// been read too. The first event of the track must come next.
 	waiting int
 	sorted  bool
 }
@@ -121,7 +124,7 @@ func Read(r io.Reader) (*Summary, error) {
 		if err != nil {
 			return nil, err
 		}
-		// One member, for tools that know no more.
+		// Some tools read only the first gzip member, so there must be only one.
 		z.Multistream(false)
 		text, err := io.ReadAll(z)
 		if err != nil {
@@ -177,8 +180,8 @@ func args(e *event, to any) error {
 	return e.inner.decode(e.Args, to)
 }
 
-// inner decodes the arguments of events with one decoder. A decoder for each event would cost as much as
-// everything else.
+// inner decodes the arguments of all events with one decoder. A decoder for each event would take as much
+// time as all other checks together.
 type inner struct {
 	text    bytes.Buffer
 	decoder *json.Decoder
@@ -191,13 +194,14 @@ func newInner() *inner {
 	return n
 }
 
-// decode decodes a complete value.
+// decode decodes value, a complete JSON value, into to.
 func (n *inner) decode(value []byte, to any) error {
 	n.text.Write(value)
 	return n.decoder.Decode(to)
 }
 
-// isMicros reports whether n is a JSON number without an exponent, and with at most 3 decimals of which the last is not 0.
+// isMicros reports whether n is a JSON number of microseconds as the writer writes it: without an exponent,
+// with at most 3 decimals, the last of which is not 0.
 func isMicros(n []byte) bool {
 	whole, decimals, split := bytes.Cut(bytes.TrimPrefix(n, []byte("-")), []byte("."))
 	digits := func(b []byte) bool {

@@ -51,13 +51,15 @@ func TestSound(t *testing.T) {
 	}
 }
 
-// Each rule, broken once.
+// Check finds an error if one line is missing, two lines are swapped or one value is wrong.
 func TestBroken(t *testing.T) {
 	lines := strings.SplitAfter(sound, "\n")
 	for i := range lines[:len(lines)-1] {
 		switch {
 		case i == 4 || i == 5 || i == 18:
-			continue // those that need not be there; the last one, for its comma, is below
+			// A file needs no clock, cycle or end, but without the end, the comma before it is wrong for
+			// another reason.
+			continue
 		}
 		if err := timelinetest.Check(strings.NewReader(strings.Join(append(lines[:i:i], lines[i+1:]...), ""))); err == nil {
 			t.Errorf("without line %d it passes: %s", i+1, lines[i])
@@ -65,7 +67,7 @@ func TestBroken(t *testing.T) {
 	}
 	for i := 1; i < len(lines)-4; i++ {
 		if i == 4 {
-			continue // may change places with the next, but for the time
+			continue // it may change places with the next line, apart from the time
 		}
 		swapped := strings.Join(lines[:i], "") + lines[i+1] + lines[i] + strings.Join(lines[i+2:], "")
 		if err := timelinetest.Check(strings.NewReader(swapped)); err == nil && i != 5 {
