@@ -32,7 +32,7 @@ func histogramOf(durations ...time.Duration) (h trace.Histogram) {
 	return h
 }
 
-// full returns a rank that has all metrics.
+// full returns the statistics of a rank 0 that has all metrics of a coordinator and of a rank.
 func full() trace.Stats {
 	return trace.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
@@ -56,7 +56,7 @@ func full() trace.Stats {
 	}
 }
 
-// other returns a rank other than 0, which has the rest.
+// other returns the statistics of rank 1, which has all metrics except those of the coordinator.
 func other() trace.Stats {
 	s := full()
 	s.Rank, s.Coordinator = 1, nil
@@ -65,7 +65,8 @@ func other() trace.Stats {
 
 func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 	t.Helper()
-	r := prometheus.NewPedanticRegistry() // holds what is collected to what is described
+	// A pedantic registry checks that Collect returns what Describe describes.
+	r := prometheus.NewPedanticRegistry()
 	if err := r.Register(c); err != nil {
 		t.Fatal(err)
 	}
@@ -191,7 +192,7 @@ hvd_world_size 4
 	c := metrics.NewCollector(full)
 	var names []string
 	for _, f := range gather(t, c) {
-		// Histograms without labels are like the one with.
+		// These histograms have no labels and are otherwise like hvd_collective_duration_seconds.
 		if name := f.GetName(); name != "hvd_negotiation_seconds" && name != "hvd_queue_seconds" {
 			names = append(names, name)
 		}
@@ -201,14 +202,14 @@ hvd_world_size 4
 	}
 }
 
-// Each number of trace.Stats can be seen: another value gives other metrics. And none is a tensor's name.
+// If any one number of trace.Stats changes, the metrics change. No metric has the name of a tensor.
 func TestNothingIsForgotten(t *testing.T) {
 	text := func(s trace.Stats) string {
 		got, err := metrics.Text(func() trace.Stats { return s })
 		if err != nil {
 			t.Fatal(err)
 		}
-		// What the Go runtime and the process say changes by itself.
+		// The metrics of the Go runtime and of the process change all the time, so they are left out.
 		var ours []string
 		for line := range strings.Lines(string(got)) {
 			if strings.HasPrefix(line, "hvd_") {
@@ -241,10 +242,11 @@ func TestNothingIsForgotten(t *testing.T) {
 			v.SetString(v.String() + "x")
 		case reflect.Bool:
 			v.SetBool(!v.Bool())
-		case reflect.Uint8, reflect.Uint64: // kinds, backends and types of elements are small
+		// Flip the lowest bit, because kinds, backends and element types have few values.
+		case reflect.Uint8, reflect.Uint64:
 			v.SetUint(v.Uint() ^ 1)
 		case reflect.Int, reflect.Int32, reflect.Int64:
-			v.SetInt(v.Int() + 1<<20) // of a duration, more than what rounding hides
+			v.SetInt(v.Int() + 1<<20) // for a duration, more than what rounding hides
 		default:
 			t.Fatalf("%s: a %v is new here", path, v.Kind())
 		}
@@ -259,7 +261,8 @@ func TestNothingIsForgotten(t *testing.T) {
 	}
 }
 
-// All that is described is there when all is known, and what is not known is left out rather than 0.
+// If everything is known, every metric that Describe describes is there. A value that is not known is left
+// out and not shown as 0.
 func TestUnknownIsLeftOut(t *testing.T) {
 	c := metrics.NewCollector(full)
 	described := make(chan *prometheus.Desc, 100)
@@ -277,7 +280,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 		}
 	}
 	s = full()
-	s.FusionThresholdBytes = 0 // nothing is fused
+	s.FusionThresholdBytes = 0 // no fusion
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		for _, m := range f.Metric {
 			if g := m.GetGauge().GetValue(); math.IsNaN(g) || math.IsInf(g, 0) {
@@ -287,7 +290,8 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	}
 }
 
-// Native buckets, spelled out, are those of the counters, and classic ones agree with them at each of their bounds.
+// The native buckets have the counts of trace.Histogram, and the classic buckets agree with them at each
+// bound.
 func TestHistogram(t *testing.T) {
 	for name, h := range map[string]trace.Histogram{
 		"nothing":   {},
@@ -316,7 +320,7 @@ func TestHistogram(t *testing.T) {
 				index += s.GetOffset()
 				for range s.GetLength() {
 					count += got.PositiveDelta[at]
-					// A native bucket ends at 2^index.
+					// A native bucket with a given index ends at 2^index.
 					buckets[int(index)-trace.MinExponent] = uint64(count)
 					at++
 					index++
@@ -346,7 +350,7 @@ func TestHistogram(t *testing.T) {
 	}
 }
 
-// What Prometheus's own tools have to say of names, units and help.
+// Prometheus's linters accept the names, units and help texts of the metrics.
 func TestNames(t *testing.T) {
 	problems, err := testutil.CollectAndLint(metrics.NewCollector(full))
 	if err != nil || len(problems) > 0 {
@@ -361,13 +365,14 @@ func TestNames(t *testing.T) {
 			t.Errorf("%s: promtool: %s", name, out)
 		}
 	}
-	// A check that finds nothing ever would be none.
+	// promtool finds a metric that breaks the rules, so it does check.
 	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n", "check", "metrics"); content {
 		t.Error("promtool accepts what it should not")
 	}
 }
 
-// request asks a handler for a path.
+// request calls the handler h with a GET request for path and returns what it has written. headers are names
+// and values in turn.
 func request(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(http.MethodGet, path, nil)
 	for i := 0; i < len(headers); i += 2 {

@@ -28,7 +28,7 @@ const (
 	page   = "../../docs/metrics.md"
 )
 
-// families returns what a scrape of a job shows.
+// families returns the metric families of a scrape of a job.
 func families(t *testing.T) map[string]*dto.MetricFamily {
 	t.Helper()
 	j, _ := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs)})
@@ -40,11 +40,11 @@ func families(t *testing.T) map[string]*dto.MetricFamily {
 	return all
 }
 
-// series returns the names that can be queried, with the labels of each.
+// series returns the names of the series that can be queried, with the labels of each.
 func series(t *testing.T) map[string][]string {
 	all := make(map[string][]string)
 	for name, f := range families(t) {
-		labels := append(labelsOf(f), "job", "instance") // Prometheus's own
+		labels := append(labelsOf(f), "job", "instance") // Prometheus adds these two
 		switch f.GetType() {
 		case dto.MetricType_HISTOGRAM:
 			all[name+"_bucket"] = append(slices.Clone(labels), "le")
@@ -65,7 +65,7 @@ func labelsOf(f *dto.MetricFamily) (labels []string) {
 	return labels
 }
 
-// rules returns the expressions of the alerts, by name.
+// rules returns the expression of each alert, by the name of the alert.
 func rules(t *testing.T) map[string]string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "alerts.yml"))
@@ -94,7 +94,7 @@ var (
 	byLabels    = regexp.MustCompile(`\b(?:by|on|without|ignoring|group_left) *\(([^)]*)\)`)
 )
 
-// wantSeries holds an expression to what exists.
+// wantSeries checks that the metrics and labels in expr exist.
 func wantSeries(t *testing.T, where, expr string, exist map[string][]string) {
 	t.Helper()
 	var labels []string
@@ -118,7 +118,8 @@ func wantSeries(t *testing.T, where, expr string, exist map[string][]string) {
 	}
 }
 
-// What deploy/ asks for exists, and Prometheus accepts and understands it.
+// The metrics that the files in deploy/ query exist. Prometheus accepts the alerts and the dashboard's
+// queries, and the alerts pass their tests.
 func TestDeploy(t *testing.T) {
 	exist := series(t)
 	alerts := rules(t)
@@ -140,7 +141,7 @@ func TestDeploy(t *testing.T) {
 			t.Errorf("promtool %v: %s", args, out)
 		}
 	}
-	// Rules are a way to have the dashboard's queries parsed.
+	// promtool parses the dashboard's queries if they are written as rules.
 	text, err := json.Marshal(map[string]any{"groups": []map[string]any{{"name": "dashboard", "rules": recorded}}})
 	if err != nil {
 		t.Fatal(err)
@@ -163,7 +164,8 @@ func TestDeploy(t *testing.T) {
 	}
 }
 
-// panels returns the queries of the dashboard, by the title of their panel, and those of its variables, with values for these.
+// panels returns the queries of the dashboard by the title of their panel, and the queries of its variables.
+// It replaces the variables in them by values.
 func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "grafana-dashboard.json"))
@@ -198,7 +200,8 @@ func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	return queries, variables
 }
 
-// Where ranks are scraped one by one, the dashboard shows all but what the README says.
+// If Prometheus scrapes each rank and not the launcher, the dashboard shows everything except the panels that
+// deploy/README.md names.
 func TestDashboardOfRanks(t *testing.T) {
 	var targets []string
 	for r := range 2 {
@@ -262,7 +265,7 @@ func TestDashboardOfRanks(t *testing.T) {
 	}
 }
 
-// The legends and texts of the dashboard and of the alerts name labels that the result has.
+// The legends of the dashboard and the texts of the alerts use only labels that exist.
 func TestTemplates(t *testing.T) {
 	known := map[string]bool{}
 	for _, labels := range series(t) {
@@ -290,7 +293,7 @@ func TestTemplates(t *testing.T) {
 	}
 }
 
-// The page lists what there is: names, types, labels and help.
+// docs/metrics.md lists exactly the metrics that exist, with type, labels and help.
 func TestPage(t *testing.T) {
 	text, err := os.ReadFile(page)
 	if err != nil {
@@ -311,7 +314,8 @@ func TestPage(t *testing.T) {
 		}
 		var labels []string
 		for _, l := range labelsOf(f) {
-			// The job gives all metrics of ranks these two.
+			// Only these two metrics have labels rank and host of their own. All other metrics of ranks get
+			// both labels from the launcher, so the page does not list them.
 			if own := name == "hvd_up" || name == "hvd_rank_info"; own || l != "rank" && l != "host" {
 				labels = append(labels, "`"+l+"`")
 			}

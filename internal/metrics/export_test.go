@@ -1,4 +1,4 @@
 package metrics
 
-// ServeOn is Serve on a listener of the test.
+// ServeOn is like Serve but uses the listener that it is given.
 var ServeOn = serveOn

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// textOf returns the answer of a rank.
+// textOf returns the metrics of a rank as text, after change has changed its statistics.
 func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 	t.Helper()
 	s := full()
@@ -42,7 +42,8 @@ func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 
 func asIs(*trace.Stats) {}
 
-// jobOf returns a job whose ranks, on hosts a and b in turn, have answered.
+// jobOf returns a job of size ranks on hosts a and b in turn, which answers with answers, and what the job
+// logs. The job is closed when the test ends.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
 	t.Helper()
 	log, entries := testnet.Logs()
@@ -62,7 +63,7 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 	return j, entries
 }
 
-// shown returns what a scrape of the job shows.
+// shown returns the text of a scrape of j.
 func shown(t *testing.T, j *metrics.Job) string {
 	t.Helper()
 	w := request(j.Handler(), "/metrics")
@@ -84,13 +85,14 @@ func wantLines(t *testing.T, text string, lines ...string) {
 func TestJob(t *testing.T) {
 	j, entries := jobOf(t, 4, map[int][]byte{
 		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *trace.Stats) { s.InFlight = 77 }), 3: textOf(t, 3, asIs),
-		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // there are no such ranks
+		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // the job has no ranks 4 and -1
 	})
 	text := shown(t, j)
 	wantLines(t, text,
 		`hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 1`, `hvd_up{host="a",rank="2"} 0`, `hvd_up{host="b",rank="3"} 1`,
 		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`, `hvd_queue_depth{host="b",rank="3"} 5`,
-		`hvd_rank_info{host="b",rank="3"} 1`, // the rank's own labels are in place of those that it gave
+		// The launcher replaces the labels rank and host that the rank sent.
+		`hvd_rank_info{host="b",rank="3"} 1`,
 		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
 		`hvd_collective_duration_seconds_bucket{backend="shm",host="b",op="allreduce",rank="1",le="0.00390625"} 2`,
 		`hvd_collective_duration_seconds_sum{backend="shm",host="b",op="allreduce",rank="3"} 10800.003`,
@@ -136,7 +138,8 @@ func TestJob(t *testing.T) {
 	}
 }
 
-// A rank whose answer cannot be used is down and is logged, and costs the others nothing.
+// If the answer of a rank is invalid, hvd_up of the rank is 0 and the log says why. The metrics of the other
+// ranks are not affected.
 func TestBadAnswers(t *testing.T) {
 	series := func(n int) []byte {
 		var b bytes.Buffer
@@ -181,10 +184,11 @@ func TestBadAnswers(t *testing.T) {
 	}
 	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
 	text := shown(t, j)
-	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`, `late{host="a",rank="0"} 1`) // without the time
+	// The timestamp of the sample is left out.
+	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`, `late{host="a",rank="0"} 1`)
 }
 
-// Bad answers add up.
+// The counter of bad answers counts those of all scrapes.
 func TestBadAnswersAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := jobOf(t, 3, map[int][]byte{0: nil, 1: nil})
@@ -194,7 +198,7 @@ func TestBadAnswersAreCounted(t *testing.T) {
 	})
 }
 
-// Rank 0 of the largest job fits.
+// The answer of rank 0 of the largest job is within the limit on the size of an answer.
 func TestLargestJobFits(t *testing.T) {
 	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
@@ -208,11 +212,12 @@ func TestLargestJobFits(t *testing.T) {
 	t.Logf("%d bytes", len(text))
 }
 
-// asker counts queries, and answers when the test lets it, or when a query has taken too long.
+// asker counts the questions to the ranks. It answers for both ranks when free is closed, or only for rank 0
+// when the question times out.
 type asker struct {
 	mu    sync.Mutex
 	asked int
-	limit time.Duration // of the last
+	limit time.Duration // the time that the last question had
 	free  chan struct{}
 	text  []byte
 }
@@ -236,7 +241,7 @@ func newAsker(t *testing.T) (*asker, *metrics.Job) {
 	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
 }
 
-// Scrapes at the same time, and soon after, are one question; a later one is another.
+// Concurrent scrapes and scrapes within a second share one question to the ranks. A later scrape asks again.
 func TestScrapesShareQuestions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, j := newAsker(t)
@@ -269,7 +274,8 @@ func TestScrapesShareQuestions(t *testing.T) {
 	})
 }
 
-// Ranks have a second, or three quarters of what Prometheus waits; those that have answered until then are shown.
+// Ranks have at most a second to answer, and at most three quarters of Prometheus's scrape timeout. A scrape
+// shows the ranks that have answered by then.
 func TestRanksThatDoNotAnswer(t *testing.T) {
 	for _, c := range []struct {
 		header string
@@ -288,14 +294,16 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 				}
 				wantLines(t, w.Body.String(), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
 					fmt.Sprintf("hvd_job_gather_seconds %v", c.want.Seconds()),
-					"hvd_job_start_time_seconds 9.466848e+08") // a bubble begins with the year 2000
+					// In a synctest bubble time begins with the year 2000.
+					"hvd_job_start_time_seconds 9.466848e+08")
 				j.Close()
 			})
 		})
 	}
 }
 
-// Who waits less than others gets an error in time, and takes them nothing away; so does one that goes.
+// A scrape with a shorter timeout than others gets an error in time. Neither it nor a client that disconnects
+// affects the other scrapes that share the question.
 func TestShortScrapeTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		_, j := newAsker(t)
@@ -304,7 +312,7 @@ func TestShortScrapeTimeout(t *testing.T) {
 		begun := time.Now()
 		gone, leave := context.WithCancel(t.Context())
 		patient.Go(func() {
-			// The one that causes the question leaves first.
+			// The first scrape asks the ranks, and its client disconnects before they answer.
 			r, err := http.NewRequestWithContext(gone, http.MethodGet, "/metrics", nil)
 			if err != nil {
 				t.Error(err)
@@ -332,12 +340,13 @@ func TestShortScrapeTimeout(t *testing.T) {
 	})
 }
 
-// When the job ends, a scrape under way ends at once, and Close waits for the question.
+// When the job ends, a scrape in progress ends at once, and Close waits until the question to the ranks has
+// ended.
 func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
 		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"}, Ask: func(ctx context.Context) (map[int][]byte, error) {
-			defer time.Sleep(time.Millisecond) // to tidy up
+			defer time.Sleep(time.Millisecond) // the question takes 1 ms to end
 			return a.ask(ctx)
 		}})
 		h := j.Handler()
@@ -353,7 +362,7 @@ func TestCloseDuringQuery(t *testing.T) {
 			t.Errorf("Close took %v and gave %v, want it to wait for the question, and no longer", time.Since(begun), err)
 		}
 		scrape.Wait()
-		time.Sleep(time.Minute) // nothing is fresh
+		time.Sleep(time.Minute) // the last answers are too old to be shown again
 		if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || a.asked != 1 {
 			t.Errorf("a scrape after Close: got %d, and %d questions in all", w.Code, a.asked)
 		}
@@ -363,7 +372,7 @@ func TestCloseDuringQuery(t *testing.T) {
 	})
 }
 
-// A store that fails is logged, and what was answered is shown.
+// If asking the ranks fails, the error is logged, and the scrape shows the ranks that have answered.
 func TestQuestionThatFails(t *testing.T) {
 	log, entries := testnet.Logs()
 	j := metrics.NewJob(metrics.JobConfig{
@@ -379,7 +388,7 @@ func TestQuestionThatFails(t *testing.T) {
 	}
 }
 
-// Whatever a rank says, what is shown of the others is what they have said, and can be read.
+// Whatever a rank answers, the scrape can be parsed and shows the metrics of the other ranks unchanged.
 func FuzzAnswer(f *testing.F) {
 	const good = "# TYPE hvd_queue_depth gauge\nhvd_queue_depth 5\n# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\n"
 	f.Add([]byte(good))
@@ -391,12 +400,14 @@ func FuzzAnswer(f *testing.F) {
 		j, _ := jobOf(t, 2, map[int][]byte{0: []byte(good), 1: answer})
 		text := shown(t, j)
 		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`, `hvd_job_ranks 2`)
-		// It is itself an answer that can be used, but for the names that are the launcher's.
+		// The scrape is itself a valid answer of a rank, once the metrics that are reserved for the launcher
+		// are left out.
 		var theirs []string
 		for line := range strings.Lines(text) {
 			name := strings.TrimPrefix(strings.TrimPrefix(line, "# HELP "), "# TYPE ")
 			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
-				// One rank's, for two would be twice the same.
+				// Rename the label rank. Otherwise the launcher would replace its values, and the series of
+				// the two ranks would be duplicates.
 				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1), `rank="1"`, `of="1"`, 1))
 			}
 		}
@@ -418,7 +429,8 @@ func BenchmarkJob(b *testing.B) {
 			ask := func(context.Context) (map[int][]byte, error) { return maps.Clone(answers), nil }
 			b.ReportAllocs()
 			for b.Loop() {
-				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask}) // one that has nothing fresh
+				// A new job has no earlier answers to show.
+				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask})
 				w := request(j.Handler(), "/metrics")
 				b.SetBytes(int64(w.Body.Len()))
 				j.Close()

@@ -62,7 +62,7 @@ func serve(t *testing.T, h http.Handler) *metrics.Server {
 	return s
 }
 
-// get scrapes once, on a connection of its own.
+// get scrapes addr once, on a new connection.
 func get(t *testing.T, addr string) (string, error) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	req, err := http.NewRequestWithContext(testnet.Context(t), http.MethodGet, "http://"+addr+"/metrics", nil)
@@ -99,8 +99,8 @@ func TestServe(t *testing.T) {
 	testnet.WantError(t, err, "metrics: ", `"nothing"`)
 }
 
-// Clients that connect and send nothing, or half a request, keep no other client out and no connection open, however
-// many they are.
+// Many clients that connect and send nothing, or half a request, do not keep others from scraping. The server
+// closes the oldest of them.
 func TestStrangersAreBounded(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	first := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HT"))
@@ -123,7 +123,7 @@ func isTimeout(err error) bool {
 	return ok && e.Timeout()
 }
 
-// A connection that has ended makes room.
+// A connection that has ended does not count, so a server does not close an old connection because of it.
 func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	idle := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
@@ -142,10 +142,12 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	resp.Body.Close()
 }
 
-// waitLimit bounds the waits of the tests. It is less than the timeouts of the server.
+// waitLimit bounds the waits in tests. It is shorter than the server's timeouts, so that a wait does not end
+// because of them.
 const waitLimit = 8 * time.Second
 
-// Close lets an answer end that is about to, cuts one that is not, and waits for both.
+// Close lets an answer finish that takes less than 100 ms, cancels one that takes longer, and waits for the
+// handlers of both.
 func TestCloseDuringScrapes(t *testing.T) {
 	for range 20 {
 		if closeDuringScrapes(t) {
@@ -155,7 +157,8 @@ func TestCloseDuringScrapes(t *testing.T) {
 	t.Fatal("no answer of twenty ended within 100 ms")
 }
 
-// closeDuringScrapes reports whether it was quick enough: Close does not wait for long.
+// closeDuringScrapes returns false if the machine was too slow for the quick answer to end before Close
+// cancelled it.
 func closeDuringScrapes(t *testing.T) bool {
 	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}), make(chan struct{})
 	log, _ := testnet.Logs()
@@ -179,7 +182,8 @@ func closeDuringScrapes(t *testing.T) bool {
 	}
 	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: h1\r\n\r\n"))
 	<-begun
-	// What it has yet to send hides from the server that it is cut.
+	// The body that the client still has to send keeps the server from seeing the end of the connection, so
+	// the handler learns of it only from Close.
 	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: h1\r\nContent-Length: 5\r\n\r\n"))
 	<-begun
 	silent := testnet.RawDial(t, s.Addr())
@@ -235,7 +239,7 @@ func closeDuringScrapes(t *testing.T) bool {
 	return true
 }
 
-// pipes is a listener whose connections are pipes, on which time can be a bubble's.
+// pipes is a listener whose connections are pipes, so that it can be used in a synctest bubble.
 type pipes struct {
 	conns  chan net.Conn
 	closed chan struct{}
@@ -264,7 +268,8 @@ func (p *pipes) dial() net.Conn {
 	return ours
 }
 
-// Neither who sends half a request nor who does not read the answer keeps a connection for longer than 10 s each.
+// A client that sends half a request and a client that does not read the answer lose their connections after
+// 10 s.
 func TestSlowClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
