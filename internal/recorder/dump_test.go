@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// full returns a dump that has something of everything.
+// full returns a dump in which every field has a value.
 func full() *analysis.Snapshot {
 	r := New(10)
 	r.Record(operation(1, 5*ms, "a", "b\"\n\x1b[2J", "\xff"))
@@ -65,12 +65,12 @@ func TestDumpTravels(t *testing.T) {
 	}
 }
 
-// Only the last operations travel, and fewer if they are large.
+// Encode keeps only the last operations, and fewer if they are large.
 func TestEncodeBounds(t *testing.T) {
 	const recorded, most = 500, 20 << 10
 	r := New(400)
 	for n := range uint64(recorded) {
-		// Names that do not pack: numbers by a multiplicative generator.
+		// Names that look random do not compress. They come from a multiplicative generator.
 		name := ""
 		for i := range uint64(30) {
 			name += fmt.Sprintf("%016x", (n*31+i+1)*0x9e3779b97f4a7c15)
@@ -94,7 +94,7 @@ func TestEncodeBounds(t *testing.T) {
 			t.Errorf("got %d recorded", got.Recorded)
 		}
 	}
-	// What packs well is bounded by what it unpacks to.
+	// Operations that compress well are bounded by their size before compression.
 	d.Operations[399].Error = strings.Repeat("x", maxPlainBytes/8)
 	d.Operations = slices.Repeat(d.Operations[399:], 9)
 	text, err := encodeWithin(d, 500, MaxBytes)
@@ -111,7 +111,7 @@ func TestEncodeBounds(t *testing.T) {
 	}
 }
 
-// What a rank can make long is cut, so that every dump that is made can be read.
+// Dump cuts everything that a rank could make too long, so that each dump can be decoded.
 func TestDumpBounds(t *testing.T) {
 	long := strings.Repeat("x", 1<<16)
 	r := New(10)
@@ -144,7 +144,7 @@ func TestDumpBounds(t *testing.T) {
 	if _, err := Decode(text); err != nil {
 		t.Error(err)
 	}
-	// More members than there may be.
+	// Sets whose members exceed the limit are left out.
 	about.Sets = map[topo.ProcessSetID][]topo.Rank{1: make([]topo.Rank, 10), 2: make([]topo.Rank, maxMembers), 3: {1}}
 	if text, err = Encode(r.Dump(about), 0); err != nil {
 		t.Fatal(err)
@@ -258,7 +258,7 @@ func TestWriteFile(t *testing.T) {
 			t.Errorf("%s has mode %v, error %v, want %v", path, info.Mode(), err, want)
 		}
 	}
-	// A folder that cannot be made, and a file that cannot be replaced: nothing is left behind.
+	// If the folder cannot be created or the file cannot be replaced, no temporary file is left.
 	if _, err := WriteFile(filepath.Join(dir, "rank1.json"), d); err == nil {
 		t.Error("got no error where the folder is a file")
 	}
@@ -288,7 +288,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		again, err := Encode(d, DefaultOperations)
 		if err != nil {
-			return // a time that JSON does not have
+			return // JSON cannot express one of the times
 		}
 		decoded, err := Decode(again)
 		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) || !reflect.DeepEqual(decoded.Operations, d.Operations) {

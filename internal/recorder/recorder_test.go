@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const ms = time.Millisecond
 
-// operation returns grant number n of set 0: allreduces of some names, which ended at a time.
+// operation returns the operation of grant n of set 0: an allreduce of the named tensors that ended at ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
 		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms, Ended: ended,
@@ -67,7 +67,7 @@ func TestRecord(t *testing.T) {
 	}
 }
 
-// A slot that is filled again has nothing of what it had.
+// The oldest operation is overwritten first, and the new one has nothing left of it.
 func TestOldestGoesFirst(t *testing.T) {
 	for _, size := range []int{0, 1, 2, 3, 7} {
 		r := New(size)
@@ -129,7 +129,7 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
-	// Documented at New, in the help of HVD_FLIGHT_RECORDER and in docs/troubleshooting.md.
+	// This size is documented at New, in the help of HVD_FLIGHT_RECORDER and in docs/troubleshooting.md.
 	if size := unsafe.Sizeof(slot{}); size != 128 {
 		t.Errorf("a slot has %d bytes, want 128", size)
 	}

@@ -14,13 +14,14 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// rankAt is a rank of a job in a test, and what its dump says.
+// rankAt is a rank of a job, with its recorder and the rest of its dump.
 type rankAt struct {
 	*Recorder
 	About
 }
 
-// job returns some ranks which have run grad/0 and grad/1 twice, the second time until 1 s. Their dumps are of 20 s.
+// job returns the ranks of a job of size ranks. They have run grad/0 and grad/1 twice, the second time until
+// 1 s, and their dumps are taken at 20 s.
 func job(size int) []*rankAt {
 	var all []*rankAt
 	for r := range size {
@@ -32,21 +33,22 @@ func job(size int) []*rankAt {
 	return all
 }
 
-// waits has the rank wait for allreduces since a time.
+// waits adds allreduces for which the rank has waited since the given time.
 func (k *rankAt) waits(since time.Duration, names ...string) {
 	for _, name := range names {
 		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
 	}
 }
 
-// runs has the rank run an allreduce which it asked for at a time, if it has begun.
+// runs adds an allreduce that the rank submitted at since and that has been granted. If begun is not 0, the
+// rank is executing it.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	k.Pending = append(k.Pending, trace.Pending{
 		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms, Begun: begun, Number: number,
 	})
 }
 
-// dumps returns those of the ranks as they arrive.
+// dumps returns the dumps of the ranks, encoded and decoded as when they are sent.
 func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	t.Helper()
 	for _, k := range ranks {
@@ -63,7 +65,7 @@ func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	return all
 }
 
-// head returns the report without the state of each rank.
+// head returns the part of the report before the state of each rank.
 func head(report string) string {
 	text, _, _ := strings.Cut(report, "State of each rank:\n")
 	return text
@@ -79,8 +81,8 @@ func TestReport(t *testing.T) {
 		name   string
 		size   int
 		play   func(j []*rankAt)
-		answer []int          // all if nil
-		absent map[int]string //
+		answer []int // the ranks that answer; nil means all
+		absent map[int]string
 		want   string
 	}{
 		{"one rank stays away", 4, func(j []*rankAt) {
@@ -175,7 +177,8 @@ func TestReport(t *testing.T) {
 			j[1].runs(2*time.Second, 0, 0, "y")
 		}, nil, nil, "No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
 
-		// The dumps are of different moments: rank 1 has done it meanwhile, again.
+		// The dumps are taken at different moments. Rank 1's is later, and in it rank 1 has completed the
+		// operation once more.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
 			j[1].Record(operation(3, 3*time.Second, "grad/0"))
@@ -190,7 +193,8 @@ func TestReport(t *testing.T) {
 			"  rank 2 has not joined; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
 
-		// That ranks have joined, longest ago, is no fault, and what is queued waits for what is inside.
+		// The join has waited longest but is no fault, so it does not come first. The operation that is
+		// queued waits for the one that is being executed.
 		{"what says most is first", 4, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			for _, r := range []int{1, 2} {
@@ -202,7 +206,7 @@ func TestReport(t *testing.T) {
 			}
 			op := operation(3, 1500*ms, "x")
 			op.Absent = true
-			j[3].Record(op) // rank 3 stood in, and has never called it
+			j[3].Record(op) // rank 3 took part in x as an absent rank and has never called it
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
@@ -265,7 +269,7 @@ func TestReport(t *testing.T) {
 					who = append(who, j[r])
 				}
 			}
-			slices.Reverse(who) // they come in any order
+			slices.Reverse(who) // the order of the dumps does not matter
 			all := dumps(t, who...)
 			report := analysis.Analyse(all, c.size, c.absent).Text()
 			if got := head(report); got != c.want {
@@ -313,7 +317,7 @@ func TestStateOfEachRank(t *testing.T) {
 	}
 }
 
-// Of two dumps of a rank the newer one counts. Dumps of ranks that are not in the job do not count.
+// Of two dumps of a rank only the newer one counts. A dump of another job does not count.
 func TestDumpsThatDoNotCount(t *testing.T) {
 	j := job(2)
 	old := job(2)[0]
@@ -330,7 +334,8 @@ func TestDumpsThatDoNotCount(t *testing.T) {
 	}
 }
 
-// A rank that was on its way when another ended the job is not named as missing, be there a dump of that one or not.
+// If rank 0 ended the job, Blame does not name rank 1 as missing, which was about to call the operation. It
+// does not matter whether there is a dump of rank 0.
 func TestBlame(t *testing.T) {
 	ranks := job(3)
 	ranks[2].waits(19990*ms, "grad/0")
