@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// settings returns the defaults with some set.
+// settings returns the default settings, changed by the variables in environ.
 func settings(t *testing.T, environ ...string) *config.Config {
 	t.Helper()
 	c, err := config.Load(config.Sources{Environ: environ})
@@ -32,7 +32,7 @@ func settings(t *testing.T, environ ...string) *config.Config {
 	return &c
 }
 
-// objects reads lines of JSON.
+// objects decodes lines of JSON and fails the test if one is not an object.
 func objects(t *testing.T, b []byte) (all []map[string]any) {
 	t.Helper()
 	for line := range bytes.Lines(b) {
@@ -48,7 +48,7 @@ func objects(t *testing.T, b []byte) (all []map[string]any) {
 func TestLevels(t *testing.T) {
 	for _, test := range []struct {
 		word string
-		want string // of trace, debug, info, warn, error
+		want string // first letters of the levels that are written: trace, debug, info, warn, error
 	}{
 		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
 	} {
@@ -140,7 +140,7 @@ func TestAuto(t *testing.T) {
 	}
 }
 
-// A log line stays one line of bounded length and moves no cursor, whatever names the peers have chosen.
+// Text that peers have chosen cannot begin a new line, move the cursor or make a line longer than the bound.
 func TestWhatPeersSay(t *testing.T) {
 	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
 	for _, format := range []string{"json", "console"} {
@@ -165,7 +165,7 @@ func TestWhatPeersSay(t *testing.T) {
 	}
 }
 
-// A text of just the bound is whole.
+// A text of exactly 1024 bytes is written in full; a longer one is cut.
 func TestBound(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -180,13 +180,14 @@ func TestBound(t *testing.T) {
 	}
 }
 
-// observed returns a quiet logger and what it writes.
+// observed returns a logger made by Quiet and the entries that it writes.
 func observed() (*zap.Logger, *observer.ObservedLogs) {
 	log, entries := testnet.Logs()
 	return logs.Quiet(log), entries
 }
 
-// lines returns the messages in entries with their numbers of what was left out.
+// lines returns the messages of entries. A message after which lines were left out has their number behind a
+// +.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {
@@ -199,7 +200,8 @@ func lines(entries *observer.ObservedLogs) string {
 	return strings.Join(all, " ")
 }
 
-// A storm is twenty lines a minute, and the first one after it has the number of those that were dropped.
+// If the same line is logged very often, twenty a minute are written. The first line of the next minute has
+// the number of those that were left out.
 func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, entries := observed()
@@ -228,7 +230,8 @@ func TestStorm(t *testing.T) {
 	})
 }
 
-// The next line of any message tells how many were dropped, or Sync does, and once.
+// The next line of any message has the number of lines that were left out. If there is no further line, Sync
+// writes one. The number is written only once.
 func TestLeftOutIsTold(t *testing.T) {
 	log, entries := observed()
 	for range 23 {
@@ -252,7 +255,7 @@ func TestLeftOutIsTold(t *testing.T) {
 	}
 }
 
-// Lines of different messages and levels do not hide each other.
+// Each message and level has its own limit.
 func TestMessagesAndLevels(t *testing.T) {
 	log, entries := observed()
 	for range 100 {
@@ -266,7 +269,7 @@ func TestMessagesAndLevels(t *testing.T) {
 	}
 }
 
-// Quiet of a quiet logger counts once, and nil writes nothing.
+// Quiet of a logger made by Quiet does not count lines twice. A nil logger writes nothing.
 func TestQuietTwice(t *testing.T) {
 	log, entries := observed()
 	inner := log.With(zap.Int("i", 1))
@@ -283,7 +286,7 @@ func TestQuietTwice(t *testing.T) {
 	logs.Quiet(nil).Warn("nobody hears")
 }
 
-// The cores below decide for themselves what they want.
+// Each core below Quiet writes only the levels that it is enabled for.
 func TestLevelsBelow(t *testing.T) {
 	all, allSeen := observer.New(zapcore.DebugLevel)
 	some, someSeen := observer.New(zapcore.ErrorLevel)
@@ -295,7 +298,7 @@ func TestLevelsBelow(t *testing.T) {
 	}
 }
 
-// A log that cannot be written to is said on the logger's error output.
+// If a line cannot be written, the logger's error output gets the error.
 func TestFullDisk(t *testing.T) {
 	var said bytes.Buffer
 	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(failing{}), zapcore.DebugLevel)
@@ -310,7 +313,8 @@ type failing struct{}
 
 func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
 
-// Loggers are for many goroutines, and no line of a storm is counted twice or lost.
+// Many goroutines can use a logger concurrently. Each repeated line is either written or counted as left out,
+// once.
 func TestManyGoroutines(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -326,7 +330,8 @@ func TestManyGoroutines(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	// A line that is being written while others are dropped tells of them. The sampler may let through what comes at its very first moment.
+	// A line that is written while others are being left out has their number, and may be one of "w". The
+	// sampler may let through a few lines more at its very first moment.
 	written, leftOut := 0, 0.0
 	for _, line := range objects(t, out.Bytes()) {
 		if line["msg"] == "w" {
@@ -341,7 +346,7 @@ func TestManyGoroutines(t *testing.T) {
 	}
 }
 
-// ExampleNew shows a line for programs.
+// ExampleNew shows a line in JSON.
 func ExampleNew() {
 	c := config.Defaults()
 	c.LogHideTime = true
@@ -351,7 +356,8 @@ func ExampleNew() {
 	// Output: {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
-// Trace is a word in every format, and is complete however many lines there are of it.
+// Trace is a level with a name in each format, and its lines are complete, however many there are and however
+// long they are.
 func TestTrace(t *testing.T) {
 	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
 		var out bytes.Buffer
