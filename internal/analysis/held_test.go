@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// ask is an operation for which a rank asked last, in ms. The ranks go on without waiting for it if its rank is negated, less 1.
+// ask is an operation for which one rank asked at asked and the others by others, in ms. The others waited
+// for it if rank >= 0. If rank is negative, ^rank asked last and the others went on without waiting.
 type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {
@@ -40,19 +41,21 @@ func TestHeld(t *testing.T) {
 		"one operation":       {[]ask{{1, 3, 8}}, []int{0, 5, 0}},
 		"before time began":   {[]ask{{1, -9, -7}, {1, -6, -5}}, []int{0, 3, 0}},
 		"one after the other": {[]ask{{1, 0, 5}, {1, 10, 15}, {1, 20, 25}}, []int{0, 15, 0}},
-		// A checkpoint is read by rank 0 only, and the others wait for twelve broadcasts.
+		// Only rank 0 reads a checkpoint, and the others wait for twelve broadcasts at the same time.
 		"side by side": {slices.Repeat([]ask{{0, 0, 10}}, 12), []int{10, 0, 0}},
-		// The rank is behind by 5 ms, and submits as fast as the others.
+		// Rank 2 is behind by 5 ms from the first operation on, or falls behind slowly, or catches up.
 		"behind all the time": {[]ask{{2, 0, 5}, {2, 2, 7}, {2, 4, 9}, {2, 6, 11}}, []int{0, 0, 5}},
 		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
-		// The rank is behind by 2 ms, which is less than the time between operations, and then by 3 ms.
+		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. The others wait for it
+		// only in some operations, or its lateness is 0 there.
 		"not waited for":         {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}}, []int{0, 3, 0}},
 		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},
 		"waited for, not behind": {[]ask{{^1, 0, 2}, {1, 10, 10}, {^1, 20, 22}, {1, 30, 30}}, []int{0, 4, 0}},
-		// The time up to 6 counts for rank 0 already.
+		// The time up to 6 is charged to rank 0, so only the rest is charged to rank 1.
 		"two ranks": {[]ask{{0, 0, 6}, {1, 1, 8}}, []int{6, 2, 0}},
-		// The wait of an operation that nobody waits for until the end does not count again what the others have lost meanwhile.
+		// The wait for the last operation began first. It does not count again the time that was charged for
+		// the operations in between.
 		"a long one around others": {[]ask{{1, 1, 5}, {1, 10, 14}, {1, 20, 24}, {1, 0, 26}}, []int{0, 14, 0}},
 	} {
 		if got := held(c.asks...); !slices.Equal(got, c.want) {
@@ -61,8 +64,8 @@ func TestHeld(t *testing.T) {
 	}
 }
 
-// Whatever the ranks do, the sum over them is at most the time for which an operation waited for one rank only, and an operation
-// that comes twice counts once.
+// For random operations, the times charged to all ranks add up to at most the time during which some
+// operation waited for exactly one rank. An operation that is added twice counts once.
 func TestLatenessIsWallTime(t *testing.T) {
 	for seed := range uint64(300) {
 		rng := rand.New(rand.NewPCG(seed, 1))
