@@ -247,7 +247,7 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 
 // Invariant 14: an event-driven job and a job in lock-step with the same submissions answer the same requests
 // with the same results, for all cache capacities and fusion thresholds.
-func TestTwins(t *testing.T) {
+func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
 		n = 30

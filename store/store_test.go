@@ -401,11 +401,11 @@ func TestSecret(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer server.Close()
-			patience := time.Minute
+			hangTimeout := time.Minute
 			if test.want == context.DeadlineExceeded {
-				patience = 100 * time.Millisecond // it may be another's port, and ours may come
+				hangTimeout = 100 * time.Millisecond // it may be another's port, and ours may come
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 			defer cancel()
 			client, err := Dial(ctx, server.Addr(), Config{Secret: test.client})
 			if err == nil {

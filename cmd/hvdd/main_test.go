@@ -77,7 +77,7 @@ func (p *process) status() int {
 	select {
 	case <-p.ended:
 		return p.ProcessState.ExitCode()
-	case <-time.After(sidecartest.Patience):
+	case <-time.After(sidecartest.HangTimeout):
 		p.t.Fatal("hvdd does not end")
 		return -1
 	}
@@ -105,7 +105,7 @@ func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 // at connects a client to the socket at path. It waits until a sidecar listens there.
 func at(t *testing.T, path string) *sidecartest.Client {
 	t.Helper()
-	for deadline := time.Now().Add(sidecartest.Patience); ; {
+	for deadline := time.Now().Add(sidecartest.HangTimeout); ; {
 		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 		if err == nil {
 			if err = unix.Connect(fd, &unix.SockaddrUnix{Name: path}); err == nil {
@@ -283,7 +283,7 @@ func TestSystemd(t *testing.T) {
 		t.Helper()
 		var b [1000]byte
 		for {
-			if err := manager.SetReadDeadline(time.Now().Add(sidecartest.Patience)); err != nil {
+			if err := manager.SetReadDeadline(time.Now().Add(sidecartest.HangTimeout)); err != nil {
 				t.Fatal(err)
 			}
 			n, err := manager.Read(b[:])
@@ -328,7 +328,7 @@ func TestHealth(t *testing.T) {
 	c.Hello()
 	ask := func() (status int, h health) {
 		t.Helper()
-		ctx, cancel := context.WithTimeout(t.Context(), sidecartest.Patience)
+		ctx, cancel := context.WithTimeout(t.Context(), sidecartest.HangTimeout)
 		defer cancel()
 		q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/healthz", nil)
 		if err != nil {

@@ -31,7 +31,7 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 			for name, other := range map[string]func(r *testcluster.Rank, stop <-chan struct{}){
 				"busy":    busy,
 				"stuck":   stuck,
-				"crowded": crowded,
+				"manyGrants": manyGrants,
 			} {
 				if got := timesOf(t, sets, other); !slices.Equal(got, idle) {
 					t.Errorf("while the other set is %s operations end after\n%v, while it is idle after\n%v", name, got, idle)
@@ -119,8 +119,8 @@ func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// crowded submits many alltoalls at once. They cannot be fused, so many grants are unfinished at a time.
-func crowded(r *testcluster.Rank, _ <-chan struct{}) {
+// manyGrants submits many alltoalls at once. They cannot be fused, so many grants are unfinished at a time.
+func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	rows := int64(100 * len(r.Members(2)))
 	for range 5 {
 		var ops []*testcluster.Op

@@ -520,7 +520,7 @@ func TestCommandDiesWithItsHelper(t *testing.T) {
 	}
 }
 
-func TestHelperHeedsOnlyTheLauncher(t *testing.T) {
+func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{self(), "rank", "obey"}})
 	r.awaitOutput(&r.stdout, "ready", 1)
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {

@@ -101,7 +101,7 @@ func TestServe(t *testing.T) {
 
 // Many clients that connect and send nothing, or half a request, do not keep others from scraping. The server
 // closes the oldest of them.
-func TestStrangersAreBounded(t *testing.T) {
+func TestSilentClientsAreBounded(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	first := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HT"))
 	for range 40 {

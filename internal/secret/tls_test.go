@@ -214,7 +214,7 @@ func certificate(t *testing.T) tls.Certificate {
 }
 
 // A server wants a certificate, of its job, whose key the client has; so does a client. None will do with an older TLS.
-func TestStrangersWithTLS(t *testing.T) {
+func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
 	// An attacker can copy the job's certificate, which every client receives, but has another private key.

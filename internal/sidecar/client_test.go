@@ -120,7 +120,7 @@ func (c *client) end() error {
 	select {
 	case err := <-c.served:
 		return err
-	case <-time.After(sidecartest.Patience):
+	case <-time.After(sidecartest.HangTimeout):
 		c.t.Fatal("the sidecar goes on serving the client")
 		return nil
 	}

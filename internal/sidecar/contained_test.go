@@ -291,7 +291,7 @@ func TestArenaInUse(t *testing.T) {
 // takes too long.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(sidecartest.Patience); !done(); {
+	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
 		if time.Now().After(deadline) {
 			t.Fatalf("not in time: %s", what)
 		}
@@ -538,7 +538,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 }
 
 // Clients are refused if they send nothing, use another protocol or version, or do not know the secret.
-func TestStrangers(t *testing.T) {
+func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
 		"i/o timeout": "", "greeting is": "GET / HT", "got protocol version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",

@@ -360,7 +360,7 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 // until waits until so returns true.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(sidecartest.Patience); !so(); runtime.Gosched() {
+	for deadline := time.Now().Add(sidecartest.HangTimeout); !so(); runtime.Gosched() {
 		if time.Now().After(deadline) {
 			t.Error("the condition did not become true in time")
 			return

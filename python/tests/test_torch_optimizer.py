@@ -669,14 +669,14 @@ class Synchronizing(OptimizerTest):
         model, optimizer = self.start()
         client = _engine.engine.client()
         notify, notified = client._notify, []
-        for crowded in (False, True):
-            optimizer._oversubscribed = crowded
+        for oversubscribed in (False, True):
+            optimizer._oversubscribed = oversubscribed
             for step in range(4):
                 optimizer.zero_grad(set_to_none=False)
                 hvd.barrier()
                 with mock.patch.object(client, "_notify", lambda when: (notified.append(step), notify(when))[1]):
                     loss_of(model, batch(step, self.rank)).backward()
-                self.assertFalse(crowded and client._notification_deferred, "the backward pass has ended")
+                self.assertFalse(oversubscribed and client._notification_deferred, "the backward pass has ended")
                 optimizer.step()
         self.assertEqual(notified[-2:], [2, 3])
         self.same_at_all_ranks(model)

@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
-// Patience is how long a Client waits for something that normally happens at once.
-const Patience = 30 * time.Second
+// HangTimeout is how long a Client waits for something that normally happens at once.
+const HangTimeout = 30 * time.Second
 
 // ErrEnd reports that the sidecar has closed the connection.
 var ErrEnd = errors.New("the sidecar closed the connection")
@@ -81,7 +81,7 @@ type Client struct {
 func New(t TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
 		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
-	timeout := unix.NsecToTimeval(Patience.Nanoseconds())
+	timeout := unix.NsecToTimeval(HangTimeout.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout); err != nil {
 		t.Fatal(err)
 	}

@@ -149,7 +149,7 @@ func dissolved(t *testing.T, j *job, why []string) {
 	}
 	began := time.Now()
 	meshes := j.mustConnect(t)
-	if took := time.Since(began); took > patience/2 {
+	if took := time.Since(began); took > hangTimeout/2 {
 		t.Errorf("Connect took %v", took)
 	}
 	for r, m := range meshes {
@@ -244,7 +244,7 @@ func TestDeathWhileForming(t *testing.T) {
 		if err := errors.Join(e.Close(), j.under[dead].Close(), j.sessions[dead].Close()); err != nil {
 			t.Fatal(err)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 		_, errs := j.connect(ctx)
 		cancel()
 		for r, err := range errs {
@@ -258,7 +258,7 @@ func TestDeathWhileForming(t *testing.T) {
 
 // Unauthenticated processes that connect and send arbitrary bytes, or send nothing, do not prevent the ranks
 // from forming a group.
-func TestStrangers(t *testing.T) {
+func TestUnauthenticatedPeers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
 		nc, err := net.Dial("unixpacket", j.offers[1].Socket)

@@ -293,7 +293,7 @@ func meetAll(tb testing.TB, ranks []*process, epoch []string) {
 
 func form(tb testing.TB, dir string, size int) []*process {
 	tb.Helper()
-	ranks, epoch := launch(tb, dir, size, patience)
+	ranks, epoch := launch(tb, dir, size, hangTimeout)
 	meetAll(tb, ranks, epoch)
 	for _, p := range ranks {
 		p.send(tb, "connect")
@@ -354,7 +354,7 @@ func TestKill(t *testing.T) {
 // If a rank is killed before it calls Connect, its socket remains until the next Listen removes it.
 func TestKillBeforeConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
-	ranks, _ := launch(t, dir, 2, patience)
+	ranks, _ := launch(t, dir, 2, hangTimeout)
 	for _, p := range ranks {
 		p.kill()
 	}
@@ -377,7 +377,7 @@ func TestKillBeforeConnect(t *testing.T) {
 // If a rank is killed before it has connected to any peer, the others report it and do not wait for it.
 func TestKillInConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
-	ranks, epoch := launch(t, dir, 3, patience)
+	ranks, epoch := launch(t, dir, 3, hangTimeout)
 	meetAll(t, ranks, epoch)
 	for _, r := range []int{0, 1} {
 		ranks[r].send(t, "connect")
@@ -397,7 +397,7 @@ func TestKillInConnect(t *testing.T) {
 // too.
 func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")
-	other := start(b, dir, patience)
+	other := start(b, dir, hangTimeout)
 	words := strings.Fields(other.receive(b))
 	offer, err := offerOf(words[1])
 	if err != nil {

@@ -238,7 +238,7 @@ func TestParkRace(t *testing.T) {
 					if got += n; n == 0 && polls.Park() {
 						select {
 						case <-notified:
-						case <-time.After(patience):
+						case <-time.After(hangTimeout):
 							t.Errorf("rank %d was not notified in round %d", r, i)
 							return
 						}

@@ -34,11 +34,11 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls done until it returns true, for a condition of which no notification exists. After patience it
+// within polls done until it returns true, for a condition of which no notification exists. After hangTimeout it
 // fails the test with the message what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
+	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {
 		if time.Now().After(end) {
 			t.Fatal(what)
 		}

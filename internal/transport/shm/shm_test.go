@@ -155,7 +155,7 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 // mustConnect is like connect, but fails the test on an error. It closes the meshes when the test ends.
 func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), patience)
+	ctx, cancel := context.WithTimeout(tb.Context(), hangTimeout)
 	defer cancel()
 	meshes, errs := j.connect(ctx)
 	if err := errors.Join(errs...); err != nil {
@@ -174,7 +174,7 @@ func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 	return meshes
 }
 
-const patience = time.Minute
+const hangTimeout = time.Minute
 
 // onOneHost returns connected meshes of size ranks on one host. The mesh underneath uses TCP on loopback.
 func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {

@@ -308,7 +308,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 
 // A process that is not a rank makes this process allocate only the memory of a handshake, however much it
 // sends.
-func TestStrangersCostLittle(t *testing.T) {
+func TestUnauthenticatedPeersCostLittle(t *testing.T) {
 	const otherJobs, limit = 16, 16 << 10 // if there were more, not all would be logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})

@@ -194,8 +194,8 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 
 // A process without the secret that uses TLS, or whose first bytes look like TLS, makes this process allocate
 // little memory too.
-func TestStrangersWithTLSCostLittle(t *testing.T) {
-	const strangers, limit = 16, 64 << 10 // if there were more, not all would be logged
+func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
+	const peers, limit = 16, 64 << 10 // if there were more, not all would be logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
 	for name, sent := range map[string][]byte{
 		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
@@ -206,14 +206,14 @@ func TestStrangersWithTLSCostLittle(t *testing.T) {
 		join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
-		for range strangers {
+		for range peers {
 			nc := dialRaw(t, e.Addr(), sent)
 			hangUp(nc)
 			book.wait(t, "tcp: refused a connection", "remote", nc.LocalAddr().String())
 			book.TakeAll()
 		}
 		runtime.ReadMemStats(&after)
-		if got := (after.TotalAlloc - before.TotalAlloc) / strangers; got > limit {
+		if got := (after.TotalAlloc - before.TotalAlloc) / peers; got > limit {
 			t.Errorf("%s: one connection without the secret made this process allocate %d bytes, including its other end and the log, want at most %d", name, got, limit)
 		} else {
 			t.Logf("%s: %d bytes allocated for each connection", name, got)
