@@ -14,8 +14,8 @@ import (
 
 const livenessTimeout = 10 * time.Second
 
-// cluster is a job in one goroutine: a Coordinator, a node per rank, and the frames between them, encoded as
-// on the wire. Nothing moves by itself: tests choose which rank acts next.
+// cluster is a job that runs in one goroutine: a Coordinator, a node for each rank, and the frames between
+// them, encoded as on the wire. Nothing happens by itself: the tests choose which rank acts next.
 type cluster struct {
 	tb    testing.TB
 	cfg   controller.CoordinatorConfig
@@ -27,7 +27,7 @@ type cluster struct {
 	in message.Up // reused for every frame, as an engine would
 }
 
-// node is a rank: its Member and as much of an engine as the protocol needs.
+// node is a rank: its Member, and as much of an engine as the protocol needs.
 type node struct {
 	c    *cluster
 	rank topo.Rank
@@ -37,19 +37,21 @@ type node struct {
 	up, down [][]byte // frames in flight from and to this rank, oldest first
 	in       message.Down
 
-	pending []request // submitted and not answered
+	pending []request // requests that were submitted and are not answered
 	gone    []topo.ProcessSetID
-	lanes   []lane // by set, as in sets; that of a removed set runs to its end
+	lanes   []lane // lanes[i] belongs to sets[i]; the lane of a removed set finishes its grants
 	numbers map[topo.ProcessSetID]uint64
-	stopped bool // STOP is applied
+	stopped bool // the member has applied STOP
 	drained bool
-	over    bool // closed or failed
-	dead    bool // killed; if rank 0, the coordinator with it
+	over    bool // the member has closed or failed
+	dead    bool // the rank was killed; with rank 0 the coordinator dies too
 }
 
-// request is a request of a rank on a process set. In a program, a request that awaits is made when no other
-// request of the rank is in flight. Tensors of a group have the step in which the group is submitted. Its
-// names are free before the next step, because a rank submits a group as a whole.
+// request is a request of a rank on a process set.
+//
+// In a program, a request with await set is made only when no other request of the rank is in flight. step is
+// set for tensors of a group: the number of the step in which the group is submitted. The rank submits the
+// group of the next step only after all tensors of this one are answered.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
@@ -57,17 +59,17 @@ type request struct {
 	step  int
 }
 
-// turn says what a rank does about the next request of its program.
+// turn says whether a rank can make the next request of its program.
 type turn uint8
 
 const (
 	turnNow turn = iota
 	turnLater
-	turnNever // its process set is gone
+	turnNever // the request's process set was removed
 )
 
-// turnOf returns the turn of r at a rank with these pending requests, which is a member of sets and was one
-// of gone.
+// turnOf returns the turn of r at a rank that has these pending requests, is a member of sets, and was a
+// member of the removed sets in gone.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join || p.step*r.step > 0 && p.step != r.step)
@@ -81,28 +83,28 @@ func turnOf(r request, pending []request, sets []controller.Set, gone []topo.Pro
 	return turnNow
 }
 
-// lane has the grants of one set that are not finished, oldest first.
+// lane holds the grants of one set that have not finished, oldest first.
 type lane []*controller.Grant
 
-// watcher receives the events of a cluster. A frame is valid only during the call.
+// watcher receives the events of a cluster. A frame is valid only during the call that passes it.
 type watcher interface {
 	submitted(n *node, r request)
 	sent(n *node, u *message.Up)
-	arrived(n *node, u *message.Up)                    // at the coordinator, before it is applied
-	issued(outs []controller.Outgoing)                 // by the coordinator in one turn, maybe nothing
-	happened(e controller.Event)                       // at the coordinator
-	applied(n *node, d *message.Down)                  // by a member
-	granted(n *node, g *controller.Grant)              // to a member
-	finished(n *node, g *controller.Grant)             // by a member
-	stop(n *node, reason string, unanswered []request) // applied by a member
+	arrived(n *node, u *message.Up)                    // the coordinator is about to apply u
+	issued(outs []controller.Outgoing)                 // the coordinator sent outs in one turn; may be empty
+	happened(e controller.Event)                       // the coordinator reported e
+	applied(n *node, d *message.Down)                  // the member has applied d
+	granted(n *node, g *controller.Grant)              // the member got g
+	finished(n *node, g *controller.Grant)             // the member is about to finish g
+	stop(n *node, reason string, unanswered []request) // the member applied STOP
 	removed(n *node, set topo.ProcessSetID, unanswered []request)
 	closed(n *node)                        // the member's shutdown is complete
-	failed(n *node, v *controller.Verdict) // at a member
-	frameReceived()                        // the coordinator took one frame
+	failed(n *node, v *controller.Verdict) // the member got or gave v
+	frameReceived()                        // the coordinator has applied one frame
 }
 
-// plan returns the Planner of the tests: trees for broadcasts, rings for the rest, no reductions of refused
-// types.
+// plan returns the Planner of the tests. It picks trees for broadcasts and rings for everything else, and
+// refuses reductions of the given types.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
 		switch {
@@ -131,7 +133,7 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 	return c
 }
 
-// submit makes a request. The next send sends it.
+// submit submits a request to the member. The next send sends it.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
 	if err := n.trySubmit(set, q); err != nil {
@@ -152,7 +154,7 @@ func (n *node) trySubmit(set topo.ProcessSetID, q message.Request) error {
 	return nil
 }
 
-// waits reports whether the rank has an unanswered request of this name.
+// waits reports whether the rank has an unanswered request with this name.
 func (n *node) waits(set topo.ProcessSetID, name string) bool {
 	return n.pendingIndex(set, name) >= 0
 }
@@ -161,13 +163,13 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
 }
 
-// send is a turn of the rank without a frame from the coordinator.
+// send executes a turn of the rank in which it has received nothing.
 func (n *node) send() {
 	n.m.Tick(n.c.now)
 	n.take()
 }
 
-// read is a turn of the rank with the oldest frame from the coordinator.
+// read executes a turn of the rank in which it has received the oldest frame in flight from the coordinator.
 func (n *node) read() {
 	n.send()
 	if n.over {
@@ -185,7 +187,7 @@ func (n *node) read() {
 	n.take()
 }
 
-// take executes the output of the member's Ready.
+// take gets the member's Ready and executes it.
 func (n *node) take() {
 	if n.over {
 		return
@@ -251,12 +253,14 @@ func (n *node) take() {
 	}
 }
 
-// asked returns the pending request that a granted response answers, or -1 if the rank has none.
+// asked returns the index of the pending request that the granted response r answers, or -1 if the rank has
+// none.
 func (n *node) asked(g *controller.Grant, r *message.Response) int {
 	return answers(n.pending, n.rank, g, r)
 }
 
-// answers returns the request of a rank among pending that a granted response answers, or -1.
+// answers returns the index in pending, the requests of a rank, of the one that the granted response r
+// answers. It returns -1 if there is none.
 func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
 	if slices.Contains(g.Absent, rank) {
 		return -1
@@ -270,7 +274,7 @@ func (n *node) lane(set topo.ProcessSetID) *lane {
 	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
 }
 
-// finish finishes the oldest grant of lane i. The next send reports it.
+// finish marks the oldest grant of lane i as finished. The next send reports that.
 func (n *node) finish(i int) {
 	g := n.lanes[i][0]
 	n.lanes[i] = n.lanes[i][1:]
@@ -279,7 +283,7 @@ func (n *node) finish(i int) {
 	n.m.Finished(g)
 }
 
-// drain makes the member say bye when all grants have finished after STOP.
+// drain makes the member send bye if it has applied STOP and all its grants have finished.
 func (n *node) drain() {
 	if !n.stopped || n.drained || n.over {
 		return
@@ -294,7 +298,7 @@ func (n *node) drain() {
 	n.take()
 }
 
-// receive is a part of the coordinator's turn: it applies the oldest frame of a rank.
+// receive is the first part of a coordinator's turn: it applies the oldest frame in flight from a rank.
 func (c *cluster) receive(n *node) {
 	frame := n.up[0]
 	n.up = n.up[1:]
@@ -306,7 +310,8 @@ func (c *cluster) receive(n *node) {
 	c.watch.frameReceived()
 }
 
-// decide returns the end of the coordinator's turn. It reports whether anything was sent.
+// decide is the last part of a coordinator's turn: it decides and sends frames. It reports whether anything
+// was sent.
 func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
@@ -330,8 +335,7 @@ func (c *cluster) decide() bool {
 }
 
 // kill ends the process of a rank: frames in flight from and to the rank are lost, and its control connection
-// ends. The death of rank 0 is the death of the coordinator: frames that other ranks have not read are lost
-// too.
+// ends. The coordinator dies with rank 0, and then frames that other ranks have not read are lost too.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
 	c.endConnection(r, reason)
@@ -364,7 +368,7 @@ func (c *cluster) endConnection(r topo.Rank, reason string) {
 	}
 }
 
-// next returns when the next turn of the ranks that pass selects, or of the coordinator, is due.
+// next returns the earliest time at which the coordinator or one of the ranks that pass selects needs a turn.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {
@@ -378,7 +382,7 @@ func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	return next
 }
 
-// settle takes turns until nothing changes. Grants finish at once.
+// settle executes turns until no frame moves. Grants finish at once.
 func (c *cluster) settle() {
 	c.tb.Helper()
 	turns := 0
@@ -415,7 +419,7 @@ func (c *cluster) settle() {
 	}
 }
 
-// removals returns the process sets that grants remove.
+// removals returns the process sets that the grants remove.
 func removals(grants []*controller.Grant) (sets []topo.ProcessSetID) {
 	for _, g := range grants {
 		if r := g.Responses[0]; r.Kind == message.RemoveProcessSet {

@@ -68,7 +68,7 @@ func Global(size int) Set {
 // index returns the position of r in the set, or -1.
 func (s *Set) index(r topo.Rank) int {
 	if i := int(r); i >= 0 && i < len(s.Ranks) && s.Ranks[i] == r {
-		return i // as in the global set
+		return i // in the global set, ranks and positions are equal
 	}
 	if i, ok := slices.BinarySearch(s.Ranks, r); ok {
 		return i
@@ -92,8 +92,8 @@ type Grant struct {
 	// Bits are the cache bits of the first Responses, as many as were cached.
 	Bits []uint32
 
-	since        time.Duration // when the member received it
-	older, newer *Grant        // in the member's grantList
+	since        time.Duration // the time at which the member received it
+	older, newer *Grant        // the neighbours in the member's grantList
 }
 
 // Verdict ends an epoch: these ranks failed. All survivors get the same one.

@@ -47,7 +47,7 @@ type coordinatorState uint8
 
 const (
 	running  coordinatorState = iota
-	stopping                  // STOP is decided; ranks finish what is granted
+	stopping                  // STOP is decided; ranks finish the operations that were granted
 	closed                    // every rank has said bye
 	failed                    // the verdict is given
 )
@@ -66,8 +66,8 @@ type Coordinator struct {
 
 	now       time.Duration
 	cycle     uint64
-	lastCycle time.Duration // when the cycle was issued
-	combined  time.Duration // when all ranks had last entered a cycle, in lock-step
+	lastCycle time.Duration // the time at which the cycle was issued
+	combined  time.Duration // in lock-step, the time at which all ranks had last entered a cycle
 	leaving   int           // ranks that submit nothing more
 	stopSent  bool          // every rank was stopped
 	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that
@@ -75,7 +75,7 @@ type Coordinator struct {
 	stopReason string
 	stopRanks  []topo.Rank
 	byes       int
-	progress   time.Duration // when the shutdown last got on
+	progress   time.Duration // the time at which the shutdown last made progress
 
 	suspicion         *suspicion
 	out               []Outgoing
@@ -83,17 +83,17 @@ type Coordinator struct {
 	stallReports      uint64
 
 	// These fields are reused memory of decide and its frames.
-	decision message.Down // what is decided in all sets
-	states   []*setState  // those sets
-	mine     []int        // those of a rank, by their index in states
+	decision message.Down // the decision about all sets
+	states   []*setState  // the sets of the decision
+	mine     []int        // the indexes in states of one rank's sets
 	spare    []Outgoing
 }
 
 // rankState is the state of a rank at the coordinator.
 type rankState struct {
-	seen         uint64        // last cycle that it has applied
-	lastReceived time.Duration // when its last frame came
-	lastSent     time.Duration // when the last frame to it was made
+	seen         uint64        // the last cycle that it has applied
+	lastReceived time.Duration // the time at which its last frame arrived
+	lastSent     time.Duration // the time at which the last frame to it was created
 	lost         bool          // its control connection ended
 	// executing is the oldest grant that the rank has not finished.
 	executing execution

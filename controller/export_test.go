@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Internal state that tests of invariants check.
+// These constants are internal periods and timeouts that tests need.
 const (
 	HeartbeatPeriod = heartbeatPeriod
 	SuspectGrace    = suspectGrace
@@ -17,7 +17,8 @@ const (
 // Never is the result of Next if no turn is due.
 const Never time.Duration = never
 
-// CachedAndRequested returns a name of the set that is both cached and in the request table, or empty.
+// CachedAndRequested returns a name that is both in the cache of the set and in its request table. It returns
+// "" if there is none, as there should be.
 func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	if s := c.sets.find(id); s != nil {
 		for name := range s.table {
@@ -29,13 +30,15 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	return ""
 }
 
-// Rows returns the number of tensors of the set with requests in full.
+// Rows returns the number of tensors of the set for which the coordinator keeps requests in full.
 func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
 
-// RememberedSets returns the number of removed sets for which requests may still arrive.
+// RememberedSets returns the number of removed sets that the coordinator still keeps because requests for
+// them may arrive.
 func (c *Coordinator) RememberedSets() int { return len(c.sets.removed) }
 
-// Remembered returns the number of erased entries of the set that late votes can still mean.
+// Remembered returns the number of erased cache entries of the set that the coordinator still keeps because
+// late votes for them may arrive.
 func (c *Coordinator) Remembered(id topo.ProcessSetID) int {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Remembered()

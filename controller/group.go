@@ -36,7 +36,7 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 // group is a group of tensors that is granted as a whole.
 type group struct {
 	groupKey
-	items []readyItem // that are complete and held, in order
+	items []readyItem // the complete tensors that are held, in order
 	// failed is why the group has failed. answered is how many of its tensors were answered with that.
 	failed   string
 	answered int
@@ -66,7 +66,7 @@ func (g *group) fail(items []readyItem) {
 
 // heldGroups are the groups of which some tensors are complete and others are not.
 type heldGroups struct {
-	groups []*group // in order of their first complete tensor
+	groups []*group // in the order of their first complete tensors
 }
 
 // has reports whether tensors of a group are held.

@@ -9,7 +9,7 @@ import (
 // have joined.
 type joinState struct {
 	members []bool
-	empty   []bool   // they contribute nothing to operations that otherwise are an error for joined ranks
+	empty   []bool   // they contribute nothing to operations that otherwise fail for joined ranks
 	names   []string // the names of their joins
 	count   int
 	last    int // the member that joined last

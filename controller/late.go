@@ -10,7 +10,7 @@ import (
 
 // arrivals has the times at which the members' requests for tensors came, while tracing is on.
 type arrivals struct {
-	bits [][]time.Duration // of cached tensors that are not granted, by bit and member; nil if no member has voted
+	bits [][]time.Duration // for cached, ungranted tensors, by bit and member; nil without votes
 	// granted has the arrivals of granted tensors, by member, for each tensor in the order of the grants.
 	// Arrivals has already returned the first taken of them.
 	granted []time.Duration
@@ -117,7 +117,7 @@ func (c *Coordinator) Stats() trace.Coordinator {
 	for r := range c.ranks {
 		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
 			st.Stalled++
-			break // the ranks' oldest are mostly one
+			break // the other ranks' oldest operation is mostly the same
 		}
 	}
 	return st

@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals plays ranks against a coordinator that records when their requests arrive.
+// arrivals plays the ranks of a job against a coordinator, to test the arrival times that the coordinator
+// records.
 type arrivals struct {
 	t *testing.T
 	c *controller.Coordinator
@@ -25,8 +26,7 @@ func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
 	return &arrivals{t, c}
 }
 
-// at makes a rank send news at a time in milliseconds, and grants what is ready. Granted operations count as
-// finished.
+// at makes rank r send news ms milliseconds after the start, and executes the coordinator's turn.
 func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
 	a.t.Helper()
 	a.c.Tick(time.Duration(ms) * time.Millisecond)
@@ -64,7 +64,8 @@ func (a *arrivals) wantLate(want ...analysis.HeldUp) {
 	}
 }
 
-// Arrival times are known both for requests in full and for votes, in the order of the responses of a grant.
+// The coordinator knows the arrival times of requests in full and of votes, in the order of the responses of
+// a grant.
 func TestArrivals(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -72,11 +73,12 @@ func TestArrivals(t *testing.T) {
 	a.at(2, 0, 0, asks("b"))
 	a.at(5, 2, 0, asks("b", "a")) // grants b
 	a.want(0, 1, 2, 1, 5)
-	a.at(9, 0, 1, asks("a")) // grants a; rank 0 has not finished b, but one unfinished response leaves the gate open
+	// This grants a: rank 0 has not finished b, but the gate is open while only one grant is unfinished.
+	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
-	// Now b has bit 0 and a has bit 1. Both are cached, and c, which is sent in full, is between them.
+	// b has bit 0 now, and a has bit 1. Both are cached. c is not cached and is sent in full, between them.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
 	all := func() message.UpSet {
 		u := asks("c")
@@ -87,12 +89,12 @@ func TestArrivals(t *testing.T) {
 	a.at(22, 2, 2, all())
 	a.at(25, 1, 2, all())
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
-	a.want(0, 1) // no more
-	// Rank 1 held up the others for 3 ms, not for 3 ms with each of three tensors.
+	a.want(0, 1) // Arrivals returns the times only once
+	// Rank 1 held up the others for 3 ms in all, and not for 3 ms with each of the three tensors.
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 }
 
-// A vote that becomes a request because its bit is erased keeps its arrival time.
+// If a vote becomes a request because its bit is erased, it keeps its arrival time.
 func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -103,13 +105,13 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.at(3, 1, 1, message.UpSet{Hits: bits(0)})
 	other := message.UpSet{Invalid: bits(0), Requests: []message.Request{allreduce("a", 2)}}
 	a.at(7, 2, 1, other)
-	a.at(8, 0, 1, other) // an error: rank 1 meant another shape
+	a.at(8, 0, 1, other) // the answer is an error: rank 1 has voted for another shape
 	a.want(0, 1, 8, 3, 7)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2})
 }
 
-// A set without rank 0 keeps no arrival times, because Arrivals is not called for it. A coordinator keeps
-// none after Trace(false).
+// The coordinator keeps no arrival times for a set without rank 0, because Arrivals is not called for it, and
+// no arrival times after Trace(false).
 func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
 	a.c.Trace(true)

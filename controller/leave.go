@@ -18,12 +18,12 @@ type departure struct {
 	leaving bool // it submits nothing more
 	// The fields below are from the rank's news of its shutdown. at is when the news arrived.
 	at         time.Duration
-	operations uint64        // responses that it had finished
-	last       string        // the last of them, as `allreduce "g"`
-	sinceLast  time.Duration // that ended so long before
-	reason     string        // what its program gave; may be empty
+	operations uint64        // number of responses that it had finished
+	last       string        // the last of these responses, as `allreduce "g"`
+	sinceLast  time.Duration // the time since the last response ended
+	reason     string        // the reason that its program gave; may be empty
 
-	stop   uint64 // the cycle that stopped it; 0 before
+	stop   uint64 // the cycle that stopped it, or 0
 	stops  bool   // the cycle that is being decided stops it
 	bye    bool
 	closed bool

@@ -20,11 +20,11 @@ import (
 type Lockstep struct {
 	member      *Member
 	coordinator *Coordinator // rank 0 only
-	words       int          // of a set's bit vector
+	words       int          // length of a set's bit vector
 
 	and, or  []uint64 // scratch of Vectors
 	combined struct{ and, or []uint64 }
-	up       message.Up // the last that Gather returned
+	up       message.Up // the frame that Gather returned last
 }
 
 // flagGather is the bit in the first word of the OR vector that a rank sets if it has something to gather.
@@ -90,7 +90,7 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
 	for i, s := range l.member.sets {
-		if s.join == "" { // else rank 0 receives them with the join, and no votes after it
+		if s.join == "" { // otherwise rank 0 receives them with the join, and no votes after it
 			s.known.Or(ready[i*l.words:][:l.words])
 		}
 	}

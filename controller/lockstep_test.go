@@ -17,26 +17,26 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// lockstepJob is a job in lock-step. It executes the collectives itself.
+// lockstepJob is a job in lock-step. It executes the collectives of the negotiation itself.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
 	coord *controller.Coordinator
 	ranks []lockstepRank
-	// pending are the requests in flight, and answers are the answers to the other requests, by rank.
+	// pending has the requests in flight, and answers has the answers to the earlier requests, both by rank.
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
-	grants  [][]string // in the order of each rank
+	grants  [][]string // the grants of each rank, in its order
 	gathers int
 	gone    []topo.ProcessSetID
 }
 
-// lockstepRank is a rank of the job.
+// lockstepRank is a rank of a lockstepJob.
 type lockstepRank struct {
 	*controller.Member
 	*controller.Lockstep
-	stop       bool // STOP is applied
+	stop       bool // the rank has applied STOP
 	stopReason string
 }
 
@@ -66,7 +66,7 @@ func (j *lockstepJob) submit(rank int, r request) {
 	j.pending[rank] = append(j.pending[rank], r)
 }
 
-// cycle returns one turn of all ranks. It reports whether rank 0 decided.
+// cycle executes one cycle of all ranks. It reports whether rank 0 decided anything.
 func (j *lockstepJob) cycle() bool {
 	j.tb.Helper()
 	var and, or []uint64
@@ -180,7 +180,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	}
 }
 
-// verdictOf returns the verdict that a coordinator has given, or nil.
+// verdictOf returns the verdict that c is about to send, or nil if it has not given one.
 func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	for _, o := range c.Ready() {
 		if o.Down.Type == message.DownFail {
@@ -190,7 +190,7 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change applies a change of the process sets, once for all ranks.
+// change records that a response has added or removed a process set. It is called once for all ranks.
 func (j *lockstepJob) change(r *message.Response) {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -201,8 +201,8 @@ func (j *lockstepJob) change(r *message.Response) {
 	}
 }
 
-// answer records the answer to the n-th request of a name. It omits the rank that joined last, which depends
-// on timing.
+// answer records the answer to the n-th request for a name. It omits the rank that joined last, because that
+// depends on timing.
 func answer(answers map[string]string, turns map[string]int, g *controller.Grant, r *message.Response) {
 	if r.Kind == message.Join {
 		r = &message.Response{Kind: r.Kind, Name: r.Name}
@@ -229,7 +229,7 @@ func (unwatched) closed(*node)                                {}
 func (unwatched) failed(*node, *controller.Verdict)           {}
 func (unwatched) frameReceived()                              {}
 
-// answering records the answers to each rank of an event-driven job.
+// answering records the answers that each rank of an event-driven job gets.
 type answering struct {
 	*checker
 	answers []map[string]string
@@ -245,8 +245,8 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// Invariant 14: an event-driven job and a job in lock-step with the same submissions answer the same requests
-// with the same results, for all cache capacities and fusion thresholds.
+// TestEventsAndLockstepAgree checks invariant 14: if the ranks of an event-driven job and of a job in lock-step submit the
+// same requests, the same requests get the same answers, for all cache capacities and fusion thresholds.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -304,7 +304,7 @@ func ofSet(grants []string, id topo.ProcessSetID) []string {
 	return of
 }
 
-// run plays the programs to their end, with a random number of submissions of each rank in a cycle.
+// run executes the programs to their end. In each cycle every rank submits a random number of requests.
 func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
 	j.tb.Helper()
 	todo := slices.Clone(programs)
@@ -350,7 +350,8 @@ func allreduce(name string, numElems int64) message.Request {
 	}
 }
 
-// A cached tensor that the backend refuses, because the fused response is too large, is answered once.
+// If the backend refuses a cached tensor because the fused response is too large, the tensor is answered
+// once.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
 	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
@@ -412,7 +413,7 @@ func (w *refusals) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// results shortens keys of single grants to "name run" or "name reason".
+// results shortens the keys of grants with one response to "name run" or "name reason".
 func results(keys []string) []string {
 	var short []string
 	for _, k := range keys {
@@ -426,14 +427,14 @@ func results(keys []string) []string {
 	return short
 }
 
-// Shutdown in lock-step: no rank is stopped before the last rank leaves, or a rank waits for a tensor that a
+// In lock-step, the ranks are stopped when the last rank leaves, or when a rank waits for a tensor that a
 // leaving rank has not requested. Tensors that every rank has requested are granted in the last cycle.
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
 			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(), CycleTime: time.Millisecond,
 		})
-		for range 2 { // in the second turn it is cached
+		for range 2 { // in the second cycle a is cached
 			for rank := range 3 {
 				j.submit(rank, request{q: allreduce("a", 1)})
 			}
@@ -477,7 +478,7 @@ func TestLockstepShutdown(t *testing.T) {
 				t.Errorf("the coordinator wants a turn at %v though only a cycle can bring it on", next)
 			}
 			j.submit(1, request{q: allreduce(tensor, 1)})
-			for range 2 { // rank 0 learns of a vote in the second cycle
+			for range 2 { // rank 0 knows of a vote only after the second cycle
 				if j.ranks[0].Over() {
 					break
 				}
@@ -493,7 +494,7 @@ func TestLockstepShutdown(t *testing.T) {
 	}
 }
 
-// Vectors of more than one word, for sets without one rank and sets without most ranks.
+// The bit vectors may have more than one word, for sets without one of the ranks and sets without most ranks.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
 	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
@@ -513,7 +514,7 @@ func TestLockstepManyBits(t *testing.T) {
 				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
 			}
 		}
-		// Cached tensors are bits: only the first turn gathers.
+		// Requests for cached tensors are only bits, so only the first cycle gathers requests.
 		if j.gathers != 1 {
 			t.Errorf("turn %d: %d gathers so far, want 1", turn, j.gathers)
 		}
@@ -525,7 +526,8 @@ func TestLockstepManyBits(t *testing.T) {
 	}
 }
 
-// Frames that break the protocol of lock-step fail the rank that sent them.
+// A frame that breaks the protocol of lock-step makes the job fail, and the verdict names the rank that sent
+// it.
 func TestLockstepErrors(t *testing.T) {
 	cfg := controller.CoordinatorConfig{
 		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
@@ -571,7 +573,7 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// A rank that has joined makes no more requests, in lock-step too.
+// In lock-step too, a rank that has joined cannot submit requests until the join has ended.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
@@ -598,8 +600,8 @@ func TestLockstepJoin(t *testing.T) {
 	}
 }
 
-// Rank 0 knows which ranks hold up a tensor, cached or not: stall reports, operation timeouts and lateness
-// name them.
+// In lock-step rank 0 knows which ranks hold up a tensor, whether it is cached or not: stall reports,
+// operation timeouts and lateness name these ranks.
 func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
 		t.Run(name, func(t *testing.T) {
@@ -623,7 +625,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 			for _, rank := range []int{2, 0} {
 				j.submit(rank, request{q: allreduce("a", 1)})
 				j.cycle()
-				j.cycle() // rank 0 learns of a vote in the second cycle
+				j.cycle() // rank 0 knows of a vote only after the second cycle
 			}
 			if warmUp > 0 && j.cycle() {
 				t.Error("a cycle gathers votes that rank 0 knows already")
@@ -654,8 +656,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons returns answers without the part that depends on the order of arrival: which of several bad
-// tensors made a group fail.
+// sameReasons returns answers without the part that depends on the order of arrival: the name of the bad
+// tensor that made a group fail, if there are several.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -665,7 +667,7 @@ func sameReasons(answers map[string]string) map[string]string {
 	return same
 }
 
-// differences returns the answers that events and lock-step do not share.
+// differences lists the answers that differ between the event-driven job and the job in lock-step.
 func differences(events, lockstep map[string]string) string {
 	var text strings.Builder
 	for _, what := range slices.Sorted(maps.Keys(events)) {
@@ -681,8 +683,8 @@ func differences(events, lockstep map[string]string) string {
 	return text.String()
 }
 
-// If an operation times out while a rank is silent, the verdict names the silent rank, and not the ranks that
-// it delays.
+// If an operation times out while a rank is silent, the verdict names the silent rank and not the ranks that
+// the silent rank delays.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -701,7 +703,7 @@ func TestTimeoutDuringSilence(t *testing.T) {
 		c := start(lockstep)
 		for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
 			if !lockstep {
-				break // with events, rank 0 knows the requests of the others
+				break // in an event-driven job rank 0 knows all requests at once
 			}
 			if v := complain(c, at); v != nil {
 				t.Errorf("after %v without a cycle: got verdict %v", at, v)

@@ -27,7 +27,7 @@ type memberState uint8
 
 const (
 	memberRunning  memberState = iota
-	memberDraining             // STOP is applied, granted work is being finished
+	memberDraining             // STOP is applied; operations that were granted still run
 	memberBye                  // all grants are finished, and bye is sent
 	memberClosed
 	memberFailed
@@ -44,29 +44,29 @@ type Member struct {
 	state memberState
 
 	now          time.Duration
-	lastReceived time.Duration // when the last frame came
-	lastSent     time.Duration // when the last frame was made
-	lastBeat     time.Duration // when the last heartbeat was made
-	seen         uint64        // last cycle applied
+	lastReceived time.Duration // the time at which the last frame arrived
+	lastSent     time.Duration // the time at which the last frame was created
+	lastBeat     time.Duration // the time at which the last heartbeat was created
+	seen         uint64        // the last cycle that was applied
 
-	up           message.Up   // next frame
-	news         bool         // up holds something
+	up           message.Up   // the next frame
+	news         bool         // up is not empty
 	shutdown     bool         // Shutdown was called
 	announced    bool         // the coordinator was notified of the shutdown
-	reason       string       // of Shutdown
-	operations   uint64       // responses that have finished
-	lastKind     message.Kind // of the last of them, which ended at lastAt
+	reason       string       // the argument of Shutdown
+	operations   uint64       // number of responses that have finished
+	lastKind     message.Kind // the kind of the last of these responses, which ended at lastAt
 	lastName     string
 	lastAt       time.Duration
 	stopped      bool        // STOP was just applied
-	grants       []*Grant    // to run
-	running      grantList   // not finished; those to run among them
-	free         []*Grant    // released
-	left         []topo.Rank // that DownLeft has named and that are not released
+	grants       []*Grant    // grants that the next Ready returns
+	running      grantList   // grants that have not finished, including grants
+	free         []*Grant    // grants that can be reused
+	left         []topo.Rank // ranks that DownLeft has named and that are not released
 	stopReason   string
 	stopRanks    []topo.Rank
-	timeouts     []message.Up // to be sent
-	suspected    *Verdict     // our own suspicion
+	timeouts     []message.Up // frames to be sent
+	suspected    *Verdict     // this rank's own suspicion
 	suspectedAt  time.Duration
 	suspectFrame bool // the suspicion is to be sent
 	bye          bool // bye is to be sent
@@ -82,7 +82,7 @@ type memberSet struct {
 	me        int // position in the set, or -1
 	voteState     // in lock-step
 	cache     responsecache.Cache
-	join      string // what this rank calls the join that it waits for; else empty
+	join      string // the name of the join that this rank waits for, or ""
 	grants    uint64
 }
 
@@ -160,7 +160,7 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 		return err
 	}
 	if q.Kind == message.Join {
-		s.join = q.Name // a join is no tensor: it is not looked up in the cache
+		s.join = q.Name // a join is not a tensor and is not looked up in the cache
 		m.addRequest(id, q)
 		return nil
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// newTestMember returns a Member without a job: rank r of the given size.
+// newTestMember returns the Member of rank r in a job of the given size, without a coordinator.
 func newTestMember(r topo.Rank, size int) *controller.Member {
 	return controller.NewMember(controller.MemberConfig{
 		Rank: r, Sets: []controller.Set{controller.Global(size)}, LivenessTimeout: livenessTimeout,
@@ -27,13 +27,14 @@ func response(name string, numElems int64) *message.Response {
 	}
 }
 
-// A coordinator that breaks the protocol has failed, and nothing of the frame is run.
+// If the coordinator breaks the protocol, the member gives the verdict that rank 0 has failed, and executes
+// nothing of the frame.
 func TestMemberRefuses(t *testing.T) {
 	full := func(r ...*message.Response) message.Grant { return message.Grant{Full: r} }
 	cycle := func(n uint64, s message.DownSet) *message.Down {
 		return &message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{s}}
 	}
-	// Before the frame under test a has bit 0.
+	// This cycle comes before the frame under test and gives a bit 0.
 	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{}}})
 	good := full(response("good", 1))
 	for _, c := range []struct {
@@ -106,7 +107,7 @@ func TestMemberRefuses(t *testing.T) {
 	})
 }
 
-// ups returns the types of the frames that a member has to send.
+// ups returns the types of the frames that the member wants to send.
 func ups(m *controller.Member) []message.UpType {
 	var types []message.UpType
 	for _, u := range m.Ready().Ups {
@@ -219,7 +220,7 @@ func TestMember(t *testing.T) {
 		if err := m.Step(down); err != nil {
 			t.Fatal(err)
 		}
-		down.Ranks[0] = 9 // frames are reused
+		down.Ranks[0] = 9 // callers reuse the memory of frames
 		m.Tick(time.Hour)
 		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
 			t.Errorf("verdict %q, want %q", got, want)
@@ -337,8 +338,8 @@ func TestMember(t *testing.T) {
 	})
 }
 
-// A process that was stopped for a long time does not consider the other ranks silent when it continues. The
-// other ranks do not consider each other silent either.
+// If a process was stopped for a long time, it does not take the other ranks for silent when it continues,
+// and they do not take each other for silent.
 func TestStoppedProcess(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -363,7 +364,7 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
-// The time for which the coordinator's process was stopped does not count as waiting time of tensors.
+// The time for which the coordinator's process was stopped does not count as time that tensors have waited.
 func TestStoppedProcessAndStalls(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -415,7 +416,8 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	}
 }
 
-// A coordinator whose turns are further apart than warnings reports once a turn.
+// If the coordinator's turns are further apart than its stall warnings, it reports once in each turn and does
+// not make up for missed warnings.
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -431,7 +433,7 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	}
 }
 
-// The number of process sets is bounded by what a frame can have.
+// The number of process sets cannot exceed the number that a frame can have.
 func TestTooManySets(t *testing.T) {
 	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan()}
 	for id := range topo.ProcessSetID(message.MaxSets - 1) {
@@ -449,7 +451,8 @@ func TestTooManySets(t *testing.T) {
 	}
 }
 
-// A shutdown that makes no progress names the rank that is silent, before its liveness runs out.
+// If a shutdown makes no progress, the verdict names the silent rank, even before that rank's liveness
+// timeout.
 func TestSilentInShutdown(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
@@ -471,8 +474,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
-// Next of the coordinator returns the time of its next turn. This test checks only the time; the scripts
-// check what the turn does.
+// Next of the coordinator returns the time of its next turn. This test checks only that time. The scripts
+// check what the coordinator does in the turn.
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
@@ -484,8 +487,8 @@ func TestCoordinatorNext(t *testing.T) {
 		c.Ready()
 		c.Advance()
 	}
-	// until takes a turn in each period, as the loop does. A longer gap would count as time in which the
-	// process was stopped.
+	// until executes one turn in each period, as the engine's loop does. A longer gap would count as time for
+	// which the process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
 			c.Tick(now)
@@ -551,8 +554,8 @@ func TestCoordinatorNext(t *testing.T) {
 	want(c, beat/2, "cycle time")
 }
 
-// steady is a job in which every rank submits the same cached tensors again and again, with buffers that
-// are reused as an engine would.
+// steady is a job in which every rank submits the same cached tensors again and again. It reuses its buffers
+// as an engine does.
 type steady struct {
 	tb       testing.TB
 	coord    *controller.Coordinator
@@ -587,7 +590,8 @@ func newSteady(tb testing.TB, ranks, tensors int) *steady {
 	return s
 }
 
-// cycle submits all tensors, decides, and applies the decision at all ranks.
+// cycle makes all ranks submit all tensors, lets the coordinator decide, and applies the decision at all
+// ranks.
 func (s *steady) cycle() {
 	s.now += time.Microsecond
 	for r := range s.members {
@@ -599,7 +603,7 @@ func (s *steady) cycle() {
 	}
 }
 
-// send submits all tensors of a rank, in one frame.
+// send makes rank r submit all tensors and encodes the one frame in which it sends them.
 func (s *steady) send(r int) {
 	m := s.members[r]
 	m.Tick(s.now)
@@ -615,7 +619,7 @@ func (s *steady) send(r int) {
 	m.Advance()
 }
 
-// decide is the coordinator's turn. The frame is the same for all ranks.
+// decide executes the coordinator's turn. All ranks get the same frame.
 func (s *steady) decide() {
 	s.coord.Tick(s.now)
 	for r, frame := range s.ups {
@@ -635,7 +639,7 @@ func (s *steady) decide() {
 	s.coord.Advance()
 }
 
-// read is a rank's turn with the coordinator's frame.
+// read executes rank r's turn with the frame of the coordinator.
 func (s *steady) read(r int) {
 	m := s.members[r]
 	m.Tick(s.now)
@@ -655,15 +659,15 @@ func (s *steady) read(r int) {
 	m.Finished(g)
 }
 
-// In steady state a rank's part of a cycle allocates nothing: neither at the set's lowest rank, which reports
-// what is finished, nor at another.
+// In the steady state a rank's part of a cycle allocates nothing, neither at the lowest rank of the set,
+// which reports finished operations, nor at another rank.
 func TestMemberAllocatesNothing(t *testing.T) {
 	for rank := range 2 {
 		s := newSteady(t, 2, 161)
 		n := testing.AllocsPerRun(20, func() {
 			s.now += time.Microsecond
 			s.send(rank)
-			// The coordinator's frame is the last one with another number.
+			// The test makes the coordinator's next frame from the last one: it only has the next number.
 			s.down[2]++
 			s.read(rank)
 		})
@@ -673,8 +677,8 @@ func TestMemberAllocatesNothing(t *testing.T) {
 	}
 }
 
-// BenchmarkCycle is the work of all ranks and of the coordinator for one cycle of cached tensors, in one
-// goroutine: submit, encode, decode, decide, replay. 161 is the number of gradients of ResNet-50.
+// BenchmarkCycle measures the work of all ranks and of the coordinator for one cycle of cached tensors, in
+// one goroutine: submit, encode, decode, decide, replay. ResNet-50 has 161 gradients.
 func BenchmarkCycle(b *testing.B) {
 	steadily(b, func(s *steady) func() { return s.cycle })
 }
@@ -685,7 +689,7 @@ func BenchmarkCoordinator(b *testing.B) {
 	steadily(b, func(s *steady) func() {
 		return func() {
 			s.now += time.Microsecond
-			for r := range s.ups { // the ranks have seen the last cycle
+			for r := range s.ups { // the frames say that the ranks have seen the last cycle
 				copy(s.ups[r][2:10], s.down[2:10])
 			}
 			s.decide()

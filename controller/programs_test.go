@@ -11,10 +11,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// refusedType is an element type that no backend of the random programs reduces.
+// refusedType is an element type for which the planner of the random jobs refuses reductions.
 const refusedType = tensor.Uint8
 
-// randomSets returns the global set of 1 to 5 ranks and up to two others, whose members are drawn.
+// randomSets returns the global set of 1 to 5 ranks and up to two other sets with random members.
 func randomSets(rng *rand.Rand) []controller.Set {
 	sets := []controller.Set{controller.Global(1 + rng.IntN(5))}
 	all := sets[0].Ranks
@@ -35,14 +35,14 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 	return ranks
 }
 
-// programmer draws programs: the requests of each rank of a job, in order. A request waits, with all requests
-// after it, while its name is in flight, or while the rank has joined its process set or does not have the
-// set yet.
+// programmer generates random programs. A program is the list of requests of one rank, in order. A request
+// and all requests after it wait while its name is in flight, while the rank has joined the request's process
+// set, or while the rank does not have that set yet.
 //
-// All members of a set submit the same names in every step, each in a random order, so that an undisturbed
+// In every step all members of a set submit the same names, each in a random order, so that an undisturbed
 // job answers all requests. If a step ends with a join, each member submits a random part of the names before
 // its join. Names repeat from step to step, mostly with the same parameters. Sometimes all ranks change the
-// parameters, and sometimes one rank does.
+// parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand
 	// races lets removals of process sets race with requests, so that the answers depend on timing.
@@ -53,17 +53,17 @@ type programmer struct {
 	programs [][]request
 }
 
-// plannedSet is a process set and its tensors. The first of them may be a group.
+// plannedSet is a process set and its tensors. The first groupSize tensors are a group.
 type plannedSet struct {
 	controller.Set
 	specs     []spec
 	groupSize int
-	steps     int // planned so far
+	steps     int // number of steps that were generated
 }
 
 type spec struct {
 	q    message.Request
-	rows []int64 // of a ragged tensor, by member
+	rows []int64 // for a ragged tensor, the first dimension at each member
 }
 
 func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
@@ -84,7 +84,7 @@ func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool
 	return p.programs
 }
 
-// plan draws the tensors of a set.
+// plan generates the tensors of a set.
 func (p *programmer) plan(s controller.Set) {
 	set := &plannedSet{Set: s}
 	for i := range 1 + p.rng.IntN(6) {
@@ -97,9 +97,9 @@ func (p *programmer) plan(s controller.Set) {
 	p.next = max(p.next, s.ID+1)
 }
 
-// step appends a step of all sets to all programs.
+// step appends one step of all sets to the programs of all ranks.
 func (p *programmer) step() {
-	turns := make([][][]request, len(p.programs)) // by rank, then by set
+	turns := make([][][]request, len(p.programs)) // indexed by rank, then by set
 	for _, s := range p.sets {
 		for m, requests := range p.stepOf(s) {
 			turns[s.Ranks[m]] = append(turns[s.Ranks[m]], requests)
@@ -110,7 +110,7 @@ func (p *programmer) step() {
 	}
 }
 
-// merge mixes lists and keeps the order in each.
+// merge merges the lists in a random order that keeps the order within each list.
 func (p *programmer) merge(lists [][]request) (all []request) {
 	for {
 		lists = slices.DeleteFunc(lists, func(l []request) bool { return len(l) == 0 })
@@ -123,12 +123,12 @@ func (p *programmer) merge(lists [][]request) (all []request) {
 	}
 }
 
-// stepOf returns what each member of a set submits in a step.
+// stepOf returns what each member of a set submits in one step.
 func (p *programmer) stepOf(s *plannedSet) [][]request {
 	turns := make([][]request, len(s.Ranks))
 	s.steps++
 	joins := p.rng.IntN(6) == 0
-	// In a step with a join, a group may never become complete.
+	// In a step with a join, a group may lack a tensor and so never become complete.
 	lacking := joins && p.rng.IntN(4) == 0
 	for i := 0; i < len(s.specs); {
 		unit := 1
@@ -143,7 +143,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 		if lacking && unit > 1 {
 			unit--
 		}
-		var who []bool // asks, in a join
+		var who []bool // who[m]: member m submits the tensors, although it joins
 		for range s.Ranks {
 			who = append(who, !joins || p.rng.IntN(3) > 0)
 		}
@@ -170,7 +170,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 	return turns
 }
 
-// tensor returns the requests of each member for a tensor.
+// tensor returns the requests of all members for tensor i of a set.
 func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Request) {
 	t := &s.specs[i]
 	if p.rng.IntN(6) == 0 || t.rows == nil {
@@ -187,7 +187,7 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// At least one member must name the group, or the group never becomes complete.
+			// At least one member must name the group. Otherwise the group never becomes complete.
 			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
@@ -201,7 +201,7 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 	return qs
 }
 
-// request draws a request for the i-th tensor of a set.
+// request generates a request for tensor i of a set.
 func (p *programmer) request(s *plannedSet, i int) message.Request {
 	for {
 		q := randomRequest(p.rng, s.Set, s.specs[i].q.Name)
@@ -215,7 +215,7 @@ func (p *programmer) request(s *plannedSet, i int) message.Request {
 	}
 }
 
-// addSet lets all ranks add a process set. Sometimes they do not agree, or the set is impossible.
+// addSet makes all ranks add a process set. Sometimes the ranks do not agree, or the set is impossible.
 func (p *programmer) addSet() {
 	ranks := randomRanks(p.rng, p.all)
 	if len(ranks) == 0 {
@@ -237,7 +237,7 @@ func (p *programmer) addSet() {
 	}
 }
 
-// removeSet lets all ranks remove a process set.
+// removeSet makes all ranks remove a process set.
 func (p *programmer) removeSet() {
 	if p.rng.IntN(4) == 0 {
 		p.remove(99)
@@ -309,7 +309,7 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	return q
 }
 
-// randomParts makes q, which is an allreduce, one of a group.
+// randomParts turns the allreduce q into a request for a whole group.
 func randomParts(rng *rand.Rand, q *message.Request) {
 	var elems int64
 	for range 1 + rng.IntN(3) {
@@ -324,8 +324,8 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 }
 
 // agree is the reference for the checks of the coordinator: it reports whether the requests of the members
-// make a response. A request is nil if the member has joined without it; empty has the members that joined
-// with empty contributions.
+// agree on a response. A member's request is nil if it has joined without making the request. empty has the
+// members that joined with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

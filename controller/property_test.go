@@ -17,7 +17,7 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// seeds gives n random seeds, or the one that -seed names.
+// seeds returns n random seeds, or only the seed that the flag -seed gives.
 func seeds(n int) []uint64 {
 	if *seedFlag != 0 {
 		return []uint64{*seedFlag}
@@ -29,33 +29,33 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker checks the invariants of docs/negotiation.md in a cluster. It is a simple model of the coordinator:
-// it records the requests that each frame stands for, and derives the grants from them.
+// checker checks the invariants of docs/negotiation.md on a cluster. It is a simple model of the coordinator:
+// it records which requests each frame stands for, and derives the grants from them.
 type checker struct {
 	t    *testing.T
 	seed uint64
 	c    *cluster
 	sets []*setModel
-	// nextSet is the id of the next set.
+	// nextSet is the ID of the process set that will be added next.
 	nextSet topo.ProcessSetID
 	// ranks has the state of each rank.
 	ranks []rankModel
 
 	cycle     uint64
 	lastCycle time.Duration
-	arrivals  int  // frames taken by the coordinator
-	stopping  bool // all ranks leave, or one waits for what another, which leaves, has not submitted
-	stopped   bool // every rank was stopped
-	order     int  // grants issued, of all sets
+	arrivals  int  // number of news frames that the coordinator has applied
+	stopping  bool // all ranks leave, or a rank waits for a tensor that a leaving rank has not submitted
+	stopped   bool // the coordinator has stopped every rank
+	order     int  // number of issued grants, of all sets
 	verdict   *controller.Verdict
 	failing   bool // the coordinator has given its verdict
 	died      []topo.Rank
-	accused   []topo.Rank // the pair of a false suspicion
+	accused   []topo.Rank // the two ranks of a false suspicion
 
 	seen counts
 }
 
-// counts counts the situations that random runs must reach.
+// counts counts the situations that the random runs must reach.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
@@ -64,9 +64,9 @@ type counts struct {
 
 type setModel struct {
 	controller.Set
-	cache      responsecache.Cache // as of the last cycle issued
+	cache      responsecache.Cache // the cache after the last issued cycle
 	asked      map[string][]*message.Request
-	complete   map[string]bool // of asked: ready or held
+	complete   map[string]bool // the names of asked that are ready or held
 	ready      []readyName
 	held       map[string]*groupModel
 	joined     []bool
@@ -75,24 +75,24 @@ type setModel struct {
 	unfinished int
 	log        []issuedGrant
 	digests    map[uint64]uint64
-	gone       bool // removed
+	gone       bool // the set was removed
 }
 
-// groupModel is a group of which not all tensors are answered or ready.
+// groupModel is a group that still has tensors that are neither answered nor ready.
 type groupModel struct {
-	names    []readyName // complete and held
-	failed   bool        // ranks disagree about one: all fail as they come
+	names    []readyName // the names that are complete and held
+	failed   bool        // the ranks disagree about one name: every name fails when it is complete
 	answered int
 }
 
-// readyName is a name that every member has requested, or has joined without.
+// readyName is a name that every member has requested, except members that have joined without requesting it.
 type readyName struct {
 	name   string
-	frame  int         // that completed it, or its group
-	absent []topo.Rank // members that have joined without a request
-	group  string      // with its size
+	frame  int         // the frame that completed the name or its group
+	absent []topo.Rank // members that have joined without requesting it
+	group  string      // the group's name and size
 	fails  bool        // the answer must be an error
-	join   bool        // it is the answer of a join
+	join   bool        // this is the answer to a join
 }
 
 func newSetModel(s controller.Set) *setModel {
@@ -102,7 +102,7 @@ func newSetModel(s controller.Set) *setModel {
 	}
 }
 
-// ask is a request that has arrived in the given frame.
+// ask records a request of a member that has arrived in the given frame.
 func (s *setModel) ask(member int, q *message.Request, frame int) {
 	if q.Kind == message.Join {
 		s.join(member, q, frame)
@@ -134,7 +134,7 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
-// check moves a name that all members have requested to ready, or to held.
+// check moves a name that all members have requested to ready or to held.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
 	var first *message.Request
@@ -162,7 +162,7 @@ func (s *setModel) check(name string, frame int) {
 		s.group(first).names = append(s.group(first).names, x)
 		s.settle(first, disagree, 0, frame)
 	}
-	// Other members may name other groups, which then fail.
+	// Other members may have named other groups. These groups fail.
 	lost := map[string]bool{x.group: true}
 	for _, q := range qs {
 		if q != nil && q.Group != "" && !lost[groupText(q)] {
@@ -179,7 +179,7 @@ func groupText(q *message.Request) string {
 	return fmt.Sprint(q.Group, q.GroupSize)
 }
 
-// group returns the group of a request.
+// group returns the group that a request names.
 func (s *setModel) group(q *message.Request) *groupModel {
 	g := s.held[groupText(q)]
 	if g == nil {
@@ -189,8 +189,8 @@ func (s *setModel) group(q *message.Request) *groupModel {
 	return g
 }
 
-// settle moves the names of a group to ready if it is complete, or fails. elsewhere is how many of its
-// tensors were just answered outside of it.
+// settle moves the names of a group to ready if the group is complete or fails. elsewhere is the number of
+// its tensors that have just been answered outside of the group.
 func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
 	g := s.group(q)
 	g.failed = g.failed || fails
@@ -217,16 +217,16 @@ type issuedGrant struct {
 }
 
 type rankModel struct {
-	fresh     []request   // submitted and not sent
-	intents   [][]request // what its news frames in flight mean
+	fresh     []request   // requests that were submitted and not sent
+	intents   [][]request // the requests that each of its news frames in flight stands for
 	submitted int
-	finished  int  // grants whose end it reports
-	news      int  // frames sent
-	shutdown  bool // its program has asked for it
-	leaving   bool // the coordinator knows
+	finished  int  // number of finished grants that it must report
+	news      int  // number of news frames that it has sent
+	shutdown  bool // its program has called Shutdown
+	leaving   bool // the coordinator knows that it leaves
 	stopSent  bool
-	position  map[topo.ProcessSetID]int // grants applied
-	order     int                       // of the last grant applied
+	position  map[topo.ProcessSetID]int // number of applied grants
+	order     int                       // the order of the last applied grant
 	running   map[*controller.Grant]string
 	stopped   bool
 }
@@ -246,7 +246,7 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	return ch
 }
 
-// broken fails the test: an invariant of docs/negotiation.md does not hold.
+// broken fails the test because an invariant of docs/negotiation.md does not hold.
 func (ch *checker) broken(invariant int, format string, args ...any) {
 	ch.t.Helper()
 	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...), ch.t.Name(), ch.seed)
@@ -325,7 +325,7 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k.leaving = k.leaving || u.Shutdown
 }
 
-// awaited is an operation that ranks wait for.
+// awaited describes an operation that some ranks wait for and some have not submitted.
 type awaited struct{ waiting, missing []topo.Rank }
 
 // awaited returns the operations of the set that ranks wait for, including joins.
@@ -339,7 +339,7 @@ func (s *setModel) awaited() (all []awaited) {
 		return ranks
 	}
 	present := ranks(func(m int) bool { return !s.joined[m] })
-	open := make(map[string]bool) // groups of which a tensor is asked for and not complete
+	open := make(map[string]bool) // groups with a tensor that is requested and not complete
 	for name, qs := range s.asked {
 		if s.complete[name] {
 			continue
@@ -371,7 +371,7 @@ func (ch *checker) isLeaving(r topo.Rank) bool { return ch.ranks[r].leaving }
 
 func (ch *checker) stays(r topo.Rank) bool { return !ch.ranks[r].leaving }
 
-// checkLeavers determines whether the coordinator must stop the job.
+// checkLeavers sets stopping if the coordinator must stop the job.
 func (ch *checker) checkLeavers() {
 	if ch.stopping {
 		return
@@ -394,7 +394,7 @@ func (ch *checker) checkLeavers() {
 	}
 }
 
-// outstanding reports whether a rank that leaves may still be granted something.
+// outstanding reports whether a leaving rank may still be granted an operation.
 func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*message.DownSet) bool {
 	for _, s := range ch.sets {
 		m := slices.Index(s.Ranks, r)
@@ -423,7 +423,7 @@ func (ch *checker) frameReceived() {
 }
 
 func (ch *checker) issued(outs []controller.Outgoing) {
-	ch.checkLeavers() // as of the turn, in which a rank that waits may leave too
+	ch.checkLeavers() // after the whole turn: a rank that waits may have left in it too
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
 	received, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
@@ -502,10 +502,10 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	}
 }
 
-// closing checks that no rank executes anything with a rank that is to close.
+// closing checks that no rank executes an operation with rank r, which is told to close.
 func (ch *checker) closing(r topo.Rank) {
 	if ch.stopping {
-		return // then all close together
+		return // in that case all ranks close together
 	}
 	ch.seen.closedEarly++
 	for _, n := range ch.c.nodes {
@@ -518,7 +518,7 @@ func (ch *checker) closing(r topo.Rank) {
 }
 
 // mustDecide checks that a cycle has exactly the sets with ready tensors and an open gate, and that it stops
-// exactly the leaving ranks that wait for nothing.
+// exactly the leaving ranks for which nothing is outstanding.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
@@ -549,14 +549,14 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 	}
 }
 
-// removes reports whether a decision about the global set removes a set.
+// removes reports whether the decision d about the global set removes the set id.
 func removes(d *message.DownSet, id topo.ProcessSetID) bool {
 	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
 		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
 	})
 }
 
-// decided checks what a cycle decides about a set and replays it.
+// decided checks what a cycle decides about a set, and applies it to the model.
 func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	if s.joins > 0 && len(d.Puts) > 0 {
 		ch.broken(3, "set %d: %v is cached while ranks have joined", s.ID, d.Puts)
@@ -633,7 +633,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 }
 
 // answered checks a granted response against the requests of the members. It returns the frame that completed
-// it.
+// the tensor.
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
 	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.join == (r.Kind == message.Join) && (x.join || x.name == r.Name) })
 	if i < 0 {
@@ -689,7 +689,7 @@ func firstOf(qs []*message.Request) *message.Request {
 	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
 }
 
-// change checks the answer to a request of all ranks to add or remove a set, and applies it.
+// change checks the answer to a request to add or remove a set, and applies it to the model.
 func (ch *checker) change(q *message.Request, r *message.Response) {
 	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
@@ -716,13 +716,13 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey returns a key that is the same at all ranks for the same grant.
+// grantKey returns a text that is the same at all ranks for the same grant, and differs for different grants.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank, responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {
 		name := r.Name
 		if r.Kind == message.Join {
-			name = "" // its rank's own
+			name = "" // ranks may name a join differently
 		}
 		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %s/%d %d%v %q",
 			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
@@ -820,15 +820,15 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 type run struct {
 	*checker
 	rng  *rand.Rand
-	todo [][]request // by rank
-	// halfDead is the rank that has died although its connections are still open, or -1.
+	todo [][]request // the rest of each rank's program
+	// halfDead is a rank that has died although its connections are still open, or -1 if there is none.
 	halfDead topo.Rank
-	// leavers says that ranks shut down.
+	// leavers is set if ranks shut down before their programs are done.
 	leavers bool
 }
 
-// The invariants hold for every order in which ranks submit, send, read and finish, for every cache capacity
-// and fusion threshold, and for every end of the job.
+// TestInvariants checks that the invariants hold for random orders in which ranks submit, send, read and
+// finish, for several cache capacities and fusion thresholds, and for each way in which the job can end.
 func TestInvariants(t *testing.T) {
 	n := 1000
 	if testing.Short() {
@@ -872,8 +872,8 @@ func randomRun(t *testing.T, seed uint64) counts {
 		Plan:                 plan(refusedType),
 	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16), true), halfDead: -1}
-	// The job ends in one of four ways at a random time: a shutdown when all programs are done, a shutdown
-	// before that, a death, or a false suspicion.
+	// The job ends in one of four ways at a random time: by a shutdown after all programs, by a shutdown
+	// before that, by a death, or by a false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
 	for i := range 600 {
 		if i == when {
@@ -885,7 +885,7 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// end ends the job in a random way.
+// end begins the end of the job in the way how (see randomRun).
 func (r *run) end(how int) {
 	size := len(r.c.nodes)
 	n := r.c.nodes[r.rng.IntN(size)]
@@ -917,7 +917,7 @@ func (r *run) shutdown(n *node) {
 	}
 }
 
-// act executes a random one of the possible next events.
+// act picks one of the possible next events at random and executes it.
 func (r *run) act() {
 	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
 	switch k := r.rng.IntN(14); {
@@ -957,7 +957,8 @@ func (r *run) act() {
 	}
 }
 
-// noticeDeath reports a death by its first sign: a broken data channel, or the end of the control connection.
+// noticeDeath reports the death of halfDead by one of two signs: rank n's data channel breaks, or the control
+// connection of the dead rank ends.
 func (r *run) noticeDeath(n *node) {
 	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
@@ -968,7 +969,8 @@ func (r *run) noticeDeath(n *node) {
 	r.halfDead = -1
 }
 
-// submit makes the next request of a rank's program, if the name is free.
+// submit submits the next request of the rank's program, or skips it if its process set is gone. It reports
+// false if it could do neither.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
 	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
@@ -984,7 +986,7 @@ func (r *run) submit(n *node) bool {
 	return true
 }
 
-// pass lets d pass. Ranks and the coordinator take the turns that are due.
+// pass advances the time by d, and executes the turns of ranks and coordinator that are due.
 func (r *run) pass(d time.Duration) {
 	r.c.now += d
 	if !r.c.nodes[0].dead && r.c.coord.Next() <= r.c.now {
@@ -998,7 +1000,7 @@ func (r *run) pass(d time.Duration) {
 	}
 }
 
-// settle submits requests and takes turns until nothing changes.
+// settle submits requests and executes turns until nothing changes.
 func (r *run) settle() {
 	for moved := true; moved; {
 		moved = false
@@ -1011,7 +1013,7 @@ func (r *run) settle() {
 	}
 }
 
-// finish runs the job to its end and checks the end.
+// finish runs the job to its end and checks how it has ended.
 func (r *run) finish() {
 	r.t.Helper()
 	if r.halfDead >= 0 {
@@ -1035,7 +1037,7 @@ func (r *run) finish() {
 				r.settle()
 			}
 		}
-		for range 2 { // a cycle may be due a little later
+		for range 2 { // another cycle may be due a little later
 			r.settle()
 			r.pass(10 * time.Millisecond)
 		}
@@ -1061,7 +1063,7 @@ func (r *run) finish() {
 	}
 }
 
-// idle checks a job in which all programs are done.
+// idle checks that nothing is left to do in a job whose programs are all done.
 func (r *run) idle() {
 	for _, s := range r.sets {
 		if s.gone {

@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// Invariant 8: no step of the negotiation waits, and the same inputs give the same outputs. The pure packages
-// import nothing that can block or that changes by itself.
+// TestPurity checks invariant 8: no step of the negotiation waits, and the same inputs give the same outputs.
+// So the pure packages must not import anything that can block or that changes by itself.
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{

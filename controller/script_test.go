@@ -19,7 +19,8 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
 
-// TestScripts plays testdata/*.txt. Their notation is described in testdata/README.md.
+// TestScripts plays the scripts testdata/*.txt, whose notation testdata/README.md describes, and compares
+// their output.
 func TestScripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	if err != nil || len(files) == 0 {
@@ -55,7 +56,8 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// The frames of the example in docs/negotiation.md, which -rewrite must not change.
+// TestLateVoteIsAsSpecified checks that testdata/late_vote.txt has the frames of the example in
+// docs/negotiation.md, so that -rewrite cannot change them.
 func TestLateVoteIsAsSpecified(t *testing.T) {
 	text, err := os.ReadFile("testdata/late_vote.txt")
 	if err != nil {
@@ -78,27 +80,28 @@ func TestLateVoteIsAsSpecified(t *testing.T) {
 	}
 }
 
-// script plays blocks of commands on a cluster and prints what happens.
+// script executes blocks of commands on a cluster and prints what happens.
 type script struct {
 	t      *testing.T
 	c      *cluster
 	out    *strings.Builder
-	events []event // of the current round
+	events []event // the events of the current round
 
-	manual bool        // grants are finished by "done" only
+	manual bool        // only the command "done" finishes grants
 	beats  bool        // heartbeats are printed
-	deaf   []topo.Rank // frames to them wait
-	mute   []topo.Rank // frames from them wait
-	frozen []topo.Rank // they do nothing at all
+	deaf   []topo.Rank // the ranks to which frames wait
+	mute   []topo.Rank // the ranks from which frames wait
+	frozen []topo.Rank // the ranks that do nothing at all
 }
 
-// event is something that happened at a rank; equal ones of a round are printed as one line.
+// event is something that happened at a rank. Equal events of several ranks in a round are printed as one
+// line.
 type event struct {
 	rank topo.Rank
 	text string
 }
 
-// play runs the script and returns it with the current output of its blocks.
+// play runs the script and returns its text with the output that its blocks have now.
 func play(t *testing.T, file, text string) string {
 	var all strings.Builder
 	s := &script{t: t}
@@ -115,7 +118,7 @@ func play(t *testing.T, file, text string) string {
 			continue
 		}
 		for i+1 < len(lines) && lines[i+1] != "" {
-			i++ // the output as it was
+			i++ // skip the output that the file has
 		}
 		s.settle()
 		out := s.out.String()
@@ -131,7 +134,7 @@ func play(t *testing.T, file, text string) string {
 	return all.String()
 }
 
-// command runs one line. Frames move at the end of the block.
+// command executes one line. Frames move only at the end of the block.
 func (s *script) command(line string) error {
 	line, _, _ = strings.Cut(line, " #")
 	f := fields(line)
@@ -248,7 +251,7 @@ func (s *script) command(line string) error {
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
 		case "kill":
-			s.round() // frames that were sent before the death have arrived
+			s.round() // frames that were sent before the death must arrive
 			s.c.kill(r, "connection reset")
 		default:
 			return fmt.Errorf("unknown command %q", f[0])
@@ -280,8 +283,8 @@ func parseRanks(list string, size int) ([]topo.Rank, error) {
 	return ranks, nil
 }
 
-// cluster begins a new job: size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2 refuse=uint8 manual
-// heartbeats
+// cluster begins a new job from a line such as "size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2
+// refuse=uint8 manual heartbeats".
 func (s *script) cluster(f []string) error {
 	*s = script{t: s.t, out: new(strings.Builder)}
 	cfg := controller.CoordinatorConfig{LivenessTimeout: livenessTimeout, CacheCapacity: 4, FusionThresholdBytes: 64 << 10}
@@ -347,7 +350,7 @@ func (s *script) cluster(f []string) error {
 
 func (s *script) awake(n *node) bool { return !n.over && !slices.Contains(s.frozen, n.rank) }
 
-// settle takes turns until no frame is in flight.
+// settle executes rounds until no frame is in flight.
 func (s *script) settle() {
 	for range 1000 {
 		if !s.round() {
@@ -357,8 +360,8 @@ func (s *script) settle() {
 	s.t.Fatalf("frames still move after 1000 rounds; so far\n%s", s.out.String())
 }
 
-// round is a turn of every rank, of the coordinator, and of every rank again, which reads. It reports whether
-// anything moved.
+// round executes a turn of every rank, a turn of the coordinator, and a turn of every rank in which it reads.
+// It reports whether anything happened.
 func (s *script) round() bool {
 	moved := false
 	for _, n := range s.c.nodes {
@@ -399,7 +402,7 @@ func (s *script) round() bool {
 	return moved
 }
 
-// tick lets d pass. Ranks and the coordinator take their turns at the times that Next returns.
+// tick advances the time by d. Ranks and the coordinator take their turns at the times that Next returns.
 func (s *script) tick(d time.Duration) {
 	s.settle()
 	end := s.c.now + d
@@ -423,7 +426,7 @@ func (s *script) tick(d time.Duration) {
 	s.c.now = end
 }
 
-// digest compares the caches of all ranks with the coordinator's.
+// digest compares the caches of all ranks with the caches of the coordinator.
 func (s *script) digest() {
 	s.settle()
 	for _, set := range s.c.cfg.Sets {
@@ -447,7 +450,7 @@ func (s *script) digest() {
 	}
 }
 
-// forge sends a frame on a rank's connection that its member did not create.
+// forge sends a frame on a rank's connection that the rank's member did not create.
 func (s *script) forge(r topo.Rank, u *message.Up) error {
 	s.settle()
 	frame, err := message.AppendUp(nil, u)
@@ -459,13 +462,14 @@ func (s *script) forge(r topo.Rank, u *message.Up) error {
 	return nil
 }
 
-// flush prints the events of the round, equal ones together, in the order of their first rank.
+// flush prints the events of the round, in the order of their first rank. Equal events are printed as one
+// line.
 func (s *script) flush() {
 	for len(s.events) > 0 {
 		text := s.events[0].text
 		var ranks []topo.Rank
 		s.events = slices.DeleteFunc(s.events, func(e event) bool {
-			// A second equal event of a rank is printed on another line.
+			// If a rank has two equal events, the second is printed on a line of its own.
 			if e.text != text || slices.Contains(ranks, e.rank) {
 				return false
 			}

@@ -11,10 +11,10 @@ import (
 // setTable has the process sets of a job at the coordinator. They are added and removed by
 // requests of all ranks on the global set.
 type setTable struct {
-	size          int // of the job
+	size          int // size of the job
 	cacheCapacity int
 	waits         *waits
-	next          topo.ProcessSetID // ids are never given twice
+	next          topo.ProcessSetID // no ID is used twice
 	// sets is ascending by ID. It is replaced and never changed in place, so that code that ranges over it
 	// may change it.
 	sets    []*setState
@@ -93,7 +93,7 @@ func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	if s == nil {
 		return fmt.Sprintf("process set %d does not exist", id)
 	}
-	s.ready = nil // nor does the cycle that removes it decide about it
+	s.ready = nil // the cycle that removes the set decides nothing else about it
 	t.removed = append(t.removed, removedSet{s.Set, cycle})
 	t.sets = slices.DeleteFunc(slices.Clone(t.sets), func(x *setState) bool { return x == s })
 	return ""

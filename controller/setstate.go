@@ -46,7 +46,7 @@ type tableRow struct {
 	requests []message.Request // by member; Kind is NoKind for members without a request
 	arrivals []time.Duration   // by member; nil unless tracing is on
 	count    int
-	complete bool // it is ready, or held
+	complete bool // the tensor is ready or held
 	granted  bool
 }
 
@@ -385,7 +385,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 		case item.row != nil:
 			item.row.granted = true
 			delete(s.table, item.response.Name)
-		default: // a join, which is granted when all have joined
+		default: // a join, which is granted when all members have joined
 			s.joined.reset()
 		}
 		if item.cached && !item.full {

@@ -54,8 +54,8 @@ func label(k message.Kind, name string) string {
 // wait is how long a tensor has waited, and how often that was reported. Requests that come in one turn of
 // the loop come at the same time.
 type wait struct {
-	since   time.Duration // when the first request came
-	latest  time.Duration // when the latest one came
+	since   time.Duration // the time at which the first request arrived
+	latest  time.Duration // the time at which the latest request arrived
 	reports int
 }
 
@@ -65,7 +65,7 @@ type waits struct {
 	now        time.Duration
 	checkAfter time.Duration // the least time after which a tensor is checked; 0 means never
 	due        time.Duration
-	late       analysis.Held // by all process sets
+	late       analysis.Held // over all process sets
 	trace      bool          // record arrival times
 }
 
@@ -93,7 +93,7 @@ func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.n
 type execution struct {
 	wait
 	set    topo.ProcessSetID
-	tensor string // empty if there is none
+	tensor string // "" if there is none
 }
 
 // handle applies a heartbeat.
@@ -182,7 +182,7 @@ func (c *Coordinator) checkExecutions() {
 		c.checkStall(&w, c.now-oldest, func() Stall {
 			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
 		})
-		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // once for all of them
+		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // all in one report
 	}
 }
 
@@ -205,7 +205,7 @@ func (c *Coordinator) stop(reason string) {
 // eachWaiting visits the tensors that wait for ranks, with their groups: those in full in the order of their
 // first request, then the cached ones, then those that are held for a group of which nothing else is known.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
-	incomplete := make(map[groupKey]bool) // groups of which an incomplete tensor was visited
+	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor that was visited
 	for _, row := range s.rows {
 		if !row.complete {
 			first, key := firstOf(row.requests), groupOf(row.requests)

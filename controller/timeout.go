@@ -43,7 +43,8 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		return
 	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
-		return // a rank has not entered the cycle, and will be silent when this rank reports the timeout again
+		// A rank has not entered the cycle. It will be silent when this rank reports the timeout again.
+		return
 	}
 	s, _ := c.member(u.Set, by)
 	if s != nil && c.ranks[by].stop == 0 {

@@ -68,12 +68,12 @@ func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, 
 // Barrier returns an Op that waits for all ranks.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
-// Join returns an Op that says that this rank has nothing more to submit. Afterwards Last returns the rank
-// that joined last.
+// Join returns an Op by which this rank joins: it has nothing more to submit. After the Op has finished, Last
+// returns the rank that joined last.
 func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
 
-// AddSet returns an Op that adds a process set of ranks, ascending. Afterwards the Set of the Op's Response
-// is its number.
+// AddSet returns an Op that adds a process set of ranks, in ascending order. After the Op has finished, the
+// Set of its Response is the number of the new process set.
 func AddSet(ranks ...topo.Rank) *Op {
 	o := newOp(message.AddProcessSet, "process_set.add", tensor.Invalid, nil, nil)
 	o.Request.Ranks = ranks
@@ -102,9 +102,10 @@ func Group(name string, ops ...*Op) {
 	}
 }
 
-// InPlace makes the result replace the input, and returns op. The input of an allgather becomes part of a
-// buffer with room for the same number of rows from each rank. The result of a reducescatter is part of the
-// input. Output is then where the result is. r is the rank that will submit op.
+// InPlace makes the result replace the input, and returns op. r is the rank that will submit op.
+//
+// InPlace makes the input of an allgather a part of a buffer that has room for as many rows from each rank.
+// The result of a reducescatter is a part of the input. In both cases Output is the result.
 func (op *Op) InPlace(r *Rank) *Op {
 	op.Entry.InPlace = true
 	switch members := r.Members(op.Set); op.Request.Kind {

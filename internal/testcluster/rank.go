@@ -25,7 +25,7 @@ type Rank struct {
 	c      *cluster
 
 	mu   sync.Mutex
-	sets []controller.Set // also those without this rank
+	sets []controller.Set // all process sets of the job, also those without this rank
 }
 
 func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set) *Rank {

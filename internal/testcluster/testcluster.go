@@ -85,7 +85,7 @@ const (
 type cluster struct {
 	t      testing.TB
 	o      Options
-	ctx    context.Context // ends with the job
+	ctx    context.Context // it ends with the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
 	memory []opsshm.Memory // by rank, for SHM
@@ -113,8 +113,8 @@ func Run(t testing.TB, o Options, f func(r *Rank)) {
 	c.shutdown()
 }
 
-// watch starts a timer that, at the deadline, reports the stacks of all goroutines and ends the job. The
-// returned function stops the timer, and waits for it if it has fired.
+// watch starts a timer that logs the stacks of all goroutines and ends the job at the deadline. The returned
+// function stops the timer. If the timer has fired, the function waits until the job has been ended.
 func (c *cluster) watch() (end func()) {
 	over := make(chan struct{})
 	timer := time.AfterFunc(c.o.Deadline, func() {
@@ -229,7 +229,7 @@ func (c *cluster) shareMemory() error {
 	return err
 }
 
-// start starts the engines of all ranks, or of none.
+// start starts the engines of all ranks. If one fails to start, it stops the others and returns the error.
 func (c *cluster) start() error {
 	sets := []controller.Set{controller.Global(c.o.Ranks)}
 	for i, ranks := range c.o.Sets {
@@ -261,7 +261,7 @@ func (c *cluster) start() error {
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
-				c.fail(errs[i]) // ends the waits of the other ranks for this rank
+				c.fail(errs[i]) // so that the other ranks do not wait for this one
 				return
 			}
 			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)

@@ -22,17 +22,18 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// i64 returns the bytes of int64 elements.
+// i64 returns the bytes of the int64 elements v.
 func i64(v ...int64) []byte { return bytes.Clone(tensor.Bytes(v)) }
 
-// want compares the output of op with v.
+// want fails the test unless the output of op has the elements v.
 func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 	if !bytes.Equal(op.Output, tensor.Bytes(v)) {
 		r.Errorf("%v %q: got %v, want %v", op.Request.Kind, op.Request.Name, tensor.View[int64](op.Output), v)
 	}
 }
 
-// All operations work, in place or not, over all transports and both negotiations.
+// All operations give the right results, in place or not, over all transports and with both kinds of
+// negotiation.
 func TestEveryOperation(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
 		for _, lockstep := range []bool{false, true} {
@@ -99,8 +100,8 @@ func everyOperation(r *testcluster.Rank) {
 	}
 }
 
-// In a bubble the time of an operation is exact: over links with a latency of a millisecond, a request takes
-// one to rank 0 and a grant one back.
+// In a synctest bubble the time of an operation is exact. Over links with a latency of 1 ms, a request takes
+// 1 ms to reach rank 0, and the grant takes 1 ms back.
 func TestVirtualTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond}, func(r *testcluster.Rank) {
@@ -113,7 +114,7 @@ func TestVirtualTime(t *testing.T) {
 	})
 }
 
-// OnFrame receives whole frames of the negotiation.
+// OnFrame receives each frame of the negotiation whole.
 func TestFrames(t *testing.T) {
 	var (
 		mu    sync.Mutex
@@ -144,7 +145,7 @@ func TestFrames(t *testing.T) {
 	}
 }
 
-// recorder is a testing.TB that only records that it failed.
+// recorder is a testing.TB that only records whether the test failed and what it logged.
 type recorder struct {
 	testing.TB
 	mu   sync.Mutex
@@ -159,7 +160,8 @@ func (t *recorder) Errorf(format string, args ...any) {
 	t.text = append(t.text, fmt.Sprintf(format, args...))
 }
 
-// The deadline ends a wait without end. Its report shows the stack of the wait.
+// The deadline ends an operation that would wait forever. The report shows the stack of the goroutine that
+// waits.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
@@ -178,7 +180,7 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// A rank that calls Fatalf ends the waits of the other ranks.
+// If one rank calls Fatalf, the waits of the other ranks end.
 func TestFatal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}

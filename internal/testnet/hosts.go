@@ -257,7 +257,7 @@ func remove(beginning string) error {
 func empty(name string) error {
 	namespace, err := os.Stat(filepath.Join(dir, name))
 	if err != nil {
-		return nil // it was removed meanwhile
+		return nil // the namespace has been removed in the meantime
 	}
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -282,9 +282,9 @@ func empty(name string) error {
 	}
 }
 
-// kill kills the process at a path in /proc if it is in the namespace, and reports whether it was. It first
-// takes a handle of the process and then checks the namespace, so it does not kill another process that has
-// got the same ID meanwhile.
+// kill kills the process whose directory in /proc is path if it is in the namespace, and reports whether it
+// was. It opens a handle of the process before it checks the namespace. So it does not kill another process
+// that has got the same ID in the meantime.
 func kill(path string, namespace os.FileInfo) bool {
 	pid, err := strconv.Atoi(filepath.Base(path))
 	if err != nil {

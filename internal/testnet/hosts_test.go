@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// programVariable is an environment variable. It makes this test binary run a program for a host instead of
-// tests.
+// programVariable names an environment variable. If it is set, this test binary does not run tests but the
+// program with that name, for a test that runs it on a host.
 const programVariable = "GOHVD_TESTHOSTS_PROGRAM"
 
 func TestMain(m *testing.M) {
@@ -43,7 +43,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// echo accepts connections and sends back the bytes that it receives. It does not return without an error.
+// echo accepts connections at addr and sends back the bytes that it receives, until an error. It prints its
+// address first.
 func echo(addr string) error {
 	ln, err := net.Listen("tcp", addr)
 	if err != nil {
@@ -59,7 +60,7 @@ func echo(addr string) error {
 	}
 }
 
-// talk sends each line of its input and prints the answer.
+// talk connects to addr, sends each line of its input and prints the answer.
 func talk(addr string) error {
 	c, err := net.DialTimeout("tcp", addr, time.Second)
 	if err != nil {
@@ -101,12 +102,12 @@ func interfaces() (string, error) {
 			}
 		}
 	}
-	// Programs that read /sys see these interfaces.
+	// The test checks /sys too, because some programs find network interfaces there.
 	seen, err := filepath.Glob("/sys/class/net/*")
 	return fmt.Sprint(text, seen), err
 }
 
-// process is a program of this test binary that runs on a host.
+// process is a program of this test binary that runs in a process of its own.
 type process struct {
 	t     *testing.T
 	what  string
@@ -115,7 +116,7 @@ type process struct {
 	lines chan string
 }
 
-// program runs a program on a host until the test ends.
+// program starts the program called name on h. It is killed when the test ends.
 func program(t *testing.T, h *testnet.Host, name string, args ...string) *process {
 	t.Helper()
 	return begin(t, h.Command(t.Context(), self(t), args...), programVariable+"="+name)
@@ -151,7 +152,7 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 		for s := bufio.NewScanner(out); s.Scan(); {
 			p.lines <- s.Text()
 		}
-		_ = cmd.Wait() // how it ends is the tests' own business
+		_ = cmd.Wait() // the tests check how it ends, if they need to
 		close(p.lines)
 	}()
 	t.Cleanup(func() {
@@ -161,7 +162,8 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 	return p
 }
 
-// line returns the next line that the program prints.
+// line returns the next line that the program prints. It fails the test if the program ends or prints nothing
+// for a minute.
 func (p *process) line() string {
 	p.t.Helper()
 	select {
@@ -176,7 +178,7 @@ func (p *process) line() string {
 	}
 }
 
-// end waits until the program has ended.
+// end waits until the program has ended. It fails the test after a minute.
 func (p *process) end() {
 	p.t.Helper()
 	late := time.After(time.Minute)
@@ -199,15 +201,15 @@ func (p *process) say(text string) {
 	}
 }
 
-// TCP works between any two hosts. A host without its cable cannot reach others and cannot be reached.
-// Connections wait meanwhile, and the other hosts are not affected.
+// TCP works between any two hosts. A host whose link is down can neither reach others nor be reached. Its
+// connections continue when the link is up again, and the other hosts are not affected.
 func TestLinks(t *testing.T) {
 	hosts := testnet.NewHosts(t, 3)
 	addrs := make([]string, len(hosts))
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
 	}
-	// connects checks which host can reach which.
+	// connects checks which hosts can connect to which.
 	connects := func(should func(from, to int) bool) {
 		t.Helper()
 		for i, h := range hosts {
@@ -243,8 +245,8 @@ func TestLinks(t *testing.T) {
 	connects(func(int, int) bool { return true })
 }
 
-// A host has a name, lo and one interface of its own. It can reach nothing else, and it changes nothing on
-// the machine.
+// A host has a name, the interface lo and one other interface. It can reach nothing except the hosts of its
+// own network, and the machine's own network does not change.
 func TestHostsAreApart(t *testing.T) {
 	machine := func() string {
 		text, err := interfaces()
@@ -282,11 +284,12 @@ func TestHostsAreApart(t *testing.T) {
 	if now := machine(); now != before {
 		t.Errorf("before there was %s, now %s", before, now)
 	}
-	// Hosts of another NewHosts have the same addresses but no connection to these.
+	// The hosts of another NewHosts have the same addresses, and no connection to the first ones.
 	others := testnet.NewHosts(t, 2)
 	addr := program(t, hosts[1], "echo", net.JoinHostPort(hosts[1].Addr.String(), "0")).line()
 	got := "timeout"
-	for tries := 0; tries < 20 && strings.Contains(got, "timeout"); tries++ { // the first packet of a new bridge may be lost
+	// A new bridge may lose the first packet.
+	for tries := 0; tries < 20 && strings.Contains(got, "timeout"); tries++ {
 		got = program(t, others[0], "talk", addr).line()
 	}
 	if others[1].Addr != hosts[1].Addr || !strings.Contains(got, "connection refused") {
@@ -323,17 +326,17 @@ func namespaces(t *testing.T, beginning string) []string {
 	return names
 }
 
-// group returns the prefix of the names of all namespaces of the same NewHosts as h.
+// group returns the common prefix of the names of all namespaces that the same NewHosts made as h.
 func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
-// runs reports whether a process runs.
+// runs reports whether the process pid runs. An ended process that was not waited for does not count.
 func runs(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !strings.Contains(string(text), ") Z ")
 }
 
-// stray starts an orphaned process on a host. It ends only after the test, and only SIGKILL can end it
-// earlier. It can be found only through its namespace, because its parent has ended.
+// stray starts an orphaned process on a host, which only SIGKILL can end before the test ends. Its parent has
+// ended, so it can be found only through its namespace.
 func stray(t testing.TB, h *testnet.Host) (pid int) {
 	t.Helper()
 	cmd := h.Command(t.Context(), "sh", "-c", `trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
@@ -347,11 +350,11 @@ func stray(t testing.TB, h *testnet.Host) (pid int) {
 	return pid
 }
 
-// storm starts a process on a host that starts others, faster than they can be found. It returns a word that
-// is among the arguments of all of them.
+// storm starts a process on a host that starts 2000 others, faster than they can be found and killed. It
+// returns a word that is among the arguments of all of them.
 func storm(t testing.TB, h *testnet.Host) (word string) {
 	t.Helper()
-	word = fmt.Sprintf("20.%d", os.Getpid()) // seconds
+	word = fmt.Sprintf("20.%d", os.Getpid()) // the argument of sleep, in seconds
 	cmd := h.Command(t.Context(), "sh", "-c", `setsid sh -c 'for i in $(seq 2000); do sleep $0 & done' "$0" >/dev/null 2>&1 &`, word)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -375,7 +378,7 @@ func running(t *testing.T, word string) (n int) {
 	return n
 }
 
-// When a test ends, nothing is left of its hosts.
+// When a test ends, its hosts, their namespaces and all processes on them are gone.
 func TestNothingStays(t *testing.T) {
 	var names, word string
 	var pids []int
@@ -411,10 +414,10 @@ func wantNothing(t *testing.T, names string, pids ...int) {
 	}
 }
 
-// childVariable is an environment variable that says how TestChild ends.
+// childVariable names an environment variable that makes TestChild run. Its value says how TestChild ends.
 const childVariable = "GOHVD_TESTHOSTS_CHILD"
 
-// TestChild makes hosts in a process of its own, for other tests.
+// TestChild makes hosts and a stray process, for tests that run it in a child process.
 func TestChild(t *testing.T) {
 	end := os.Getenv(childVariable)
 	if end == "" {
@@ -428,8 +431,8 @@ func TestChild(t *testing.T) {
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }
 
-// child runs TestChild in a process of its own. It returns the process, the prefix of its namespaces, and a
-// process on one of its hosts.
+// child runs TestChild in a child process. It returns the process, the prefix of its namespaces, and the ID
+// of a process on one of its hosts.
 func child(t *testing.T, end string) (p *process, names string, pid int) {
 	t.Helper()
 	p = begin(t, exec.CommandContext(t.Context(), self(t), "-test.run=^TestChild$"), childVariable+"="+end)
@@ -441,8 +444,8 @@ func child(t *testing.T, end string) (p *process, names string, pid int) {
 	return p, names, pid
 }
 
-// A test that panics cleans up. The next NewHosts removes what a killed process has left, and does not touch
-// the hosts of live processes.
+// A test that panics removes its hosts. The next NewHosts removes the hosts of a process that was killed, and
+// does not touch the hosts of live processes.
 func TestLeftovers(t *testing.T) {
 	testnet.NeedHosts(t)
 	panicking, names, pid := child(t, "panic")
@@ -470,7 +473,8 @@ func TestLeftovers(t *testing.T) {
 	wantNothing(t, living, livingPID)
 }
 
-// sweep finds the owner of a namespace by process ID and start time, and does not touch other names.
+// sweep finds the owner of a namespace by process ID and start time, and removes the namespace if the owner
+// has ended. It does not touch namespaces with other names.
 func TestSweep(t *testing.T) {
 	testnet.NeedHosts(t)
 	ended := exec.CommandContext(t.Context(), "sleep", "1000")
@@ -487,9 +491,9 @@ func TestSweep(t *testing.T) {
 	}
 	testnet.Eventually(t, "the process has ended", func() bool { return !runs(ended.Process.Pid) })
 	for name, goes := range map[string]bool{
-		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has the id
-		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // it was not waited for yet
-		fmt.Sprintf("gohvd-%d-%s-gone-bridge", os.Getpid()+1<<23, start): true, // no process has such an id
+		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has the ID
+		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // a zombie
+		fmt.Sprintf("gohvd-%d-%s-gone-bridge", os.Getpid()+1<<23, start): true, // no process has this ID
 		"gohvd-apple-1-x-0":                        false,
 		fmt.Sprintf("gohvd-%d", os.Getpid()+1<<23): false,
 	} {
@@ -511,7 +515,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-// If no hosts can be made, a test is skipped with the reason; in CI it fails.
+// If hosts cannot be made, a test is skipped with the reason. In CI it fails.
 func TestNeed(t *testing.T) {
 	testnet.NeedHosts(t)
 	const unprivileged = "setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// maxAnswer is the most bytes that are read of the server's answer.
+// maxAnswer is the greatest number of bytes that get reads of an answer.
 const maxAnswer = 16 << 20
 
 // prometheusProgram returns the path of a program of Debian's package prometheus. Without the program it
