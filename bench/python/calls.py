@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a call from Python costs: blocking and asynchronous allreduces of numpy arrays, and one group.
+"""Measures what a call from Python costs: blocking and asynchronous allreduces of numpy arrays, and one
+group.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/calls.py
 
-Rank 0 prints medians in microseconds: of a blocking allreduce of 4 bytes, and per tensor of 1000 allreduces of 256 bytes that are in
-flight together and of one group of 1000.
+Rank 0 prints medians in microseconds: of a blocking allreduce of 4 bytes; per tensor of 1000 allreduces of
+256 bytes that are in flight together; and per tensor of one group of 1000.
 """
 
 import statistics

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""What a program in Python gets: gradients of ResNet-50 through DistributedOptimizer, and one call, beside torch.distributed's gloo.
+"""Measures the steps and calls of a program in Python: gradients of ResNet-50 through DistributedOptimizer,
+and single allreduces, compared with torch.distributed's gloo.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
 
-All is measured in turn in one run, ROUNDS times (default 7), and medians of the rounds are printed with the least and the greatest. A
-step is from the beginning of the backward pass, which makes each gradient by filling it and costs what "backward alone" says, to
-the last gradient reduced. torch's DistributedDataParallel over gloo does the same with its usual buckets of 25 MB. "gloo, 25 MB
-buckets" is less: its gradients are there already, and it packs them, reduces the buckets asynchronously, averages and unpacks.
+One run measures all cases in turn, ROUNDS times (default 7), and prints the median, the least and the
+greatest of the rounds. A step lasts from the beginning of the backward pass until the last gradient is
+reduced. The backward pass makes each gradient by filling it; "backward alone" is the time that this takes.
+torch's DistributedDataParallel over gloo does the same with its usual buckets of 25 MB. "gloo, 25 MB buckets"
+does less: its gradients are there already, and it packs them, reduces the buckets asynchronously, averages
+and unpacks.
 """
 
 import pathlib
@@ -23,7 +26,7 @@ import gohvd.torch as hvd
 
 STEPS = 8
 BUCKET_BYTES = 25 << 20
-# name, count, shape, as hvdbench --workload resnet50 has them
+# Each line has name, count and shape of a gradient, as for hvdbench --workload resnet50.
 SHAPES = pathlib.Path(__file__).parent.parent.parent / "cmd" / "hvdbench" / "shapes" / "resnet50.txt"
 
 
@@ -33,7 +36,7 @@ def sizes():
 
 
 def backward(params):
-    """Goes backward through a loss whose gradients are all ones. Returns when it began."""
+    """Runs the backward pass of a loss whose gradients are all ones. Returns the time when it began."""
     loss = torch.stack([p.sum() for p in params]).sum()
     hvd.barrier()
     begun = time.perf_counter()
@@ -56,7 +59,7 @@ class Ours:
 
 
 class Sums(torch.nn.Module):
-    """A model whose loss is the sum of its parameters."""
+    """A model whose output is the sum of all its parameters."""
 
     def __init__(self, numels):
         super().__init__()
@@ -76,7 +79,7 @@ class Parallel:
         loss = self.model()
         hvd.barrier()
         begun = time.perf_counter()
-        loss.backward()  # returns when all is reduced
+        loss.backward()  # returns when all gradients are reduced
         return time.perf_counter() - begun
 
 
@@ -119,7 +122,7 @@ class Alone:
 
 
 def each(call, times):
-    """The median time of a call."""
+    """Returns the median time of a call in seconds."""
     taken = []
     for _ in range(times):
         begun = time.perf_counter()
@@ -129,7 +132,7 @@ def each(call, times):
 
 
 def many(tensors):
-    """Reduces each tensor asynchronously, and waits for all."""
+    """Reduces all tensors asynchronously and waits for them."""
     for handle in [hvd.allreduce_async_(t, name=f"many.{i}") for i, t in enumerate(tensors)]:
         hvd.synchronize(handle)
 
@@ -173,7 +176,7 @@ def main():
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, torch {torch.__version__}, {len(numels)} gradients of {4 * sum(numels) / 1e6:.0f} MB, {rounds} rounds")
         for what, taken in times.items():
-            taken = [1e3 * t for t in taken[1:]]  # the first round warms up
+            taken = [1e3 * t for t in taken[1:]]  # the first round only warms up
             print(f"{what:20} {statistics.median(taken):9.3f} ms   ({min(taken):.3f} to {max(taken):.3f})")
     hvd.shutdown()
 

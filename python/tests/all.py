@@ -1,7 +1,9 @@
-"""Runs all tests with some interpreters at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``. Without torch, those that
-need none. The tests of one number of ranks are one program: to import torch takes longer than most of them.
+"""Runs all tests with each INTERPRETER at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``. Tests
+that need torch are left out if the interpreter does not have it. All tests at one number of ranks run in one
+program, because importing torch takes longer than most tests.
 
-HVD_RUN is hvdrun, HVD_SIDECAR_BINARY hvdd. The page says what has passed with which versions. Ends with 1 if a test fails.
+HVD_RUN is the path of hvdrun, HVD_SIDECAR_BINARY the path of hvdd. FILE gets a page that says which versions
+have passed. Exits with status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ for name in ("torch", "numpy"):
         versions.append("none")
 print(*versions)
 """
-# Tests that import torch are named after it; so are these, which do too.
+# The tests that import torch.
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 
@@ -55,7 +57,7 @@ def run(interpreter: str, ranks: int, torch: bool) -> Outcome:
         for path in sorted(TESTS.glob("test_*.py"))
         if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
     ]
-    # A rank may wait for another that has tests of its own to do first.
+    # A rank may wait in init for another rank that has tests to run first.
     start_timeout = f"--start-timeout={_LIMIT_SECONDS}"
     command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", *modules]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}

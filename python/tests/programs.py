@@ -1,4 +1,5 @@
-"""Programs that are a job of one rank, for tests of what must not happen to the job that the tests run in."""
+"""Runs programs that are a job of one rank, for tests of what must not happen to the job that runs the tests.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Dict, Sequence
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
 
-# What has nothing to do with other ranks runs at one rank: more would do the same, as often as there are numbers of ranks.
+# Tests that need no other ranks run only in the job of one rank. In larger jobs each rank would repeat them.
 alone = os.environ.get("HOROVOD_SIZE", "1") == "1"
 
 
 def environment(**env: str) -> Dict[str, str]:
-    """The environment without the launcher, which would make the program a rank of its job."""
+    """Returns the environment without the launcher's variables, which would make the program a rank of the
+    launcher's job.
+    """
     out = {
         k: v
         for k, v in os.environ.items()
@@ -27,7 +30,7 @@ def environment(**env: str) -> Dict[str, str]:
 
 
 def run(script: str, *args: str, interpreter: Sequence[str] = (sys.executable, "-X", "faulthandler"), **env: str):
-    """Runs a script to its end, a minute at most."""
+    """Runs a script for at most a minute and returns its status and output."""
     return subprocess.run(
         [*interpreter, "-c", textwrap.dedent(script), *args],
         env=environment(**env),

@@ -1,6 +1,7 @@
-"""What the tests of gohvd.torch share. Each file runs at 1, 2 and 3 ranks: hvdrun -np N python3 -m unittest FILE.
+"""Helpers of the tests of gohvd.torch. Each file runs at 1, 2 and 3 ranks: hvdrun -np N python3 -m unittest
+FILE.
 
-All ranks run the same tests in the same order, and each checks what it gets.
+All ranks run the same tests in the same order, and each rank checks its own results.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (0,), (17,), (3, 4), (2, 3, 5), (1000,)]
 
-# A test that waits for a rank which has failed must end, and say where it waits.
+# If a test waits longer, because a rank has failed, it ends and prints where each thread waits.
 _LIMIT_SECONDS = 100
 
 
 class RanksTest(unittest.TestCase):
-    """A test at every rank of a job."""
+    """A test that runs at every rank of a job."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -52,7 +53,9 @@ class RanksTest(unittest.TestCase):
 
 
 def sample(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Gives small whole numbers that differ between ranks: sums and products of three are exact in every type."""
+    """Returns small whole numbers that differ between ranks. Sums and products of those of three ranks are
+    exact in every type.
+    """
     count = 1
     for n in shape:
         count *= n
@@ -64,7 +67,7 @@ def samples(size: int, shape: Sequence[int], dtype: torch.dtype) -> List[torch.T
 
 
 def adasum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combines tensors as docs/operations.md says."""
+    """Returns the Adasum of tensors as docs/operations.md defines it."""
     parts = list(tensors)
     p = 1
     while p * 2 <= len(parts):

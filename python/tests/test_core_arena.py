@@ -1,4 +1,4 @@
-"""The allocator of memory that the sidecar sees, without a sidecar."""
+"""Tests the allocator of memory that the sidecar maps, without a sidecar."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Allocator(unittest.TestCase):
         self.arena = Arena(self.dropped.append)
 
     def test_blocks_are_apart(self) -> None:
-        """Whatever is taken and given back, living blocks do not overlap, keep what is in them, and memory is used again."""
+        """In a random sequence of take and give, blocks in use do not overlap and keep their content, and
+        memory is used again.
+        """
         rnd = random.Random(3)
         living: Dict[int, Extent] = {}
         chunks = set()

@@ -1,4 +1,6 @@
-"""The connection to the sidecar: beginning and end, threads, signals, forks, and sidecars that die or make no sense."""
+"""Tests the connection to the sidecar: its beginning and end, threads, signals, forks, and sidecars that die
+or break the protocol.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,12 @@ class Bounded(unittest.TestCase):
 
 
 class InTheJob(Bounded):
-    """Tests in which all ranks take part."""
+    """Tests in which all ranks of the job take part."""
 
     def test_again_and_again(self) -> None:
-        """120 times init, work and shutdown in one process, over one sidecar, without more descriptors or memory maps."""
+        """Running init, operations and shutdown 120 times in one process uses one sidecar and no more
+        descriptors or memory maps.
+        """
         hvd.init()
         client = hvd._engine.engine.client()
         pid = client.pid
@@ -77,7 +81,7 @@ class InTheJob(Bounded):
             hvd.add_process_set([0])
 
     def test_threads(self) -> None:
-        """Threads wait for operations at once; one reads for all."""
+        """Several threads wait for operations at once. One of them reads from the socket for all."""
         hvd.init()
         failures: List[BaseException] = []
 
@@ -97,7 +101,7 @@ class InTheJob(Bounded):
         self.assertEqual(failures, [])
 
     def test_the_next_reads(self) -> None:
-        """When the reader's operation is done, a waiting thread takes its place."""
+        """When the operation of the thread that reads is done, a waiting thread becomes the reader."""
         hvd.init()
         client = hvd._engine.engine.client()
         for _ in range(20):
@@ -108,18 +112,20 @@ class InTheJob(Bounded):
             while not client._waiting:
                 os.sched_yield()
             with client._mutex:
-                pass  # it waits, or will look once more
+                pass  # from here on the thread waits or checks again before it waits
             client._leave_reader()
             while client._enter_reader():
                 client._leave_reader()
                 os.sched_yield()
             never.done = True
-            client.call(wire.status)  # wakes it
+            client.call(wire.status)  # the answer wakes the thread
             waiting.join(20)
             self.assertFalse(waiting.is_alive())
 
     def test_interrupted_readers(self) -> None:
-        """An exception of a signal handler, wherever a wait is, leaves the reader's lock to the other threads."""
+        """If a signal handler raises an exception at any point of a wait, other threads can still become the
+        reader.
+        """
         hvd.init()
         client = hvd._engine.engine.client()
 
@@ -127,7 +133,7 @@ class InTheJob(Bounded):
             pass
 
         def interrupted(name: str, after: bool, call: int = 1, at: Callable[[], object] = lambda: None) -> None:
-            """Waits, and has the signal come before or after a call of a method."""
+            """Waits for an answer, and raises Signal before or after the given call of a method."""
             method, calls = getattr(client, name), 0
 
             def play(*args):
@@ -157,7 +163,7 @@ class InTheJob(Bounded):
         for name in ("_enter_reader", "_may_sleep", "_read", "_leave_reader", "_release_reader"):
             for after in (False, True):
                 interrupted(name, after)
-        # Where this thread waits because another one reads, which then ends.
+        # Here this thread waits because another one reads, and that one stops reading.
         for name, call in (("_enter_reader", 2), ("_release_reader", 1)):
             for after in (False, True):
                 reading, end = threading.Event(), threading.Event()
@@ -169,7 +175,9 @@ class InTheJob(Bounded):
                 interrupted(name, after, call, lambda: (end.set(), reader.join(20)))
 
     def test_taken_twice(self) -> None:
-        """An exception of a signal handler may come after an answer was taken and before that was noted."""
+        """A signal handler may raise an exception after an answer was taken from the ring and before this was
+        recorded.
+        """
         hvd.init()
         client = hvd._engine.engine.client()
         for _ in range(4):
@@ -185,7 +193,9 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], op=hvd.Sum, name="taken")), [hvd.size()])
 
     def test_many_in_flight(self) -> None:
-        """More than the ring has entries, begun by ranks in different orders, and waited for in another."""
+        """More operations are in flight than the ring has entries. Ranks submit them in different orders and
+        wait in another one.
+        """
         hvd.init()
         for turn in range(3):
             order = range(3000) if hvd.rank() % 2 else range(2999, -1, -1)
@@ -194,7 +204,9 @@ class InTheJob(Bounded):
                 self.assertEqual(handles[i].wait()[0], i * hvd.size())
 
     def test_names_in_use(self) -> None:
-        """A name is in use until the program has seen its operation done, however fast the other ranks are."""
+        """A name stays in use until the program has seen that its operation is done, however fast the other
+        ranks are.
+        """
         hvd.init()
         if hvd.size() > 1:
             if hvd.rank() == 0:
@@ -211,7 +223,7 @@ class InTheJob(Bounded):
         for see in (lambda h: h.wait(), lambda h: [None for _ in iter(h.done, True)]):
             for turn in range(3):
                 first = hvd.allreduce_async([1.0], name="seen")
-                hvd.barrier()  # it is done
+                hvd.barrier()  # the operation above is done
                 client.poll_all()
                 with self.assertRaisesRegex(ValueError, "seen"):
                     hvd.allreduce_async([1.0], name="seen")
@@ -219,13 +231,13 @@ class InTheJob(Bounded):
                     hvd.allreduce([1.0], name="seen")
                 see(first)
                 second = hvd.allreduce_async([1.0], name="seen")
-                first.wait()  # once more, which frees nothing
+                first.wait()  # a second wait does not free the name, which is in use again
                 with self.assertRaisesRegex(ValueError, "seen"):
                     hvd.allreduce_async([1.0], name="seen")
                 see(second)
 
     def test_names_of_an_earlier_job(self) -> None:
-        """The name of an operation without a wait is in use until shutdown."""
+        """The name of an operation for which the program does not wait is in use until shutdown."""
         hvd.init()
         hvd.allreduce_async([1.0], name="left")
         hvd.shutdown()
@@ -233,7 +245,9 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
 
     def test_names_of_no_use(self) -> None:
-        """An operation without a name and without a wait keeps no name. Names that are no longer in use are dropped."""
+        """An unnamed operation for which the program does not wait uses up no name. The client forgets names
+        that are not in use.
+        """
         hvd.init()
         client = hvd._engine.engine.client()
         unseen = hvd.allreduce_async([1.0], name="unseen")
@@ -248,7 +262,9 @@ class InTheJob(Bounded):
         unseen.wait()
 
     def test_two_clients_know_the_same_sets(self) -> None:
-        """Another connection of the rank finds sets that were added, and cannot use those that are gone."""
+        """A second client of the same sidecar finds process sets that the first has added, and cannot use
+        those that were removed.
+        """
         if not programs.alone:
             return
         script = """
@@ -325,10 +341,10 @@ class InTheJob(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Alone(Bounded):
-    """Programs of one rank, each in a process of its own."""
+    """Tests that run programs of one rank, each in a new process."""
 
     def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
-        """Runs a program, which ends with a status, and gives what it prints."""
+        """Runs a program, checks its exit status and returns its output."""
         got = programs.run(script, *args, **env)
         self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
         return got.stdout + got.stderr
@@ -345,7 +361,7 @@ class Alone(Bounded):
             block = hvd.alloc(4)
             block[:] = 3
             hvd.allreduce(block, out=block)
-            # One thread waits, for what never comes, while another kills.
+            # This thread waits for an answer that never comes while a timer kills the sidecar.
             pending = engine.client()
             def work():
                 p = _client.Pending()
@@ -367,7 +383,8 @@ class Alone(Bounded):
             hvd.shutdown()
             hvd.init()
             print("new:", engine.client().pid != pid, hvd.allreduce([1.0], op=hvd.Sum))
-            # What lies in memory that the old one had goes through memory of the new.
+            # The block is in an arena of the old client, so the new one copies it through an arena of its
+            # own.
             print("old memory:", hvd.allreduce(block, op=hvd.Sum, out=block), block is not None)
             """
         )
@@ -421,14 +438,16 @@ class Alone(Bounded):
             self.assertIn(f"found {package}/bin/hvdd", out)
 
     def test_a_launcher_that_speaks_pmi(self) -> None:
-        """PMI_FD is handed on if it is the connection to a launcher, and is nothing to an init that needs none."""
+        """PMI_FD is passed to the sidecar only if it is a socket and the launcher has set PMI_RANK. Otherwise
+        init ignores it.
+        """
         script = """
             import os, socket, sys
             what = sys.argv[1]
             if what == "file":
                 fd = os.open("/dev/null", os.O_RDONLY)
             elif what == "closed":
-                # The number that the next descriptor gets.
+                # The next descriptor that is opened gets the same number.
                 fd = os.open("/dev/null", os.O_RDONLY)
                 os.close(fd)
             elif what == "socket":
@@ -458,7 +477,9 @@ class Alone(Bounded):
             self.assertRegex(out, "error: .*it has none")
 
     def test_timeline_signal(self) -> None:
-        """A signal to hvdrun starts the timeline of all ranks, and another stops it, also where ranks have forked."""
+        """A signal to hvdrun starts the timeline of all ranks, and another one stops it, even if the ranks
+        have forked.
+        """
         script = """
             import os, signal, sys, time
             import gohvd.numpy as hvd
@@ -471,7 +492,7 @@ class Alone(Bounded):
                     signal.pause()
             print("ready", flush=True)
             while not hvd.allreduce([float(os.path.exists("stop"))], name="work", op=hvd.Max)[0]:
-                time.sleep(0.01)  # a step's work, for a file that is not long
+                time.sleep(0.01)  # a step takes some time, so that the file stays short
             os.kill(worker, 0)
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
@@ -516,7 +537,7 @@ class Alone(Bounded):
             out += job.stdout.read()
             self.assertEqual(job.wait(30), 0, out)
             self.assertEqual(out.count("as before: True"), 2, out)
-            # Heard twice, a signal would have begun another.
+            # If a rank had got a signal twice, there would be a second timeline.
             self.assertEqual(sorted(os.listdir(top)), ["hvd-timeline.json", "hvd-timeline.rank1.json", "stop"])
 
     def test_handler_of_the_timeline_signal(self) -> None:
@@ -537,7 +558,7 @@ class Alone(Bounded):
                         ours = signal.getsignal(signal.SIGUSR1) == engine._timeline_signal._handle
                         hvd.shutdown()
                 same = signal.getsignal(signal.SIGUSR1) == before
-                # The warning is about this program's line.
+                # The warning names a line of this program.
                 print(what, ours, same, [f"{w.category.__name__} {w.message}" for w in caught if w.filename == "<string>"])
 
             inits("default")
@@ -554,14 +575,14 @@ class Alone(Bounded):
             thread.start()
             thread.join()
 
-            # One that the program sets in the job stays.
+            # A handler that the program sets after init stays.
             hvd.init()
             signal.signal(signal.SIGUSR1, print)
             hvd.shutdown()
             print("kept", signal.getsignal(signal.SIGUSR1) is print)
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-            # There may be no sidecar any more.
+            # Shutdown restores the handler even if the sidecar has died.
             hvd.init()
             os.kill(engine.client().pid, signal.SIGKILL)
             try:
@@ -604,7 +625,7 @@ class Alone(Bounded):
             self.assertFalse(os.path.exists(f"/proc/{pid}"), f"sidecar {pid} lives after {end!r}\n{got.stderr}")
 
     def test_interrupt(self) -> None:
-        """Ctrl-C ends a wait, and the connection is as good as before, whenever it comes."""
+        """Ctrl-C ends a wait at any time, and the connection can still be used."""
         out = self.run_program(
             """
             import os, signal, threading, time
@@ -620,7 +641,7 @@ class Alone(Bounded):
                 client.wait(never)
             except KeyboardInterrupt:
                 print("interrupted once", never.held)
-            # A second thread reads, so that this one waits for it.
+            # A second thread is the reader, so this one waits for it.
             reader = threading.Thread(target=client.wait, args=(never,), daemon=True)
             reader.start()
             while client._reader.acquire(False):
@@ -632,7 +653,7 @@ class Alone(Bounded):
                 print("interrupted again")
             never.done = True
             for i in range(20):
-                hvd.allreduce([1.0])  # wakes the reader, which sees that it is done
+                hvd.allreduce([1.0])  # each answer wakes the reader, which then sees that it is done
             reader.join(10)
 
             class Tick(Exception):
@@ -663,7 +684,9 @@ class Alone(Bounded):
         self.assertIn("after 5.0", out)
 
     def test_fork(self) -> None:
-        """A forked process has the queries but not the job, and does not disturb its parent, however it ends."""
+        """A forked process can query rank and size but has no part in the job. It does not disturb its
+        parent, however it ends.
+        """
         out = self.run_program(
             """
             import os, sys, threading, warnings
@@ -731,7 +754,7 @@ class Alone(Bounded):
         self.assertEqual(out.count(f"total {float(sum(i * i for i in range(64)))}"), 2, out)
 
     def test_a_sidecar_of_others(self) -> None:
-        """Two clients of one sidecar, which listens at a path and wants the job's secret."""
+        """Two clients use one sidecar, which listens at a path and requires the job's secret."""
         with tempfile.TemporaryDirectory() as top:
             path = os.path.join(top, "s")
             daemon = subprocess.Popen(
@@ -769,7 +792,7 @@ class Alone(Bounded):
 
 
 class Fake:
-    """A sidecar of the test's, in this process. script gets the connection after the greeting and the ring."""
+    """A fake sidecar in this process. After the greeting and the ring, it runs script."""
 
     def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\2") -> None:
         self.path = os.path.join(top, "fake")
@@ -837,7 +860,7 @@ class WithFake(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
-    """Which doorbells the client sends, and which it asks for."""
+    """Tests which doorbells the client sends and for which completions it wants one."""
 
     class Sidecar:
         """The sidecar's end of the ring."""
@@ -855,11 +878,12 @@ class Ring(WithFake):
             self.words[_client._COMPLETED] = self.completed
 
         def notify(self) -> None:
-            with contextlib.suppress(BrokenPipeError):  # a client that looks has seen what is complete, and may have left
+            # A client that polls the ring may have seen the completion and left.
+            with contextlib.suppress(BrokenPipeError):
                 self.fake.sock.sendall(b"\0")
 
         def until(self, word: int, *values: int) -> None:
-            """Waits until a word of the client's has one of these values."""
+            """Waits until the client has set a word of the ring to one of these values."""
             end = time.monotonic() + 20
             while self.words[word] not in values:
                 assert time.monotonic() < end, (word, self.words[word], values)
@@ -888,7 +912,7 @@ class Ring(WithFake):
         return op
 
     def five(self, client: _client.Client) -> Tuple[List[_client.Pending], threading.Thread]:
-        """Submits five operations, and has a thread wait for the first and then the others."""
+        """Submits five operations, and starts a thread that waits for the first one and then the others."""
         every = [client.submit(self.operation(i), later=True) for i in range(5)]
         first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
         first.start()
@@ -898,22 +922,22 @@ class Ring(WithFake):
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
-            step.wait()  # three submissions for later
+            step.wait()  # three submissions whose notification is deferred
             assert s.words[_client._SUBMITTED] == 3 and not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # notify_now, twice
-            step.wait()  # one for later
+            s.expect_doorbell()  # two calls of notify_now send one doorbell
+            step.wait()  # a deferred submission
             assert not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # one that is not for later
+            s.expect_doorbell()  # a submission that is not deferred
             step.wait()
-            s.expect_doorbell()  # a wait sends the notification of one more submission
+            s.expect_doorbell()  # a wait notifies the sidecar of one more submission
             s.complete(2, 3, 4, 5, 6, 7)
             s.notify()
-            step.wait()  # one that was interrupted
+            step.wait()  # a submission that a signal has interrupted
             assert not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # the wait for it sends the notification
+            s.expect_doorbell()  # the wait for it notifies the sidecar
             s.complete(8)
             s.notify()
 
@@ -950,7 +974,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_doorbell_after_a_frame(self) -> None:
-        """A doorbell is sent even if a signal has left a frame in the outbox that was sent already."""
+        """A doorbell is sent even if a signal has left a frame in the outbox that was already sent."""
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -990,10 +1014,10 @@ class Ring(WithFake):
 
         def script(s: Ring.Sidecar) -> None:
             step.wait()
-            s.expect_doorbell()  # three submissions
+            s.expect_doorbell()  # one doorbell for three submissions
             step.wait()
             step.wait()
-            s.expect_doorbell()  # one more
+            s.expect_doorbell()  # a doorbell for one more submission
             step.wait()
 
         def use(client: _client.Client) -> None:
@@ -1009,7 +1033,9 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_wait_for_what_is_done(self) -> None:
-        """It does not leave the sidecar with a client that waits."""
+        """After a wait for an operation that is already done, the sidecar does not take the client to be
+        waiting.
+        """
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -1025,7 +1051,9 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_sidecar_that_looks_soon(self) -> None:
-        """A sidecar that looks within a millisecond gets a doorbell only for a wait, and only if submissions are not taken."""
+        """A sidecar that polls the ring every millisecond gets a doorbell only for a wait, and only if
+        submissions are not taken.
+        """
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
@@ -1035,7 +1063,7 @@ class Ring(WithFake):
             assert not s.doorbell_came()
             s.words[_client._TAKEN] = 1
             step.wait()
-            step.wait()  # notify_now
+            step.wait()  # after notify_now
             assert not s.doorbell_came()
             step.wait()
             s.expect_doorbell()
@@ -1058,23 +1086,23 @@ class Ring(WithFake):
     def test_sleeps_until_half_is_done(self) -> None:
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
-            s.until(_client._WANTED, 5)  # the first, and half of eight others
-            s.complete(3, 4, 5, 6)  # without a doorbell
-            time.sleep(0.05)  # a client that looked by itself would see them
+            s.until(_client._WANTED, 5)  # the first one and half of the eight others
+            s.complete(3, 4, 5, 6)  # no doorbell follows
+            time.sleep(0.05)  # a client that polled the ring would see them
             assert s.words[_client._SEEN] == 0, s.words[_client._SEEN]
             s.complete(7)
             s.notify()
             s.until(_client._SEEN, 5)
-            s.until(_client._WANTED, 6)  # what it waits for was not among them
+            s.until(_client._WANTED, 6)  # the first one was not among them
             s.complete(2)
             s.notify()
-            s.until(_client._WANTED, 8)  # one more, and half of two others that are not done
+            s.until(_client._WANTED, 8)  # the next one and half of the two others that are not done
             s.complete(8, 9, 10)
             s.notify()
 
         def use(client: _client.Client) -> None:
             every = [client.submit(self.operation(i), later=True) for i in range(9)]
-            frames = [_client.Pending(), _client.Pending()]  # their completions do not come through the ring
+            frames = [_client.Pending(), _client.Pending()]  # frames answer them, not the ring
             client.wait(every[0], [*every[1:], *frames])
             self.assertEqual([p.done for p in every], 6 * [True] + 3 * [False])
             client.wait(every[6], every[7:])
@@ -1084,7 +1112,9 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_two_that_wait(self) -> None:
-        """A thread that waits while another one reads is woken for each completion, whatever the reader waits for."""
+        """A thread that waits while another one reads is woken for each completion, whatever the reader waits
+        for.
+        """
         both = threading.Event()
 
         def script(s: Ring.Sidecar) -> None:
@@ -1092,10 +1122,10 @@ class Ring(WithFake):
             s.until(_client._WANTED, 3)
             s.complete(5)
             both.set()
-            s.expect_doorbell()  # the second has come to wait, and says so
+            s.expect_doorbell()  # the second thread also waits now and tells the sidecar
             s.notify()
             s.until(_client._SEEN, 1)
-            s.until(_client._WANTED, 2)  # not what the first alone would want
+            s.until(_client._WANTED, 2)  # less than the first thread would want without the second
             s.complete(6)
             s.notify()
             s.until(_client._SEEN, 2)
@@ -1112,7 +1142,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_another_reads_first(self) -> None:
-        """What ends between the count of what is waited for and the sleep is not waited for."""
+        """An operation that completes between counting and sleeping is not waited for."""
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
@@ -1170,7 +1200,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_what_a_signal_left(self) -> None:
-        """What was read, but not taken when a signal came, is taken before anything is waited for."""
+        """If a signal left messages that were read but not handled, a wait handles them first."""
 
         def use(client: _client.Client) -> None:
             whole = wire.frame(b"\x08" + wire.varint(77))
@@ -1190,14 +1220,16 @@ class Ring(WithFake):
         self.meet_ring(lambda s: None, use)
 
     def test_polling(self) -> None:
-        """A thread that waits for the only operation polls the ring for some time, for which it needs no doorbell."""
+        """A thread that waits for the only operation in flight polls the ring for a while, so that it needs
+        no doorbell.
+        """
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
             s.until(_client._WANTED, _client._POLLING)
             s.complete(2)
             s.expect_doorbell()
-            s.until(_client._WANTED, 2)  # it has looked for long enough
+            s.until(_client._WANTED, 2)  # the client has stopped polling
             s.complete(3)
             s.notify()
 
@@ -1255,7 +1287,8 @@ class Nonsense(WithFake):
         self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
         self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
 
-        # Good ones, one byte at a time and two at once; then results within and beyond.
+        # Two valid arenas: the first comes one byte at a time. Then come places of results within and beyond
+        # them.
         def good(f: Fake) -> None:
             frame = news(1 << 31, 4096)
             socket.send_fds(f.sock, [frame[:1]], [fd])
@@ -1277,14 +1310,14 @@ class Nonsense(WithFake):
             for place in ((1 << 31, 4095, 2), (1 << 31, 5000, 1), ((1 << 31) + 2, 0, 1)):
                 with self.assertRaises(SidecarError):
                     client.result(place)
-            client.call(wire.status)  # with the news that the first has gone
+            client.call(wire.status)  # before the answer the sidecar drops the first arena
             with self.assertRaises(SidecarError):
                 client.result((1 << 31, 100, 5))
 
         gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         self.meet(good, use)
-        gc.collect()  # the ring's map
+        gc.collect()  # unmaps the ring
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
         os.close(fd)
 
@@ -1297,7 +1330,8 @@ class Nonsense(WithFake):
         self.refuses("operation 99, which is not in flight", lambda f: complete(f, 1, 99))
         self.refuses("got completion counter 70000, want 0 to 65536", lambda f: complete(f, 70000, 2))
 
-        # A completion whose answer is a frame: not before it is there.
+        # The ring may announce an answer in a frame before the frame is there. The client waits for the
+        # frame.
         def script(f: Fake) -> None:
             f.sock.recv(100)
             complete(f, 1, 2, status=1)
@@ -1318,11 +1352,13 @@ class Nonsense(WithFake):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
     def test_one_that_does_not_read(self) -> None:
-        """The client goes on reading while it waits to send: a sidecar may want that first."""
+        """The client keeps reading while it waits to send, because the sidecar may write all its answers
+        first.
+        """
 
         def script(f: Fake) -> None:
             f.sock.recv(1)
-            # Answers before it reads the second half, more than a socket holds.
+            # Send more answers than a socket holds before reading the rest.
             text = b"\x12" + wire.varint(4000) + bytes(4000)
             for i in range(2, 202):
                 body = b"\x08" + wire.varint(i) + b"\x12" + wire.varint(len(text) + 2) + b"\x08\x03" + text
@@ -1339,11 +1375,11 @@ class Nonsense(WithFake):
                 with self.assertRaises(HorovodInternalError):
                     client.wait(p)
 
-        # The other end reads only after it has written all.
+        # The sidecar reads again only after it has written everything.
         self.meet(script, use)
 
     def test_proof(self) -> None:
-        """As it was computed with other means: SHA-256 and HMAC of OpenSSL."""
+        """The proof is the same as hashlib and hmac compute it."""
         import hashlib
         import hmac
 

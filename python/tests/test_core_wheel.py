@@ -1,4 +1,4 @@
-"""Wheels of the package, with and without the sidecar."""
+"""Tests wheels of the package, with and without the sidecar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _can_build() -> bool:
-    """Whether this Python can build wheels: with setuptools since 70.1, or the package wheel."""
+    """Returns whether this Python can build wheels: that needs setuptools 70.1 or newer, or the package
+    wheel.
+    """
     try:
         return any(importlib.util.find_spec(name) for name in ("setuptools.command.bdist_wheel", "wheel.bdist_wheel"))
     except ModuleNotFoundError:
@@ -32,7 +34,7 @@ def _can_build() -> bool:
 @unittest.skipUnless(_can_build(), "this Python cannot build wheels")
 class Wheels(unittest.TestCase):
     def build(self, hvdd: Optional[bytes]) -> subprocess.CompletedProcess:
-        """Builds a wheel in self.top, with these contents of hvdd."""
+        """Builds a wheel in self.top. If hvdd is not None, the wheel has a sidecar with this content."""
         self.top = pathlib.Path(tempfile.mkdtemp())
         self.addCleanup(shutil.rmtree, self.top)
         source = self.top / "source"

@@ -1,4 +1,4 @@
-"""The encoding of messages, without a sidecar."""
+"""Tests the encoding of messages, without a sidecar."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Encoding(unittest.TestCase):
             reason, failed = _exit.of_shutdown()
         self.assertIn(b"ValueError: no file 'x\\udcff'", wire.shutdown(1, reason, failed))
 
-    # As protoc encodes them, whose text is beside.
+    # Requests are encoded as protoc encodes the text in the comment above each of them.
     def test_requests(self) -> None:
         for got, want in [
             # id: 1 init { settings { key: "A" value: "b" } process_sets { ranks: 0 ranks: 300 } }
@@ -124,15 +124,15 @@ class Decoding(unittest.TestCase):
 
     def test_garbage(self) -> None:
         bad = [
-            b"\x08",  # ends within a field
+            b"\x08",  # the message ends within a field
             b"\x80",
-            b"\x08" + b"\xff" * 10 + b"\x01",  # more than ten bytes
-            b"\x08" + b"\xff" * 9 + b"\x02",  # more than 64 bits
-            b"\x12\x05ab",  # longer than the message
+            b"\x08" + b"\xff" * 10 + b"\x01",  # a number of more than ten bytes
+            b"\x08" + b"\xff" * 9 + b"\x02",  # a number of more than 64 bits
+            b"\x12\x05ab",  # a field that is longer than the message
             b"\x0b",  # a group
             _field(4, _field(1, _field(2, wire.varint((1 << 64) - 1)))),  # a negative dimension
             _field(4, _field(2, b"\x80")),
-            _field(5, b"\x15" + bytes(4)),  # ranks in 32 bits
+            _field(5, b"\x15" + bytes(4)),  # ranks encoded as 32-bit numbers
         ]
         for data in bad:
             with self.assertRaises(wire.WireError, msg=data.hex()):

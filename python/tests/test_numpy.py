@@ -1,4 +1,4 @@
-"""gohvd.numpy on 1, 2 and 3 ranks, against numpy."""
+"""Tests gohvd.numpy at 1, 2 and 3 ranks against numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ SHAPES = [(), (1,), (0,), (17,), (3, 4), (0, 3), (2, 3, 5), (100000,)]
 
 
 def sample(rank: int, shape, dtype: str) -> np.ndarray:
-    """Small whole numbers that differ between ranks: sums and products of three are exact in every type."""
+    """Returns small whole numbers that differ between ranks. Sums and products of those of three ranks are
+    exact in every type.
+    """
     return (np.arange(int(np.prod(shape))) % 3 + rank + 1).reshape(shape).astype(dtype)
 
 
@@ -72,7 +74,7 @@ class Numpy(unittest.TestCase):
         for x in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.zeros(2, ">f4")):
             with self.assertRaisesRegex(ValueError, "are not supported"):
                 hvd.allreduce(x)
-        # Named as ml_dtypes names it.
+        # ml_dtypes uses this name.
         fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
         with self.assertRaisesRegex(ValueError, "bfloat16.*gohvd.torch"):
             hvd._code(fake)
@@ -107,7 +109,9 @@ class Numpy(unittest.TestCase):
         self.equal(out, np.full((3, 4), float(self.size)))
 
     def test_repeated_names(self) -> None:
-        """The same plan again and again, with other values, other places and, in between, another shape."""
+        """An operation is repeated with other values, with arrays at other places and, in between, with
+        another shape.
+        """
         a, b = np.zeros(5), np.zeros(5)
         for i in range(30):
             x = (a, b)[i % 2]
@@ -117,7 +121,7 @@ class Numpy(unittest.TestCase):
                 self.equal(hvd.allreduce(np.ones(3), op=hvd.Sum, name="repeated"), np.full(3, float(self.size)))
 
     def test_unnamed_in_flight(self) -> None:
-        """Operations that differ in nothing but values are in flight at once, again and again."""
+        """Unnamed operations that differ only in their values are in flight at once, several times."""
         for turn in range(3):
             handles = [hvd.allreduce_async(np.full(2, float(turn + i)), op=hvd.Sum) for i in range(10)]
             for i, h in enumerate(handles):
@@ -125,7 +129,7 @@ class Numpy(unittest.TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_with_torch(self) -> None:
-        """One name in numpy and in torch."""
+        """numpy and torch can use the same name in turn."""
         import torch
 
         import gohvd.torch
@@ -155,7 +159,7 @@ class Numpy(unittest.TestCase):
             self.assertIs(got, x)
             want = np.full((4, 5), sum(range(self.size)) + i * self.size, np.float32)
             self.equal(x, want)
-            # Out of place: the array is what it was.
+            # Without out, the array does not change.
             self.equal(hvd.allreduce(x, op=hvd.Sum), want * self.size)
             self.equal(x, want)
             self.equal(hvd.allreduce(x[1:3], op=hvd.Max, out=x[1:3]), want[1:3])
@@ -165,7 +169,7 @@ class Numpy(unittest.TestCase):
         view[:] = self.rank
         hvd.allreduce(view, op=hvd.Sum, out=view)
         self.equal(view, np.full(2, sum(range(self.size))))
-        # At an offset that is no multiple of the element's size.
+        # This array is at an offset that is not a multiple of the element size.
         odd = np.frombuffer(gohvd.alloc(20).view[1:17], dtype=np.float64)
         odd[:] = 1
         self.equal(hvd.allreduce(odd, op=hvd.Sum, out=odd), np.full(2, float(self.size)))
@@ -196,7 +200,7 @@ class Numpy(unittest.TestCase):
         self.equal(got[1], np.repeat(np.arange(self.size), 4).reshape(-1, 2))
 
     def test_empty_results_again_and_again(self) -> None:
-        # From the third call on an operation goes through the ring.
+        # The operation goes through the ring from the third call on.
         for _ in range(5):
             empty = np.empty((0, 6), np.float32)
             self.equal(hvd.allgather(empty), empty)
@@ -206,7 +210,7 @@ class Numpy(unittest.TestCase):
             self.equal(hvd.allgather_async(empty).wait(), empty)
 
     def test_large_allgather(self) -> None:
-        """Results beyond one chunk of the sidecar's, again and again: they are given back, and so is the memory."""
+        """Results that are larger than one chunk of the sidecar's memory are freed, and so is the memory."""
         client = hvd._engine.engine.client()
         for i in range(8):
             got = hvd.allgather(np.full(3 << 20, self.rank + i, np.float64))
@@ -217,7 +221,9 @@ class Numpy(unittest.TestCase):
         self.assertLessEqual(len(client._maps), 4)
 
     def test_arrays_of_operations_without_a_wait(self) -> None:
-        """Their memory stays theirs until they are done."""
+        """The memory of an array is not used again before its operation is done, even if the program does not
+        wait for it.
+        """
         for i in range(20):
             if self.rank == 0:
                 hvd.barrier()
@@ -244,7 +250,7 @@ class Numpy(unittest.TestCase):
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
         self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))
         self.assertEqual(received, [2] * self.size)
-        # To rank i go i rows, and one row stays.
+        # Each rank sends i rows to rank i. One row is left over.
         rows = sum(range(self.size)) + 1
         got, received = hvd.alltoall(np.full((rows, 2), self.rank), list(range(self.size)))
         self.equal(got, np.repeat(np.arange(self.size), self.rank * 2).reshape(-1, 2))
@@ -299,7 +305,8 @@ class Numpy(unittest.TestCase):
             hvd.grouped_allreduce(xs, op=hvd.Sum, name="types", out=xs)
             for x, want in zip(xs, wants):
                 self.equal(x, want)
-        # In memory of the arena, where the second array is not aligned for its type, though it would be for the first's.
+        # The second array is in the arena at a place that is not aligned for its type, but would be for the
+        # type of the first one.
         view = gohvd.alloc(40).view
         first, second = np.frombuffer(view[:4], np.float32), np.frombuffer(view[4:36], np.int64)
         first[:], second[:] = 0.5, self.rank
@@ -330,7 +337,8 @@ class Numpy(unittest.TestCase):
         else:
             with self.assertRaisesRegex(ValueError, "not a member"):
                 hvd.allreduce(np.ones(1), process_set=alone)
-        # Unnamed operations are counted by set: those that only members made do not matter here.
+        # Unnamed operations are counted for each set, so those of the members of the other set make no
+        # difference here.
         self.equal(hvd.allreduce(np.ones(1), op=hvd.Sum), np.full(1, float(self.size)))
         with self.assertRaisesRegex(ValueError, "registered already"):
             hvd.add_process_set([self.size - 1])
@@ -358,9 +366,9 @@ class Numpy(unittest.TestCase):
         hvd.init()
 
     def test_sets_of_several_jobs(self) -> None:
-        """A process set of a later job may have the number of another."""
+        """A process set of a later job may get the number of a set of an earlier job."""
         if self.size < 3:
-            return  # there are no two sets of different sizes
+            return  # there are not enough ranks for two sets of different sizes
         for members in ([0], [0, 1]):
             hvd.shutdown()
             s = hvd.ProcessSet(members)

@@ -1,4 +1,4 @@
-"""The horovod package over gohvd: its modules, a program written for Horovod, and horovod.run."""
+"""Tests the horovod package on top of gohvd: its modules, a program written for Horovod, and horovod.run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 from ranks import RanksTest, hvd
 
-# As in Horovod's documentation, with data of its own.
+# This is the program of Horovod's documentation, with its own data.
 PROGRAM = '''
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 
 def place(offset: int, factor: int = 1):
-    """What each rank of horovod.run does in a test."""
+    """Runs at each rank that horovod.run starts."""
     import horovod.torch as ranks_hvd
 
     ranks_hvd.init()
@@ -150,8 +150,9 @@ class Modules(RanksTest):
             ("ray", "on Ray: start the ranks with hvdrun"),
             ("data", "docs/migration.md"),
         ):
-            self.assertIsNotNone(importlib.util.find_spec("horovod." + name))  # as in a Horovod without its support
-            # One that handles a package which is not installed handles this.
+            # As with a Horovod that was built without it.
+            self.assertIsNotNone(importlib.util.find_spec("horovod." + name))
+            # Code that handles a missing package also handles this error.
             with self.assertRaisesRegex(ModuleNotFoundError, f"no module horovod.{name}: .*{want}"):
                 importlib.import_module("horovod." + name)
             with self.assertRaisesRegex(ImportError, f"no module horovod.{name}: .*{want}"):
@@ -238,7 +239,7 @@ class Modules(RanksTest):
 
 
 class Run(RanksTest):
-    """Jobs of their own: at the job of one rank alone, for they need no others."""
+    """Tests that start jobs. They run only in the job of one rank, because they need no other ranks."""
 
     def setUp(self) -> None:
         super().setUp()

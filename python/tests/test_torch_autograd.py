@@ -1,4 +1,6 @@
-"""Gradients through every collective, against closed forms. The gradient that rank r gives back is scaled by r+1."""
+"""Tests gradients through every collective against closed forms. The gradient that rank r passes to backward
+is scaled by r+1.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Autograd(RanksTest):
         self.mean = self.total / self.size
 
     def back(self, output: torch.Tensor) -> torch.Tensor:
-        """Goes back with gradients that count up from 0, times r+1, and returns them for r = 0."""
+        """Runs backward with gradients that count up from 0, times r+1. Returns the gradients of rank 0."""
         self.assertTrue(output.requires_grad)
         ramp = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape)
         output.backward(ramp * self.mine)
@@ -43,7 +45,7 @@ class Autograd(RanksTest):
         x = leaf(3)
         y = hvd.allreduce(x * 2.0, op=hvd.Sum) ** 2
         y.sum().backward()
-        # y = (2 n)²; each rank's loss has d/dx = 2 · 2n · 2, and there are n of them.
+        # y = (2n)². The loss of each rank has the derivative 2 · 2n · 2, and there are n losses.
         self.close(x.grad, torch.full((3,), 8.0 * self.size * self.size, dtype=torch.float64))
 
     def test_grouped_allreduce(self) -> None:
@@ -86,7 +88,7 @@ class Autograd(RanksTest):
             self.close(x.grad, ramp * self.mean if self.rank == root else torch.zeros(3, dtype=torch.float64))
 
     def test_alltoall(self) -> None:
-        # Rank r gives i+1 rows to rank i, and so gets r+1 from each.
+        # Rank r sends i+1 rows to rank i, so it receives r+1 rows from each rank.
         splits = torch.tensor([i + 1 for i in range(self.size)], dtype=torch.int32)
         x = leaf(int(splits.sum()), 2)
         output, _ = hvd.alltoall(x, splits=splits)

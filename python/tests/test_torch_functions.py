@@ -1,4 +1,4 @@
-"""Parameters, optimizers' state and objects, handed to other ranks."""
+"""Tests the functions that send parameters, the state of optimizers and objects to other ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, n: int) -> N
 
 
 def flat(tree, out=None) -> list:
-    """Gives the leaves of an optimizer's state, with where they are."""
+    """Returns the leaves of an optimizer's state with their keys."""
     out = [] if out is None else out
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -113,7 +113,7 @@ class OptimizerState(RanksTest):
         for name in OPTIMIZERS:
             for root in {0, self.size - 1}:
                 for distributed in (False, True):
-                    # What the root has after two steps, made here.
+                    # want is the state that the root has after two steps.
                     torch.manual_seed(0)
                     model = torch.nn.Linear(3, 2)
                     want = make(name, model)
@@ -121,7 +121,7 @@ class OptimizerState(RanksTest):
                     torch.manual_seed(0)
                     mine = torch.nn.Linear(3, 2)
                     optimizer = make(name, mine) if self.rank == root else make(name, mine, lr=0.5)
-                    # Ranks have no state, or another.
+                    # The other ranks have no state or a different one.
                     if self.rank == root:
                         steps(mine, optimizer, 2)
                     elif self.rank == 1:
@@ -177,7 +177,7 @@ class OptimizerState(RanksTest):
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         held = list(optimizer.param_groups)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        # Who holds a group sees what came.
+        # Program code that holds a parameter group sees the new values.
         self.assertEqual([g["lr"] for g in held], [0.1, 0.2])
         self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.1, 0.2])
 
@@ -203,7 +203,7 @@ class Objects(RanksTest):
 
 
 class Elastic(RanksTest):
-    """Scripts for elastic training in a job of fixed size."""
+    """Scripts for elastic training run in a job of fixed size."""
 
     def state(self):
         model = torch.nn.Linear(3, 2)
@@ -235,7 +235,7 @@ class Elastic(RanksTest):
         self.assertEqual(train.__name__, "train")
         for other in hvd.allgather(state.model.weight.detach().unsqueeze(0)):
             self.equal(state.model.weight.detach(), other)
-        # What was not committed does not stay.
+        # restore undoes changes that were not committed.
         want = state.model.weight.detach().clone()
         with torch.no_grad():
             state.model.weight.zero_()
@@ -267,7 +267,7 @@ class Elastic(RanksTest):
         state = hvd.elastic.TorchState(sampler=sampler)
         if self.rank > 0:
             sampler.set_epoch(5)
-        state.sync()  # as rank 0 has it
+        state.sync()  # all ranks get the state of rank 0
         self.assertEqual(sampler.state_dict(), {"epoch": 0, "processed_num": 10 * self.size})
         left = {i for part in hvd.allgather_object(list(sampler)) for i in part}
         self.assertEqual(done | left, set(data))

@@ -1,4 +1,4 @@
-"""Every collective of gohvd.torch, with every type."""
+"""Tests every collective of gohvd.torch with every type."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Allreduce(RanksTest):
         for dtype in FLOATS:
             want = torch.stack(samples(self.size, (17,), torch.float64)).sum(0)
             got = hvd.allreduce(sample(self.rank, (17,), dtype))
-            # Multiplied by 1/size, not divided by size.
+            # The sum is multiplied by 1/size and not divided by size.
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             self.equal(got, (want.to(wide) * torch.tensor(1.0 / self.size, dtype=wide)).to(dtype), str(dtype))
         for dtype in INTS:
@@ -74,7 +74,7 @@ class Allreduce(RanksTest):
 
     def test_handles(self) -> None:
         tensors = [sample(self.rank, (n,), torch.float32) for n in range(1, 60)]
-        # The ranks submit in different orders.
+        # Each rank submits in a different order.
         order = list(range(len(tensors)))
         order = order[self.rank :] + order[: self.rank]
         handles = {i: hvd.allreduce_async(tensors[i], name=f"handles.{i}", op=hvd.Sum) for i in order}
@@ -164,7 +164,9 @@ class Allreduce(RanksTest):
                 self.equal(got, torch.tensor_split(want * self.size, self.size)[self.rank])
 
     def test_a_group_of_types_again(self) -> None:
-        """Groups of one name and of the same shapes, with other types each: what is kept for the next is of its types."""
+        """Groups of the same name and shapes but other types follow each other. Each gets buffers of its own
+        types.
+        """
         kinds = [
             [torch.float32, torch.int64, torch.float16],
             [torch.float32, torch.float64, torch.int16],
@@ -189,7 +191,7 @@ class Allreduce(RanksTest):
                         self.equal(x, want, f"{what}, in place")
 
     def test_groups_of_types_are_as_their_tensors(self) -> None:
-        """What is done with the tensors of a group of several types is what is done with each by itself."""
+        """A group of several types gives the same results as single operations on its tensors."""
         dtypes = [torch.float32, torch.int64, torch.float16, torch.uint8, torch.float64]
         tensors = [sample(self.rank, (i + 3,), d) for i, d in enumerate(dtypes)]
         real = [x for x in tensors if x.dtype.is_floating_point]
@@ -210,7 +212,7 @@ class Allreduce(RanksTest):
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Average)),
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Max, prescale_factor=2.0)),
         ):
-            # As it is of the one of them that cannot be reduced so.
+            # The group is refused because one of its tensors would be.
             with self.assertRaisesRegex(ValueError, "grouped_allreduce.refused"):
                 hvd.grouped_allreduce(xs, name="refused", **how)
         got = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="refused")
@@ -231,7 +233,7 @@ class Allreduce(RanksTest):
             got = hvd.allreduce(parts[self.rank], op=hvd.Adasum)
             self.assertEqual(got.dtype, dtype)
             self.close(got.double(), adasum(parts).double(), tolerance)
-        # Orthogonal vectors add up, parallel ones are averaged.
+        # Adasum adds orthogonal vectors and averages parallel ones.
         unit = torch.zeros(4)
         unit[self.rank] = 1.0
         want = torch.zeros(4)
@@ -293,7 +295,7 @@ class OtherOperations(RanksTest):
             self.equal(got, want)
 
     def test_empty_results_again_and_again(self) -> None:
-        # From the third call on an operation goes through the ring.
+        # The operation goes through the ring from the third call on.
         for _ in range(5):
             empty = torch.empty(0, 6)
             self.equal(hvd.allgather(empty), empty)
@@ -301,7 +303,7 @@ class OtherOperations(RanksTest):
             self.equal(hvd.allgather(torch.empty(2, 0)), torch.empty(2 * self.size, 0))
             for got in hvd.grouped_allgather([empty, empty]):
                 self.equal(got, empty)
-            # Of a group of which one is not.
+            # One tensor of the group is not empty.
             got = hvd.grouped_allgather([empty, torch.tensor([self.rank])], name="half")
             self.equal(got[0], empty)
             self.equal(got[1], torch.arange(self.size))
@@ -337,7 +339,7 @@ class OtherOperations(RanksTest):
 
     def test_alltoall(self) -> None:
         for dtype in INTS + FLOATS + [torch.bool]:
-            # Rank r gives r+i+1 rows to rank i.
+            # Rank r sends r+i+1 rows to rank i.
             mine = [self.rank + i + 1 for i in range(self.size)]
             x = torch.cat([torch.full((n, 2), (self.rank * 3 + i) % 2).to(dtype) for i, n in enumerate(mine)])
             want = torch.cat(
@@ -428,7 +430,9 @@ class OtherOperations(RanksTest):
 
 class Names(RanksTest):
     def test_same_name_twice(self) -> None:
-        """The second operation of a name is refused at every rank, however fast they are, until the first was synchronized."""
+        """A second operation with the same name is refused at every rank until the first one was
+        synchronized, however fast the ranks are.
+        """
         x = torch.ones(self.size)
         rows = torch.ones(self.size, dtype=torch.float64)
         begin = {
@@ -448,7 +452,7 @@ class Names(RanksTest):
             for turn in range(10):
                 handle = start("twice")
                 if turn % 3 == 0:
-                    hvd.barrier()  # it is done
+                    hvd.barrier()  # the operation is done
                 for _ in range(random.choice((0, 0, 50))):
                     os.sched_yield()
                 with self.assertRaisesRegex(ValueError, "twice.*same name.*not synchronized", msg=what):
@@ -460,7 +464,7 @@ class Names(RanksTest):
                 hvd.synchronize(handle)
 
     def test_name_of_a_failure(self) -> None:
-        """An operation that has failed has its name until it was synchronized, too."""
+        """The name of an operation that has failed is also in use until the operation was synchronized."""
         if self.size == 1:
             return
         for begin in (

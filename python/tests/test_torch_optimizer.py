@@ -1,4 +1,4 @@
-"""DistributedOptimizer against training on one process with the ranks' batches together."""
+"""Tests DistributedOptimizer against training in one process on the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.nn import functional
 from gohvd import _engine
 from gohvd.torch import optimizer as module
 
-ROWS = 4  # of each rank in each step
-# Convolutions, how their weights may lie, and the end of their inputs' shape.
+ROWS = 4  # number of rows of a rank in each step
+# Each entry has a convolution, the memory format of its weights and the last dimensions of its input.
 LAYOUTS = (
     (torch.nn.Conv2d, torch.channels_last, (4, 4)),
     (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)),
@@ -45,7 +45,9 @@ class OptimizerTest(RanksTest):
         return torch.cat([batch(step, r) for r in range(self.size)])
 
     def reference(self, make, steps: int, passes: int = 1, factor: float = 1.0, model=None) -> torch.nn.Module:
-        """Trains on the batches of all ranks together. factor is of the gradients."""
+        """Trains on the batches of all ranks together and returns the model. Gradients are multiplied by
+        factor.
+        """
         model = network() if model is None else model
         optimizer = make(model.parameters())
         for step in range(steps):
@@ -134,7 +136,7 @@ class Training(OptimizerTest):
                 for p in got.parameters():
                     self.assertEqual(p.grad.dtype, torch.float64)
                 if self.size > 1:
-                    # They did travel in 16 bits.
+                    # Each gradient has a value that 16 bits can express, so it was sent in 16 bits.
                     p = got[0].weight.grad / (0.5 if self.size == 2 else 1.0)
                     wire = torch.float16 if compression is hvd.Compression.fp16 else torch.bfloat16
                     self.equal(p.to(wire).double(), p)
@@ -179,7 +181,7 @@ class Training(OptimizerTest):
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, batch(step, self.rank)).backward()
-            # All have begun to travel, in every step: two groups, and what is in none.
+            # All reductions have begun in every step: two groups and the parameter that is in no group.
             self.assertEqual(len(optimizer._handles), 3 if self.size > 1 else 0)
             optimizer.step()
         self.same_weights(model, self.reference(sgd, 3))
@@ -193,11 +195,11 @@ class Training(OptimizerTest):
             (a.sum() * self.rank + (b * b).sum()).backward()
             optimizer.step()
             self.close(a.detach(), torch.ones(2) - (step + 1) * (self.size - 1) / 2, 1e-6)
-            # Each step makes b - 2b of b.
+            # Each step replaces b by b - 2b.
             self.close(b.detach(), torch.full((2,), -1.0 if step % 2 == 0 else 1.0, dtype=torch.float64))
 
     def test_groups_in_another_order_of_parameters(self) -> None:
-        # Every rank lists them in an order of its own; the groups are those of rank 0.
+        # Each rank lists the parameters in a different order. The groups are those of rank 0.
         params = {name: torch.nn.Parameter(torch.ones(i + 1)) for i, name in enumerate("abcdef")}
         order = sorted(params)[self.rank :] + sorted(params)[: self.rank]
         optimizer = torch.optim.SGD([params[name] for name in order], lr=1.0)
@@ -327,7 +329,7 @@ class Training(OptimizerTest):
                 model, want = net(), net()
                 optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
                 reference = sgd(want.parameters())
-                # With Adasum steps that are equal count once.
+                # Adasum of equal steps is one such step, so all ranks train on the same batch.
                 same = "op" in options
                 parts = [torch.randn(2, 3, *tail).double().contiguous(memory_format=layout) for _ in range(self.size)]
                 whole = torch.cat(parts[:1] if same else parts)
@@ -339,7 +341,7 @@ class Training(OptimizerTest):
                             o.zero_grad(set_to_none=step == 1)
                             m(x).pow(2).mean().backward()
                             if step == 2 and m is model:
-                                # In another layout than that in which it travels.
+                                # The gradient gets a layout other than the one in which it is sent.
                                 m.weight.grad = m.weight.grad.clone(memory_format=torch.contiguous_format)
                             o.step()
                 self.same_weights(model, want, 1e-2 if "compression" in options else 1e-8)
@@ -362,14 +364,15 @@ class Training(OptimizerTest):
                 total = torch.zeros_like(start)
                 for step in range(6):
                     optimizer.zero_grad(set_to_none=True)
-                    # Whole numbers, of which no two are equal: elements in the wrong place are seen.
+                    # The gradient has distinct whole numbers, so an element in the wrong place makes a
+                    # difference.
                     by = torch.arange(float(start.numel())).reshape(start.shape) % 61 * (step + 1)
-                    # All have one, then none has, then some.
+                    # First all ranks have a gradient, then none, then some.
                     has = [step in (0, 4) or step == 2 and r == 0 or step == 5 and r > 0 for r in range(self.size)]
                     if has[self.rank]:
                         (model.weight * by).sum().backward()
                         if step == 4 and self.rank == 0:
-                            # One of the program's, which lies as it likes.
+                            # The program replaces the gradient by one with another layout.
                             model.weight.grad = by.clone(memory_format=torch.contiguous_format)
                             self.assertFalse(model.weight.grad.is_contiguous(memory_format=layout))
                     optimizer.step()
@@ -380,7 +383,7 @@ class Training(OptimizerTest):
                     self.assertEqual(model.weight.grad.stride(), model.weight.stride())
 
     def test_a_gradient_in_another_layout(self) -> None:
-        """What travels is as the weight lies, not as this rank's gradient does."""
+        """Gradients are sent in the layout of the weight, even if this rank's gradient has another one."""
         layouts = (torch.channels_last, torch.contiguous_format)
         for views in (True, False):
             for mine, theirs in (layouts, layouts[::-1]):
@@ -389,11 +392,11 @@ class Training(OptimizerTest):
                     torch.optim.SGD([p], lr=1.0), [("p", p)], gradient_as_arena_view=views
                 )
                 by = torch.arange(120.0).reshape(p.shape)
-                # Backward adds to what there is, where that lies.
+                # Backward adds to an existing gradient and keeps its layout.
                 if self.rank == 0:
                     p.grad = torch.zeros_like(p).contiguous(memory_format=theirs)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it does
+                    warnings.simplefilter("ignore")  # torch warns about the layout
                     (p * by * (self.rank + 1)).sum().backward()
                 optimizer.step()
                 self.close(p.detach(), -by * (self.size + 1) / 2, 1e-5)
@@ -434,7 +437,7 @@ class Training(OptimizerTest):
             a, b = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], **options)
             passes = options.get("backward_passes_per_step", 1)
-            # b has a gradient at all ranks, at rank 0, at none.
+            # b has a gradient first at all ranks, then only at rank 0, then at none.
             for gives in (True, self.rank == 0, False):
                 optimizer.zero_grad(set_to_none=True)
                 for i in range(passes):
@@ -465,7 +468,7 @@ class Training(OptimizerTest):
                     if m is model:
                         mine = float(loss.detach())
             self.assertAlmostEqual(mine, float(loss.detach()), places=6)
-            # A closure's loss of two kinds of averages differs in the last bits; LBFGS goes by it.
+            # The averages of the closure's loss differ in the last bits, and LBFGS depends on them.
             self.same_weights(model, want, 1e-6 if again else 1e-10)
 
     def test_closure_after_backward(self) -> None:
@@ -617,7 +620,7 @@ class Synchronizing(OptimizerTest):
                 loss_of(want, self.whole(step)).backward()
                 self.close(norm, torch.nn.utils.clip_grad_norm_(want.parameters(), 0.01))
                 reference.step()
-            # The next step synchronizes again.
+            # The next step synchronizes by itself again.
             for m, o, x in ((model, optimizer, batch(3, self.rank)), (want, reference, self.whole(3))):
                 o.zero_grad()
                 loss_of(m, x).backward()
@@ -636,7 +639,7 @@ class Synchronizing(OptimizerTest):
             texts = [str(w.message) for w in caught]
             self.assertEqual(len(texts), 1, texts)
             self.assertIn("optimizer.step() called without optimizer.skip_synchronize()", texts[0])
-        # Synchronized twice, but what all ranks have is its own average.
+        # The gradients were synchronized twice, but the average of equal gradients is the same gradient.
         self.same_weights(model, self.reference(sgd, 2), 1e-8)
 
     def test_zero_grad_too_early(self) -> None:
@@ -659,9 +662,10 @@ class Synchronizing(OptimizerTest):
         self.assertTrue(few(2, 2, 2, 2))
         self.assertTrue(few(7, 7, 4, 4))
         self.assertFalse(few(8, 8, 4, 4))
-        self.assertTrue(few(8, 1, 4, 4))  # each rank has a processor of its own
+        self.assertTrue(few(8, 1, 4, 4))  # each rank may use only one processor
         self.assertFalse(few(8, 2, 4, 4))
-        self.assertFalse(few(2, 2, 4, 2))  # the ranks can communicate with other hosts meanwhile
+        # There are ranks on other hosts, with which the ranks here can communicate meanwhile.
+        self.assertFalse(few(2, 2, 4, 2))
 
     def test_gradients_are_notified_together(self) -> None:
         if self.size == 1:
@@ -682,7 +686,9 @@ class Synchronizing(OptimizerTest):
         self.same_at_all_ranks(model)
 
     def test_interrupted(self) -> None:
-        """An exception of a signal handler comes out of synchronize, and each gradient is its own."""
+        """If a signal handler raises an exception, synchronize raises it, and each parameter still gets its
+        own gradient.
+        """
         if self.size == 1:
             return
 
@@ -766,7 +772,8 @@ class Synchronizing(OptimizerTest):
                         self.assertIs(h, p.grad)
                         self.close(h, w.grad)
                     if none:
-                        # Also a part alone: what was taken from the parameters belongs to the program.
+                        # The program may keep only a part of a gradient. Gradients that were taken from the
+                        # parameters belong to the program.
                         kept.append((step, held if step else [h.view(-1)[:2] for h in held]))
                         del held
                         gc.collect()
@@ -777,14 +784,15 @@ class Synchronizing(OptimizerTest):
                         self.close(g, w.grad if step else w.grad.view(-1)[:2])
 
     def test_a_gradient_of_the_program(self) -> None:
-        # Replaced after it has begun to travel: what comes back is in its place.
+        # The program replaces the gradients after their reduction has begun. The results are written to the
+        # new ones.
         model, optimizer = self.start()
         loss_of(model, batch(0, self.rank)).backward()
         for p in model.parameters():
             p.grad = p.grad.clone() if self.size > 1 else p.grad
         optimizer.step()
         self.same_weights(model, self.reference(sgd, 1))
-        # Made without backward.
+        # Here the program sets the gradient without a backward pass.
         x = torch.nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), [("x", x)])
         x.grad = torch.full((3,), float(self.rank))
@@ -834,7 +842,7 @@ class TheOptimizerItself(OptimizerTest):
             loss_of(m, x).backward()
             o.step()
         self.same_weights(model, want)
-        # And goes through a checkpoint.
+        # A checkpoint saves and restores the state.
         copy = network()
         copy.load_state_dict(model.state_dict())
         again = hvd.DistributedOptimizer(sgd(copy.parameters()), copy.named_parameters())
@@ -851,7 +859,7 @@ class TheOptimizerItself(OptimizerTest):
         loss_of(model, batch(0, self.rank)).backward()
         with optimizer.skip_synchronize():
             optimizer.load_state_dict(optimizer.state_dict())
-            # All operations have ended: the names are free.
+            # All operations have ended, so their names can be used again.
             hvd.barrier()
             hvd.allreduce(torch.ones(1), name="after")
             for step in range(2):
@@ -897,7 +905,7 @@ class TheOptimizerItself(OptimizerTest):
 
         def load(optimizer: torch.optim.Optimizer) -> None:
             state = hvd.broadcast_object(optimizer.state_dict(), 0, "state")
-            # At all ranks: torch makes groups of its own of it.
+            # All ranks load the state, because torch replaces the parameter groups when it loads.
             optimizer.load_state_dict(state)
 
         for take in (broadcast, load):
@@ -927,7 +935,7 @@ class TheOptimizerItself(OptimizerTest):
                     self.assertIs(mine, other)
                 self.assertIs(optimizer.state, state)
                 self.assertIs(plain.state, state)
-                # The momentum is 1, 1.5 and 1.75 gradients.
+                # The momentum is first 1, then 1.5 and then 1.75 times the gradient.
                 mean = (self.size + 1) / 2
                 want = -(1 + 1.5 * 0.5 + 1.75 * 0.25) * mean
                 self.close(torch.cat([x, y]).detach(), torch.tensor([want, 2 * want]), 1e-6)
@@ -948,7 +956,7 @@ class TheOptimizerItself(OptimizerTest):
         loss_of(model, batch(0, self.rank)).backward()
         first.step()
         first.zero_grad()
-        # No cycle keeps it: it is gone at once.
+        # The optimizer is not part of a reference cycle, so it is deleted at once.
         gc.disable()
         self.addCleanup(gc.enable)
         del first
@@ -962,12 +970,14 @@ class TheOptimizerItself(OptimizerTest):
         self.same_weights(model, self.reference(sgd, 2))
 
     def test_one_that_is_gone_in_the_middle_of_a_step(self) -> None:
-        """The names of its gradients are free for the next."""
+        """If an optimizer is deleted in the middle of a step, the names of its gradients can be used by the
+        next one.
+        """
         for _ in range(3):
             model = network()
             optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
             loss_of(model, batch(0, self.rank)).backward()
-            hvd.barrier()  # they are reduced, but not synchronized
+            hvd.barrier()  # the gradients are reduced but not synchronized
             del optimizer
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         optimizer.zero_grad()
@@ -1026,7 +1036,7 @@ class AdasumOptimizer(OptimizerTest):
             optimizer = hvd.DistributedOptimizer(
                 sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options
             )
-            # Each rank on its own from the same weights, then their steps together.
+            # Each reference takes the step of one rank from the same weights. Then the steps are combined.
             others = [network() for _ in range(self.size)]
             references = [sgd(m.parameters()) for m in others]
             for step in range(3):

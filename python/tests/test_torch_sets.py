@@ -1,4 +1,4 @@
-"""Errors that leave the job alone, process sets, and ranks that have joined."""
+"""Tests errors after which the job goes on, process sets, and ranks that have joined."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from gohvd.process_sets import get_process_set_ids_and_ranks
 
 class SetsTest(RanksTest):
     def together(self) -> None:
-        """Waits for all ranks: a shutdown ends what others are still at."""
+        """Waits for all ranks, because a shutdown would end operations that other ranks still run."""
         hvd.allreduce(torch.ones(1), name="together")
 
     def restart_count(self) -> None:
-        """Unnamed operations are counted, and the ranks' counts may differ after calls that not all have made."""
+        """Restarts the job, so that the ranks count unnamed operations from 0 again. Their counts differ
+        after calls that only some ranks have made.
+        """
         self.together()
         hvd.shutdown()
         hvd.init()
@@ -29,7 +31,7 @@ class SetsTest(RanksTest):
 
 class Errors(SetsTest):
     def tearDown(self) -> None:
-        # The job goes on after each of them.
+        # The job must go on after each error.
         self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(self.size)))
 
     def mismatch(self, call, *parts: str) -> None:
@@ -67,7 +69,8 @@ class Errors(SetsTest):
         self.mismatch(lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + self.rank))
 
     def test_names_in_use(self) -> None:
-        # The last rank comes late, so that the first tensor is in flight when the second comes.
+        # The last rank submits late, so the first tensor is in flight when the second one with the same name
+        # is submitted.
         late = self.rank == self.size - 1 and self.size > 1
         if late:
             hvd.barrier()
@@ -83,7 +86,9 @@ class Errors(SetsTest):
         self.restart_count()
 
     def test_types_in_groups(self) -> None:
-        """A group whose tensors are of several types at some ranks alone: an error, as where they are of one type."""
+        """If the tensors of a group have the same type at some ranks and several types at others, all ranks
+        get an error.
+        """
         for name in ("types", None):
             for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter):
                 second = torch.ones(3, dtype=torch.float64 if self.rank == self.size - 1 else torch.float32)
@@ -96,7 +101,9 @@ class Errors(SetsTest):
                     self.equal(second, torch.ones_like(second))
 
     def test_other_types_in_a_group_of_types(self) -> None:
-        """Ranks submit different groups under a name that they have reduced before: all get an error with the name."""
+        """The last rank changes a type in a group that all ranks have reduced before. All ranks get an error
+        with the group's name.
+        """
         last = self.rank == self.size - 1
         dtypes = [torch.float32, torch.int64, torch.float16]
         for place, other in ((1, torch.float64), (2, torch.bfloat16), (0, torch.int32)):
@@ -148,10 +155,10 @@ class Errors(SetsTest):
                     begin([one, two, bad], name="whole")
                 self.assertEqual(len(client._pending), before, "some were begun")
         if self.rank > 0:
-            hvd.barrier()  # until then those of rank 0 cannot end
+            hvd.barrier()  # until then the operations of rank 0 cannot complete
         of_this_name = [
             hvd.grouped_allreduce_async([two], name="whole"),
-            hvd.grouped_allreduce_async([two], name="whole_2of2"),  # of no tensor in the group
+            hvd.grouped_allreduce_async([two], name="whole_2of2"),  # no tensor of the group has this name
             hvd.grouped_allgather_async([two], name="whole"),
         ]
         if self.rank == 0 and self.size > 1:
@@ -178,7 +185,7 @@ class Errors(SetsTest):
         self.assertEqual([float(x.sum()) for x in hvd.synchronize(under_way)], [3.0 * self.size, 2.0 * self.size])
 
     def test_names_of_operations_are_apart(self) -> None:
-        # An allreduce and an allgather of one name do not meet.
+        # An allreduce, an allgather and a broadcast of the same name are different operations.
         a = hvd.allreduce_async(torch.ones(2), name="apart", op=hvd.Sum)
         b = hvd.allgather_async(torch.ones(1), name="apart")
         c = hvd.broadcast_async(torch.ones(1), 0, name="apart")
@@ -290,7 +297,7 @@ class ProcessSets(SetsTest):
         with self.assertRaisesRegex(ValueError, "duplicate"):
             hvd.init(process_sets=[everyone])
         self.assertIsNone(everyone.process_set_id)
-        # A job that could not begin is an error of either kind.
+        # If init fails, the error is a ValueError as well as a HorovodInternalError.
         with self.assertRaisesRegex(hvd.HorovodInternalError, "duplicate"):
             hvd.init(process_sets=[everyone])
         with self.assertRaisesRegex(ValueError, f"rank {self.size + 1}, want 0 to {self.size - 1}"):

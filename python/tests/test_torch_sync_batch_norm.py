@@ -1,4 +1,4 @@
-"""SyncBatchNorm against torch's BatchNorm on the ranks' batches together."""
+"""Tests SyncBatchNorm against torch's BatchNorm on the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ KINDS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm
 
 class SyncBatchNorm(RanksTest):
     def compare(self, rows, tail, channels_last=False, dtype=torch.float64, tolerance=1e-10, **options) -> None:
-        """Trains two batches and evaluates one; rows gives the rows of a rank."""
+        """Trains both layers on two batches and evaluates them on one. rows(r) is the number of rows of rank
+        r.
+        """
         ours = hvd.SyncBatchNorm(4, **options).to(dtype)
         torchs = KINDS[2 + len(tail)](4, **options).to(dtype)
         if ours.affine:
@@ -25,7 +27,7 @@ class SyncBatchNorm(RanksTest):
                 layer.weight.data.copy_(weight)
                 layer.bias.data.copy_(bias)
         for turn in range(2):
-            # An offset, so that a difference of large sums would show.
+            # The large mean would show an error in a difference of large sums.
             parts = [torch.randn(rows(r), 4, *tail).to(dtype) * (r + 1) + 100 for r in range(self.size)]
             weights = [torch.randn(rows(r), 4, *tail).to(dtype) for r in range(self.size)]
             mine = parts[self.rank].clone()
@@ -44,7 +46,7 @@ class SyncBatchNorm(RanksTest):
             (want * torch.cat(weights)).sum().backward()
             self.close(mine.grad, whole.grad[begin:end], tolerance)
             if ours.affine:
-                # They are of this rank's batch; their sum is that of all.
+                # The gradients are those of this rank's batch, and their sum is that of all batches.
                 self.close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), torchs.weight.grad, tolerance * 10)
                 self.close(hvd.allreduce(ours.bias.grad, op=hvd.Sum), torchs.bias.grad, tolerance * 10)
             if ours.track_running_stats:
@@ -76,7 +78,8 @@ class SyncBatchNorm(RanksTest):
         self.compare(lambda r: 4, (5,), dtype=torch.float32, tolerance=2e-3)
 
     def test_halves_are_summed_wide(self) -> None:
-        # In bfloat16 itself 10 and 12 cannot be added up 4096 times, and 4096 is the next number after 4080.
+        # A sum of 4096 values of 10 and 12 is not exact in bfloat16, and neither is the count: after 4080
+        # comes 4096.
         x = torch.full((4096, 1), 10.0, dtype=torch.bfloat16)
         x[::2] = 12.0
         x[0] = 100.0

@@ -1,4 +1,4 @@
-"""start_timeline and stop_timeline, over the sidecars that the ranks have."""
+"""Tests start_timeline and stop_timeline, which go through the sidecars of the ranks."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Timeline(RanksTest):
         self.assertIn("NEGOTIATE_ALLREDUCE", text)
         if self.rank == 0:
             self.assertIn("CYCLE_START", text)
-        hvd.stop_timeline()  # without one it does nothing
+        hvd.stop_timeline()  # without a timeline it does nothing
 
     def test_another_file(self) -> None:
-        """A relative path is this process's, not the sidecar's."""
+        """A relative path is relative to the working directory of this process and not of the sidecar."""
         here = os.getcwd()
         self.addCleanup(os.chdir, here)
         os.chdir(self.folder)
