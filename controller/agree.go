@@ -18,8 +18,10 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	first := firstOf(requests)
 	r := &message.Response{
 		Kind: first.Kind, Name: first.Name, DType: first.DType, Shape: first.Shape,
-		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Wire: first.Wire, Root: first.Root,
-		Group: first.Group, GroupSize: first.GroupSize, Parts: first.Parts, Ranks: first.Ranks, Set: first.Set,
+		Op: first.Op, Prescale: first.Prescale, Postscale: first.Postscale, Wire: first.Wire,
+		Root:  first.Root,
+		Group: first.Group, GroupSize: first.GroupSize, Parts: first.Parts, Ranks: first.Ranks,
+		Set: first.Set,
 	}
 	v := &requestSet{set: set, requests: requests, joined: joined, first: first}
 	text := v.disagreement()
@@ -35,7 +37,8 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 			}
 		}
 		if _, err := r.NumElems(); err != nil {
-			text = v.errorText("the result is too large: first dimensions %v of shape %v", r.FirstDims, r.Shape)
+			text = v.errorText("the result is too large: first dimensions %v of shape %v", r.FirstDims,
+				r.Shape)
 		}
 	}
 	if text != "" {
@@ -78,7 +81,8 @@ func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 
 // mismatch returns a text that says what differs and which rank sent what, or "" if all requests are the
 // same.
-func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string, same func(q *message.Request) bool) string {
+func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string,
+	same func(q *message.Request) bool) string {
 	if !v.differ(same) {
 		return ""
 	}
@@ -160,18 +164,23 @@ func (v *requestSet) parts() string {
 	if v.differ(func(q *message.Request) bool { return at(q).DType == first.DType }) {
 		what = "data types"
 	}
-	return v.errorText("mismatched %s of tensor %d of %d: %s", what, differs+1, size(v.first), v.valuesByRank("sent", func(q *message.Request) string {
-		one := at(q)
-		return tensorOf(&one)
-	}))
+	return v.errorText("mismatched %s of tensor %d of %d: %s", what, differs+1, size(v.first),
+		v.valuesByRank("sent", func(q *message.Request) string {
+			one := at(q)
+			return tensorOf(&one)
+		}))
 }
 
 func (v *requestSet) types() string {
-	return v.mismatch("data types", "sent", tensorOf, func(q *message.Request) bool { return q.DType == v.first.DType })
+	return v.mismatch("data types", "sent", tensorOf, func(q *message.Request) bool {
+		return q.DType == v.first.DType
+	})
 }
 
 func (v *requestSet) shapes() string {
-	return v.mismatch("shapes", "sent", tensorOf, func(q *message.Request) bool { return q.Shape.Equal(v.first.Shape) })
+	return v.mismatch("shapes", "sent", tensorOf, func(q *message.Request) bool {
+		return q.Shape.Equal(v.first.Shape)
+	})
 }
 
 func (v *requestSet) factors() string {
@@ -213,7 +222,9 @@ func (v *requestSet) scalars() string {
 }
 
 func (v *requestSet) dimensions() string {
-	return v.mismatch("numbers of dimensions", "sent", tensorOf, func(q *message.Request) bool { return len(q.Shape) == len(v.first.Shape) })
+	return v.mismatch("numbers of dimensions", "sent", tensorOf, func(q *message.Request) bool {
+		return len(q.Shape) == len(v.first.Shape)
+	})
 }
 
 func (v *requestSet) rows() string {
@@ -222,14 +233,17 @@ func (v *requestSet) rows() string {
 }
 
 func (v *requestSet) roots() string {
-	text := v.mismatch("root ranks", "named", func(q *message.Request) string { return fmt.Sprintf("root %d", q.Root) },
+	text := v.mismatch("root ranks", "named", func(q *message.Request) string {
+		return fmt.Sprintf("root %d", q.Root)
+	},
 		func(q *message.Request) bool { return q.Root == v.first.Root })
 	if text != "" {
 		return text
 	}
 	switch root := v.set.index(v.first.Root); {
 	case root < 0:
-		return v.errorText("root rank %d is not in the process set of %s", v.first.Root, topo.FormatRanks(v.set.Ranks))
+		return v.errorText("root rank %d is not in the process set of %s", v.first.Root,
+			topo.FormatRanks(v.set.Ranks))
 	case v.requests[root].Kind == message.NoKind:
 		return v.errorText("root rank %d has joined and sends nothing", v.first.Root)
 	}
@@ -237,12 +251,16 @@ func (v *requestSet) roots() string {
 }
 
 func (v *requestSet) members() string {
-	return v.mismatch("members", "named", func(q *message.Request) string { return topo.FormatRanks(q.Ranks) },
+	return v.mismatch("members", "named", func(q *message.Request) string {
+		return topo.FormatRanks(q.Ranks)
+	},
 		func(q *message.Request) bool { return slices.Equal(q.Ranks, v.first.Ranks) })
 }
 
 func (v *requestSet) ids() string {
-	return v.mismatch("process sets", "named", func(q *message.Request) string { return fmt.Sprintf("process set %d", q.Set) },
+	return v.mismatch("process sets", "named", func(q *message.Request) string {
+		return fmt.Sprintf("process set %d", q.Set)
+	},
 		func(q *message.Request) bool { return q.Set == v.first.Set })
 }
 

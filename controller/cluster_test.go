@@ -72,12 +72,14 @@ const (
 // member of the removed sets in gone.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
-		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join || p.step*r.step > 0 && p.step != r.step)
+		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join ||
+			p.step*r.step > 0 && p.step != r.step)
 	}
 	switch {
 	case slices.Contains(gone, r.set):
 		return turnNever
-	case !slices.ContainsFunc(sets, func(s controller.Set) bool { return s.ID == r.set }), slices.ContainsFunc(pending, blocks):
+	case !slices.ContainsFunc(sets, func(s controller.Set) bool { return s.ID == r.set }),
+		slices.ContainsFunc(pending, blocks):
 		return turnLater
 	}
 	return turnNow
@@ -106,10 +108,13 @@ type watcher interface {
 // plan returns the Planner of the tests. It picks trees for broadcasts and rings for everything else, and
 // refuses reductions of the given types.
 func plan(refused ...tensor.DType) controller.Planner {
-	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (message.Backend, message.Algorithm, error) {
+	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (
+		message.Backend, message.Algorithm, error,
+	) {
 		switch {
 		case r.Kind.Reduces() && slices.Contains(refused, r.DType):
-			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend: tcp: %v is not supported", r.DType)
+			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend: tcp: %v is not supported",
+				r.DType)
 		case r.Kind == message.Broadcast:
 			return message.TCP, message.Tree, nil
 		}
@@ -127,7 +132,8 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 			}
 		}
 		n.lanes = make([]lane, len(n.sets))
-		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, LivenessTimeout: cfg.LivenessTimeout}, 0)
+		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets,
+			LivenessTimeout: cfg.LivenessTimeout}, 0)
 		c.nodes = append(c.nodes, n)
 	}
 	return c
@@ -207,7 +213,8 @@ func (n *node) take() {
 	for _, g := range r.Grants {
 		n.c.watch.granted(n, g)
 		if n.numbers[g.Set]++; g.Number != n.numbers[g.Set] {
-			n.c.tb.Fatalf("rank %d: grant %d of process set %d is number %d", n.rank, n.numbers[g.Set], g.Set, g.Number)
+			n.c.tb.Fatalf("rank %d: grant %d of process set %d is number %d", n.rank, n.numbers[g.Set], g.Set,
+				g.Number)
 		}
 		for _, resp := range g.Responses {
 			if i := n.asked(g, resp); i >= 0 {

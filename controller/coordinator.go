@@ -109,10 +109,12 @@ type suspicion struct {
 // NewCoordinator returns the coordinator for an epoch that begins at now.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
-	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w, sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
+	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w,
+		sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
 	c.policy = policy{
-		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
-		plan:   cfg.Plan, sets: c.sets,
+		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes,
+			DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
+		plan: cfg.Plan, sets: c.sets,
 	}
 	c.ranks = make([]rankState, len(cfg.Sets[0].Ranks))
 	for r := range c.ranks {
@@ -189,7 +191,8 @@ func (c *Coordinator) failSilent() {
 // heartbeats, else regardless of ranks that still work.
 func (c *Coordinator) endStuckShutdown() {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v", closeTimeout))
+		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v",
+			closeTimeout))
 		return
 	}
 	c.close()
@@ -203,7 +206,8 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	k := &c.ranks[from]
 	k.lastReceived = c.now
 	if up.Seen < k.seen || up.Seen > c.cycle {
-		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d", up.Seen, k.seen, c.cycle))
+		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d",
+			up.Seen, k.seen, c.cycle))
 		return
 	}
 	if up.Seen > k.seen {
@@ -227,7 +231,8 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.handleBye(from)
 	case message.UpReleased:
 		if int(up.Suspect) >= len(c.ranks) {
-			c.failSender(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
+			c.failSender(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect,
+				len(c.ranks)-1))
 			return
 		}
 		c.released(up.Suspect, from)
@@ -275,7 +280,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 		}
 		if u.Done > 0 {
 			if member != 0 {
-				return fmt.Errorf("report of finished responses of process set %d, which only rank %d sends", u.Set, s.Ranks[0])
+				return fmt.Errorf("report of finished responses of process set %d, which only rank %d sends",
+					u.Set, s.Ranks[0])
 			}
 			if unfinished := s.granted - s.done; uint64(u.Done) > unfinished {
 				return fmt.Errorf("got a report of %d finished responses of process set %d, want at most %d, the number of unfinished grants", u.Done, u.Set, unfinished)
@@ -347,7 +353,8 @@ func (c *Coordinator) failSender(r topo.Rank, err error) {
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
-		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect, len(c.ranks)-1))
+		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect,
+			len(c.ranks)-1))
 	case up.Suspect == by:
 		c.fail([]topo.Rank{by}, up.Reason)
 	case c.suspicion == nil:

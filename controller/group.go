@@ -50,7 +50,8 @@ func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
 		// Choose by name, which does not depend on the order of arrival.
-		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil || r.Name < failed.Name) {
+		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil ||
+			r.Name < failed.Name) {
 			failed = r
 		}
 	}
@@ -145,7 +146,8 @@ func (h *heldGroups) fail(reason string) []readyItem {
 	for _, g := range h.groups {
 		for _, item := range g.items {
 			if item.response.Kind != message.Error {
-				item.fail(fmt.Sprintf("its group %q has %d of %d tensors: %s", g.name, len(g.items), g.size, reason))
+				item.fail(fmt.Sprintf("its group %q has %d of %d tensors: %s", g.name, len(g.items), g.size,
+					reason))
 			}
 			items = append(items, item)
 		}

@@ -16,7 +16,8 @@ type joinState struct {
 }
 
 func newJoinState(members int) joinState {
-	return joinState{members: make([]bool, members), empty: make([]bool, members), names: make([]string, members)}
+	return joinState{members: make([]bool, members), empty: make([]bool, members),
+		names: make([]string, members)}
 }
 
 func (j *joinState) has(member int) bool { return j.members[member] }
@@ -62,7 +63,8 @@ func (s *setState) join(member int, q *message.Request) {
 // joinVotes completes, in ascending order, the bits that waited for a member that has just joined.
 func (s *setState) joinVotes(member int) {
 	for bit := range s.cache.Bound() {
-		if s.cache.At(bit) != nil && s.cache.Votes(bit) > 0 && !s.cache.Voted(member, bit) && s.bitComplete(bit) {
+		if s.cache.At(bit) != nil && s.cache.Votes(bit) > 0 && !s.cache.Voted(member, bit) &&
+			s.bitComplete(bit) {
 			s.completeBit(bit)
 		}
 	}

@@ -20,8 +20,9 @@ type arrivals struct {
 
 func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: append([]controller.Set{controller.Global(3)}, sets...), CacheCapacity: 2, FusionThresholdBytes: 1 << 20,
-		LivenessTimeout: time.Hour, StallWarning: time.Second, Plan: plan(),
+		Sets: append([]controller.Set{controller.Global(3)}, sets...), CacheCapacity: 2,
+		FusionThresholdBytes: 1 << 20,
+		LivenessTimeout:      time.Hour, StallWarning: time.Second, Plan: plan(),
 	}, 0)
 	return &arrivals{t, c}
 }
@@ -76,7 +77,8 @@ func TestArrivals(t *testing.T) {
 	// This grants a: rank 0 has not finished b, but the gate is open while only one grant is unfinished.
 	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
+		analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
 	// b has bit 0 now, and a has bit 1. Both are cached. c is not cached and is sent in full, between them.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
@@ -91,7 +93,9 @@ func TestArrivals(t *testing.T) {
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
 	a.want(0, 1) // Arrivals returns the times only once
 	// Rank 1 held up the others for 3 ms in all, and not for 3 ms with each of the three tensors.
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
+		analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1,
+			Held: 3 * time.Millisecond})
 }
 
 // If a vote becomes a request because its bit is erased, it keeps its arrival time.
@@ -107,7 +111,8 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.at(7, 2, 1, other)
 	a.at(8, 0, 1, other) // the answer is an error: rank 1 has voted for another shape
 	a.want(0, 1, 8, 3, 7)
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2})
+	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1},
+		analysis.HeldUp{Rank: 2})
 }
 
 // The coordinator keeps no arrival times for a set without rank 0, because Arrivals is not called for it, and
@@ -120,7 +125,8 @@ func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a.at(1, 1, 0, u)
 	a.at(2, 2, 0, u)
 	a.want(1, 1)
-	a.wantLate(analysis.HeldUp{Rank: 0}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1, Held: time.Millisecond})
+	a.wantLate(analysis.HeldUp{Rank: 0}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1,
+		Held: time.Millisecond})
 
 	a.at(3, 0, 0, asks("b"))
 	a.c.Trace(false)
@@ -144,7 +150,8 @@ func TestStallsAreCounted(t *testing.T) {
 	a.at(2500, 0, 0, asks("a"))
 	a.at(2600, 2, 0, asks("a")) // a is granted
 	if st := a.c.Stats(); st.Stalled != 1 || st.StallReports != 4 || st.Cycles != 1 {
-		t.Errorf("%d stalled and %d reports in %d cycles, want 1, 4 and 1", st.Stalled, st.StallReports, st.Cycles)
+		t.Errorf("%d stalled and %d reports in %d cycles, want 1, 4 and 1", st.Stalled, st.StallReports,
+			st.Cycles)
 	}
 }
 

@@ -116,7 +116,8 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 				joined = append(joined, r)
 			}
 		}
-		visit(Stall{Set: s.ID, Kind: message.Join, Name: s.joined.names[s.index(joined[0])], Missing: s.joining()}, joined)
+		visit(Stall{Set: s.ID, Kind: message.Join, Name: s.joined.names[s.index(joined[0])],
+			Missing: s.joining()}, joined)
 	}
 }
 
@@ -188,7 +189,8 @@ func (c *Coordinator) Abandon() {
 	remaining := c.present()
 	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
 	if len(remaining) > 0 {
-		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+topo.FormatRanks(remaining)+" had shut down")
+		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+
+			topo.FormatRanks(remaining)+" had shut down")
 	}
 }
 

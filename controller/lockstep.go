@@ -58,7 +58,8 @@ func (b *voteState) answered(bit uint32) {
 // until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
-	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping && !l.coordinator.stopSent
+	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
+		!l.coordinator.stopSent
 	for _, s := range l.member.sets {
 		for w := range l.words {
 			votes := word(s.votes, w)
@@ -177,7 +178,8 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 // evicted, because ranks have voted for them.
 func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
-	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping, Reason: c.stopReason, Ranks: c.stopRanks}
+	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
+		Reason: c.stopReason, Ranks: c.stopRanks}
 	for i, s := range c.sets.sets {
 		if c.sets.find(s.ID) == nil {
 			continue // this cycle removes it

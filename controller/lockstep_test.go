@@ -44,12 +44,14 @@ func newLockstepJob(tb testing.TB, cfg controller.CoordinatorConfig) *lockstepJo
 	cfg.Lockstep, cfg.LivenessTimeout = true, livenessTimeout
 	j := &lockstepJob{tb: tb, sets: cfg.Sets, coord: controller.NewCoordinator(cfg, 0)}
 	for _, r := range cfg.Sets[0].Ranks {
-		m := controller.NewMember(controller.MemberConfig{Rank: r, Sets: cfg.Sets, LivenessTimeout: livenessTimeout, Lockstep: true}, 0)
+		m := controller.NewMember(controller.MemberConfig{Rank: r, Sets: cfg.Sets,
+			LivenessTimeout: livenessTimeout, Lockstep: true}, 0)
 		c := j.coord
 		if r != 0 {
 			c = nil
 		}
-		j.ranks = append(j.ranks, lockstepRank{Member: m, Lockstep: controller.NewLockstep(m, c, cfg.CacheCapacity)})
+		j.ranks = append(j.ranks,
+			lockstepRank{Member: m, Lockstep: controller.NewLockstep(m, c, cfg.CacheCapacity)})
 		j.answers = append(j.answers, make(map[string]string))
 		j.turns = append(j.turns, make(map[string]int))
 	}
@@ -77,7 +79,8 @@ func (j *lockstepJob) cycle() bool {
 			continue
 		}
 		if len(a) != len(and) || len(o) != len(or) {
-			j.tb.Fatalf("rank %d has vectors of %d and %d words, rank 0 of %d and %d", i, len(a), len(o), len(and), len(or))
+			j.tb.Fatalf("rank %d has vectors of %d and %d words, rank 0 of %d and %d", i, len(a), len(o),
+				len(and), len(or))
 		}
 		for w := range a {
 			and[w] &= a[w]
@@ -151,14 +154,16 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	m.stop, m.stopReason = ready.Stop, ready.StopReason
 	m.Advance()
 	for _, g := range grants {
-		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses))
+		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Absent,
+			g.Responses))
 		for _, r := range g.Responses {
 			if slices.Contains(g.Absent, topo.Rank(rank)) {
 				continue
 			}
 			p := answers(j.pending[rank], topo.Rank(rank), g, r)
 			if p < 0 {
-				j.tb.Fatalf("rank %d is answered %q of set %d, which it does not wait for", rank, r.Name, g.Set)
+				j.tb.Fatalf("rank %d is answered %q of set %d, which it does not wait for", rank, r.Name,
+					g.Set)
 			}
 			j.pending[rank] = slices.Delete(j.pending[rank], p, p+1)
 			answer(j.answers[rank], j.turns[rank], g, r)
@@ -209,7 +214,8 @@ func answer(answers map[string]string, turns map[string]int, g *controller.Grant
 	}
 	name := fmt.Sprintf("set %d %q", g.Set, r.Name)
 	turns[name]++
-	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(g.Set, 0, 0, g.Absent, []*message.Response{r})
+	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(g.Set, 0, 0, g.Absent,
+		[]*message.Response{r})
 }
 
 // unwatched is a watcher that ignores all events.
@@ -245,8 +251,9 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// TestEventsAndLockstepAgree checks invariant 14: if the ranks of an event-driven job and of a job in lock-step submit the
-// same requests, the same requests get the same answers, for all cache capacities and fusion thresholds.
+// TestEventsAndLockstepAgree checks invariant 14: if the ranks of an event-driven job and of a job in
+// lock-step submit the same requests, the same requests get the same answers, for all cache capacities and
+// fusion thresholds.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -275,18 +282,21 @@ func TestEventsAndLockstepAgree(t *testing.T) {
 		r.finish()
 
 		l := newLockstepJob(t, controller.CoordinatorConfig{
-			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64, 65), FusionThresholdBytes: int64(pick(0, 16, 1<<20)), Plan: plan(refusedType),
+			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64, 65),
+			FusionThresholdBytes: int64(pick(0, 16, 1<<20)), Plan: plan(refusedType),
 			DisableGroupFusion: pick(0, 1) == 1, Deterministic: pick(0, 1) == 1,
 		})
 		l.run(rng, programs)
 		for rank := range programs {
-			if got, want := sameReasons(l.answers[rank]), sameReasons(events.answers[rank]); !reflect.DeepEqual(got, want) {
+			if got, want := sameReasons(l.answers[rank]), sameReasons(
+				events.answers[rank]); !reflect.DeepEqual(got, want) {
 				events.broken(14, "rank %d is answered\n%v", rank, differences(want, got))
 			}
 		}
 		for _, s := range l.sets {
 			for _, r := range s.Ranks {
-				if got, want := ofSet(l.grants[r], s.ID), ofSet(l.grants[s.Ranks[0]], s.ID); !slices.Equal(got, want) {
+				if got, want := ofSet(l.grants[r], s.ID), ofSet(l.grants[s.Ranks[0]], s.ID); !slices.Equal(
+					got, want) {
 					events.broken(1, "in lock-step rank %d runs\n%v\nrank %d\n%v", r, got, s.Ranks[0], want)
 				}
 			}
@@ -354,7 +364,9 @@ func allreduce(name string, numElems int64) message.Request {
 // once.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
-	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (
+		message.Backend, message.Algorithm, error,
+	) {
 		if numBytes > 16 {
 			return message.NoBackend, message.NoAlgorithm, large
 		}
@@ -364,7 +376,8 @@ func TestRefusedThoughCached(t *testing.T) {
 
 	t.Run("lockstep", func(t *testing.T) {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: planner,
+			Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+			Plan: planner,
 		})
 		for _, names := range []string{"a", "b", "ab", "a"} {
 			for rank := range 2 {
@@ -432,7 +445,8 @@ func results(keys []string) []string {
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(), CycleTime: time.Millisecond,
+			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+			Plan: plan(), CycleTime: time.Millisecond,
 		})
 		for range 2 { // in the second cycle a is cached
 			for rank := range 3 {
@@ -453,7 +467,8 @@ func TestLockstepShutdown(t *testing.T) {
 					t.Errorf("rank %d is quiet in a cycle with a request and a shutdown", r)
 				}
 				if last := rank == 2; l.stop != last || l.Over() != last || l.stopReason != "" {
-					t.Errorf("rank %d: stopped %v with reason %q, over %v, after %d ranks have left", r, l.stop, l.stopReason, l.Over(), rank+1)
+					t.Errorf("rank %d: stopped %v with reason %q, over %v, after %d ranks have left", r,
+						l.stop, l.stopReason, l.Over(), rank+1)
 				}
 			}
 		}
@@ -484,7 +499,8 @@ func TestLockstepShutdown(t *testing.T) {
 				}
 				j.cycle()
 			}
-			want := fmt.Sprintf(`shut down (that was all) after 2 operations, the last allreduce "a", while rank 1 waits for allreduce %q`, tensor)
+			want := fmt.Sprintf(
+				`shut down (that was all) after 2 operations, the last allreduce "a", while rank 1 waits for allreduce %q`, tensor)
 			for r, l := range j.ranks {
 				if !l.stop || !strings.HasPrefix(l.stopReason, want) {
 					t.Errorf("rank %d: stopped %v with reason %q, want %q", r, l.stop, l.stopReason, want)
@@ -497,7 +513,8 @@ func TestLockstepShutdown(t *testing.T) {
 // The bit vectors may have more than one word, for sets without one of the ranks and sets without most ranks.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
-	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130, FusionThresholdBytes: 1 << 20, Plan: plan()})
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130,
+		FusionThresholdBytes: 1 << 20, Plan: plan()})
 	for turn := range 3 {
 		for _, s := range sets {
 			for _, r := range s.Ranks {
@@ -556,16 +573,24 @@ func TestLockstepErrors(t *testing.T) {
 		err  error
 		want string
 	}{
-		{"vote for a free bit before a join", decide(0, hits), "rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
-		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)), `rank 0 failed: protocol error: request for allreduce "a" of process set 0, which the rank has joined`},
-		{"set that is there", step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
-			{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
-		}}}}}}), "added process set 1, which exists already"},
-		{"ready bit that is free", decide(1), "rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
-		{"news of another's set", decide(0, up(0), up(1, q)), "rank 1 failed: protocol error: requests for process set 1, of which rank 1 is not a member"},
-		{"second request", decide(0, up(0, q, q)), `rank 0 failed: protocol error: second request for allreduce "a"`},
-		{"submit to another's set", newLockstepJob(t, cfg).ranks[1].Submit(1, &q), "rank 1 is not a member of process set 1"},
-		{"submit to no set", newLockstepJob(t, cfg).ranks[0].Submit(7, &q), "rank 0 is not a member of process set 7"},
+		{"vote for a free bit before a join", decide(0, hits),
+			"rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
+		{"request after a join", decide(0, up(0, message.Request{Kind: message.Join, Name: "j"}, q)),
+			`rank 0 failed: protocol error: request for allreduce "a" of process set 0, which the rank has joined`},
+		{"set that is there",
+			step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
+				{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
+			}}}}}}), "added process set 1, which exists already"},
+		{"ready bit that is free", decide(1),
+			"rank 0 failed: protocol error: responsecache: vote for cache bit 0, which had no entry"},
+		{"news of another's set", decide(0, up(0), up(1, q)),
+			"rank 1 failed: protocol error: requests for process set 1, of which rank 1 is not a member"},
+		{"second request", decide(0, up(0, q, q)),
+			`rank 0 failed: protocol error: second request for allreduce "a"`},
+		{"submit to another's set", newLockstepJob(t, cfg).ranks[1].Submit(1, &q),
+			"rank 1 is not a member of process set 1"},
+		{"submit to no set", newLockstepJob(t, cfg).ranks[0].Submit(7, &q),
+			"rank 0 is not a member of process set 7"},
 	} {
 		if c.err == nil || !strings.Contains(c.err.Error(), c.want) {
 			t.Errorf("%s: got error %v, want %q", c.name, c.err, c.want)
@@ -576,13 +601,15 @@ func TestLockstepErrors(t *testing.T) {
 // In lock-step too, a rank that has joined cannot submit requests until the join has ended.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+		Plan: plan(),
 	})
 	join := request{q: message.Request{Kind: message.Join, Name: "j"}}
 	j.submit(2, join)
 	j.submit(0, request{q: allreduce("a", 1)})
 	j.cycle()
-	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err == nil || !strings.Contains(err.Error(), "this rank has joined process set 0: wait for the join to end") {
+	if err := j.ranks[2].Submit(topo.Global, new(allreduce("b", 1))); err == nil ||
+		!strings.Contains(err.Error(), "this rank has joined process set 0: wait for the join to end") {
 		t.Errorf("submit after a join: got error %v", err)
 	}
 	j.submit(1, request{q: allreduce("a", 1)})
@@ -606,7 +633,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
 		t.Run(name, func(t *testing.T) {
 			j := newLockstepJob(t, controller.CoordinatorConfig{
-				Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(), StallWarning: time.Second,
+				Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+				Plan: plan(), StallWarning: time.Second,
 			})
 			now := time.Duration(0)
 			tick := func(d time.Duration) {
@@ -632,7 +660,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 			}
 			tick(time.Second)
 			events := j.coord.Events()
-			if len(events) != 1 || events[0].Stall == nil || events[0].Stall.Name != "a" || !slices.Equal(events[0].Stall.Missing, []topo.Rank{1}) {
+			if len(events) != 1 || events[0].Stall == nil || events[0].Stall.Name != "a" ||
+				!slices.Equal(events[0].Stall.Missing, []topo.Rank{1}) {
 				t.Errorf("got events %v, want a stall of a that waits for rank 1", events)
 			}
 			j.submit(1, request{q: allreduce("a", 1)})
@@ -649,7 +678,9 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 				j.coord.Step(0, up)
 			}
 			v := verdictOf(j.coord)
-			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{1, 2}) || !strings.Contains(v.Reason, `allreduce "a" timed out after 0.5s at rank 0: ranks 1 and 2 have not submitted it`) {
+			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{1, 2}) ||
+				!strings.Contains(v.Reason,
+					`allreduce "a" timed out after 0.5s at rank 0: ranks 1 and 2 have not submitted it`) {
 				t.Errorf("got verdict %v, want one of ranks 1 and 2", v)
 			}
 		})
@@ -688,9 +719,11 @@ func differences(events, lockstep map[string]string) string {
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(), Lockstep: lockstep,
+			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
+			Lockstep: lockstep,
 		}, 0)
-		c.Step(0, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+		c.Step(0, &message.Up{Type: message.UpNews,
+			Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
 		return c
 	}
 	complain := func(c *controller.Coordinator, at time.Duration) *controller.Verdict {
@@ -709,15 +742,19 @@ func TestTimeoutDuringSilence(t *testing.T) {
 				t.Errorf("after %v without a cycle: got verdict %v", at, v)
 			}
 		}
-		if v := complain(c, 2*controller.HeartbeatPeriod); v == nil || !slices.Equal(v.Ranks, []topo.Rank{2}) ||
-			!strings.Contains(v.Reason, `tensor "a" timed out after 0.5s at rank 0: rank 2 has been silent for 2s`) {
+		if v := complain(c, 2*controller.HeartbeatPeriod); v == nil ||
+			!slices.Equal(v.Ranks, []topo.Rank{2}) ||
+			!strings.Contains(v.Reason,
+				`tensor "a" timed out after 0.5s at rank 0: rank 2 has been silent for 2s`) {
 			t.Errorf("lock-step %v: got verdict %v, want that rank 2 is silent", lockstep, v)
 		}
 	}
-	m := controller.NewMember(controller.MemberConfig{Rank: 1, Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout}, 0)
+	m := controller.NewMember(controller.MemberConfig{Rank: 1, Sets: []controller.Set{controller.Global(3)},
+		LivenessTimeout: livenessTimeout}, 0)
 	m.Tick(2 * controller.HeartbeatPeriod)
 	m.Timeout(0, "a", time.Second)
-	if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Reason, `silent for 2s, and tensor "a" timed out after 1s`) {
+	if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) ||
+		!strings.Contains(v.Reason, `silent for 2s, and tensor "a" timed out after 1s`) {
 		t.Errorf("got verdict %v, want that rank 0 is silent", v)
 	}
 }

@@ -92,7 +92,8 @@ func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me:
 func (s *memberSet) admit(q *message.Request) error {
 	switch {
 	case s.join != "":
-		return fmt.Errorf("%v %q: this rank has joined process set %d: wait for the join to end", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("%v %q: this rank has joined process set %d: wait for the join to end", q.Kind,
+			q.Name, s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
 		return fmt.Errorf("%v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
 	}
@@ -193,7 +194,8 @@ func (m *Member) Finished(g *Grant) {
 		m.operations += uint64(n)
 		m.lastKind, m.lastName, m.lastAt = g.Responses[n-1].Kind, g.Responses[n-1].Name, m.now
 	}
-	if s := m.set(g.Set); s != nil && s.me == 0 && !m.cfg.Lockstep && (m.state == memberRunning || m.state == memberDraining) {
+	if s := m.set(g.Set); s != nil && s.me == 0 && !m.cfg.Lockstep && (m.state == memberRunning ||
+		m.state == memberDraining) {
 		m.up.At(g.Set).Done++
 		m.news = true
 	}
@@ -293,7 +295,8 @@ func (m *Member) apply(d *message.Down) error {
 		ds := &d.Sets[i]
 		s := m.set(ds.Set)
 		if s == nil {
-			return fmt.Errorf("cycle %d has process set %d, of which rank %d is not a member", d.Cycle, ds.Set, m.cfg.Rank)
+			return fmt.Errorf("cycle %d has process set %d, of which rank %d is not a member", d.Cycle,
+				ds.Set, m.cfg.Rank)
 		}
 		if s.me < 0 {
 			continue
@@ -380,14 +383,16 @@ func checkGrant(s *memberSet, g *Grant) error {
 	}
 	for i, r := range g.Responses {
 		if i > 0 && !fusion.Compatible(first, r) {
-			return fmt.Errorf("grant of %v %q together with %v %q, which cannot be fused", r.Kind, r.Name, first.Kind, first.Name)
+			return fmt.Errorf("grant of %v %q together with %v %q, which cannot be fused", r.Kind, r.Name,
+				first.Kind, first.Name)
 		}
 		if err := checkResponse(s, g, r); err != nil {
 			return err
 		}
 	}
 	if first.Kind != message.Error && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
-		return fmt.Errorf("grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name, s.Ranks[s.me])
+		return fmt.Errorf("grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name,
+			s.Ranks[s.me])
 	}
 	return nil
 }
@@ -397,7 +402,8 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 	switch r.Kind {
 	case message.Allgather:
 		if len(r.FirstDims) != len(s.Ranks) {
-			return fmt.Errorf("allgather %q: got %d first dimensions, want %d, one for each rank", r.Name, len(r.FirstDims), len(s.Ranks))
+			return fmt.Errorf("allgather %q: got %d first dimensions, want %d, one for each rank", r.Name,
+				len(r.FirstDims), len(s.Ranks))
 		}
 		for _, a := range g.Absent {
 			if n := r.FirstDims[s.index(a)]; n != 0 {
@@ -406,14 +412,16 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 		}
 	case message.Broadcast:
 		if s.index(r.Root) < 0 {
-			return fmt.Errorf("broadcast %q: root rank %d is not a member of process set %d", r.Name, r.Root, s.ID)
+			return fmt.Errorf("broadcast %q: root rank %d is not a member of process set %d", r.Name, r.Root,
+				s.ID)
 		}
 		if slices.Contains(g.Absent, r.Root) {
 			return fmt.Errorf("broadcast %q: root rank %d is absent", r.Name, r.Root)
 		}
 	case message.Join:
 		if s.join == "" {
-			return fmt.Errorf("got the end of a join of process set %d, which rank %d has not joined", s.ID, s.Ranks[s.me])
+			return fmt.Errorf("got the end of a join of process set %d, which rank %d has not joined", s.ID,
+				s.Ranks[s.me])
 		}
 	case message.AddProcessSet, message.RemoveProcessSet:
 		if s.ID != topo.Global {
@@ -438,7 +446,8 @@ func (m *Member) Ready() Ready {
 	if m.state != memberClosed && m.state != memberFailed {
 		m.appendFrames()
 	}
-	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopped, StopReason: m.stopReason, StopRanks: m.stopRanks}
+	return Ready{Ups: m.ups, Grants: m.grants, Stop: m.stopped, StopReason: m.stopReason,
+		StopRanks: m.stopRanks}
 }
 
 // appendFrames makes the frames of a turn.
@@ -461,7 +470,8 @@ func (m *Member) appendFrames() {
 	}
 	switch {
 	case m.suspectFrame:
-		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen, Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
+		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen,
+			Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
 	case m.bye:
 		m.ups = append(m.ups, &message.Up{Type: message.UpBye, Seen: m.seen})
 	case m.now >= m.nextHeartbeat(len(m.ups) > 0):

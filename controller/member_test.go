@@ -35,7 +35,8 @@ func TestMemberRefuses(t *testing.T) {
 		return &message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{s}}
 	}
 	// This cycle comes before the frame under test and gives a bit 0.
-	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{}}})
+	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
+		Puts: []message.Put{{}}})
 	good := full(response("good", 1))
 	for _, c := range []struct {
 		name string
@@ -43,34 +44,82 @@ func TestMemberRefuses(t *testing.T) {
 		want string
 	}{
 		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
-		{"another's set", cycle(2, message.DownSet{Set: 3}), "process set 3, of which rank 1 is not a member"},
-		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}), "grant of cache bit 1, which has no entry"},
+		{"another's set", cycle(2, message.DownSet{Set: 3}),
+			"process set 3, of which rank 1 is not a member"},
+		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}),
+			"grant of cache bit 1, which has no entry"},
 		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant without a response"},
-		{"two kinds", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" together with allreduce "a"`},
-		{"rows of one rank too few", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
-			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4},
-		})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
-		{"erasure of a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}), "erase cache bit 5, which has no entry"},
-		{"put to a taken bit", cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}), `put "good": cache bit 0 has the entry "a"`},
-		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))}, Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name has cache bit 0`},
-		{"absent ranks that are no members", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{2}, Full: good.Full}}}), `allreduce "good" with absent ranks [2], want members of process set 0`},
-		{"absent ranks in disorder", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "with absent ranks [1 0]"},
-		{"rows of an absent rank", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{
-			Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0}, FirstDims: []int64{4, 3},
-		}}}}}), `allgather "r": got 3 rows of rank 1, which is absent`},
-		{"a root that is no member", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}), `broadcast "w": root rank 2 is not a member`},
-		{"an absent root", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}), `broadcast "w": root rank 1 is absent`},
-		{"absent without a join", cycle(2, message.DownSet{Grants: []message.Grant{good, {Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}), `barrier "b" with absent rank 1, which has not joined`},
-		{"two roots", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Broadcast, Name: "w"}, &message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}), `broadcast "v" together with broadcast "w"`},
-		{"two barriers", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Barrier, Name: "b"}, &message.Response{Kind: message.Barrier, Name: "c"})}}), `barrier "c" together with barrier "b"`},
-		{"a set that is there", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5, Ranks: []topo.Rank{1}})}}), "added process set 5, which exists already"},
-		{"a set from another set", cycle(2, message.DownSet{Set: 5, Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s", Set: 5})}}), `remove process set "s": got process set 5, want process set 0`},
-		{"a join that is not its own", cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{Kind: message.Join, Name: "j"})}}), "got the end of a join of process set 0, which rank 1 has not joined"},
+		{"two kinds", cycle(2,
+			message.DownSet{Grants: []message.Grant{good,
+				{Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}),
+			`barrier "b" together with allreduce "a"`},
+		{"rows of one rank too few",
+			cycle(2, message.DownSet{Grants: []message.Grant{good, full(&message.Response{
+				Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0},
+				FirstDims: []int64{4},
+			})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
+		{"erasure of a free bit",
+			cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}),
+			"erase cache bit 5, which has no entry"},
+		{"put to a taken bit",
+			cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}),
+			`put "good": cache bit 0 has the entry "a"`},
+		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
+			Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name has cache bit 0`},
+		{"absent ranks that are no members",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				{Absent: []topo.Rank{2}, Full: good.Full}}}),
+			`allreduce "good" with absent ranks [2], want members of process set 0`},
+		{"absent ranks in disorder",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				{Absent: []topo.Rank{1, 0}, Full: good.Full}}}), "with absent ranks [1 0]"},
+		{"rows of an absent rank",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				{Absent: []topo.Rank{1}, Full: []*message.Response{{
+					Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0},
+					FirstDims: []int64{4, 3},
+				}}}}}), `allgather "r": got 3 rows of rank 1, which is absent`},
+		{"a root that is no member",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}),
+			`broadcast "w": root rank 2 is not a member`},
+		{"an absent root", cycle(2,
+			message.DownSet{Grants: []message.Grant{good,
+				{Absent: []topo.Rank{1},
+					Full: []*message.Response{{Kind: message.Broadcast, Name: "w", Root: 1}}}}}),
+			`broadcast "w": root rank 1 is absent`},
+		{"absent without a join",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				{Absent: []topo.Rank{1}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}),
+			`barrier "b" with absent rank 1, which has not joined`},
+		{"two roots", cycle(2,
+			message.DownSet{Grants: []message.Grant{good,
+				full(&message.Response{Kind: message.Broadcast, Name: "w"},
+					&message.Response{Kind: message.Broadcast, Name: "v", Root: 1})}}),
+			`broadcast "v" together with broadcast "w"`},
+		{"two barriers", cycle(2,
+			message.DownSet{Grants: []message.Grant{good,
+				full(&message.Response{Kind: message.Barrier, Name: "b"},
+					&message.Response{Kind: message.Barrier, Name: "c"})}}),
+			`barrier "c" together with barrier "b"`},
+		{"a set that is there",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5,
+					Ranks: []topo.Rank{1}})}}), "added process set 5, which exists already"},
+		{"a set from another set",
+			cycle(2, message.DownSet{Set: 5,
+				Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s",
+					Set: 5})}}), `remove process set "s": got process set 5, want process set 0`},
+		{"a join that is not its own",
+			cycle(2, message.DownSet{Grants: []message.Grant{good,
+				full(&message.Response{Kind: message.Join, Name: "j"})}}),
+			"got the end of a join of process set 0, which rank 1 has not joined"},
 		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close before a stop"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := controller.NewMember(controller.MemberConfig{
-				Rank: 1, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{1}}}, LivenessTimeout: livenessTimeout,
+				Rank: 1, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{1}}},
+				LivenessTimeout: livenessTimeout,
 			}, 0)
 			if err := m.Step(first); err != nil {
 				t.Fatal(err)
@@ -81,7 +130,8 @@ func TestMemberRefuses(t *testing.T) {
 				t.Fatalf("got error %v, want %q", err, c.want)
 			}
 			v := m.Verdict()
-			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) || !strings.Contains(v.Error(), "rank 0 failed: protocol error: ") {
+			if v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) ||
+				!strings.Contains(v.Error(), "rank 0 failed: protocol error: ") {
 				t.Errorf("verdict %v, want rank 0", v)
 			}
 			if r := m.Ready(); len(r.Grants) > 0 || len(r.Ups) > 0 || r.Stop {
@@ -90,7 +140,8 @@ func TestMemberRefuses(t *testing.T) {
 			if m.Next() != controller.Never {
 				t.Errorf("the failed member wants a turn at %v", m.Next())
 			}
-			if err := m.Step(&message.Down{Type: message.DownFail, Ranks: []topo.Rank{1}}); err != nil || m.Verdict() != v {
+			if err := m.Step(&message.Down{Type: message.DownFail, Ranks: []topo.Rank{1}}); err != nil ||
+				m.Verdict() != v {
 				t.Errorf("a later frame changes the verdict to %v (%v)", m.Verdict(), err)
 			}
 		})
@@ -101,7 +152,8 @@ func TestMemberRefuses(t *testing.T) {
 		if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Stop: true}); err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Step(cycle(2, message.DownSet{Grants: []message.Grant{good}})); err == nil || !strings.Contains(err.Error(), "cycle 2 after the stop") {
+		if err := m.Step(cycle(2, message.DownSet{Grants: []message.Grant{good}})); err == nil ||
+			!strings.Contains(err.Error(), "cycle 2 after the stop") {
 			t.Errorf("got error %v", err)
 		}
 	})
@@ -124,7 +176,8 @@ func TestMember(t *testing.T) {
 	a := allreduce("a", 1)
 
 	t.Run("submits to its sets only", func(t *testing.T) {
-		if err := newTestMember(1, 2).Submit(7, &a); err == nil || !strings.Contains(err.Error(), "rank 1 is not a member of process set 7") {
+		if err := newTestMember(1, 2).Submit(7, &a); err == nil ||
+			!strings.Contains(err.Error(), "rank 1 is not a member of process set 7") {
 			t.Errorf("got error %v", err)
 		}
 	})
@@ -256,13 +309,16 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("finishes what it has of a set that is gone", func(t *testing.T) {
 		m := controller.NewMember(controller.MemberConfig{
-			Rank: 0, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{0, 1}}}, LivenessTimeout: livenessTimeout,
+			Rank: 0, Sets: []controller.Set{controller.Global(2), {ID: 5, Ranks: []topo.Rank{0, 1}}},
+			LivenessTimeout: livenessTimeout,
 		}, 0)
 		for n, s := range []message.DownSet{
 			{Set: 5, Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}},
-			{Grants: []message.Grant{{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 5}}}}},
+			{Grants: []message.Grant{
+				{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 5}}}}},
 		} {
-			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: uint64(n + 1), Sets: []message.DownSet{s}}); err != nil {
+			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: uint64(n + 1),
+				Sets: []message.DownSet{s}}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -280,9 +336,11 @@ func TestMember(t *testing.T) {
 		m := newTestMember(0, 2)
 		x := allreduce("x", 1)
 		grant := func(n uint64) (a, c *controller.Grant) {
-			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{{Grants: []message.Grant{
-				{Full: []*message.Response{response("a", 1), response("b", 1)}}, {Full: []*message.Response{response("c", 1)}},
-			}}}}); err != nil {
+			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: n,
+				Sets: []message.DownSet{{Grants: []message.Grant{
+					{Full: []*message.Response{response("a", 1), response("b", 1)}},
+					{Full: []*message.Response{response("c", 1)}},
+				}}}}); err != nil {
 				t.Fatal(err)
 			}
 			g := m.Ready().Grants
@@ -293,7 +351,8 @@ func TestMember(t *testing.T) {
 		a, c := grant(1)
 		for now := time.Second; now <= 3*time.Second; now += time.Second {
 			m.Tick(now)
-			if up := m.Ready().Ups; len(up) != 1 || up[0].Tensor != "a" || up[0].Millis != uint32(now.Milliseconds()) {
+			if up := m.Ready().Ups; len(up) != 1 || up[0].Tensor != "a" ||
+				up[0].Millis != uint32(now.Milliseconds()) {
 				t.Fatalf("at %v: frames %+v", now, up)
 			}
 			m.Advance()
@@ -351,7 +410,8 @@ func TestStoppedProcess(t *testing.T) {
 		c.Advance()
 		m.Tick(now)
 		if c.Closed() || m.Verdict() != nil {
-			t.Fatalf("at %v: the coordinator is closed: %v; the member's verdict is %v", now, c.Closed(), m.Verdict())
+			t.Fatalf("at %v: the coordinator is closed: %v; the member's verdict is %v", now, c.Closed(),
+				m.Verdict())
 		}
 	}
 	for now := time.Hour + time.Second; !c.Closed(); now += time.Second {
@@ -367,7 +427,8 @@ func TestStoppedProcess(t *testing.T) {
 // The time for which the coordinator's process was stopped does not count as time that tensors have waited.
 func TestStoppedProcessAndStalls(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout, Plan: plan(),
+		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout,
+		Plan:         plan(),
 		StallWarning: 3 * time.Second,
 	}, 0)
 	news := func(r topo.Rank, s message.UpSet) {
@@ -383,7 +444,8 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 		news(r, message.UpSet{Requests: []message.Request{allreduce("cached", 1)}})
 	}
 	turn()
-	c.Step(0, &message.Up{Type: message.UpNews, Seen: 1, Sets: []message.UpSet{{Hits: hit, Requests: []message.Request{allreduce("full", 1)}}}})
+	c.Step(0, &message.Up{Type: message.UpNews, Seen: 1,
+		Sets: []message.UpSet{{Hits: hit, Requests: []message.Request{allreduce("full", 1)}}}})
 	beat := func(ms uint32) {
 		c.Step(0, &message.Up{Type: message.UpHeartbeat, Seen: 1})
 		c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1, Tensor: "cached", Millis: ms})
@@ -421,9 +483,11 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
-		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(), StallWarning: period,
+		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
+		StallWarning: period,
 	}, 0)
-	c.Step(0, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+	c.Step(0, &message.Up{Type: message.UpNews,
+		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
 	if c.Next() != period {
 		t.Errorf("next turn at %v, want %v", c.Next(), period)
 	}
@@ -435,7 +499,8 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 
 // The number of process sets cannot exceed the number that a frame can have.
 func TestTooManySets(t *testing.T) {
-	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan()}
+	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
+		LivenessTimeout: livenessTimeout, Plan: plan()}
 	for id := range topo.ProcessSetID(message.MaxSets - 1) {
 		cfg.Sets = append(cfg.Sets, controller.Set{ID: id + 1, Ranks: []topo.Rank{0}})
 	}
@@ -469,7 +534,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 	c.Tick(controller.CloseTimeout)
 	out := c.Ready()
-	if len(out) != 1 || out[0].Down.Type != message.DownFail || !slices.Equal(out[0].Down.Ranks, []topo.Rank{2}) {
+	if len(out) != 1 || out[0].Down.Type != message.DownFail ||
+		!slices.Equal(out[0].Down.Ranks, []topo.Rank{2}) {
 		t.Errorf("got %+v, want a verdict that names rank 2", out)
 	}
 }
@@ -480,7 +546,8 @@ func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
 		return controller.NewCoordinator(controller.CoordinatorConfig{
-			Sets: []controller.Set{controller.Global(2)}, CycleTime: cycleTime, LivenessTimeout: livenessTimeout, Plan: plan(),
+			Sets: []controller.Set{controller.Global(2)}, CycleTime: cycleTime,
+			LivenessTimeout: livenessTimeout, Plan: plan(),
 		}, 0)
 	}
 	turn := func(c *controller.Coordinator) {
@@ -547,7 +614,8 @@ func TestCoordinatorNext(t *testing.T) {
 	c = start(beat / 2)
 	for cycle := range uint64(2) {
 		for r := range topo.Rank(2) {
-			c.Step(r, &message.Up{Type: message.UpNews, Seen: cycle, Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+			c.Step(r, &message.Up{Type: message.UpNews, Seen: cycle,
+				Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
 		}
 		turn(c)
 	}

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The functions of this file format and parse frames (message.Up, message.Down) in the notation of the example
-// in docs/negotiation.md. Scripts print frames in it, and forge frames that are written in it.
+// The functions of this file format and parse frames (message.Up, message.Down) in the notation of the
+// example in docs/negotiation.md. Scripts print frames in it, and forge frames that are written in it.
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 

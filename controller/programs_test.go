@@ -67,7 +67,8 @@ type spec struct {
 }
 
 func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
-	p := &programmer{rng: rng, races: races, all: sets[0].Ranks, programs: make([][]request, len(sets[0].Ranks))}
+	p := &programmer{rng: rng, races: races, all: sets[0].Ranks,
+		programs: make([][]request, len(sets[0].Ranks))}
 	for _, s := range sets {
 		p.plan(s)
 	}
@@ -363,8 +364,10 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 			}
 			a.Shape, b.Shape = a.Shape[1:], b.Shape[1:]
 		}
-		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale || a.Postscale != b.Postscale ||
-			a.Wire != b.Wire || !slices.Equal(a.Parts, b.Parts) || a.Root != b.Root || a.Group != b.Group || a.GroupSize != b.GroupSize {
+		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale ||
+			a.Postscale != b.Postscale ||
+			a.Wire != b.Wire || !slices.Equal(a.Parts, b.Parts) || a.Root != b.Root || a.Group != b.Group ||
+			a.GroupSize != b.GroupSize {
 			return false
 		}
 	}

@@ -97,8 +97,10 @@ type readyName struct {
 
 func newSetModel(s controller.Set) *setModel {
 	return &setModel{
-		Set: s, asked: make(map[string][]*message.Request), complete: make(map[string]bool), held: make(map[string]*groupModel),
-		joined: make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)), digests: make(map[uint64]uint64),
+		Set: s, asked: make(map[string][]*message.Request), complete: make(map[string]bool),
+		held:   make(map[string]*groupModel),
+		joined: make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)),
+		digests: make(map[uint64]uint64),
 	}
 }
 
@@ -249,7 +251,8 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 // broken fails the test because an invariant of docs/negotiation.md does not hold.
 func (ch *checker) broken(invariant int, format string, args ...any) {
 	ch.t.Helper()
-	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...), ch.t.Name(), ch.seed)
+	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...),
+		ch.t.Name(), ch.seed)
 }
 
 func (ch *checker) set(id topo.ProcessSetID) *setModel {
@@ -285,7 +288,8 @@ func (ch *checker) sent(n *node, u *message.Up) {
 		most++
 	}
 	if k.news > most {
-		ch.broken(7, "rank %d sent %d frames for %d submissions and %d finished grants", n.rank, k.news, k.submitted, k.finished)
+		ch.broken(7, "rank %d sent %d frames for %d submissions and %d finished grants", n.rank, k.news,
+			k.submitted, k.finished)
 	}
 }
 
@@ -317,7 +321,10 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 			ch.seen.invalid++
 		}
 		for bit, ok := u.Sets[i].Hits.Next(0); ok; bit, ok = u.Sets[i].Hits.Next(bit + 1) {
-			if r := s.cache.At(bit); r == nil || !slices.ContainsFunc(meant, func(m request) bool { return m.set == s.ID && m.q.Name == r.Name }) {
+			if r := s.cache.At(bit); r == nil ||
+				!slices.ContainsFunc(meant, func(m request) bool {
+					return m.set == s.ID && m.q.Name == r.Name
+				}) {
 				ch.seen.late++
 			}
 		}
@@ -511,7 +518,8 @@ func (ch *checker) closing(r topo.Rank) {
 	for _, n := range ch.c.nodes {
 		for i, l := range n.lanes {
 			if len(l) > 0 && !n.dead && slices.Contains(n.sets[i].Ranks, r) {
-				ch.broken(9, "rank %d closes while rank %d executes %q with it", r, n.rank, l[0].Responses[0].Name)
+				ch.broken(9, "rank %d closes while rank %d executes %q with it", r, n.rank,
+					l[0].Responses[0].Name)
 			}
 		}
 	}
@@ -526,7 +534,8 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 		k := &ch.ranks[r]
 		alone := !early && k.leaving && !ch.outstanding(topo.Rank(r), decided)
 		if want := !k.stopSent && (stop || alone); want != stops[topo.Rank(r)] {
-			ch.broken(9, "rank %d leaves: %v, the job is stopping: %v, and this turn stops it: %v", r, k.leaving, stop, !want)
+			ch.broken(9, "rank %d leaves: %v, the job is stopping: %v, and this turn stops it: %v", r,
+				k.leaving, stop, !want)
 		}
 		if alone && !stop && !k.stopSent {
 			ch.seen.left++
@@ -542,9 +551,11 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 		want := len(s.ready) > 0 && !ch.stopped && (stop || s.unfinished <= 1 && !early)
 		switch d := decided[s.ID]; {
 		case d == nil && want:
-			ch.broken(6, "%v of set %d are ready, %d grants are unfinished, and nothing is granted", s.ready, s.ID, s.unfinished)
+			ch.broken(6, "%v of set %d are ready, %d grants are unfinished, and nothing is granted", s.ready,
+				s.ID, s.unfinished)
 		case d != nil && !want:
-			ch.broken(5, "set %d is granted %v with %v ready and %d unfinished", s.ID, d.Grants, s.ready, s.unfinished)
+			ch.broken(5, "set %d is granted %v with %v ready and %d unfinished", s.ID, d.Grants, s.ready,
+				s.unfinished)
 		}
 	}
 }
@@ -572,7 +583,8 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			}
 			if responses = append(responses, r); len(grant.Absent) > 0 {
 				if ch.seen.absentByBit++; r.Kind != message.Allreduce {
-					ch.broken(4, "%v %q of set %d is granted by bit without %v", r.Kind, r.Name, s.ID, grant.Absent)
+					ch.broken(4, "%v %q of set %d is granted by bit without %v", r.Kind, r.Name, s.ID,
+						grant.Absent)
 				}
 			}
 			ch.seen.byBit++
@@ -591,20 +603,25 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			bytes += r.WireBytes()
 		}
 		if first < last {
-			ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first, last)
+			ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first,
+				last)
 		}
 		last = first
 		for _, r := range responses {
-			if r.Kind != responses[0].Kind || ch.c.cfg.DisableGroupFusion && (r.Group != responses[0].Group || len(r.Parts) > 0 && len(responses) > 1) {
-				ch.broken(5, "set %d: %v %q of group %q runs with %v %q of group %q", s.ID, r.Kind, r.Name, r.Group, responses[0].Kind, responses[0].Name, responses[0].Group)
+			if r.Kind != responses[0].Kind || ch.c.cfg.DisableGroupFusion && (r.Group != responses[0].Group ||
+				len(r.Parts) > 0 && len(responses) > 1) {
+				ch.broken(5, "set %d: %v %q of group %q runs with %v %q of group %q", s.ID, r.Kind, r.Name,
+					r.Group, responses[0].Kind, responses[0].Name, responses[0].Group)
 			}
 		}
 		if len(responses) > 1 {
 			if ch.seen.fused++; bytes > ch.c.cfg.FusionThresholdBytes {
-				ch.broken(5, "set %d: %d bytes are fused, threshold %d", s.ID, bytes, ch.c.cfg.FusionThresholdBytes)
+				ch.broken(5, "set %d: %d bytes are fused, threshold %d", s.ID, bytes,
+					ch.c.cfg.FusionThresholdBytes)
 			}
 		}
-		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, grant.Absent, responses), ch.order})
+		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, grant.Absent,
+			responses), ch.order})
 		ch.order++
 		ch.seen.grants++
 	}
@@ -635,19 +652,24 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 // answered checks a granted response against the requests of the members. It returns the frame that completed
 // the tensor.
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
-	i := slices.IndexFunc(s.ready, func(x readyName) bool { return x.join == (r.Kind == message.Join) && (x.join || x.name == r.Name) })
+	i := slices.IndexFunc(s.ready, func(x readyName) bool {
+		return x.join == (r.Kind == message.Join) &&
+			(x.join || x.name == r.Name)
+	})
 	if i < 0 {
 		ch.broken(5, "%v %q of set %d is granted, requested by %v", r.Kind, r.Name, s.ID, s.asked[r.Name])
 	}
 	x := s.ready[i]
 	s.ready = slices.Delete(s.ready, i, i+1)
 	if !slices.Equal(g.Absent, x.absent) {
-		ch.broken(5, "%v %q of set %d is granted without %v, want without %v", r.Kind, r.Name, s.ID, g.Absent, x.absent)
+		ch.broken(5, "%v %q of set %d is granted without %v, want without %v", r.Kind, r.Name, s.ID, g.Absent,
+			x.absent)
 	}
 	if x.join {
 		ch.seen.joins++
 		if len(s.ready) > 0 || len(s.asked) > 0 || !slices.Contains(s.Ranks, r.Root) {
-			ch.broken(5, "the join of set %d is answered (last is rank %d) before %v, requested are %v", s.ID, r.Root, s.ready, s.asked)
+			ch.broken(5, "the join of set %d is answered (last is rank %d) before %v, requested are %v", s.ID,
+				r.Root, s.ready, s.asked)
 		}
 		clear(s.joined)
 		s.joins = 0
@@ -664,7 +686,8 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 		return x.frame
 	}
 	if (r.Kind == message.Error) != x.fails {
-		ch.broken(4, "%v %q of set %d is granted (%s), must it fail: %v; requested by %v", r.Kind, r.Name, s.ID, r.Text, x.fails, qs)
+		ch.broken(4, "%v %q of set %d is granted (%s), must it fail: %v; requested by %v", r.Kind, r.Name,
+			s.ID, r.Text, x.fails, qs)
 	}
 	if x.fails {
 		switch agreed := agree(s.Set, qs, s.empty); {
@@ -679,7 +702,8 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 	}
 	for m, q := range qs {
 		if q != nil && !r.Matches(q, m) {
-			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d requested %v", r.Kind, r.Name, s.ID, r.DType, r.Shape, s.Ranks[m], q)
+			ch.broken(4, "%v %q of set %d is granted as %v%v, rank %d requested %v", r.Kind, r.Name, s.ID,
+				r.DType, r.Shape, s.Ranks[m], q)
 		}
 	}
 	return x.frame
@@ -708,7 +732,8 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 		}
 	default:
 		if r.Kind != message.AddProcessSet || r.Set != ch.nextSet || !slices.Equal(r.Ranks, q.Ranks) {
-			ch.broken(4, "a set of ranks %v is answered %v %d %v (%s), want id %d", q.Ranks, r.Kind, r.Set, r.Ranks, r.Text, ch.nextSet)
+			ch.broken(4, "a set of ranks %v is answered %v %d %v (%s), want id %d", q.Ranks, r.Kind, r.Set,
+				r.Ranks, r.Text, ch.nextSet)
 		}
 		ch.nextSet++
 		ch.sets = append(ch.sets, newSetModel(controller.Set{ID: r.Set, Ranks: r.Ranks}))
@@ -717,7 +742,8 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 }
 
 // grantKey returns a text that is the same at all ranks for the same grant, and differs for different grants.
-func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank, responses []*message.Response) string {
+func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank,
+	responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {
 		name := r.Name
@@ -725,7 +751,8 @@ func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, abs
 			name = "" // ranks may name a join differently
 		}
 		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %s/%d %d%v %q",
-			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
+			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire,
+			r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
 	}
 	return key
 }
@@ -735,8 +762,10 @@ func (ch *checker) applied(n *node, d *message.Down) {
 		return
 	}
 	for i := range d.Sets {
-		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] && !slices.Contains(removals(n.m.Ready().Grants), s.ID) {
-			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's", d.Cycle, n.rank, s.ID)
+		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] &&
+			!slices.Contains(removals(n.m.Ready().Grants), s.ID) {
+			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's",
+				d.Cycle, n.rank, s.ID)
 		}
 	}
 }
@@ -750,7 +779,8 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 	k.position[g.Set]++
 	key := grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses)
 	if i >= len(s.log) || s.log[i].text != key {
-		ch.broken(1, "grant %d of set %d is at rank %d\n%s\nthe coordinator's are %v", i, g.Set, n.rank, key, s.log)
+		ch.broken(1, "grant %d of set %d is at rank %d\n%s\nthe coordinator's are %v", i, g.Set, n.rank, key,
+			s.log)
 	}
 	if s.log[i].order <= k.order {
 		ch.broken(1, "rank %d applies grant %d after grant %d", n.rank, s.log[i].order, k.order)
@@ -763,7 +793,8 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 		}
 		p := n.asked(g, r)
 		if p < 0 {
-			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name, g.Set)
+			ch.broken(2, "rank %d is answered %q of set %d, which it does not wait for", n.rank, r.Name,
+				g.Set)
 		}
 		if q := &n.pending[p].q; r.Kind != message.Error && !r.Matches(q, slices.Index(s.Ranks, n.rank)) {
 			ch.broken(4, "rank %d requested %v and runs %v%v", n.rank, q, r.DType, r.Shape)
@@ -772,8 +803,10 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 }
 
 func (ch *checker) finished(n *node, g *controller.Grant) {
-	if key := grantKey(g.Set, g.Backend, g.Algorithm, g.Absent, g.Responses); key != ch.ranks[n.rank].running[g] {
-		ch.broken(1, "rank %d was given\n%s\nwhich became\n%s\nbefore it was finished", n.rank, ch.ranks[n.rank].running[g], key)
+	if key := grantKey(g.Set, g.Backend, g.Algorithm, g.Absent,
+		g.Responses); key != ch.ranks[n.rank].running[g] {
+		ch.broken(1, "rank %d was given\n%s\nwhich became\n%s\nbefore it was finished", n.rank,
+			ch.ranks[n.rank].running[g], key)
 	}
 	if ch.set(g.Set).Ranks[0] == n.rank {
 		ch.ranks[n.rank].finished++
@@ -851,9 +884,11 @@ func TestInvariants(t *testing.T) {
 
 func (a counts) plus(b counts) counts {
 	return counts{
-		a.grants + b.grants, a.byBit + b.byBit, a.fused + b.fused, a.errors + b.errors, a.refused + b.refused, a.erased + b.erased,
+		a.grants + b.grants, a.byBit + b.byBit, a.fused + b.fused, a.errors + b.errors, a.refused + b.refused,
+		a.erased + b.erased,
 		a.late + b.late, a.invalid + b.invalid, a.stopsWithWork + b.stopsWithWork, a.verdicts + b.verdicts,
-		a.joins + b.joins, a.absent + b.absent, a.absentByBit + b.absentByBit, a.groups + b.groups, a.failedGroups + b.failedGroups,
+		a.joins + b.joins, a.absent + b.absent, a.absentByBit + b.absentByBit, a.groups + b.groups,
+		a.failedGroups + b.failedGroups,
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly,
 	}
@@ -871,7 +906,8 @@ func randomRun(t *testing.T, seed uint64) counts {
 		LivenessTimeout:      livenessTimeout,
 		Plan:                 plan(refusedType),
 	}
-	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16), true), halfDead: -1}
+	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
+		true), halfDead: -1}
 	// The job ends in one of four ways at a random time: by a shutdown after all programs, by a shutdown
 	// before that, by a death, or by a false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
@@ -1047,7 +1083,8 @@ func (r *run) finish() {
 		switch {
 		case n.dead:
 		case !n.over:
-			r.broken(2, "rank %d is still running; it waits for %v; died %v, accused %v, stopped %v", n.rank, n.pending, r.died, r.accused, r.stopped)
+			r.broken(2, "rank %d is still running; it waits for %v; died %v, accused %v, stopped %v", n.rank,
+				n.pending, r.died, r.accused, r.stopped)
 		case n.m.Verdict() == nil && len(n.pending) > 0:
 			r.broken(2, "rank %d ended well and was not answered %v", n.rank, n.pending)
 		}
@@ -1070,7 +1107,8 @@ func (r *run) idle() {
 			continue
 		}
 		if s.joins > 0 || len(s.held) > 0 || len(s.ready) > 0 || len(s.asked) > 0 || s.unfinished > 0 {
-			r.broken(6, "set %d: %v are ready, %v requested, %d grants unfinished", s.ID, s.ready, s.asked, s.unfinished)
+			r.broken(6, "set %d: %v are ready, %v requested, %d grants unfinished", s.ID, s.ready, s.asked,
+				s.unfinished)
 		}
 		if n := r.c.coord.Rows(s.ID); n > 0 {
 			r.broken(2, "%d tensors of set %d are kept, though all are answered", n, s.ID)
@@ -1081,7 +1119,8 @@ func (r *run) idle() {
 			}
 		}
 		if n := r.c.coord.Remembered(s.ID); n > 0 {
-			r.broken(4, "%d erased entries of set %d are kept, though all ranks have seen the erasure", n, s.ID)
+			r.broken(4, "%d erased entries of set %d are kept, though all ranks have seen the erasure", n,
+				s.ID)
 		}
 	}
 	if n := r.c.coord.RememberedSets(); n > 0 {

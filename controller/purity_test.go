@@ -16,7 +16,9 @@ import (
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{
-		"../controller":    {"fmt", "slices", "strings", "time", project + "fusion", project + "internal/analysis", project + "internal/trace", project + "internal/message", project + "responsecache", project + "internal/tensor", project + "internal/topo"},
+		"../controller": {"fmt", "slices", "strings", "time", project + "fusion", project +
+			"internal/analysis", project + "internal/trace", project + "internal/message", project +
+			"responsecache", project + "internal/tensor", project + "internal/topo"},
 		"../responsecache": {"encoding/binary", "fmt", "hash/fnv", "math", project + "internal/message"},
 	}
 	for dir, allowed := range pure {
@@ -35,7 +37,8 @@ func TestPurity(t *testing.T) {
 			}
 			for _, i := range file.Imports {
 				if path, err := strconv.Unquote(i.Path.Value); err != nil || !slices.Contains(allowed, path) {
-					t.Errorf("%v: import of %s, which a pure package does without", fset.Position(i.Pos()), i.Path.Value)
+					t.Errorf("%v: import of %s, which a pure package does without", fset.Position(i.Pos()),
+						i.Path.Value)
 				}
 			}
 			for _, d := range file.Decls {
@@ -49,8 +52,10 @@ func TestPurity(t *testing.T) {
 					t.Errorf("%v: goroutines and channels belong to the loop", fset.Position(n.Pos()))
 				case *ast.SelectorExpr:
 					pkg, ok := n.X.(*ast.Ident)
-					if ok && pkg.Name == "time" && !slices.Contains([]string{"Duration", "Second", "Millisecond"}, n.Sel.Name) {
-						t.Errorf("%v: time.%s: the loop reads the clock and passes it down", fset.Position(n.Pos()), n.Sel.Name)
+					if ok && pkg.Name == "time" &&
+						!slices.Contains([]string{"Duration", "Second", "Millisecond"}, n.Sel.Name) {
+						t.Errorf("%v: time.%s: the loop reads the clock and passes it down",
+							fset.Position(n.Pos()), n.Sel.Name)
 					}
 				}
 				return true

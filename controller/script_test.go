@@ -287,7 +287,8 @@ func parseRanks(list string, size int) ([]topo.Rank, error) {
 // refuse=uint8 manual heartbeats".
 func (s *script) cluster(f []string) error {
 	*s = script{t: s.t, out: new(strings.Builder)}
-	cfg := controller.CoordinatorConfig{LivenessTimeout: livenessTimeout, CacheCapacity: 4, FusionThresholdBytes: 64 << 10}
+	cfg := controller.CoordinatorConfig{LivenessTimeout: livenessTimeout, CacheCapacity: 4,
+		FusionThresholdBytes: 64 << 10}
 	var refused []tensor.DType
 	for _, option := range f {
 		key, value, _ := strings.Cut(option, "=")

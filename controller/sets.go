@@ -63,7 +63,8 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 		reason = t.remove(r.Set, cycle)
 	}
 	if reason != "" {
-		return &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind, r.Name, reason)}
+		return &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind,
+			r.Name, reason)}
 	}
 	return &done
 }
@@ -75,7 +76,8 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	}
 	for _, s := range t.sets {
 		if slices.Equal(s.Ranks, ranks) {
-			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID, topo.FormatRanks(ranks))
+			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID,
+				topo.FormatRanks(ranks))
 		}
 	}
 	if len(t.sets) >= message.MaxSets {
@@ -83,7 +85,8 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	}
 	id = t.next
 	t.next++
-	t.sets = append(t.sets[:len(t.sets):len(t.sets)], newSetState(Set{ID: id, Ranks: ranks}, t.cacheCapacity, t.waits))
+	t.sets = append(t.sets[:len(t.sets):len(t.sets)], newSetState(Set{ID: id, Ranks: ranks}, t.cacheCapacity,
+		t.waits))
 	return id, ""
 }
 

@@ -13,7 +13,8 @@ import (
 
 // A Planner chooses the backend and the algorithm for a response of a process set. numBytes travel, for r and
 // for what is fused with it. A Planner must be pure. Its error becomes the answer to the request.
-type Planner func(set topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error)
+type Planner func(set topo.ProcessSetID, r *message.Response,
+	numBytes int64) (message.Backend, message.Algorithm, error)
 
 // setState is the part of the coordinator for one process set. It has the requests of the members, in full
 // (table) or as votes (cache), and the responses to grant next (ready).
@@ -76,7 +77,8 @@ func (i *readyItem) kind() message.Kind {
 // fail turns an item into an error.
 func (i *readyItem) fail(reason string) {
 	r := i.response
-	i.response = &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind, r.Name, reason)}
+	i.response = &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind,
+		r.Name, reason)}
 	i.full = true
 }
 
@@ -146,7 +148,8 @@ func (s *setState) bitWait(bit uint32) *wait {
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
-		return fmt.Errorf("request for %v %q of process set %d, which the rank has joined", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("request for %v %q of process set %d, which the rank has joined", q.Kind, q.Name,
+			s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
 		return fmt.Errorf("request for %v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
 	case q.Kind == message.Join:
@@ -174,7 +177,8 @@ func (s *setState) addRequest(member int, q message.Request) error {
 		s.rows = append(s.rows, row)
 	}
 	if row.requests[member].Kind != message.NoKind {
-		return fmt.Errorf("second request for %v %q, for which a request of the rank is pending", q.Kind, q.Name)
+		return fmt.Errorf("second request for %v %q, for which a request of the rank is pending", q.Kind,
+			q.Name)
 	}
 	row.requests[member] = q
 	row.count++
@@ -190,12 +194,15 @@ func (s *setState) addRequest(member int, q message.Request) error {
 
 // rowComplete reports whether every member has requested the row's tensor or joined.
 func (s *setState) rowComplete(row *tableRow) bool {
-	return row.count+s.joined.without(func(m int) bool { return row.requests[m].Kind != message.NoKind }) == len(s.Ranks)
+	return row.count+s.joined.without(func(m int) bool {
+		return row.requests[m].Kind != message.NoKind
+	}) == len(s.Ranks)
 }
 
 func (s *setState) completeRow(row *tableRow) {
 	row.complete = true
-	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests), row: row}
+	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests),
+		row: row}
 	s.complete(&item, groupOf(row.requests))
 	for _, key := range otherGroups(row.requests) {
 		s.ready = append(s.ready, s.held.failGroup(key, item.response.Text)...)
@@ -204,7 +211,8 @@ func (s *setState) completeRow(row *tableRow) {
 
 // bitComplete reports whether every member has voted for bit or joined.
 func (s *setState) bitComplete(bit uint32) bool {
-	return s.cache.Votes(bit)+s.joined.without(func(m int) bool { return s.cache.Voted(m, bit) }) == len(s.Ranks)
+	return s.cache.Votes(bit)+s.joined.without(func(m int) bool { return s.cache.Voted(m, bit) }) == len(
+		s.Ranks)
 }
 
 // completeBit makes ready what bit stands for. If absent members change the response, or rule it out, it is
@@ -261,11 +269,13 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	case err != nil:
 		return err
 	case s.joined.has(member):
-		return fmt.Errorf("invalidation of cache bit %d (%q) of process set %d, which the rank has joined", bit, name, s.ID)
+		return fmt.Errorf("invalidation of cache bit %d (%q) of process set %d, which the rank has joined",
+			bit, name, s.ID)
 	case !current:
 		return nil
 	case s.cache.Voted(member, bit):
-		return fmt.Errorf("invalidation of cache bit %d (%q), for which a vote of the rank is pending", bit, name)
+		return fmt.Errorf("invalidation of cache bit %d (%q), for which a vote of the rank is pending", bit,
+			name)
 	}
 	return s.invalidate(bit)
 }
@@ -330,7 +340,8 @@ func (s *setState) fuse(p *policy) {
 		again = false
 		s.tensors, s.plans = s.tensors[:0], s.plans[:0]
 		for i := range s.ready {
-			s.tensors = append(s.tensors, fusion.Tensor{Response: s.ready[i].response, Absent: s.ready[i].absent})
+			s.tensors = append(s.tensors, fusion.Tensor{Response: s.ready[i].response,
+				Absent: s.ready[i].absent})
 		}
 		s.groups = fusion.Plan(s.groups[:0], s.tensors, p.fusion)
 		for _, group := range s.groups {
@@ -342,7 +353,8 @@ func (s *setState) fuse(p *policy) {
 			s.plans = append(s.plans, plan)
 		}
 		for i := range s.ready {
-			if item := &s.ready[i]; again && item.group != nil && item.response.Kind == message.Error && !item.group.refused {
+			if item := &s.ready[i]; again && item.group != nil && item.response.Kind == message.Error &&
+				!item.group.refused {
 				item.group.refused = true
 				item.group.fail(s.ready)
 			}

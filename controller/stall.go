@@ -31,7 +31,8 @@ type Stall struct {
 }
 
 func (s *Stall) String() string {
-	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set, seconds(s.Waited))
+	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set,
+		seconds(s.Waited))
 	switch {
 	case s.Executing:
 		text += topo.FormatRanks(s.Missing) + " to finish it"
@@ -230,7 +231,8 @@ func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() St
 		}
 		item := &g.items[0]
 		visit(s.waitOf(item), g.groupKey, func() Stall {
-			return Stall{Set: s.ID, Kind: item.kind(), Name: item.response.Name, Group: g.name, Missing: s.missing(func(int) bool { return false })}
+			return Stall{Set: s.ID, Kind: item.kind(), Name: item.response.Name, Group: g.name,
+				Missing: s.missing(func(int) bool { return false })}
 		})
 	}
 }

@@ -17,16 +17,20 @@ func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Durati
 		return
 	}
 	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
-		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent), label(message.NoKind, tensor), seconds(after)))
+		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent),
+			label(message.NoKind, tensor), seconds(after)))
 		return
 	}
-	m.timeouts = append(m.timeouts, message.Up{Type: message.UpTimeout, Set: set, Tensor: tensor, Millis: millis(after)})
+	m.timeouts = append(m.timeouts, message.Up{Type: message.UpTimeout, Set: set, Tensor: tensor,
+		Millis: millis(after)})
 }
 
 // has reports whether a grant of the list has the tensor.
 func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	for g := l.oldest; g != nil; g = g.newer {
-		if g.Set == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool { return r.Name == tensor }) {
+		if g.Set == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool {
+			return r.Name == tensor
+		}) {
 			return true
 		}
 	}
@@ -39,7 +43,8 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The request of the silent rank may not have arrived. In lock-step the requests of other ranks may
 		// be missing too.
-		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+seconds(c.now-c.ranks[silent[0]].lastReceived)))
+		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+
+			seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
 	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
@@ -63,7 +68,8 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 }
 
 func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {
-	return fmt.Sprintf("%s timed out after %s at rank %d: %s", label(k, u.Tensor), seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
+	return fmt.Sprintf("%s timed out after %s at rank %d: %s", label(k, u.Tensor),
+		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 
 // blocked returns which ranks keep a tensor from being granted, and how; ranks is nil if that is unknown. why
@@ -78,7 +84,8 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 			}
 			if st := stall(); st.Group == "" {
 				ranks = st.Missing
-				why = fmt.Sprintf("its group %q waits for %s, which %s not submitted", g.name, label(st.Kind, st.Name), have(ranks))
+				why = fmt.Sprintf("its group %q waits for %s, which %s not submitted", g.name,
+					label(st.Kind, st.Name), have(ranks))
 			}
 		})
 		return kind, ranks, why
@@ -89,7 +96,8 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
-	case tensor != "" && slices.Contains(s.joined.names, tensor): // names has "" for ranks that have not joined
+	// names has "" for ranks that have not joined
+	case tensor != "" && slices.Contains(s.joined.names, tensor):
 		ranks = s.joining()
 		return message.Join, ranks, have(ranks) + " not joined"
 	default:

@@ -82,7 +82,8 @@ func (o *Options) fusible(r *message.Response) bool {
 
 func (o *Options) together(a, b *Tensor) bool {
 	return Compatible(a.Response, b.Response) && slices.Equal(a.Absent, b.Absent) &&
-		(!o.DisableGroupFusion || a.Response.Group == b.Response.Group && len(a.Response.Parts) == 0 && len(b.Response.Parts) == 0)
+		(!o.DisableGroupFusion || a.Response.Group == b.Response.Group && len(a.Response.Parts) == 0 &&
+			len(b.Response.Parts) == 0)
 }
 
 // Compatible reports whether one operation can serve a and b together. A response that cannot be fused is not
@@ -94,7 +95,8 @@ func Compatible(a, b *message.Response) bool {
 	switch a.Kind {
 	case message.Allreduce, message.Reducescatter:
 		// A group that is one response may have tensors of several types. Then its DType is not valid.
-		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale && a.Postscale == b.Postscale && a.Wire == b.Wire
+		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale &&
+			a.Postscale == b.Postscale && a.Wire == b.Wire
 	case message.Broadcast:
 		return a.Root == b.Root
 	case message.Allgather:

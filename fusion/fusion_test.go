@@ -71,31 +71,46 @@ func TestPlan(t *testing.T) {
 		{"larger than the threshold alone", 8, []*message.Response{f32(100), f32(1)}, [][]int{{0}, {1}}},
 		{"zero threshold", 0, []*message.Response{f32(0), f32(0)}, [][]int{{0}, {1}}},
 		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
-		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)}, [][]int{{0, 2}, {1, 3}}},
+		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)},
+			[][]int{{0, 2}, {1, 3}}},
 		// 8 bytes are in the group and 56 are skipped: the sum 64 is within the threshold, so the third
 		// tensor is considered and joins.
-		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)}, [][]int{{0, 2}, {1}}},
+		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)},
+			[][]int{{0, 2}, {1}}},
 		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
 		{"too large, then smaller", 16, []*message.Response{f32(2), f32(3), f32(2)}, [][]int{{0}, {1}, {2}}},
-		{"too large but passed over", 32, []*message.Response{f32(5), f32(4), f32(1), f32(2)}, [][]int{{0}, {1, 2, 3}}},
-		{"other reduction", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Op = tensor.Max }), f32(1)}, [][]int{{0, 2}, {1}}},
-		{"other factors", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) { r.Prescale = 2 }), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
+		{"too large but passed over", 32, []*message.Response{f32(5), f32(4), f32(1), f32(2)},
+			[][]int{{0}, {1, 2, 3}}},
+		{"other reduction", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) {
+			r.Op = tensor.Max
+		}), f32(1)}, [][]int{{0, 2}, {1}}},
+		{"other factors", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) {
+			r.Prescale = 2
+		}), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
 		{"broadcasts of one root, of any type", 64, []*message.Response{
 			of(message.Broadcast, tensor.Float32, 1), of(message.Broadcast, tensor.Int64, 1),
 			with(of(message.Broadcast, tensor.Float32, 1), func(r *message.Response) { r.Root = 1 }), f32(1),
 		}, [][]int{{0, 1}, {2}, {3}}},
 		{"allgathers of any type, by their whole output", 32, []*message.Response{
-			rows(tensor.Float32, 1, 2), rows(tensor.Int64, 0, 2), rows(tensor.Uint8, 2, 3), rows(tensor.Uint8, 4, 0),
+			rows(tensor.Float32, 1, 2), rows(tensor.Int64, 0, 2), rows(tensor.Uint8, 2, 3),
+			rows(tensor.Uint8, 4, 0),
 		}, [][]int{{0, 1}, {2, 3}}},
-		{"reducescatters of one reduction", 64, []*message.Response{scatter(tensor.Sum), scatter(tensor.Max), scatter(tensor.Sum), f32(2)}, [][]int{{0, 2}, {1}, {3}}},
-		{"what travels counts", 32, []*message.Response{wire(8, tensor.Float16), wire(8, tensor.Float16), wire(1, tensor.BFloat16), f32(1)}, [][]int{{0, 1}, {2}, {3}}},
-		{"a group that is one of them", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float32), f32(2)}, [][]int{{0, 1, 2}}},
-		{"groups of several types", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float64), group(tensor.Float32, tensor.Float64), f32(2)}, [][]int{{0, 3}, {1}, {2}}},
+		{"reducescatters of one reduction", 64, []*message.Response{scatter(tensor.Sum), scatter(tensor.Max),
+			scatter(tensor.Sum), f32(2)}, [][]int{{0, 2}, {1}, {3}}},
+		{"what travels counts", 32, []*message.Response{wire(8, tensor.Float16), wire(8, tensor.Float16),
+			wire(1, tensor.BFloat16), f32(1)}, [][]int{{0, 1}, {2}, {3}}},
+		{"a group that is one of them", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float32),
+			f32(2)}, [][]int{{0, 1, 2}}},
+		{"groups of several types", 64, []*message.Response{f32(2), group(tensor.Float32, tensor.Float64),
+			group(tensor.Float32, tensor.Float64), f32(2)}, [][]int{{0, 3}, {1}, {2}}},
 		{"what runs alone", 64, []*message.Response{
-			of(message.Alltoall, tensor.Float32, 1), of(message.Alltoall, tensor.Float32, 1), {Kind: message.Barrier}, {Kind: message.Barrier},
-			{Kind: message.Error}, {Kind: message.Error}, {Kind: message.Join}, {Kind: message.AddProcessSet}, {Kind: message.AddProcessSet},
+			of(message.Alltoall, tensor.Float32, 1), of(message.Alltoall, tensor.Float32, 1),
+			{Kind: message.Barrier}, {Kind: message.Barrier},
+			{Kind: message.Error}, {Kind: message.Error}, {Kind: message.Join}, {Kind: message.AddProcessSet},
+			{Kind: message.AddProcessSet},
 		}, [][]int{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}}},
-		{"sums that overflow", 1 << 62, []*message.Response{f64(1 << 59), f64(1 << 58), f64(1 << 58), f64(1 << 58), f64(1 << 58)}, [][]int{{0}, {1, 2}, {3, 4}}},
+		{"sums that overflow", 1 << 62, []*message.Response{f64(1 << 59), f64(1 << 58), f64(1 << 58),
+			f64(1 << 58), f64(1 << 58)}, [][]int{{0}, {1, 2}, {3, 4}}},
 	} {
 		got := fusion.Plan(nil, tensors(c.responses...), fusion.Options{ThresholdBytes: c.threshold})
 		if !reflect.DeepEqual(got, c.want) {
@@ -112,8 +127,11 @@ func TestPlanOptions(t *testing.T) {
 	whole := allreduce(tensor.Float32, 1)
 	whole.Parts = whole.Parts.Append(tensor.Float32, nil)
 	wholes := []fusion.Tensor{{Response: plain}, {Response: whole}, {Response: whole}, {Response: plain}}
-	both := []fusion.Tensor{{Response: adasum}, {Response: adasum}, {Response: plain}, {Response: grouped}, {Response: grouped}, {Response: plain}}
-	absent := []fusion.Tensor{{Response: plain}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1, 2}}, {Response: plain}}
+	both := []fusion.Tensor{{Response: adasum}, {Response: adasum}, {Response: plain}, {Response: grouped},
+		{Response: grouped}, {Response: plain}}
+	absent := []fusion.Tensor{{Response: plain}, {Response: plain, Absent: []topo.Rank{1}},
+		{Response: plain, Absent: []topo.Rank{1}}, {Response: plain, Absent: []topo.Rank{1, 2}},
+		{Response: plain}}
 	for _, c := range []struct {
 		name    string
 		tensors []fusion.Tensor
@@ -122,7 +140,8 @@ func TestPlanOptions(t *testing.T) {
 	}{
 		{"none", both, fusion.Options{}, [][]int{{0, 1}, {2, 3, 4, 5}}},
 		{"groups apart", both, fusion.Options{DisableGroupFusion: true}, [][]int{{0, 1}, {2, 5}, {3, 4}}},
-		{"groups that are one apart", wholes, fusion.Options{DisableGroupFusion: true}, [][]int{{0, 3}, {1}, {2}}},
+		{"groups that are one apart", wholes, fusion.Options{DisableGroupFusion: true},
+			[][]int{{0, 3}, {1}, {2}}},
 		{"deterministic", both, fusion.Options{Deterministic: true}, [][]int{{0}, {1}, {2, 3, 4, 5}}},
 		{"other ranks absent", absent, fusion.Options{}, [][]int{{0, 4}, {1, 2}, {3}}},
 	} {

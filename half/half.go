@@ -56,14 +56,15 @@ const (
 	beyond16      = (127 + 16) * expOne // 2^16 as a float32
 )
 
-// The conversions below select between computed values, so that compilers can use conditional moves instead of
-// branches: data with zeros and small numbers at random positions causes no mispredicted branches.
+// The conversions below select between computed values, so that compilers can use conditional moves instead
+// of branches: data with zeros and small numbers at random positions causes no mispredicted branches.
 
 // Float32 returns h as a float32, which is exact. A NaN keeps its sign and payload.
 func (h Float16) Float32() float32 {
 	u := uint32(h.bits&0x7fff) << fractionShift
 	v := u + biasShift
-	// Zero and subnormals lack the implicit 1 before the fraction. It is added here, and its value is subtracted.
+	// Zero and subnormals lack the implicit 1 before the fraction. It is added here, and its value is
+	// subtracted.
 	subnormal := math.Float32bits(math.Float32frombits(v+expOne) - 0x1p-14)
 	if u < expOne {
 		v = subnormal
@@ -82,9 +83,10 @@ func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h.bits)
 func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
 	abs := b & absMask
-	// The addend is a power of two that is 2^13 times as large as f, so the last bit of the sum as a float32 has the
-	// value of the last bit of f as a float16. The addition therefore rounds. The fraction is then in the lowest bits,
-	// below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent. 2^16 becomes infinity.
+	// The addend is a power of two that is 2^13 times as large as f, so the last bit of the sum as a float32
+	// has the value of the last bit of f as a float16. The addition therefore rounds. The fraction is then in
+	// the lowest bits, below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent.
+	// 2^16 becomes infinity.
 	x := min(abs, beyond16)
 	exp := max(x&expMask, minNormal16)
 	sum := math.Float32bits(math.Float32frombits(x) + math.Float32frombits(exp+fractionShift*expOne))

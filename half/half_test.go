@@ -100,11 +100,13 @@ func TestWiden(t *testing.T) {
 				}
 			case abs > f.inf():
 				payload := uint32(abs-f.inf()) << (23 - f.fraction)
-				if got == got || math.Float32bits(got)&(1<<22-1) != payload&(1<<22-1) || math.Float32bits(got)>>31 != uint32(bits>>15) {
+				if got == got || math.Float32bits(got)&(1<<22-1) != payload&(1<<22-1) ||
+					math.Float32bits(got)>>31 != uint32(bits>>15) {
 					t.Fatalf("%04x is %08x, want a NaN of its sign and payload", bits, math.Float32bits(got))
 				}
 			default:
-				if want := f.value(bits); float64(got) != want || math.Signbit(float64(got)) != (bits>>15 == 1) {
+				if want := f.value(bits); float64(got) != want ||
+					math.Signbit(float64(got)) != (bits>>15 == 1) {
 					t.Fatalf("%04x is %v, want %v", bits, got, want)
 				}
 			}
@@ -174,7 +176,8 @@ func TestRoundRandom(t *testing.T) {
 func TestRoundNaN(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		quiet := uint16(1) << (f.fraction - 1)
-		for _, payload := range []uint32{1, 1 << 12, 1 << 13, 1 << 15, 1 << 16, 1<<22 - 1, 1 << 22, 1<<23 - 1, 0x2aaaaa, 0x555555} {
+		for _, payload := range []uint32{1, 1 << 12, 1 << 13, 1 << 15, 1 << 16, 1<<22 - 1, 1 << 22, 1<<23 - 1,
+			0x2aaaaa, 0x555555} {
 			for _, sign := range []uint32{0, 1} {
 				x := math.Float32frombits(sign<<31 | 0xff<<23 | payload)
 				want := uint16(sign<<15) | f.inf() | uint16(payload>>(23-f.fraction)) | quiet
@@ -216,7 +219,8 @@ func TestKnown(t *testing.T) {
 
 func TestString(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
-		for _, x := range []float32{0, float32(math.Copysign(0, -1)), 1.5, -0.25, float32(math.Inf(-1)), float32(math.NaN())} {
+		for _, x := range []float32{0, float32(math.Copysign(0, -1)), 1.5, -0.25, float32(math.Inf(-1)),
+			float32(math.NaN())} {
 			want := strconv.FormatFloat(float64(x), 'g', -1, 32)
 			if got := f.print(f.round(x)); got != want {
 				t.Errorf("%s prints as %q, want %q", f.name, got, want)

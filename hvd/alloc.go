@@ -22,7 +22,9 @@ func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
 	if n < 0 || int64(n) > math.MaxInt64/size {
-		return nil, &UsageError{Op: "alloc", Err: fmt.Errorf("got %d elements of %d bytes, want at least 0 elements and less than 2^63 bytes", n, size)}
+		return nil, &UsageError{Op: "alloc",
+			Err: fmt.Errorf("got %d elements of %d bytes, want at least 0 elements and less than 2^63 bytes",
+				n, size)}
 	}
 	if n == 0 {
 		return []T{}, nil

@@ -29,7 +29,8 @@ func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settin
 }
 
 // runSets is run for ranks that start with the given process sets.
-func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
+func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *hvd.Engine),
+	settings ...string) {
 	t.Helper()
 	engines(t, n, func(ctx context.Context, e *hvd.Engine) {
 		f(ctx, e)
@@ -43,7 +44,8 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 }
 
 // engines is run for ranks that shut down by themselves.
-func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption, settings ...string) {
+func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption,
+	settings ...string) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -71,7 +73,8 @@ func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Eng
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{2, 3} {
 			t.Run(fmt.Sprintf("ranks=%d", size), func(t *testing.T) {
-				run(t, size, func(ctx context.Context, e *hvd.Engine) { f(ctx, t, e) }, slices.Concat(settings, mode)...)
+				run(t, size, func(ctx context.Context, e *hvd.Engine) { f(ctx, t, e) },
+					slices.Concat(settings, mode)...)
 			})
 		}
 	})
@@ -80,9 +83,11 @@ func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Eng
 // checkUsable checks that an allreduce by this name works at all ranks of set.
 func checkUsable(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor string) {
 	t.Helper()
-	got, err := hvd.Allreduce(ctx, []int32{1, int32(set.Rank())}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.Over(set))
+	got, err := hvd.Allreduce(ctx, []int32{1, int32(set.Rank())}, hvd.Op(hvd.Sum), hvd.Name(tensor),
+		hvd.Over(set))
 	if n := int32(set.Size()); err != nil || !slices.Equal(got, []int32{n, n * (n - 1) / 2}) {
-		t.Errorf("member %d of %v: afterwards: allreduce %q of ones and positions: got %v and error %v", set.Rank(), set, tensor, got, err)
+		t.Errorf("member %d of %v: afterwards: allreduce %q of ones and positions: got %v and error %v",
+			set.Rank(), set, tensor, got, err)
 	}
 }
 

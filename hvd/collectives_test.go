@@ -54,7 +54,8 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	check := func(op string, got []T, err error, want []T) {
 		t.Helper()
 		if err != nil || !slices.Equal(got, want) {
-			t.Errorf("%s of %T over %v at rank %d: got %v and error %v, want %v", op, want, set, self, got, err, want)
+			t.Errorf("%s of %T over %v at rank %d: got %v and error %v, want %v", op, want, set, self, got,
+				err, want)
 		}
 	}
 	opts := func(op string, more ...hvd.Option) []hvd.Option {
@@ -88,7 +89,8 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 		got, err := hvd.Broadcast(ctx, x, root, opts(fmt.Sprint("broadcast from ", root))...)
 		check("broadcast", got, err, k.fill(count, root))
 		check("argument of a broadcast", x, nil, k.fill(count, self))
-		_, err = hvd.Broadcast(ctx, x, root, opts(fmt.Sprint("broadcast in place from ", root), hvd.InPlace())...)
+		_, err = hvd.Broadcast(ctx, x, root, opts(fmt.Sprint("broadcast in place from ", root),
+			hvd.InPlace())...)
 		check("broadcast in place", x, err, k.fill(count, root))
 	}
 
@@ -115,7 +117,8 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	got, err = hvd.Reducescatter(ctx, x, opts("reducescatter", hvd.Shape(rows, 3), hvd.Op(k.op))...)
 	check("reducescatter", got, err, want)
 	check("argument of a reducescatter", x, nil, k.fill(3*rows, self))
-	got, err = hvd.Reducescatter(ctx, x, opts("reducescatter in place", hvd.Shape(rows, 3), hvd.Op(k.op), hvd.InPlace())...)
+	got, err = hvd.Reducescatter(ctx, x, opts("reducescatter in place", hvd.Shape(rows, 3), hvd.Op(k.op),
+		hvd.InPlace())...)
 	check("reducescatter in place", got, err, want)
 	if len(got) > 0 && &got[0] != &x[3*from] {
 		t.Errorf("reducescatter in place over %v at rank %d: the result is not in the argument", set, self)
@@ -128,14 +131,16 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 }
 
 // checkGroups is checkAll for groups of three tensors, one of them empty.
-func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T], tag string) {
+func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T],
+	tag string) {
 	t.Helper()
 	ranks, me := set.Ranks(), set.Rank()
 	n, self := len(ranks), ranks[me]
 	check := func(op string, got [][]T, err error, want [][]T) {
 		t.Helper()
 		if err != nil || !slices.EqualFunc(got, want, slices.Equal[[]T]) {
-			t.Errorf("grouped %s of %T over %v at rank %d: got %v and error %v, want %v", op, want, set, self, got, err, want)
+			t.Errorf("grouped %s of %T over %v at rank %d: got %v and error %v, want %v", op, want, set, self,
+				got, err, want)
 		}
 	}
 	opts := func(op string, more ...hvd.Option) []hvd.Option {
@@ -143,11 +148,13 @@ func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Proc
 	}
 	xs := [][]T{k.fill(2*n, self), {}, k.fill(n, self)}
 	want := [][]T{k.reduced(2*n, ranks), {}, k.reduced(n, ranks)}
-	got, err := hvd.GroupedAllreduce(ctx, xs, opts("allreduce", hvd.Op(k.op), hvd.Shapes([]int{n, 2}, []int{0}, []int{n, 1}))...)
+	got, err := hvd.GroupedAllreduce(ctx, xs,
+		opts("allreduce", hvd.Op(k.op), hvd.Shapes([]int{n, 2}, []int{0}, []int{n, 1}))...)
 	check("allreduce", got, err, want)
 
 	parts := [][]T{want[0][2*me : 2*me+2], {}, want[2][me : me+1]}
-	got, err = hvd.GroupedReducescatter(ctx, xs, opts("reducescatter", hvd.Op(k.op), hvd.Shapes([]int{n, 2}, []int{0, 4}, []int{n, 1}))...)
+	got, err = hvd.GroupedReducescatter(ctx, xs, opts("reducescatter", hvd.Op(k.op),
+		hvd.Shapes([]int{n, 2}, []int{0, 4}, []int{n, 1}))...)
 	check("reducescatter", got, err, parts)
 
 	all := [][]T{nil, {}, nil}
@@ -155,7 +162,8 @@ func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Proc
 		all[0] = append(all[0], k.fill(2*n, r)...)
 		all[2] = append(all[2], k.fill(n, r)...)
 	}
-	got, err = hvd.GroupedAllgather(ctx, xs, opts("allgather", hvd.Shapes([]int{n, 2}, []int{0, 3}, []int{n}))...)
+	got, err = hvd.GroupedAllgather(ctx, xs,
+		opts("allgather", hvd.Shapes([]int{n, 2}, []int{0, 3}, []int{n}))...)
 	check("allgather", got, err, all)
 
 	_, err = hvd.GroupedAllreduce(ctx, xs, opts("allreduce in place", hvd.Op(k.op), hvd.InPlace())...)
@@ -184,13 +192,20 @@ func TestEveryType(t *testing.T) {
 				checkAll(ctx, t, all, numbers[float64](), "")
 				checkAll(ctx, t, all, numbers[temperature](), "")
 				checkAll(ctx, t, all, numbers[identity](), "")
-				checkAll(ctx, t, all, kind[hvd.Float16]{func(v int) hvd.Float16 { return hvd.Float16FromFloat32(float32(v)) }, hvd.Sum, add2}, "")
-				checkAll(ctx, t, all, kind[hvd.BFloat16]{func(v int) hvd.BFloat16 { return hvd.BFloat16FromFloat32(float32(v)) }, hvd.Sum, add2}, "")
+				checkAll(ctx, t, all, kind[hvd.Float16]{func(v int) hvd.Float16 {
+					return hvd.Float16FromFloat32(float32(v))
+				}, hvd.Sum, add2}, "")
+				checkAll(ctx, t, all, kind[hvd.BFloat16]{func(v int) hvd.BFloat16 {
+					return hvd.BFloat16FromFloat32(float32(v))
+				}, hvd.Sum, add2}, "")
 				odd := func(v int) bool { return v%2 == 1 }
 				checkAll(ctx, t, all, kind[bool]{odd, hvd.Min, func(a, b int) int { return a * b }}, "")
 				checkAll(ctx, t, all, kind[bool]{odd, hvd.Max, func(a, b int) int { return a%2 | b%2 }}, "")
-				checkAll(ctx, t, all, kind[hvd.Float16]{func(v int) hvd.Float16 { return hvd.Float16FromFloat32(float32(v)) }, hvd.Max, func(a, b int) int { return max(a, b) }}, "")
-				checkAll(ctx, t, all, kind[int16]{func(v int) int16 { return int16(v) }, hvd.Product, func(a, b int) int { return a * b }}, "")
+				checkAll(ctx, t, all, kind[hvd.Float16]{func(v int) hvd.Float16 {
+					return hvd.Float16FromFloat32(float32(v))
+				}, hvd.Max, func(a, b int) int { return max(a, b) }}, "")
+				checkAll(ctx, t, all, kind[int16]{func(v int) int16 { return int16(v) }, hvd.Product,
+					func(a, b int) int { return a * b }}, "")
 			}, mode...)
 		}
 	})
@@ -243,13 +258,15 @@ func TestAlltoall(t *testing.T) {
 			tables := []exchange{
 				newExchange(size, func(_, _ int) int { return 0 }),
 				newExchange(size, func(_, _ int) int { return rng.IntN(4) }),
-				newExchange(size, func(i, j int) int { return max(0, i-j) }), // nothing to itself and higher ranks
+				// nothing to itself and higher ranks
+				newExchange(size, func(i, j int) int { return max(0, i-j) }),
 			}
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for n, table := range tables {
 					for _, width := range []int{0, 1, 3, 1000} {
 						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d", n))
-						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d width %d", n, width)) // new, then cached
+						// new, then cached
+						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d width %d", n, width))
 						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d width %d", n, width))
 					}
 				}
@@ -258,7 +275,8 @@ func TestAlltoall(t *testing.T) {
 	})
 }
 
-func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table exchange, width int, tensor string) {
+func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table exchange, width int,
+	tensor string) {
 	t.Helper()
 	me := e.Rank()
 	want, received := table.rowsTo(me, width)
@@ -292,19 +310,22 @@ func TestAlltoallInPlace(t *testing.T) {
 		x := []int32{int32(me), 1, int32(me), 2}
 		before := int32((me + n - 1) % n)
 		got, received, err := hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.On(e))
-		if err != nil || &got[0] != &x[0] || !slices.Equal(x, []int32{before, 1, before, 2}) || received[before] != 2 {
+		if err != nil || &got[0] != &x[0] || !slices.Equal(x, []int32{before, 1, before, 2}) ||
+			received[before] != 2 {
 			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
 		}
-		// Every rank sends all its rows to rank 0: they do not fit in the slice of rank 0, and the slices of the
-		// others would not be filled.
+		// Every rank sends all its rows to rank 0: they do not fit in the slice of rank 0, and the slices of
+		// the others would not be filled.
 		splits = make([]int, n)
 		splits[0] = 2
-		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"), hvd.On(e))
+		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
+			hvd.On(e))
 		bytes := 0
 		if me == 0 {
 			bytes = 16 * n
 		}
-		want := fmt.Sprintf(`hvd: alltoall "all to one": the result has %d bytes, but the tensor, which is in place, has 16 bytes: not all ranks contributed as many rows as this rank`, bytes)
+		want := fmt.Sprintf(
+			`hvd: alltoall "all to one": the result has %d bytes, but the tensor, which is in place, has 16 bytes: not all ranks contributed as many rows as this rank`, bytes)
 		if err == nil || err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s", me, err, want)
 		}
@@ -323,7 +344,8 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 		} else {
 			_, err = hvd.Allgather(ctx, make([]int32, n), hvd.InPlace(), hvd.Name("rows"), hvd.On(e))
 		}
-		want := fmt.Sprintf(`hvd: allgather "rows": the result has %d bytes, but the tensor, which is in place, has %d bytes: not all ranks contributed as many rows as this rank: rows by rank %v`,
+		want := fmt.Sprintf(
+			`hvd: allgather "rows": the result has %d bytes, but the tensor, which is in place, has %d bytes: not all ranks contributed as many rows as this rank: rows by rank %v`,
 			4*(n+2), 4*n, append([]int{3}, slices.Repeat([]int{1}, n-1)...))
 		if first != (err == nil) || !first && err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s at all ranks but 0", e.Rank(), err, want)
@@ -371,7 +393,8 @@ func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, 
 		for i := range want {
 			want[i] = c.expect(want[i])
 		}
-		opts := []hvd.Option{hvd.Shape(rows, width), hvd.Op(c.op), hvd.Prescale(2), hvd.Postscale(c.post), hvd.On(e)}
+		opts := []hvd.Option{hvd.Shape(rows, width), hvd.Op(c.op), hvd.Prescale(2), hvd.Postscale(c.post),
+			hvd.On(e)}
 		label := fmt.Sprintf("%v of %d rows of %d on %d ranks: rank %d", c.op, rows, width, size, me)
 		x := fill[int64](rows*width, me)
 		got, err := hvd.Reducescatter(ctx, x, opts...)
@@ -389,7 +412,8 @@ func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, 
 func TestScalars(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		x := []float64{float64(e.Rank() + 1)}
-		if got, err := hvd.Allreduce(ctx, x, hvd.Shape(), hvd.Op(hvd.Max), hvd.On(e)); err != nil || got[0] != float64(e.Size()) {
+		if got, err := hvd.Allreduce(ctx, x, hvd.Shape(), hvd.Op(hvd.Max), hvd.On(e)); err != nil ||
+			got[0] != float64(e.Size()) {
 			t.Errorf("allreduce: got %v and error %v", got, err)
 		}
 		if got, err := hvd.Broadcast(ctx, x, 1, hvd.Shape(), hvd.On(e)); err != nil || got[0] != 2 {
@@ -401,7 +425,8 @@ func TestScalars(t *testing.T) {
 // TestGroups checks empty groups and groups of one tensor, names of groups, and several groups at once in
 // different orders, also without fusion of groups with other tensors.
 func TestGroups(t *testing.T) {
-	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"}, {"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
+	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"},
+		{"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 				// An empty group does not count as an unnamed call, and no other rank has to submit it.
@@ -436,14 +461,16 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 			xs[i] = fill[int32](g+i, e.Rank())
 		}
 		var err error
-		if groups[g], err = hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), name("group %d", g), hvd.On(e)); err != nil {
+		if groups[g], err = hvd.GroupedAllreduceAsync(xs, hvd.Op(hvd.Sum), name("group %d", g),
+			hvd.On(e)); err != nil {
 			t.Error(err)
 			return
 		}
 		if want := fmt.Sprint("group ", g); groups[g].Name() != want {
 			t.Errorf("the group is called %q, want %q", groups[g].Name(), want)
 		}
-		if singles[g], err = hvd.AllreduceAsync(fill[int32](g, e.Rank()), hvd.Op(hvd.Sum), name("single %d", g), hvd.On(e)); err != nil {
+		if singles[g], err = hvd.AllreduceAsync(fill[int32](g, e.Rank()), hvd.Op(hvd.Sum),
+			name("single %d", g), hvd.On(e)); err != nil {
 			t.Error(err)
 			return
 		}
@@ -459,7 +486,8 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 				t.Errorf("group %d tensor %d at rank %d: wrong", g, i, e.Rank())
 			}
 		}
-		if got, err := singles[g].Wait(ctx); err != nil || !slices.Equal(got, reduced[int32](g, e.Size(), hvd.Sum)) {
+		if got, err := singles[g].Wait(ctx); err != nil ||
+			!slices.Equal(got, reduced[int32](g, e.Size(), hvd.Sum)) {
 			t.Errorf("single %d at rank %d: wrong, error %v", g, e.Rank(), err)
 		}
 	}
@@ -496,7 +524,8 @@ func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	}
 	root := ranks[i%n]
 	allreduce, err1 := hvd.AllreduceAsync(k.fill(i, self), on("allreduce", hvd.Op(k.op))...)
-	reducescatter, err2 := hvd.ReducescatterAsync(k.fill(2*i*n, self), on("reducescatter", hvd.Op(k.op), hvd.Shape(n, 2*i))...)
+	reducescatter, err2 := hvd.ReducescatterAsync(k.fill(2*i*n, self), on("reducescatter", hvd.Op(k.op),
+		hvd.Shape(n, 2*i))...)
 	broadcast, err3 := hvd.BroadcastAsync(k.fill(i, self), root, on("broadcast")...)
 	alltoall, err4 := hvd.AlltoallAsync(k.fill(n, self), nil, on("alltoall")...)
 	mine := k.fill(i, self)
@@ -522,7 +551,8 @@ func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 // TestManyInFlight checks operations of all kinds and types that are in flight together, on several process
 // sets, in a different order at each rank, with and without fusion.
 func TestManyInFlight(t *testing.T) {
-	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"}, {"HOROVOD_CACHE_CAPACITY", "3"}} {
+	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"},
+		{"HOROVOD_CACHE_CAPACITY", "3"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			modes(t, func(t *testing.T, mode []string) {
 				seed := rand.Uint64()

@@ -109,7 +109,8 @@ func collect(opts []InitOption) rank.Options {
 }
 
 func newStall(s *controller.Stall) Stall {
-	stall := Stall{Tensor: s.Name, ProcessSet: int(s.Set), Group: s.Group, Waited: s.Waited, Executing: s.Executing}
+	stall := Stall{Tensor: s.Name, ProcessSet: int(s.Set), Group: s.Group, Waited: s.Waited,
+		Executing: s.Executing}
 	if s.Kind != message.NoKind {
 		stall.Op = s.Kind.String()
 	}

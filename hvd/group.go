@@ -119,7 +119,8 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	if err != nil {
 		return nil, err
 	}
-	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.Name, engine: c.engine}, tensors: make([]*Handle[T], len(xs))}
+	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.Name, engine: c.engine},
+		tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
 	handles := make([]Handle[T], len(xs)) // one allocation, because g keeps all of them
 	for i, x := range xs {

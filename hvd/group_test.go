@@ -28,7 +28,8 @@ var backends = [][]string{
 
 // mixed runs an allreduce of a group of tensors of several types. Rank r submits the values whole(r, ...).
 // Results have memory of their own unless inPlace is set.
-func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool, types []tensor.DType, lengths []int) ([][]byte, error) {
+func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool,
+	types []tensor.DType, lengths []int) ([][]byte, error) {
 	c := rank.NewCall(message.Allreduce, tensor.Invalid)
 	c.Rank, c.Name, c.Op = e.Inside(), group, op
 	if err := c.Check(); err != nil {
@@ -99,7 +100,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 						some[i], lengths[i] = types[rng.IntN(len(types))], rng.IntN(40)
 					}
 					for round := range 3 {
-						single, err := hvd.AllreduceAsync([]float32{1}, hvd.Op(hvd.Sum), hvd.Name("beside"), hvd.On(e))
+						single, err := hvd.AllreduceAsync([]float32{1}, hvd.Op(hvd.Sum), hvd.Name("beside"),
+							hvd.On(e))
 						if err != nil {
 							t.Error(err)
 							return
@@ -116,7 +118,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 								want = append(want, one(dt, factor*(1+(i+k)%5))...)
 							}
 							if !slices.Equal(got[i], want) {
-								t.Errorf("rank %d: tensor %d of %v is %v, want %v", e.Rank(), i, some, got[i], want)
+								t.Errorf("rank %d: tensor %d of %v is %v, want %v", e.Rank(), i, some, got[i],
+									want)
 							}
 						}
 						if x, err := single.Wait(ctx); err != nil || x[0] != float32(e.Size()) {
@@ -137,8 +140,8 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 				types, lengths := []tensor.DType{tensor.Float32, tensor.Int64}, []int{2, 3}
 				if e.Rank() < 2 {
-					// In the first tensor rank 0 has 1 and 2, rank 1 has 2 and 4; in the second rank 0 has 2, 3 and 4, and
-					// rank 1 has twice as much.
+					// In the first tensor rank 0 has 1 and 2, rank 1 has 2 and 4; in the second rank 0 has 2,
+					// 3 and 4, and rank 1 has twice as much.
 					got, err := mixed(ctx, e, "average", tensor.Average, false, types, lengths)
 					if err != nil {
 						t.Error(err)
@@ -164,7 +167,8 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
-			_, err := mixed(ctx, e, "", tensor.Adasum, false, []tensor.DType{tensor.Float32, tensor.Int64}, []int{1, 1})
+			_, err := mixed(ctx, e, "", tensor.Adasum, false, []tensor.DType{tensor.Float32, tensor.Int64},
+				[]int{1, 1})
 			var misuse *hvd.UsageError
 			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), "reduce with adasum: got int64") {
 				t.Errorf("got %v, want the misuse", err)
@@ -213,7 +217,8 @@ func TestAdasumOfAGroup(t *testing.T) {
 				for i, x := range xs {
 					want, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), name("single %d", i), hvd.On(e))
 					if err != nil || !slices.Equal(group[i], want) {
-						t.Errorf("rank %d: tensor %d of the group is %v, alone %v with error %v", e.Rank(), i, group[i], want, err)
+						t.Errorf("rank %d: tensor %d of the group is %v, alone %v with error %v", e.Rank(), i,
+							group[i], want, err)
 					}
 				}
 			}, settings...)
@@ -233,9 +238,11 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // another group
 			{[][]float32{{third}, {1}}, [][]float32{{1 + ulp}, {1}}},
 		} {
-			got, err := hvd.GroupedAllreduce(ctx, step.xs, hvd.Name("g"), hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.On(e))
+			got, err := hvd.GroupedAllreduce(ctx, step.xs, hvd.Name("g"), hvd.CompressFP16(),
+				hvd.ErrorFeedback(), hvd.On(e))
 			if err != nil || !slices.EqualFunc(got, step.want, slices.Equal[[]float32]) {
-				t.Errorf("rank %d: step %d: %v gave %v and error %v, want %v", e.Rank(), i, step.xs, got, err, step.want)
+				t.Errorf("rank %d: step %d: %v gave %v and error %v, want %v", e.Rank(), i, step.xs, got, err,
+					step.want)
 			}
 		}
 	})
@@ -271,7 +278,8 @@ func TestLargeGroup(t *testing.T) {
 		title   string
 		options []hvd.Option
 	}{
-		{"plain", nil}, {"compressed", []hvd.Option{hvd.CompressFP16()}}, {"adasum", []hvd.Option{hvd.Op(hvd.Adasum)}},
+		{"plain", nil}, {"compressed", []hvd.Option{hvd.CompressFP16()}},
+		{"adasum", []hvd.Option{hvd.Op(hvd.Adasum)}},
 		{"fed back", []hvd.Option{hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.InPlace()}},
 	} {
 		if testing.Short() && (c.title == "compressed" || c.title == "adasum") {
@@ -281,7 +289,8 @@ func TestLargeGroup(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 				xs := make([][]float32, manyTensors(c.title == "compressed" || c.title == "fed back"))
 				for i := range xs {
-					xs[i] = cycled(5<<20, func(k int) float32 { return float32(1 + (i+k)%7) }) // 20 MiB, 10 if compressed
+					// 20 MiB, 10 if compressed
+					xs[i] = cycled(5<<20, func(k int) float32 { return float32(1 + (i+k)%7) })
 					if c.title == "fed back" {
 						xs[i][0] = 1
 					}
@@ -362,7 +371,8 @@ func TestResultsOfAGroupAreApart(t *testing.T) {
 			t.Errorf("rank %d: got %v of %v and %v", e.Rank(), got, a, b)
 		}
 		xs[0], xs[1] = a, b
-		if got, err = hvd.GroupedAllreduce(ctx, xs, hvd.InPlace(), hvd.Op(hvd.Sum), hvd.On(e)); err != nil || &got[0][0] != &a[0] || a[0] != 2 || b[0] != 4 {
+		if got, err = hvd.GroupedAllreduce(ctx, xs, hvd.InPlace(), hvd.Op(hvd.Sum), hvd.On(e)); err != nil ||
+			&got[0][0] != &a[0] || a[0] != 2 || b[0] != 4 {
 			t.Errorf("rank %d: in place: got %v and error %v, and %v, %v", e.Rank(), got, err, a, b)
 		}
 	})

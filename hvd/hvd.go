@@ -62,8 +62,8 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
 	epoch  uint64        // of the last engine
-	// meeting is where the ranks have met, if that cannot be repeated (place.Meeting.Once). It lives as long as
-	// the process.
+	// meeting is where the ranks have met, if that cannot be repeated (place.Meeting.Once). It lives as long
+	// as the process.
 	meeting *place.Meeting
 }
 
@@ -115,7 +115,8 @@ func Init(ctx context.Context, opts ...InitOption) error {
 	if nothing || err != nil {
 		return err
 	}
-	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch), withMeeting(&process.meeting)})...)
+	e, err := New(ctx, slices.Concat(opts, []InitOption{afterEpoch(process.epoch),
+		withMeeting(&process.meeting)})...)
 	if err == nil {
 		process.epoch = e.Epoch()
 	}

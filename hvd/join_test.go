@@ -16,7 +16,8 @@ func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engi
 	for _, capacity := range []string{"1024", "0"} {
 		t.Run("cache="+capacity, func(t *testing.T) {
 			modes(t, func(t *testing.T, mode []string) {
-				run(t, 3, func(ctx context.Context, e *hvd.Engine) { f(ctx, t, e) }, append(mode, "HOROVOD_CACHE_CAPACITY", capacity)...)
+				run(t, 3, func(ctx context.Context, e *hvd.Engine) { f(ctx, t, e) },
+					append(mode, "HOROVOD_CACHE_CAPACITY", capacity)...)
 			})
 		})
 	}
@@ -46,9 +47,12 @@ func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *
 		{hvd.AverageActive, 4},
 	} {
 		for _, more := range [][]hvd.Option{nil, {hvd.InPlace()}} {
-			got, err := hvd.Allreduce(ctx, []T{mine, mine}, append(more, hvd.Op(c.op), hvd.Name(fmt.Sprint(c.op, tag)), hvd.On(e))...)
-			if err != nil || len(got) != 2 || math.Abs(float64(got[0])-float64(c.want)) > 1e-6 || got[1] != got[0] {
-				t.Errorf("rank %d: %v of 3 and 5 of %T beside a joined rank: got %v and error %v, want %v", e.Rank(), c.op, c.want, got, err, c.want)
+			got, err := hvd.Allreduce(ctx, []T{mine, mine},
+				append(more, hvd.Op(c.op), hvd.Name(fmt.Sprint(c.op, tag)), hvd.On(e))...)
+			if err != nil || len(got) != 2 || math.Abs(float64(got[0])-float64(c.want)) > 1e-6 ||
+				got[1] != got[0] {
+				t.Errorf("rank %d: %v of 3 and 5 of %T beside a joined rank: got %v and error %v, want %v",
+					e.Rank(), c.op, c.want, got, err, c.want)
 			}
 		}
 	}
@@ -81,10 +85,12 @@ func TestJoin(t *testing.T) {
 				continue
 			}
 			// All other ranks have joined.
-			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.Min), hvd.Name("alone"), hvd.On(e)); err != nil || got[0] != -7 {
+			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.Min), hvd.Name("alone"),
+				hvd.On(e)); err != nil || got[0] != -7 {
 				t.Errorf("alone: got %v and error %v", got, err)
 			}
-			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.AverageActive), hvd.Name("alone too"), hvd.On(e)); err != nil || got[0] != -7 {
+			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.AverageActive), hvd.Name("alone too"),
+				hvd.On(e)); err != nil || got[0] != -7 {
 				t.Errorf("alone: got %v and error %v", got, err)
 			}
 			join(ctx, t, e, 0)
@@ -108,11 +114,13 @@ func checkHalvesBesideAJoin(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		op   hvd.ReduceOp
 		want float32
 	}{{hvd.Sum, -4}, {hvd.Product, 4}, {hvd.Min, -2}, {hvd.Max, -2}} {
-		f, err := hvd.Allreduce(ctx, []hvd.Float16{hvd.Float16FromFloat32(-2)}, hvd.Op(c.op), name("float16 %v", c.op), hvd.On(e))
+		f, err := hvd.Allreduce(ctx, []hvd.Float16{hvd.Float16FromFloat32(-2)}, hvd.Op(c.op),
+			name("float16 %v", c.op), hvd.On(e))
 		if err != nil || f[0].Float32() != c.want {
 			t.Errorf("rank %d: %v of float16: got %v and error %v, want %v", e.Rank(), c.op, f, err, c.want)
 		}
-		b, err := hvd.Allreduce(ctx, []hvd.BFloat16{hvd.BFloat16FromFloat32(-2)}, hvd.Op(c.op), name("bfloat16 %v", c.op), hvd.On(e))
+		b, err := hvd.Allreduce(ctx, []hvd.BFloat16{hvd.BFloat16FromFloat32(-2)}, hvd.Op(c.op),
+			name("bfloat16 %v", c.op), hvd.On(e))
 		if err != nil || b[0].Float32() != c.want {
 			t.Errorf("rank %d: %v of bfloat16: got %v and error %v, want %v", e.Rank(), c.op, b, err, c.want)
 		}
@@ -123,7 +131,8 @@ func checkHalvesBesideAJoin(ctx context.Context, t *testing.T, e *hvd.Engine) {
 			t.Errorf("rank %d: %v of bools: got %v and error %v", e.Rank(), op, b, err)
 		}
 	}
-	c, err := hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.CompressFP16(), hvd.Name("compressed"), hvd.On(e))
+	c, err := hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.CompressFP16(), hvd.Name("compressed"),
+		hvd.On(e))
 	if err != nil || !slices.Equal(c, []float32{2, 4}) {
 		t.Errorf("rank %d: compressed sum: got %v and error %v", e.Rank(), c, err)
 	}
@@ -144,34 +153,47 @@ func TestJoinEmpty(t *testing.T) {
 				continue
 			}
 			x := []int32{int32(me), int32(me + 10), int32(me + 20)}
-			on := func(n string, more ...hvd.Option) []hvd.Option { return append(more, hvd.Name(n), hvd.On(e)) }
-			if got, err := hvd.Allgather(ctx, x, on("allgather")...); err != nil || !slices.Equal(got, []int32{0, 10, 20, 2, 12, 22}) {
+			on := func(n string, more ...hvd.Option) []hvd.Option {
+				return append(more, hvd.Name(n), hvd.On(e))
+			}
+			if got, err := hvd.Allgather(ctx, x, on("allgather")...); err != nil ||
+				!slices.Equal(got, []int32{0, 10, 20, 2, 12, 22}) {
 				t.Errorf("rank %d: allgather: got %v and error %v", me, got, err)
 			}
 			group, err := hvd.GroupedAllgather(ctx, [][]int32{x, x[:1]}, on("group")...)
-			if err != nil || !slices.Equal(group[0], []int32{0, 10, 20, 2, 12, 22}) || !slices.Equal(group[1], []int32{0, 2}) {
+			if err != nil || !slices.Equal(group[0], []int32{0, 10, 20, 2, 12, 22}) ||
+				!slices.Equal(group[1], []int32{0, 2}) {
 				t.Errorf("rank %d: grouped allgather: got %v and error %v", me, group, err)
 			}
-			if got, err := hvd.Broadcast(ctx, x, 2, on("broadcast")...); err != nil || !slices.Equal(got, []int32{2, 12, 22}) {
+			if got, err := hvd.Broadcast(ctx, x, 2, on("broadcast")...); err != nil ||
+				!slices.Equal(got, []int32{2, 12, 22}) {
 				t.Errorf("rank %d: broadcast: got %v and error %v", me, got, err)
 			}
 			// The rows sent to the joined rank are discarded.
 			want := map[int][]int32{0: {0, 2}, 2: {20, 22}}[me]
-			if got, received, err := hvd.Alltoall(ctx, x, nil, on("alltoall")...); err != nil || !slices.Equal(got, want) || !slices.Equal(received, []int{1, 0, 1}) {
-				t.Errorf("rank %d: alltoall: got %v, %v rows and error %v, want %v", me, got, received, err, want)
+			if got, received, err := hvd.Alltoall(ctx, x, nil, on("alltoall")...); err != nil ||
+				!slices.Equal(got, want) || !slices.Equal(received, []int{1, 0, 1}) {
+				t.Errorf("rank %d: alltoall: got %v, %v rows and error %v, want %v", me, got, received, err,
+					want)
 			}
-			wide, received, err := hvd.Alltoall(ctx, []int32{}, []int{1, 1, 1}, on("rows without elements", hvd.Shape(3, 0))...)
+			wide, received, err := hvd.Alltoall(ctx, []int32{}, []int{1, 1, 1},
+				on("rows without elements", hvd.Shape(3, 0))...)
 			if err != nil || len(wide) != 0 || !slices.Equal(received, []int{1, 0, 1}) {
-				t.Errorf("rank %d: alltoall of empty rows: got %v, %v rows and error %v", me, wide, received, err)
+				t.Errorf("rank %d: alltoall of empty rows: got %v, %v rows and error %v", me, wide, received,
+					err)
 			}
 			// The joined rank's part of a reducescatter is discarded too.
-			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter", hvd.Op(hvd.Sum))...); err != nil || len(got) != 1 || got[0] != int32(2+20*me) {
+			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter", hvd.Op(hvd.Sum))...); err != nil ||
+				len(got) != 1 || got[0] != int32(2+20*me) {
 				t.Errorf("rank %d: reducescatter: got %v and error %v", me, got, err)
 			}
-			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter active", hvd.Op(hvd.AverageActive))...); err != nil || len(got) != 1 || got[0] != int32(1+10*me) {
+			if got, err := hvd.Reducescatter(ctx, x,
+				on("reducescatter active", hvd.Op(hvd.AverageActive))...); err != nil || len(got) != 1 ||
+				got[0] != int32(1+10*me) {
 				t.Errorf("rank %d: reducescatter: got %v and error %v", me, got, err)
 			}
-			if got, err := hvd.Allreduce(ctx, x, on("allreduce", hvd.Op(hvd.Sum))...); err != nil || !slices.Equal(got, []int32{2, 22, 42}) {
+			if got, err := hvd.Allreduce(ctx, x, on("allreduce", hvd.Op(hvd.Sum))...); err != nil ||
+				!slices.Equal(got, []int32{2, 22, 42}) {
 				t.Errorf("rank %d: allreduce: got %v and error %v", me, got, err)
 			}
 			// Rank 2 joins last, so it makes one more allreduce after the others have joined.
@@ -188,7 +210,8 @@ func TestJoinEmpty(t *testing.T) {
 // TestUnevenInputs trains for several epochs with a different number of batches at each rank and several
 // tensors in flight for each batch. Every sum must count the ranks that still had a batch.
 func TestUnevenInputs(t *testing.T) {
-	for _, settings := range [][]string{{}, {"HOROVOD_CACHE_CAPACITY", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"}} {
+	for _, settings := range [][]string{{}, {"HOROVOD_CACHE_CAPACITY", "3"},
+		{"HOROVOD_FUSION_THRESHOLD", "100"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			modes(t, func(t *testing.T, mode []string) {
 				seed := rand.Uint64()
@@ -222,12 +245,14 @@ func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand
 	handles := make([]*hvd.Handle[int32], tensors)
 	for _, i := range rng.Perm(tensors) {
 		var err error
-		if handles[i], err = hvd.AllreduceAsync(slices.Repeat([]int32{1}, 10*i+1), hvd.Op(hvd.Sum), name("gradient %d", i), hvd.On(e)); err != nil {
+		if handles[i], err = hvd.AllreduceAsync(slices.Repeat([]int32{1}, 10*i+1), hvd.Op(hvd.Sum),
+			name("gradient %d", i), hvd.On(e)); err != nil {
 			t.Error(err)
 			return
 		}
 	}
-	group, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("group"), hvd.On(e))
+	group, err := hvd.GroupedAllreduce(ctx, [][]int32{{1}, {1}}, hvd.Op(hvd.Sum), hvd.Name("group"),
+		hvd.On(e))
 	if err != nil || group[0][0] != want || group[1][0] != want {
 		t.Errorf("rank %d: group: got %v and error %v, want %d", e.Rank(), group, err, want)
 	}
@@ -245,13 +270,16 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 		for range 3 {
 			if e.Rank() != 0 {
 				// At first only rank 0 has joined, later rank 2 too.
-				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"), hvd.On(e)); err != nil || got[0] != 3 {
+				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"),
+					hvd.On(e)); err != nil || got[0] != 3 {
 					t.Errorf("rank %d: got %v and error %v, want 3", e.Rank(), got, err)
 				}
-				if got, err := hvd.Allgather(ctx, []int32{int32(e.Rank())}, hvd.Name("rows"), hvd.On(e)); err != nil || !slices.Equal(got, []int32{0, 1, 2}) {
+				if got, err := hvd.Allgather(ctx, []int32{int32(e.Rank())}, hvd.Name("rows"),
+					hvd.On(e)); err != nil || !slices.Equal(got, []int32{0, 1, 2}) {
 					t.Errorf("rank %d: got %v and error %v, want a row of each", e.Rank(), got, err)
 				}
-				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("after"), hvd.On(e)); err != nil || got[0] != 2 {
+				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("after"),
+					hvd.On(e)); err != nil || got[0] != 2 {
 					t.Errorf("rank %d: got %v and error %v, want 2", e.Rank(), got, err)
 				}
 				if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
@@ -301,9 +329,11 @@ func TestNothingAfterTheJoin(t *testing.T) {
 			}
 			for op, do := range everyOperation(ctx, hvd.On(e)) {
 				if op == "join" {
-					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v already", e.ProcessSets()[0]))
+					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v already",
+						e.ProcessSets()[0]))
 				} else {
-					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v: wait for the join to end", e.ProcessSets()[0]))
+					wantMisuse(t, do(), op, fmt.Sprintf("this rank has joined %v: wait for the join to end",
+						e.ProcessSets()[0]))
 				}
 			}
 			_, err = hvd.GroupedAllreduceAsync([][]float32{{1}}, hvd.On(e))
@@ -349,7 +379,8 @@ func TestJoinOnAProcessSet(t *testing.T) {
 					}
 					checkUsable(ctx, t, sets[1], "x")
 				case 2:
-					if got, err := hvd.Allreduce(ctx, []int32{4}, hvd.Name("alone"), hvd.Over(sets[1])); err != nil || got[0] != 2 {
+					if got, err := hvd.Allreduce(ctx, []int32{4}, hvd.Name("alone"),
+						hvd.Over(sets[1])); err != nil || got[0] != 2 {
 						t.Errorf("average of 4 and nothing: got %v and error %v", got, err)
 					}
 					if last, err := hvd.Join(ctx, hvd.Over(sets[1])); err != nil || last != 2 {
@@ -413,7 +444,8 @@ func TestShutdownDuringAJoin(t *testing.T) {
 					t.Errorf("rank %d: got error %v, want that rank 1 has shut down", e.Rank(), err)
 				}
 				if _, err := hvd.Join(ctx, hvd.On(e)); !isShutDown(err, 1) {
-					t.Errorf("rank %d: a second join: got error %v, want that rank 1 has shut down", e.Rank(), err)
+					t.Errorf("rank %d: a second join: got error %v, want that rank 1 has shut down", e.Rank(),
+						err)
 				}
 			}
 			if err := e.Shutdown(ctx); err != nil && !isShutDown(err, 1) {

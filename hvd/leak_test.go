@@ -90,7 +90,8 @@ func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		checkAll(ctx, t, set, numbers[float32](), "")
 	}
 	x := make([]float32, 50_000)
-	if _, err := hvd.Allreduce(ctx, x, hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.Name("compressed"), hvd.On(e)); err != nil {
+	if _, err := hvd.Allreduce(ctx, x, hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.Name("compressed"),
+		hvd.On(e)); err != nil {
 		t.Error(err)
 	}
 	if err := hvd.RemoveProcessSet(ctx, set); err != nil {

@@ -25,7 +25,8 @@ func TestLeave(t *testing.T) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			var err error
 			submit := func() {
-				if last[e.Rank()], err = hvd.AllreduceAsync([]int32{1}, hvd.Name("last"), hvd.Op(hvd.Sum), hvd.On(e)); err != nil {
+				if last[e.Rank()], err = hvd.AllreduceAsync([]int32{1}, hvd.Name("last"), hvd.Op(hvd.Sum),
+					hvd.On(e)); err != nil {
 					t.Error(err)
 				}
 			}
@@ -34,7 +35,8 @@ func TestLeave(t *testing.T) {
 			} else {
 				set := e.ProcessSets()[1]
 				for range 50 {
-					if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Op(hvd.Sum), hvd.Over(set)); err != nil || got[0] != 2 {
+					if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Op(hvd.Sum),
+						hvd.Over(set)); err != nil || got[0] != 2 {
 						t.Errorf("rank %d: got %v and error %v, want 2", e.Rank(), got, err)
 					}
 				}
@@ -77,7 +79,8 @@ func TestRankZeroDoesNotWait(t *testing.T) {
 		<-e.Done()
 		var peer *hvd.PeerError
 		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{0}) || peer.ShutDown ||
-			!strings.Contains(peer.Reason, "the context of its Shutdown ended before ranks 1 and 2 had shut down") {
+			!strings.Contains(peer.Reason,
+				"the context of its Shutdown ended before ranks 1 and 2 had shut down") {
 			t.Errorf("rank %d: got error %v, want rank 0 that does not wait", e.Rank(), err)
 		}
 		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
@@ -102,7 +105,8 @@ func TestPanicPastShutdown(t *testing.T) {
 			}
 			_, err := hvd.Allreduce(ctx, []int32{1}, hvd.On(e))
 			var peer *hvd.PeerError
-			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || peer.Reason != "the program panicked: no such layer" {
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) ||
+				peer.Reason != "the program panicked: no such layer" {
 				t.Errorf("rank %d: got error %v, want the panic of rank 1", e.Rank(), err)
 			}
 			if err := e.Shutdown(ctx); !errors.As(err, &peer) {

@@ -39,7 +39,9 @@ func WithInitScheme(scheme string, open InitMethod) InitOption {
 		if o.Methods == nil {
 			o.Methods = make(place.Methods)
 		}
-		o.Methods[scheme] = func(ctx context.Context, u *url.URL, _ place.MethodOptions) (*place.Place, error) {
+		o.Methods[scheme] = func(
+			ctx context.Context, u *url.URL, _ place.MethodOptions,
+		) (*place.Place, error) {
 			s, rank, size, err := open(ctx, u)
 			if err != nil {
 				return nil, err

@@ -38,7 +38,8 @@ func newID(t testing.TB) hvd.UniqueID {
 func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOption) ([]*hvd.Engine, []error) {
 	engines, errs := make([]*hvd.Engine, n), make([]error, n)
 	ranks(n, func(r int) {
-		engines[r], errs[r] = hvd.New(ctx, append([]hvd.InitOption{hvd.WithID(r, n, id), hvd.WithSetting("HVD_HOSTID", "one")}, more...)...)
+		engines[r], errs[r] = hvd.New(ctx,
+			append([]hvd.InitOption{hvd.WithID(r, n, id), hvd.WithSetting("HVD_HOSTID", "one")}, more...)...)
 	})
 	return engines, errs
 }
@@ -92,7 +93,8 @@ func TestInitWithID(t *testing.T) {
 	if _, err := hvd.ParseUniqueID("no id"); err == nil {
 		t.Error("nonsense was taken for an id")
 	}
-	if _, err := hvd.NewUniqueID(ctx, hvd.WithSetting("HOROVOD_GLOO_IFACE", "no-such-if")); err == nil || !strings.Contains(err.Error(), "no-such-if") {
+	if _, err := hvd.NewUniqueID(ctx, hvd.WithSetting("HOROVOD_GLOO_IFACE", "no-such-if")); err == nil ||
+		!strings.Contains(err.Error(), "no-such-if") {
 		t.Errorf("an interface that is not there: got %v", err)
 	}
 }
@@ -120,7 +122,8 @@ func TestInitMethod(t *testing.T) {
 	path := t.TempDir() + "/meet"
 	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
 	ranks(2, func(r int) {
-		engines[r], errs[r] = hvd.New(ctx, hvd.WithInitMethod(fmt.Sprintf("file://%s?rank=%d&world_size=2", path, r)))
+		engines[r], errs[r] = hvd.New(ctx, hvd.WithInitMethod(fmt.Sprintf("file://%s?rank=%d&world_size=2",
+			path, r)))
 	})
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
@@ -149,7 +152,8 @@ func TestInitScheme(t *testing.T) {
 	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
 	ranks(2, func(r int) {
 		own := hvd.WithInitScheme("own", func(_ context.Context, u *url.URL) (store.Store, int, int, error) {
-			if u.Host != "here" || u.Query().Get("rank") != strconv.Itoa(r) || u.Query().Get("world_size") != "2" {
+			if u.Host != "here" || u.Query().Get("rank") != strconv.Itoa(r) ||
+				u.Query().Get("world_size") != "2" {
 				return nil, 0, 0, fmt.Errorf("got %v", u)
 			}
 			return store.NewPrefixStore("job", kv), r, 2, nil
@@ -172,7 +176,8 @@ func TestInitScheme(t *testing.T) {
 	broken := hvd.WithInitScheme("own", func(context.Context, *url.URL) (store.Store, int, int, error) {
 		return nil, 0, 0, errors.New("no store")
 	})
-	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil || !strings.Contains(err.Error(), "init method own://: no store") {
+	if _, err := hvd.New(ctx, broken, hvd.WithInitMethod("own://here")); err == nil ||
+		!strings.Contains(err.Error(), "init method own://: no store") {
 		t.Errorf("got %v, want the error of the program's own method", err)
 	}
 }
@@ -186,7 +191,8 @@ func BenchmarkInitWithID(b *testing.B) {
 				id := newID(b)
 				var engines []*hvd.Engine
 				var errs []error
-				engines, errs = startByID(b.Context(), id, n, hvd.WithSetting("HOROVOD_CPU_OPERATIONS", "tcp"))
+				engines, errs = startByID(b.Context(), id, n, hvd.WithSetting("HOROVOD_CPU_OPERATIONS",
+					"tcp"))
 				if err := errors.Join(errs...); err != nil {
 					b.Fatal(err)
 				}

@@ -154,17 +154,27 @@ var contradictions = []contradiction{
 	// Check 4: scale factors.
 	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
-	{"postscale of an adasum", func(p *part) error { return p.allreduce(1, hvd.Op(hvd.Adasum), hvd.Postscale(pick(p, 2.0, 1))) },
+	{"postscale of an adasum", func(p *part) error {
+		return p.allreduce(1, hvd.Op(hvd.Adasum), hvd.Postscale(pick(p, 2.0, 1)))
+	},
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 1`},
-	{"postscale of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Postscale(pick(p, 2.0, 3))) },
+	{"postscale of a reducescatter", func(p *part) error {
+		return p.reducescatter(1, hvd.Postscale(pick(p, 2.0, 3)))
+	},
 		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
 
 	// Check 5: reductions. gohvd checks them for reducescatter too.
-	{"reductions of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum))) },
+	{"reductions of an allreduce", func(p *part) error {
+		return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum)))
+	},
 		`hvd: allreduce %q: mismatched reductions: MOST asked for average, ODD asked for adasum`},
-	{"reductions of an allreduce: averages", func(p *part) error { return p.allreduce(1, hvd.Op(pick(p, hvd.AverageActive, hvd.Average))) },
+	{"reductions of an allreduce: averages", func(p *part) error {
+		return p.allreduce(1, hvd.Op(pick(p, hvd.AverageActive, hvd.Average)))
+	},
 		`hvd: allreduce %q: mismatched reductions: MOST asked for average-active, ODD asked for average`},
-	{"reductions of a reducescatter", func(p *part) error { return p.reducescatter(1, hvd.Op(pick(p, hvd.Average, hvd.Sum))) },
+	{"reductions of a reducescatter", func(p *part) error {
+		return p.reducescatter(1, hvd.Op(pick(p, hvd.Average, hvd.Sum)))
+	},
 		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
 
 	// Checks 7 and 9: scalars, at all ranks or at one.
@@ -180,13 +190,21 @@ var contradictions = []contradiction{
 		`hvd: reducescatter %q: a scalar has no first dimension: ALL sent float32[]`},
 
 	// Check 8: dimensions beyond the first.
-	{"dimensions of an allgather", func(p *part) error { return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...)) },
+	{"dimensions of an allgather", func(p *part) error {
+		return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...))
+	},
 		`hvd: allgather %q: mismatched numbers of dimensions: MOST sent float32[2 3], ODD sent float32[6]`},
-	{"dimensions of an alltoall", func(p *part) error { return p.alltoall(6, hvd.Shape(pick(p, []int{6}, []int{1, 6, 1})...)) },
+	{"dimensions of an alltoall", func(p *part) error {
+		return p.alltoall(6, hvd.Shape(pick(p, []int{6}, []int{1, 6, 1})...))
+	},
 		`hvd: alltoall %q: mismatched numbers of dimensions: MOST sent float32[*], ODD sent float32[* 6 1]`},
-	{"rows of an allgather", func(p *part) error { return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...)) },
+	{"rows of an allgather", func(p *part) error {
+		return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...))
+	},
 		`hvd: allgather %q: mismatched shapes beyond the first dimension: MOST sent float32[2 3], ODD sent float32[3 2]`},
-	{"rows of an alltoall", func(p *part) error { return p.alltoall(pick(p, 6, 0), hvd.Shape(2, pick(p, 3, 0))) },
+	{"rows of an alltoall", func(p *part) error {
+		return p.alltoall(pick(p, 6, 0), hvd.Shape(2, pick(p, 3, 0)))
+	},
 		`hvd: alltoall %q: mismatched shapes beyond the first dimension: MOST sent float32[* 3], ODD sent float32[* 0]`},
 
 	// Check 12: root ranks.
@@ -209,13 +227,19 @@ var contradictions = []contradiction{
 	}, ``},
 
 	// Checks 6, 9 and 11: the last rank has joined.
-	{"allgather under a join", func(p *part) error { return p.joined(func() error { return p.allgather(1) }) },
+	{"allgather under a join", func(p *part) error {
+		return p.joined(func() error { return p.allgather(1) })
+	},
 		`hvd: allgather %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
 		`hvd: alltoall %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
-	{"reducescatter under a join", func(p *part) error { return p.joined(func() error { return p.reducescatter(1) }) },
+	{"reducescatter under a join", func(p *part) error {
+		return p.joined(func() error { return p.reducescatter(1) })
+	},
 		`hvd: reducescatter %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
-	{"broadcast under a join", func(p *part) error { return p.joined(func() error { return p.broadcast(1, 0) }) },
+	{"broadcast under a join", func(p *part) error {
+		return p.joined(func() error { return p.broadcast(1, 0) })
+	},
 		`hvd: broadcast %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
 	{"broadcast from a rank that joined with Empty", func(p *part) error {
 		return p.joined(func() error { return p.broadcast(1, p.e.Size()-1) }, hvd.Empty())
@@ -244,7 +268,8 @@ func (p *part) expand(want string) string {
 		most, all = "rank 0", "ranks 0 and 1"
 	}
 	want = strings.ReplaceAll(want, "%q", fmt.Sprintf("%q", p.name))
-	return strings.NewReplacer("MOST", most, "ALL", all, "ODD", fmt.Sprintf("rank %d", last), "LAST", fmt.Sprint(last)).Replace(want)
+	return strings.NewReplacer("MOST", most, "ALL", all, "ODD", fmt.Sprintf("rank %d", last), "LAST",
+		fmt.Sprint(last)).Replace(want)
 }
 
 // TestMismatch checks that contradicting requests fail at all ranks with one text that says which rank sent
@@ -260,7 +285,8 @@ func TestMismatch(t *testing.T) {
 				var mismatch *hvd.MismatchError
 				if err == errJoined {
 					// A joined rank gets no error for tensors that it did not submit.
-				} else if !errors.As(err, &mismatch) || mismatch.Tensor != p.name || c.want != "" && err.Error() != p.expand(c.want) {
+				} else if !errors.As(err, &mismatch) || mismatch.Tensor != p.name ||
+					c.want != "" && err.Error() != p.expand(c.want) {
 					t.Errorf("%s: rank %d: got error %v\nwant %s", c.title, e.Rank(), err, p.expand(c.want))
 				}
 				checkUsable(ctx, t, global, p.name)
@@ -315,7 +341,10 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 				`mismatched shapes of tensor 2 of 2: MOST sent int32[2 3], ODD sent int32[3 2]`,
 			}, {
 				func() error { return group(tensors(1, 2)) },
-				func() error { _, err := hvd.GroupedAllreduce(ctx, [][]float32{{1}, {1, 2}}, p.opts()...); return err },
+				func() error {
+					_, err := hvd.GroupedAllreduce(ctx, [][]float32{{1}, {1, 2}}, p.opts()...)
+					return err
+				},
 				`mismatched data types of tensor 1 of 2: MOST sent int32[1], ODD sent float32[1]`,
 			}, {
 				func() error { return group(tensors(1, 2)) },
@@ -342,7 +371,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 					t.Errorf("rank %d: got error %v\nwant %s", e.Rank(), err, want)
 				}
 				xs := [][]int32{{1}, {int32(e.Rank()), 3}}
-				if sums, err := hvd.GroupedAllreduce(ctx, xs, p.opts(hvd.Op(hvd.Sum))...); err != nil || sums[0][0] != int32(e.Size()) {
+				if sums, err := hvd.GroupedAllreduce(ctx, xs, p.opts(hvd.Op(hvd.Sum))...); err != nil ||
+					sums[0][0] != int32(e.Size()) {
 					t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), sums, err)
 				}
 			}
@@ -371,8 +401,8 @@ func TestMismatchInAGroup(t *testing.T) {
 				checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprintf("g_%dof3", i+1))
 			}
 		}
-		// Single tensors with the names of a group's tensors do not match the group. Each gets its error at once: if
-		// the coordinator held back the first until the second is submitted, this rank would hang.
+		// Single tensors with the names of a group's tensors do not match the group. Each gets its error at
+		// once: if the coordinator held back the first until the second is submitted, this rank would hang.
 		if p.odd {
 			for _, tensor := range []string{"h_1of2", "h_2of2"} {
 				_, err := hvd.Reducescatter(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
@@ -399,7 +429,8 @@ func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 			_, err = hvd.GroupedAllgather(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
 		}
 		var mismatch *hvd.MismatchError
-		if !errors.As(err, &mismatch) || !strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
+		if !errors.As(err, &mismatch) ||
+			!strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
 			t.Errorf("rank %d: got error %v, want that rank 0 named no group", e.Rank(), err)
 		}
 		// The failed group leaves no state at the coordinator: the same name works.
@@ -426,18 +457,27 @@ func TestMismatchedProcessSets(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1}
 		zero, one := add(ctx, t, e, 0), add(ctx, t, e, 1)
-		addAgain := func(ranks ...int) error { _, err := hvd.AddProcessSet(ctx, ranks, hvd.On(e)); return err }
+		addAgain := func(ranks ...int) error {
+			_, err := hvd.AddProcessSet(ctx, ranks, hvd.On(e))
+			return err
+		}
 		remove := func(set *hvd.ProcessSet) error { return hvd.RemoveProcessSet(ctx, set) }
 		for _, c := range []struct {
 			do   func() error
 			want string
 		}{
-			{func() error { return addAgain(0) }, `hvd: add process set "process_set.add": duplicate process set: process set 1 has rank 0 already`},
-			{func() error { return addAgain(e.ProcessSets()[0].Ranks()...) }, `hvd: add process set "process_set.add": duplicate process set: process set 0 has ALL already`},
-			{func() error { return addAgain(pick(p, []int{0, 1}, []int{1})...) }, `hvd: add process set "process_set.add": mismatched members: MOST named ranks 0 and 1, ODD named rank 1`},
-			{func() error { return remove(pick(p, zero, one)) }, `hvd: remove process set "process_set.remove": mismatched process sets: MOST named process set 1, ODD named process set 2`},
-			{func() error { return p.joined(func() error { return addAgain(0, 1) }) }, `hvd: add process set "process_set.add": ODD has joined, but every rank has to call this operation`},
-			{func() error { return p.joined(func() error { return remove(zero) }, hvd.Empty()) }, `hvd: remove process set "process_set.remove": ODD has joined, but every rank has to call this operation`},
+			{func() error { return addAgain(0) },
+				`hvd: add process set "process_set.add": duplicate process set: process set 1 has rank 0 already`},
+			{func() error { return addAgain(e.ProcessSets()[0].Ranks()...) },
+				`hvd: add process set "process_set.add": duplicate process set: process set 0 has ALL already`},
+			{func() error { return addAgain(pick(p, []int{0, 1}, []int{1})...) },
+				`hvd: add process set "process_set.add": mismatched members: MOST named ranks 0 and 1, ODD named rank 1`},
+			{func() error { return remove(pick(p, zero, one)) },
+				`hvd: remove process set "process_set.remove": mismatched process sets: MOST named process set 1, ODD named process set 2`},
+			{func() error { return p.joined(func() error { return addAgain(0, 1) }) },
+				`hvd: add process set "process_set.add": ODD has joined, but every rank has to call this operation`},
+			{func() error { return p.joined(func() error { return remove(zero) }, hvd.Empty()) },
+				`hvd: remove process set "process_set.remove": ODD has joined, but every rank has to call this operation`},
 		} {
 			err := c.do()
 			var mismatch *hvd.MismatchError
@@ -458,7 +498,8 @@ func TestMismatchedProcessSets(t *testing.T) {
 		}
 		var usage *hvd.UsageError
 		if err := remove(one); !errors.As(err, &usage) || !errors.Is(err, hvd.ErrNoProcessSet) {
-			t.Errorf("rank %d: a second removal: got error %v, want a UsageError with ErrNoProcessSet", e.Rank(), err)
+			t.Errorf("rank %d: a second removal: got error %v, want a UsageError with ErrNoProcessSet",
+				e.Rank(), err)
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "the end")
 	})
@@ -532,7 +573,8 @@ func TestImpossibleProcessSets(t *testing.T) {
 		{[][]int{{-1}}, "process set 1: got rank -1, want 0 to 0"},
 		{[][]int{{0, 0}}, "process set 1: got rank 0 twice in [0 0]"},
 	} {
-		if _, err := hvd.New(ctx, hvd.WithProcessSets(c.sets...)); err == nil || !strings.Contains(err.Error(), c.want) {
+		if _, err := hvd.New(ctx, hvd.WithProcessSets(c.sets...)); err == nil ||
+			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v: got error %v, want %s", c.sets, err, c.want)
 		}
 	}
@@ -553,7 +595,8 @@ func TestImpossibleProcessSets(t *testing.T) {
 				wantMisuse(t, err, "add process set", c.want)
 			}
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, nil), "remove process set", "process set is nil")
-			wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set", "the global process set cannot be removed")
+			wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set",
+				"the global process set cannot be removed")
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})

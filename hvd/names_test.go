@@ -225,14 +225,18 @@ func TestPendingError(t *testing.T) {
 				},
 			},
 			{
-				"process_set.add", "add process set", func(ctx context.Context) error { _, err := hvd.AddProcessSet(ctx, []int{1}, on); return err },
+				"process_set.add", "add process set", func(ctx context.Context) error {
+					_, err := hvd.AddProcessSet(ctx, []int{1}, on)
+					return err
+				},
 				func(p hvd.Pending) error { <-p.Done(); return nil },
 			},
 		} {
 			name := c.name
 			var late *hvd.PendingError
 			err := c.call(gone)
-			if !errors.As(err, &late) || late.Op != c.op || late.Tensor != name || late.Handle.Name() != name ||
+			if !errors.As(err, &late) || late.Op != c.op || late.Tensor != name ||
+				late.Handle.Name() != name ||
 				!errors.Is(err, context.Canceled) || !errors.Is(err, over) {
 				t.Errorf("%s: got error %v, want a PendingError", name, err)
 				return
@@ -242,7 +246,8 @@ func TestPendingError(t *testing.T) {
 			}
 			var dup *hvd.DuplicateNameError
 			if err := c.call(ctx); !errors.As(err, &dup) {
-				t.Errorf("%s: again before the first was seen done: got error %v, want a DuplicateNameError", name, err)
+				t.Errorf("%s: again before the first was seen done: got error %v, want a DuplicateNameError",
+					name, err)
 			}
 			if err := c.result(late.Handle); err != nil {
 				t.Errorf("%s: %v", name, err)
@@ -293,7 +298,8 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 				next := hvd.Barrier(ctx, on)
 				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
 				for _, err := range []error{err, next, given} {
-					if err == nil || strings.Count(err.Error(), own) != 1 || strings.Contains(err.Error(), "more") {
+					if err == nil || strings.Count(err.Error(), own) != 1 ||
+						strings.Contains(err.Error(), "more") {
 						t.Errorf("got error %v, want one that says %q once", err, own)
 					}
 				}
@@ -330,7 +336,8 @@ func TestShutdownAfterAnOwnTimeout(t *testing.T) {
 			}
 		} else {
 			const want = `rank 1 failed: shut down (gave up waiting for barrier "late" (context canceled))`
-			if err := hvd.Barrier(ctx, hvd.Name("other"), on); err == nil || !strings.Contains(err.Error(), want) {
+			if err := hvd.Barrier(ctx, hvd.Name("other"), on); err == nil ||
+				!strings.Contains(err.Error(), want) {
 				t.Errorf("got error %v, want one that says %q", err, want)
 			}
 		}

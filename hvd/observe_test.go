@@ -87,7 +87,8 @@ func TestTimeline(t *testing.T) {
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
 		do("in b")
-		if err := e.StartTimeline(filepath.Join(dir, "missing", "c.json"), false); err == nil || !errors.Is(err, os.ErrNotExist) {
+		if err := e.StartTimeline(filepath.Join(dir, "missing", "c.json"), false); err == nil ||
+			!errors.Is(err, os.ErrNotExist) {
 			t.Errorf("a timeline in a folder that is not there: %v", err)
 		}
 		if err := e.StartTimeline("", false); err == nil {
@@ -100,14 +101,16 @@ func TestTimeline(t *testing.T) {
 		do("in d")
 	})
 	for rank := range 2 {
-		for name, want := range map[string][]string{"a": {"in a", "in a too"}, "b": {"in b", "in b too"}, "d": {"in d"}} {
+		for name, want := range map[string][]string{"a": {"in a", "in a too"}, "b": {"in b", "in b too"},
+			"d": {"in d"}} {
 			got := events(t, path(name, rank))
 			for _, tensor := range want {
 				if got["tensor "+tensor] != 1 {
 					t.Errorf("rank %d: %s has no %s: %v", rank, name, tensor, got)
 				}
 			}
-			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) || (got["CYCLE_START"] > 0) != (name == "a") {
+			if got["NEGOTIATE_ALLREDUCE"] != len(want) || got["ALLREDUCE"] != len(want) ||
+				(got["CYCLE_START"] > 0) != (name == "a") {
 				t.Errorf("rank %d: %s has %v", rank, name, got)
 			}
 		}
@@ -120,7 +123,8 @@ func TestTimelineBySetting(t *testing.T) {
 	dir := t.TempDir()
 	for _, file := range []string{filepath.Join(dir, "t.json"), filepath.Join(dir, "missing", "t.json")} {
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
-			if got, err := hvd.Allreduce(ctx, []float32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil || got[0] != 2 {
+			if got, err := hvd.Allreduce(ctx, []float32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
+				hvd.On(e)); err != nil || got[0] != 2 {
 				t.Errorf("got %v, %v", got, err)
 			}
 		}, "HOROVOD_TIMELINE", file)
@@ -150,7 +154,8 @@ func TestMetricsAndDump(t *testing.T) {
 		defer server.Close()
 		text := fetch(t, server.URL+"/metrics")
 		for _, want := range []string{
-			`hvd_world_size 2`, `hvd_queue_depth 1`, `hvd_response_cache_hits_total 2`, `hvd_response_cache_misses_total 1`,
+			`hvd_world_size 2`, `hvd_queue_depth 1`, `hvd_response_cache_hits_total 2`,
+			`hvd_response_cache_misses_total 1`,
 			`hvd_collective_bytes_total{backend="tcp",dtype="float32",op="allreduce"} 24`,
 		} {
 			if !strings.Contains(text, "\n"+want+"\n") {
@@ -174,13 +179,15 @@ func TestMetricsAndDump(t *testing.T) {
 		if err := json.Unmarshal(dump, &d); err != nil {
 			t.Errorf("%v in %s", err, dump)
 		}
-		if d.Rank != e.Rank() || d.Recorded != 3 || len(d.Operations) != 3 || d.Operations[2].Name != "x" || len(d.Pending) != 1 ||
+		if d.Rank != e.Rank() || d.Recorded != 3 || len(d.Operations) != 3 || d.Operations[2].Name != "x" ||
+			len(d.Pending) != 1 ||
 			d.Pending[0].Name != "pending"+fmt.Sprint(e.Rank()) {
 			t.Errorf("rank %d: the dump is %s", e.Rank(), dump)
 		}
 		looked.Done()
 		looked.Wait()
-		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("pending"+fmt.Sprint(1-e.Rank())), hvd.On(e)); err != nil {
+		if _, err := hvd.Allreduce(ctx, []int64{1}, hvd.Name("pending"+fmt.Sprint(1-e.Rank())),
+			hvd.On(e)); err != nil {
 			t.Error(err)
 		}
 		if _, err := waits.Wait(ctx); err != nil {
@@ -198,7 +205,8 @@ func TestNoRecorder(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
-			if text, err := e.Dump(); err != nil || !strings.Contains(string(text), `"waits"`) || !strings.Contains(string(text), `"recorded": 0`) {
+			if text, err := e.Dump(); err != nil || !strings.Contains(string(text), `"waits"`) ||
+				!strings.Contains(string(text), `"recorded": 0`) {
 				t.Errorf("got %s and %v", text, err)
 			}
 			if err := hvd.Barrier(ctx, hvd.Name("dumped"), hvd.On(e)); err != nil {
@@ -229,13 +237,15 @@ func TestMetricsAddressTaken(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if lines := logged.FilterMessageSnippet("HVD_METRICS_ADDR").All(); len(lines) != 1 || !strings.Contains(fmt.Sprint(lines[0].ContextMap()), addr) {
+	if lines := logged.FilterMessageSnippet("HVD_METRICS_ADDR").All(); len(lines) != 1 ||
+		!strings.Contains(fmt.Sprint(lines[0].ContextMap()), addr) {
 		t.Errorf("logged %v", logged.All())
 	}
 	if err := e.Shutdown(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if _, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", "here")); err == nil || !strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
+	if _, err := hvd.New(t.Context(), hvd.WithSetting("HVD_METRICS_ADDR", "here")); err == nil ||
+		!strings.Contains(err.Error(), "HVD_METRICS_ADDR") {
 		t.Errorf("got %v, want an error that names the setting", err)
 	}
 }
@@ -248,7 +258,8 @@ func TestTensorsAreNotKept(t *testing.T) {
 			before := heap() // other tests' is in it, and may go
 			for i := range times {
 				x := make([]byte, numBytes)
-				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)), hvd.On(e)); err != nil {
+				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),
+					hvd.On(e)); err != nil {
 					t.Error(err)
 				}
 				if _, err := hvd.Allgather(ctx, x, hvd.Name(fmt.Sprint("y", i%3)), hvd.On(e)); err != nil {
@@ -256,7 +267,8 @@ func TestTensorsAreNotKept(t *testing.T) {
 				}
 			}
 			if now, most := heap(), before+50*numBytes; now > most {
-				t.Errorf("after %d operations on %d bytes %d are in use, want at most %d", 2*times, numBytes, now, most)
+				t.Errorf("after %d operations on %d bytes %d are in use, want at most %d", 2*times, numBytes,
+					now, most)
 			}
 		}, "HOROVOD_TIMELINE", filepath.Join(t.TempDir(), "t.json"), "HVD_TIMELINE_LAST_SECONDS", last)
 	}
@@ -319,7 +331,8 @@ func TestMetricsInAStall(t *testing.T) {
 	var zero atomic.Pointer[hvd.Engine]
 	saw := make(chan string, 1)
 	ranks(2, func(r int) {
-		opts := append(place(kv, r, 2, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.2", "HOROVOD_LOG_LEVEL", "fatal"), hvd.OnStall(func(hvd.Stall) {
+		opts := append(place(kv, r, 2, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.2", "HOROVOD_LOG_LEVEL",
+			"fatal"), hvd.OnStall(func(hvd.Stall) {
 			if e := zero.Load(); e != nil {
 				w := httptest.NewRecorder()
 				e.MetricsHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))

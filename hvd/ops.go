@@ -227,7 +227,8 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 // members, and received says how many came from each. out is a new slice unless InPlace is given.
 //
 // Each rank sends each row once, directly to its destination.
-func Alltoall[T Element](ctx context.Context, x []T, splits []int, opts ...Option) (out []T, received []int, err error) {
+func Alltoall[T Element](ctx context.Context, x []T, splits []int,
+	opts ...Option) (out []T, received []int, err error) {
 	h, err := alltoall(x, splits, opts)
 	if out, err = await(ctx, h, err); err != nil {
 		return nil, nil, err
@@ -246,7 +247,8 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		if err := h.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		if shape := h.slot.entry.Request.Shape; len(shape) > 0 { // a scalar has no rows: the coordinator refuses it at all ranks
+		// a scalar has no rows: the coordinator refuses it at all ranks
+		if shape := h.slot.entry.Request.Shape; len(shape) > 0 {
 			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err
 			}

@@ -105,7 +105,8 @@ func TestAverageAndScaling(t *testing.T) {
 		if err != nil || !slices.Equal(i, []int32{-1, 7}) {
 			t.Errorf("average of integers: got %v and error %v", i, err)
 		}
-		f, err = hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.Prescale(0.5), hvd.Postscale(3), hvd.On(e))
+		f, err = hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.Prescale(0.5), hvd.Postscale(3),
+			hvd.On(e))
 		if err != nil || !slices.Equal(f, []float32{6, 12}) {
 			t.Errorf("scaled sum: got %v and error %v", f, err)
 		}
@@ -122,9 +123,11 @@ func TestAllgather(t *testing.T) {
 						want = append(want, fill[int32](2*r*3, r)...)
 					}
 					rows := 2 * e.Rank()
-					got, err := hvd.Allgather(ctx, fill[int32](rows*3, e.Rank()), hvd.Shape(rows, 3), hvd.Name("rows"), hvd.On(e))
+					got, err := hvd.Allgather(ctx, fill[int32](rows*3, e.Rank()), hvd.Shape(rows, 3),
+						hvd.Name("rows"), hvd.On(e))
 					if err != nil || !slices.Equal(got, want) {
-						t.Errorf("size %d round %d rank %d: got %v and error %v, want %v", size, round, e.Rank(), got, err, want)
+						t.Errorf("size %d round %d rank %d: got %v and error %v, want %v", size, round,
+							e.Rank(), got, err, want)
 					}
 				}
 				if got, err := hvd.Allgather(ctx, []uint8{}, hvd.On(e)); err != nil || len(got) != 0 {
@@ -144,11 +147,15 @@ func TestBroadcast(t *testing.T) {
 						want := fill[float64](n, root)
 						x := fill[float64](n, e.Rank())
 						got, err := hvd.Broadcast(ctx, x, root, hvd.On(e))
-						if err != nil || !slices.Equal(got, want) || !slices.Equal(x, fill[float64](n, e.Rank())) {
-							t.Errorf("size %d root %d n %d rank %d: wrong, error %v", size, root, n, e.Rank(), err)
+						if err != nil || !slices.Equal(got, want) ||
+							!slices.Equal(x, fill[float64](n, e.Rank())) {
+							t.Errorf("size %d root %d n %d rank %d: wrong, error %v", size, root, n, e.Rank(),
+								err)
 						}
-						if _, err := hvd.Broadcast(ctx, x, root, hvd.InPlace(), hvd.On(e)); err != nil || !slices.Equal(x, want) {
-							t.Errorf("size %d root %d n %d rank %d in place: wrong, error %v", size, root, n, e.Rank(), err)
+						if _, err := hvd.Broadcast(ctx, x, root, hvd.InPlace(), hvd.On(e)); err != nil ||
+							!slices.Equal(x, want) {
+							t.Errorf("size %d root %d n %d rank %d in place: wrong, error %v", size, root, n,
+								e.Rank(), err)
 						}
 					}
 				}
@@ -219,7 +226,8 @@ func TestAnyOrder(t *testing.T) {
 					var handles [tensors]*hvd.Handle[float32]
 					for _, i := range rng.Perm(tensors) {
 						var err error
-						handles[i], err = hvd.AllreduceAsync(fill[float32](n[i], e.Rank()+i), hvd.Op(hvd.Sum), name("g%d", i), hvd.On(e))
+						handles[i], err = hvd.AllreduceAsync(fill[float32](n[i], e.Rank()+i), hvd.Op(hvd.Sum),
+							name("g%d", i), hvd.On(e))
 						if err != nil {
 							t.Errorf("rank %d: %v", e.Rank(), err)
 							return
@@ -259,7 +267,8 @@ func TestWaitGivesUp(t *testing.T) {
 		if e.Rank() == 0 {
 			short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
 			defer cancel()
-			if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), `allreduce "late"`) {
+			if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) ||
+				!strings.Contains(err.Error(), `allreduce "late"`) {
 				t.Errorf("got error %v, want the deadline", err)
 			}
 			why := errors.New("why")
@@ -295,7 +304,8 @@ func TestOneRankWithoutEnvironment(t *testing.T) {
 		if err := hvd.Init(ctx); err != nil {
 			t.Fatalf("second Init: %v", err)
 		}
-		if hvd.Rank() != 0 || hvd.Size() != 1 || hvd.LocalRank() != 0 || hvd.LocalSize() != 1 || hvd.CrossRank() != 0 || hvd.CrossSize() != 1 || !hvd.IsHomogeneous() || !hvd.IsInitialized() {
+		if hvd.Rank() != 0 || hvd.Size() != 1 || hvd.LocalRank() != 0 || hvd.LocalSize() != 1 ||
+			hvd.CrossRank() != 0 || hvd.CrossSize() != 1 || !hvd.IsHomogeneous() || !hvd.IsInitialized() {
 			t.Error("not rank 0 of 1")
 		}
 		if got, err := hvd.Allreduce(ctx, []float32{3}); err != nil || got[0] != 3 {
@@ -432,7 +442,8 @@ func TestShutdownWithPendingRequests(t *testing.T) {
 // isShutDown reports whether err says that these ranks have shut down while others wait for them.
 func isShutDown(err error, ranks ...int) bool {
 	var peer *hvd.PeerError
-	return errors.As(err, &peer) && peer.ShutDown && slices.Equal(peer.Ranks, ranks) && errors.Is(err, hvd.ErrShutDown)
+	return errors.As(err, &peer) && peer.ShutDown && slices.Equal(peer.Ranks, ranks) &&
+		errors.Is(err, hvd.ErrShutDown)
 }
 
 func TestInitAgainAndAgain(t *testing.T) {
@@ -476,7 +487,8 @@ func TestPlace(t *testing.T) {
 	ranks(3, func(r int) {
 		opts := append(place(kv, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
 		if r == 2 {
-			opts = append(opts, hvd.WithSetting("HOROVOD_LOCAL_RANK", "7"), hvd.WithSetting("HOROVOD_LOCAL_SIZE", "8"),
+			opts = append(opts, hvd.WithSetting("HOROVOD_LOCAL_RANK", "7"),
+				hvd.WithSetting("HOROVOD_LOCAL_SIZE", "8"),
 				hvd.WithSetting("HOROVOD_CROSS_RANK", "5"), hvd.WithSetting("HOROVOD_CROSS_SIZE", "6"))
 		}
 		e, err := hvd.New(ctx, opts...)
@@ -484,7 +496,8 @@ func TestPlace(t *testing.T) {
 			t.Errorf("rank %d: %v", r, err)
 			return
 		}
-		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(), e.CrossSize()}; got != want[r] {
+		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(),
+			e.CrossSize()}; got != want[r] {
 			t.Errorf("rank %d stands at %v, want %v", r, got, want[r])
 		}
 		if e.IsHomogeneous() {

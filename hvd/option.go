@@ -19,8 +19,8 @@ type Element interface {
 // Float16FromFloat32 and the method Float32.
 type Float16 = half.Float16
 
-// BFloat16 is a floating-point number of 16 bits with the exponent of a float32 and 8 bits of precision. Go has no
-// arithmetic for it: convert with BFloat16FromFloat32 and the method Float32.
+// BFloat16 is a floating-point number of 16 bits with the exponent of a float32 and 8 bits of precision. Go
+// has no arithmetic for it: convert with BFloat16FromFloat32 and the method Float32.
 type BFloat16 = half.BFloat16
 
 // Float16FromFloat32 rounds f to the nearest Float16, ties to even. Values that are too large become
@@ -49,10 +49,11 @@ const (
 	// Product is the product of the elements.
 	Product = ReduceOp(tensor.Product)
 	// Adasum adds the parts of the tensors that are orthogonal to each other and averages the parts that are
-	// parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020). It is for allreduce of
-	// floats, with any number of ranks.
+	// parallel (Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020). It is for
+	// allreduce of floats, with any number of ranks.
 	Adasum = ReduceOp(tensor.Adasum)
-	// AverageActive is the sum divided by the number of ranks that have not joined, truncated toward zero for integers.
+	// AverageActive is the sum divided by the number of ranks that have not joined, truncated toward zero for
+	// integers.
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 

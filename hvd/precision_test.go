@@ -34,7 +34,8 @@ func TestCompression(t *testing.T) {
 	})
 }
 
-func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.Engine, title string, option hvd.Option, ulp float64) {
+func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.Engine, title string,
+	option hvd.Option, ulp float64) {
 	n := T(e.Size())
 	for _, c := range []struct {
 		label string
@@ -62,7 +63,8 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 			}
 			got, err := hvd.Allreduce(ctx, x, opts...)
 			if err != nil || !slices.Equal(got, c.want) || !inPlace && !slices.Equal(x, c.x) {
-				t.Errorf("rank %d: %s %s of %T, in place %v: got %v and error %v, want %v", e.Rank(), title, c.label, x, inPlace, got, err, c.want)
+				t.Errorf("rank %d: %s %s of %T, in place %v: got %v and error %v, want %v", e.Rank(), title,
+					c.label, x, inPlace, got, err, c.want)
 			}
 		}
 	}
@@ -112,7 +114,8 @@ func TestErrorFeedback(t *testing.T) {
 		t.Run(c.title, func(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 				const rounds = 256
-				rng := rand.New(rand.NewPCG(3, 4)) // both ranks have the same, so that their sum rounds nothing
+				// both ranks have the same, so that their sum rounds nothing
+				rng := rand.New(rand.NewPCG(3, 4))
 				x := make([]float64, 50)
 				for i := range x {
 					x[i] = 1 + rng.Float64()
@@ -128,10 +131,12 @@ func TestErrorFeedback(t *testing.T) {
 					farFed = max(farFed, math.Abs(fed[i]/rounds-x[i]))
 				}
 				if bound := 2 * c.ulp / rounds; farFed > bound {
-					t.Errorf("rank %d: with error feedback the mean of %d is off by %v, want at most %v", e.Rank(), rounds, farFed, bound)
+					t.Errorf("rank %d: with error feedback the mean of %d is off by %v, want at most %v",
+						e.Rank(), rounds, farFed, bound)
 				}
 				if least := c.ulp / 4; farPlain < least {
-					t.Errorf("rank %d: without it is off by only %v, want at least %v", e.Rank(), farPlain, least)
+					t.Errorf("rank %d: without it is off by only %v, want at least %v", e.Rank(), farPlain,
+						least)
 				}
 			})
 		})
@@ -155,7 +160,8 @@ func TestErrorFeedbackForgets(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const ulp = 1.0 / 1024
 		feed := func(tensor string, x ...float32) []float32 {
-			got, err := hvd.Allreduce(ctx, x, hvd.Name(tensor), hvd.CompressFP16(), hvd.ErrorFeedback(), hvd.On(e))
+			got, err := hvd.Allreduce(ctx, x, hvd.Name(tensor), hvd.CompressFP16(), hvd.ErrorFeedback(),
+				hvd.On(e))
 			if err != nil {
 				t.Error(err)
 			}
@@ -178,7 +184,8 @@ func TestErrorFeedbackForgets(t *testing.T) {
 		} {
 			got := feed(step.tensor, step.x...)
 			if step.want != nil && !slices.Equal(got, step.want) {
-				t.Errorf("rank %d: step %d: %s %v gave %v, want %v", e.Rank(), i, step.tensor, step.x, got, step.want)
+				t.Errorf("rank %d: step %d: %s %v gave %v, want %v", e.Rank(), i, step.tensor, step.x, got,
+					step.want)
 			}
 		}
 	})
@@ -220,7 +227,8 @@ func TestAdasum(t *testing.T) {
 				}
 				var handles []*hvd.Handle[float64]
 				for tensor := range 8 {
-					h, err := hvd.AllreduceAsync(vector(e.Rank(), tensor), hvd.Op(hvd.Adasum), name("x%d", tensor), hvd.On(e))
+					h, err := hvd.AllreduceAsync(vector(e.Rank(), tensor), hvd.Op(hvd.Adasum),
+						name("x%d", tensor), hvd.On(e))
 					if err != nil {
 						t.Error(err)
 						return
@@ -245,11 +253,13 @@ func TestAdasum(t *testing.T) {
 				// Adasum adds orthogonal vectors and averages parallel ones.
 				x := make([]float32, 3)
 				x[e.Rank()] = float32(e.Rank() + 1)
-				if got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil || !slices.Equal(got, []float32{1, 2, 3}) {
+				if got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil ||
+					!slices.Equal(got, []float32{1, 2, 3}) {
 					t.Errorf("orthogonal: got %v and error %v", got, err)
 				}
 				half := []hvd.Float16{hvd.Float16FromFloat32(3)}
-				if got, err := hvd.Allreduce(ctx, half, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil || got[0].Float32() != 3 {
+				if got, err := hvd.Allreduce(ctx, half, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil ||
+					got[0].Float32() != 3 {
 					t.Errorf("parallel: got %v and error %v", got, err)
 				}
 			}, settings...)
@@ -276,7 +286,8 @@ func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64
 // TestDeterministic checks that with HVD_DETERMINISTIC sums are formed in the order of the ranks, whatever
 // was fused, however buffers were cut and whichever rank came first.
 func TestDeterministic(t *testing.T) {
-	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"}, {"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
+	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"},
+		{"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			seed := rand.Uint64()
 			t.Logf("seed %d", seed)
@@ -287,7 +298,8 @@ func TestDeterministic(t *testing.T) {
 					handles := make([]*hvd.Handle[float32], tensors)
 					for _, i := range rng.Perm(tensors) {
 						var err error
-						handles[i], err = hvd.AllreduceAsync(rough(e.Rank(), i), hvd.Op(hvd.Sum), name("x%d", i), hvd.On(e))
+						handles[i], err = hvd.AllreduceAsync(rough(e.Rank(), i), hvd.Op(hvd.Sum),
+							name("x%d", i), hvd.On(e))
 						if err != nil {
 							t.Error(err)
 							return
@@ -299,7 +311,8 @@ func TestDeterministic(t *testing.T) {
 							a[j] = (a[j] + b[j]) + c[j]
 						}
 						if got, err := h.Wait(ctx); err != nil || !slices.Equal(got, a) {
-							t.Errorf("rank %d: x%d: not the sum in the order of the ranks, error %v", e.Rank(), i, err)
+							t.Errorf("rank %d: x%d: not the sum in the order of the ranks, error %v",
+								e.Rank(), i, err)
 						}
 					}
 				}
@@ -326,7 +339,8 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 		// The bfloat16 nearest to 4104 is 4096, and the next larger is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
-			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"), hvd.Prescale(scale), hvd.Postscale(1/scale))...)
+			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"),
+				hvd.Prescale(scale), hvd.Postscale(1/scale))...)
 			if err != nil {
 				t.Error(err)
 				return
@@ -336,11 +350,14 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 		if want := float32(5 * 4104); total < want-16 || total > want+16 {
 			t.Errorf("rank %d: five times 4104 is %v, want %v or 16 more or less", e.Rank(), total, want)
 		}
-		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104}, append(feed, hvd.Name("typed"))...); err != nil {
+		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104},
+			append(feed, hvd.Name("typed"))...); err != nil {
 			t.Error(err)
 		}
-		if got, err := hvd.Allreduce(ctx, []float64{1}, append(feed, hvd.Name("typed"))...); err != nil || got[0] != 1 {
-			t.Errorf("rank %d: after two float32, one float64 of as many bytes: got %v and error %v, want 1", e.Rank(), got, err)
+		if got, err := hvd.Allreduce(ctx, []float64{1}, append(feed, hvd.Name("typed"))...); err != nil ||
+			got[0] != 1 {
+			t.Errorf("rank %d: after two float32, one float64 of as many bytes: got %v and error %v, want 1",
+				e.Rank(), got, err)
 		}
 		for _, c := range []struct {
 			want string
@@ -350,7 +367,8 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 			{"option ErrorFeedback: got reduction max", []hvd.Option{hvd.Name("most"), hvd.Op(hvd.Max)}},
 		} {
 			var usage *hvd.UsageError
-			if _, err := hvd.Allreduce(ctx, []float32{1}, append(c.opts, feed...)...); !errors.As(err, &usage) || !strings.Contains(err.Error(), c.want) {
+			if _, err := hvd.Allreduce(ctx, []float32{1}, append(c.opts, feed...)...); !errors.As(err,
+				&usage) || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("rank %d: got error %v, want a UsageError: %s", e.Rank(), err, c.want)
 			}
 		}

@@ -95,7 +95,8 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}
 	}
-	c, err := prepare(message.RemoveProcessSet, tensor.Invalid, false, append(slices.Clone(opts), On(set.engine)))
+	c, err := prepare(message.RemoveProcessSet, tensor.Invalid, false,
+		append(slices.Clone(opts), On(set.engine)))
 	if err != nil {
 		return err
 	}
@@ -107,7 +108,8 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 }
 
 // change requests a change of the process sets with ask and waits for it.
-func (c *call) change(ctx context.Context, ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
+func (c *call) change(ctx context.Context,
+	ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c.Hold = true
 	o := &operation{kind: c.Kind, engine: c.engine}
 	var change *rank.Change

@@ -41,7 +41,8 @@ func TestStaticProcessSets(t *testing.T) {
 func checkSet(t *testing.T, e *hvd.Engine, set *hvd.ProcessSet, id int, members []int) {
 	t.Helper()
 	at := slices.Index(members, e.Rank())
-	if set.ID() != id || !slices.Equal(set.Ranks(), members) || set.Size() != len(members) || set.Rank() != at || set.Included() != (at >= 0) {
+	if set.ID() != id || !slices.Equal(set.Ranks(), members) || set.Size() != len(members) ||
+		set.Rank() != at || set.Included() != (at >= 0) {
 		t.Errorf("rank %d: %v with ID %d, size %d, position %d, included %v; want ID %d, ranks %v and position %d",
 			e.Rank(), set, set.ID(), set.Size(), set.Rank(), set.Included(), id, members, at)
 	}
@@ -57,7 +58,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 		var waits *hvd.Handle[int32]
 		if e.Rank() == 1 {
 			var err error
-			if waits, err = hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.Over(sets[1])); err != nil {
+			if waits, err = hvd.AllreduceAsync([]int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
+				hvd.Over(sets[1])); err != nil {
 				t.Error(err)
 				return
 			}
@@ -73,7 +75,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 			t.Error(err)
 		}
 		if e.Rank() == 0 {
-			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.Over(sets[1])); err != nil {
+			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
+				hvd.Over(sets[1])); err != nil {
 				t.Error(err)
 			}
 		}
@@ -97,7 +100,8 @@ func TestDynamicProcessSets(t *testing.T) {
 					return
 				}
 				checkSet(t, e, set, id, slices.Sorted(slices.Values(members)))
-				if all := e.ProcessSets(); len(all) != 3 || all[2] != set || all[1].ID() != 1 || all[0].ID() != 0 {
+				if all := e.ProcessSets(); len(all) != 3 || all[2] != set || all[1].ID() != 1 ||
+					all[0].ID() != 0 {
 					t.Errorf("rank %d: process sets %v", e.Rank(), all)
 				}
 				if set.Included() {
@@ -163,14 +167,16 @@ func TestRemovalAnswersWhatWaits(t *testing.T) {
 			for i, wait := range waits {
 				var misuse *hvd.UsageError
 				if err := wait(); !errors.Is(err, hvd.ErrNoProcessSet) || errors.As(err, &misuse) {
-					t.Errorf("pending operation %d: got error %v, want ErrNoProcessSet, which is no misuse", i, err)
+					t.Errorf("pending operation %d: got error %v, want ErrNoProcessSet, which is no misuse",
+						i, err)
 				}
 			}
 			if set.Included() {
 				_, err := hvd.Allreduce(ctx, []int32{1}, hvd.Name("x"), hvd.Over(set))
 				var misuse *hvd.UsageError
 				if !errors.As(err, &misuse) || !errors.Is(err, hvd.ErrNoProcessSet) {
-					t.Errorf("rank %d: later: got error %v, want a UsageError that is ErrNoProcessSet", e.Rank(), err)
+					t.Errorf("rank %d: later: got error %v, want a UsageError that is ErrNoProcessSet",
+						e.Rank(), err)
 				}
 			}
 			checkUsable(ctx, t, e.ProcessSets()[0], "x")
@@ -262,11 +268,12 @@ func TestManyProcessSets(t *testing.T) {
 			if len(e.ProcessSets()) != 1 {
 				t.Errorf("rank %d: %v are left", e.Rank(), e.ProcessSets())
 			}
-			// The peer may close its end of a connection a little later. The slack allows for connections that were
-			// being established at round 20.
+			// The peer may close its end of a connection a little later. The slack allows for connections
+			// that were being established at round 20.
 			eventually(ctx, t, func() error {
 				if now := openFiles(t); now > before+12 {
-					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds, before)
+					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds,
+						before)
 				}
 				return nil
 			})
@@ -335,7 +342,8 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 	for i := range 1024 {
 		sets = append(sets, []int{i})
 	}
-	if _, err := hvd.New(t.Context(), hvd.WithProcessSets(sets...)); err == nil || !strings.Contains(err.Error(), "1024 process sets, want less than 1024") {
+	if _, err := hvd.New(t.Context(), hvd.WithProcessSets(sets...)); err == nil ||
+		!strings.Contains(err.Error(), "1024 process sets, want less than 1024") {
 		t.Errorf("got error %v, want that there are too many sets", err)
 	}
 }

@@ -46,17 +46,30 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 // over returns the calls of all operations on a set that refuses them.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
-		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) }, is, want}
+		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },
+			is, want}
 	}
 	return []refusal{
-		f("allreduce", func(o ...hvd.Option) error { _, err := hvd.Allreduce(w.ctx, []int32{1}, o...); return err }),
-		f("allgather", func(o ...hvd.Option) error { _, err := hvd.Allgather(w.ctx, []int32{1}, o...); return err }),
+		f("allreduce", func(o ...hvd.Option) error {
+			_, err := hvd.Allreduce(w.ctx, []int32{1}, o...)
+			return err
+		}),
+		f("allgather", func(o ...hvd.Option) error {
+			_, err := hvd.Allgather(w.ctx, []int32{1}, o...)
+			return err
+		}),
 		f("broadcast", func(o ...hvd.Option) error {
 			_, err := hvd.Broadcast(w.ctx, []int32{1}, set.Ranks()[0], o...)
 			return err
 		}),
-		f("alltoall", func(o ...hvd.Option) error { _, _, err := hvd.Alltoall(w.ctx, []int32{}, nil, o...); return err }),
-		f("reducescatter", func(o ...hvd.Option) error { _, err := hvd.Reducescatter(w.ctx, []int32{1}, o...); return err }),
+		f("alltoall", func(o ...hvd.Option) error {
+			_, _, err := hvd.Alltoall(w.ctx, []int32{}, nil, o...)
+			return err
+		}),
+		f("reducescatter", func(o ...hvd.Option) error {
+			_, err := hvd.Reducescatter(w.ctx, []int32{1}, o...)
+			return err
+		}),
 		f("barrier", func(o ...hvd.Option) error { return hvd.Barrier(w.ctx, o...) }),
 	}
 }
@@ -75,8 +88,10 @@ func (w *world) beforeEnqueue() []refusal {
 	}
 	cut := func(s ...int) []int { return s[:size] }
 	cases := []refusal{
-		{"root: too large", "broadcast", broadcast(size), nil, fmt.Sprintf("got root rank %d, want a rank of %v", size, e.ProcessSets()[0])},
-		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("got root rank -1, want a rank of %v", e.ProcessSets()[0])},
+		{"root: too large", "broadcast", broadcast(size), nil,
+			fmt.Sprintf("got root rank %d, want a rank of %v", size, e.ProcessSets()[0])},
+		{"root: negative", "broadcast", broadcast(-1), nil, fmt.Sprintf("got root rank -1, want a rank of %v",
+			e.ProcessSets()[0])},
 		{"root: not in the set", "broadcast", func(name hvd.Option) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, name, hvd.Over(w.own))
 			return err
@@ -85,21 +100,34 @@ func (w *world) beforeEnqueue() []refusal {
 			_, _, err := hvd.Alltoall(ctx, []int32{1}, cut(1, 0, 0), name, hvd.Over(w.own))
 			return err
 		}, nil, fmt.Sprintf("got %d splits, want one for each of 1 ranks", size)},
-		{"splits: too few", "alltoall", alltoall(size, cut(1, 1, 1)[1:]...), nil, fmt.Sprintf("got %d splits, want one for each of %d ranks", size-1, size)},
-		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil, fmt.Sprintf("got %d splits, want one for each of %d ranks", size+1, size)},
-		{"splits: none, not nil", "alltoall", func(name hvd.Option) error { return w.alltoall(size, []int{}, name) }, nil, fmt.Sprintf("got 0 splits, want one for each of %d ranks", size)},
-		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(6, -1, 0))},
-		{"splits: negative, small", "alltoall", alltoall(5, cut(-1, 1, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(-1, 1, 0))},
-		{"splits: sum", "alltoall", alltoall(5, cut(3, 3, 0)...), nil, fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(3, 3, 0))},
-		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil, "want non-negative numbers with a sum of at most 5, the number of rows"},
-		{"splits: not divisible", "alltoall", func(name hvd.Option) error { return w.alltoall(size+1, nil, name) }, nil, fmt.Sprintf("got %d rows, which cannot be split evenly between %d ranks: pass splits", size+1, size)},
+		{"splits: too few", "alltoall", alltoall(size, cut(1, 1, 1)[1:]...), nil,
+			fmt.Sprintf("got %d splits, want one for each of %d ranks", size-1, size)},
+		{"splits: too many", "alltoall", alltoall(size, append(cut(1, 1, 1), 0)...), nil,
+			fmt.Sprintf("got %d splits, want one for each of %d ranks", size+1, size)},
+		{"splits: none, not nil", "alltoall", func(name hvd.Option) error {
+			return w.alltoall(size, []int{}, name)
+		}, nil, fmt.Sprintf("got 0 splits, want one for each of %d ranks", size)},
+		{"splits: negative", "alltoall", alltoall(5, cut(6, -1, 0)...), nil,
+			fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(6, -1, 0))},
+		{"splits: negative, small", "alltoall", alltoall(5, cut(-1, 1, 0)...), nil,
+			fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(-1, 1, 0))},
+		{"splits: sum", "alltoall", alltoall(5, cut(3, 3, 0)...), nil,
+			fmt.Sprintf("got splits %v, want non-negative numbers with a sum of at most 5, the number of rows", cut(3, 3, 0))},
+		{"splits: sum overflows", "alltoall", alltoall(5, cut(math.MaxInt, math.MaxInt, 2)...), nil,
+			"want non-negative numbers with a sum of at most 5, the number of rows"},
+		{"splits: not divisible", "alltoall", func(name hvd.Option) error {
+			return w.alltoall(size+1, nil, name)
+		}, nil, fmt.Sprintf("got %d rows, which cannot be split evenly between %d ranks: pass splits", size+1,
+			size)},
 		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
 			return err
 		}, nil, "reduction adasum is supported only by allreduce"},
 	}
-	cases = append(cases, w.over(w.removed, "removed set", hvd.ErrNoProcessSet.Error(), hvd.ErrNoProcessSet)...)
-	cases = append(cases, w.over(w.foreign, "not a member", fmt.Sprintf("rank %d is not a member of %v", e.Rank(), w.foreign), nil)...)
+	cases = append(cases, w.over(w.removed, "removed set", hvd.ErrNoProcessSet.Error(),
+		hvd.ErrNoProcessSet)...)
+	cases = append(cases, w.over(w.foreign, "not a member", fmt.Sprintf("rank %d is not a member of %v",
+		e.Rank(), w.foreign), nil)...)
 	return cases
 }
 
@@ -107,7 +135,9 @@ func (w *world) beforeEnqueue() []refusal {
 func (w *world) ofOptions() []refusal {
 	e, ctx := w.e, w.ctx
 	allreduce := func(title, want string, opts ...hvd.Option) refusal {
-		return refusal{title, "allreduce", func(name hvd.Option) error { return w.allreduce(append(opts, name)...) }, nil, want}
+		return refusal{title, "allreduce", func(name hvd.Option) error {
+			return w.allreduce(append(opts, name)...)
+		}, nil, want}
 	}
 	integers := func(opts ...hvd.Option) func(hvd.Option) error {
 		return func(name hvd.Option) error {
@@ -138,10 +168,13 @@ func (w *world) ofOptions() []refusal {
 			_, err := hvd.Allreduce(ctx, []float32{1}, name, hvd.On(new(hvd.Engine)))
 			return err
 		}, nil, "engine is nil or a zero Engine"},
-		allreduce("set: of another engine", fmt.Sprintf("%v belongs to another engine", w.others), hvd.Over(w.others)),
+		allreduce("set: of another engine", fmt.Sprintf("%v belongs to another engine", w.others),
+			hvd.Over(w.others)),
 		allreduce("shape", "shape [2] does not match the tensor, which has 1 elements", hvd.Shape(2)),
-		allreduce("shape: negative", "shape [-1 -1] does not match the tensor, which has 1 elements", hvd.Shape(-1, -1)),
-		allreduce("shape: overflows", "does not match the tensor, which has 1 elements", hvd.Shape(math.MaxInt, 2)),
+		allreduce("shape: negative", "shape [-1 -1] does not match the tensor, which has 1 elements",
+			hvd.Shape(-1, -1)),
+		allreduce("shape: overflows", "does not match the tensor, which has 1 elements",
+			hvd.Shape(math.MaxInt, 2)),
 		allreduce("reduction: unknown", "ReduceOp(99)", hvd.Op(99)),
 		allreduce("reduction: none", "none", hvd.Op(0)),
 		{"reduction: adasum of integers", "allreduce", integers(hvd.Op(hvd.Adasum)), nil, "adasum"},
@@ -150,15 +183,22 @@ func (w *world) ofOptions() []refusal {
 		{"scale: bools", "allreduce", bools(hvd.Op(hvd.Max), hvd.Prescale(2)), nil, "bool"},
 		allreduce("scale: NaN before", "scale factors NaN and 1", hvd.Prescale(math.NaN())),
 		allreduce("scale: NaN after", "scale factors 1 and NaN", hvd.Postscale(math.NaN())),
-		{"compression: integers", "allreduce", integers(hvd.CompressFP16()), nil, "compression of int32 to float16"},
-		allreduce("error feedback without compression", "option ErrorFeedback does not apply without compression", hvd.ErrorFeedback()),
+		{"compression: integers", "allreduce", integers(hvd.CompressFP16()), nil,
+			"compression of int32 to float16"},
+		allreduce("error feedback without compression",
+			"option ErrorFeedback does not apply without compression", hvd.ErrorFeedback()),
 		allreduce("timeout: 0", "got timeout 0s, want more than 0", hvd.Timeout(0)),
 		allreduce("timeout: negative", "got timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
-		allreduce("option: Shapes", "option Shapes does not apply to a single tensor: use Shape", hvd.Shapes([]int{1})),
+		allreduce("option: Shapes", "option Shapes does not apply to a single tensor: use Shape",
+			hvd.Shapes([]int{1})),
 		allreduce("option: Empty", "option Empty does not apply", hvd.Empty()),
-		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil, "option Shape does not apply to a group: use Shapes"},
-		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil, "got 1 shapes, want one for each of 2 tensors"},
-		{"group: one shape is wrong", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil, "shape [3] does not match the tensor, which has 1 elements"},
+		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil,
+			"option Shape does not apply to a group: use Shapes"},
+		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil,
+			"got 1 shapes, want one for each of 2 tensors"},
+		{"group: one shape is wrong", "allreduce",
+			group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil,
+			"shape [3] does not match the tensor, which has 1 elements"},
 		{"option: Op of a broadcast", "broadcast", func(name hvd.Option) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), name, hvd.On(e))
 			return err
@@ -173,7 +213,8 @@ func (w *world) ofOptions() []refusal {
 		{"in place: no room for all ranks", "allgather", func(name hvd.Option) error {
 			_, err := hvd.Allgather(ctx, make([]int32, e.Size()+1), hvd.InPlace(), name, hvd.On(e))
 			return err
-		}, nil, fmt.Sprintf("got %d elements in place, want a multiple of the number of ranks, %d", e.Size()+1, e.Size())},
+		}, nil, fmt.Sprintf("got %d elements in place, want a multiple of the number of ranks, %d",
+			e.Size()+1, e.Size())},
 	}
 }
 
@@ -215,7 +256,8 @@ func TestRefused(t *testing.T) {
 			checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
 		}
 		// A refused call does not count as an unnamed call, so unnamed calls still match.
-		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil || got[0] != int32(e.Size()) {
+		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil ||
+			got[0] != int32(e.Size()) {
 			t.Errorf("unnamed: got %v and error %v", got, err)
 		}
 	})
@@ -229,7 +271,8 @@ func checkRefusal(t *testing.T, c refusal, tensor string) {
 		t.Errorf("%s: got error %v, want a UsageError of %s %q", c.title, err, c.op, tensor)
 		return
 	}
-	if prefix := fmt.Sprintf("hvd: %s %q: ", c.op, tensor); !strings.HasPrefix(err.Error(), prefix) || !strings.Contains(err.Error(), c.want) {
+	if prefix := fmt.Sprintf("hvd: %s %q: ", c.op, tensor); !strings.HasPrefix(err.Error(), prefix) ||
+		!strings.Contains(err.Error(), c.want) {
 		t.Errorf("%s: got error %v\nwant %s%s", c.title, err, prefix, c.want)
 	}
 	if c.is != nil && !errors.Is(err, c.is) {
@@ -264,7 +307,8 @@ func TestRefusedNames(t *testing.T) {
 			_, scatter := hvd.GroupedReducescatter(ctx, slices.Repeat([][]int32{{1}}, 10), opts...)
 			for _, err := range []error{gather, scatter} {
 				var misuse *hvd.UsageError
-				if errors.As(err, &misuse) != (more > 0) || more > 0 && !strings.Contains(err.Error(), "4097 bytes") {
+				if errors.As(err, &misuse) != (more > 0) ||
+					more > 0 && !strings.Contains(err.Error(), "4097 bytes") {
 					t.Errorf("%d bytes more than there is room for: got error %v", more, err)
 				}
 			}
@@ -294,7 +338,8 @@ func TestDuplicateName(t *testing.T) {
 			if err := hvd.Barrier(ctx, hvd.Name("refused"), hvd.On(e)); err != nil {
 				t.Error(err)
 			}
-			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e)); err != nil {
+			if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("x"),
+				hvd.On(e)); err != nil {
 				t.Error(err)
 			}
 		}
@@ -308,7 +353,8 @@ func wantDuplicate(t *testing.T, err error, prefix, tensor string) {
 		misuse *hvd.UsageError
 		dup    *hvd.DuplicateNameError
 	)
-	if !errors.As(err, &misuse) || !errors.As(err, &dup) || dup.Name != tensor || !strings.HasPrefix(err.Error(), prefix) ||
+	if !errors.As(err, &misuse) || !errors.As(err, &dup) || dup.Name != tensor ||
+		!strings.HasPrefix(err.Error(), prefix) ||
 		!strings.Contains(err.Error(), fmt.Sprintf("%q: a tensor of this name is in flight", tensor)) {
 		t.Errorf("got error %v, want %s and a DuplicateNameError for %q", err, prefix, tensor)
 	}
@@ -345,7 +391,8 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 						checkUsable(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
 					}
 				}
-				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor), hvd.On(e)); err != nil {
+				if _, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name(tensor),
+					hvd.On(e)); err != nil {
 					t.Error(err)
 				}
 			}
@@ -385,7 +432,8 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 			}
 		}
 		n := int32(e.Size())
-		if got, err := first.Wait(ctx); err != nil || fmt.Sprint(got) != fmt.Sprint([][]int32{{n}, {2 * n, 3 * n}}) {
+		if got, err := first.Wait(ctx); err != nil ||
+			fmt.Sprint(got) != fmt.Sprint([][]int32{{n}, {2 * n, 3 * n}}) {
 			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)
 		}
 	})
@@ -411,7 +459,9 @@ func TestNotInitialized(t *testing.T) {
 			t.Errorf("%s: got error %v, want a UsageError that is ErrNotInitialized", op, err)
 		}
 	}
-	for _, query := range []func(){func() { hvd.Rank() }, func() { hvd.ProcessSets() }, func() { hvd.GlobalProcessSet() }} {
+	for _, query := range []func(){func() { hvd.Rank() }, func() { hvd.ProcessSets() }, func() {
+		hvd.GlobalProcessSet()
+	}} {
 		func() {
 			defer func() {
 				if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "called before Init") {
@@ -427,10 +477,13 @@ func TestNotInitialized(t *testing.T) {
 // the name of the operation.
 func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
 	return map[string]func() error{
-		"allreduce":       func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
-		"allgather":       func() error { _, err := hvd.Allgather(ctx, []int32{1}, opts...); return err },
-		"broadcast":       func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, opts...); return err },
-		"alltoall":        func() error { _, _, err := hvd.Alltoall(ctx, []int32{}, nil, opts...); return err },
+		"allreduce": func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
+		"allgather": func() error { _, err := hvd.Allgather(ctx, []int32{1}, opts...); return err },
+		"broadcast": func() error { _, err := hvd.Broadcast(ctx, []int32{1}, 0, opts...); return err },
+		"alltoall": func() error {
+			_, _, err := hvd.Alltoall(ctx, []int32{}, nil, opts...)
+			return err
+		},
 		"reducescatter":   func() error { _, err := hvd.Reducescatter(ctx, []int32{1}, opts...); return err },
 		"barrier":         func() error { return hvd.Barrier(ctx, opts...) },
 		"join":            func() error { _, err := hvd.Join(ctx, opts...); return err },
@@ -458,7 +511,8 @@ func TestAfterShutdown(t *testing.T) {
 			for op, do := range everyOperation(ctx, hvd.On(e)) {
 				err := do()
 				var misuse *hvd.UsageError
-				if !errors.Is(err, hvd.ErrShutDown) || errors.As(err, &misuse) || !strings.HasPrefix(err.Error(), "hvd: "+op+` "`) {
+				if !errors.Is(err, hvd.ErrShutDown) || errors.As(err, &misuse) ||
+					!strings.HasPrefix(err.Error(), "hvd: "+op+` "`) {
 					t.Errorf("rank %d: %s: got error %v, want ErrShutDown", r, op, err)
 				}
 			}
@@ -475,17 +529,20 @@ func TestTooMuchAtOnce(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 1 {
 			tensors := make([][]uint8, 17_000)
-			if _, err := hvd.GroupedAllgather(ctx, tensors, hvd.Name(strings.Repeat("n", 2000)), hvd.On(e)); err == nil {
+			if _, err := hvd.GroupedAllgather(ctx, tensors, hvd.Name(strings.Repeat("n", 2000)),
+				hvd.On(e)); err == nil {
 				t.Error("68 MB of requests were answered")
 			}
 		}
 		<-e.Done()
 		var peer *hvd.PeerError
-		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "want at most 67108864: submit fewer tensors at once") {
+		if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) ||
+			!strings.Contains(err.Error(), "want at most 67108864: submit fewer tensors at once") {
 			t.Errorf("rank %d: got error %v, want that rank 1 sent too much", e.Rank(), err)
 		}
 		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
 			t.Errorf("rank %d: shutdown: got error %v", e.Rank(), err)
 		}
-	}, nil, "HOROVOD_LOG_LEVEL", "fatal", "HVD_LIVENESS_SECONDS", "60") // so much takes some seconds to encode
+		// so much takes some seconds to encode
+	}, nil, "HOROVOD_LOG_LEVEL", "fatal", "HVD_LIVENESS_SECONDS", "60")
 }

@@ -28,7 +28,8 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 	errs := make([]error, len(ranks))
 	var wg sync.WaitGroup
 	for r, own := range ranks {
-		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)), hvd.WithSetting("HOROVOD_SIZE", fmt.Sprint(len(ranks)))}
+		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)),
+			hvd.WithSetting("HOROVOD_SIZE", fmt.Sprint(len(ranks)))}
 		for _, settings := range []map[string]string{all, own} {
 			for name, value := range settings {
 				opts = append(opts, hvd.WithSetting(name, value))
@@ -74,14 +75,16 @@ func TestSettingsThatDiffer(t *testing.T) {
 	// Ranks that differ in these settings do not find each other, and each rank gets the error listed. The
 	// settings without errors have no effect on ranks that meet at a store of the program, as in this test.
 	toMeet := map[string][]string{
-		"HVD_TLS":             {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set", "waiting for rank 1: "},
+		"HVD_TLS": {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set",
+			"waiting for rank 1: "},
 		"HVD_RENDEZVOUS_HOST": nil,
 		"HVD_RENDEZVOUS_PORT": nil,
 		"HVD_SIZE":            nil,
 		"HVD_SUBDOMAIN":       nil,
 	}
 	for _, mode := range []string{"event", "lockstep"} {
-		all := map[string]string{"HVD_NEGOTIATION": mode, "HVD_SECRET": key, "HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
+		all := map[string]string{"HVD_NEGOTIATION": mode, "HVD_SECRET": key,
+			"HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
 		for _, s := range config.Settings() {
 			if s.Scope == config.PerProcess || s.Scope == config.ByLauncher {
 				continue
@@ -99,7 +102,8 @@ func TestSettingsThatDiffer(t *testing.T) {
 					if before == "" {
 						before = "not set"
 					}
-					says := fmt.Sprintf("settings that must be the same at all ranks differ: %s is %s at ranks 0 and 2, %s at rank 1", s.Name, before, other)
+					says := fmt.Sprintf(
+						"settings that must be the same at all ranks differ: %s is %s at ranks 0 and 2, %s at rank 1", s.Name, before, other)
 					want = []string{says, says, says}
 				case config.ToMeet:
 					says, known := toMeet[s.Name]

@@ -17,19 +17,22 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 		var wg sync.WaitGroup
 		for g := range 4 {
 			wg.Go(func() {
-				bad, err := hvd.AllreduceAsync(make([]int32, 1+e.Rank()), hvd.Name(fmt.Sprintf("bad%d", g)), hvd.On(e))
+				bad, err := hvd.AllreduceAsync(make([]int32, 1+e.Rank()), hvd.Name(fmt.Sprintf("bad%d", g)),
+					hvd.On(e))
 				if err != nil {
 					t.Error(err)
 					return
 				}
 				var old []*hvd.Handle[int32]
 				for round := range 50 {
-					rows, err := hvd.AlltoallAsync([]int32{int32(e.Rank()), int32(round), int32(g)}, []int{1, 2}, hvd.Name(fmt.Sprintf("rows%d", g)), hvd.On(e))
+					rows, err := hvd.AlltoallAsync([]int32{int32(e.Rank()), int32(round), int32(g)},
+						[]int{1, 2}, hvd.Name(fmt.Sprintf("rows%d", g)), hvd.On(e))
 					if err != nil {
 						t.Error(err)
 						return
 					}
-					sum, err := hvd.AllreduceAsync([]int32{int32(round)}, hvd.Name(fmt.Sprintf("sum%d", g)), hvd.Op(hvd.Sum), hvd.On(e))
+					sum, err := hvd.AllreduceAsync([]int32{int32(round)}, hvd.Name(fmt.Sprintf("sum%d", g)),
+						hvd.Op(hvd.Sum), hvd.On(e))
 					if err != nil {
 						t.Error(err)
 						return
@@ -44,17 +47,21 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 				for range 2 {
 					var mismatch *hvd.MismatchError
 					if _, err := bad.Wait(ctx); !errors.As(err, &mismatch) || mismatch.Tensor != bad.Name() {
-						t.Errorf("rank %d: got error %v, want that the ranks disagree about %q", e.Rank(), err, bad.Name())
+						t.Errorf("rank %d: got error %v, want that the ranks disagree about %q", e.Rank(),
+							err, bad.Name())
 					}
 				}
 				each := 1 + e.Rank() // rows for this rank, of each
 				for round := range 50 {
 					rows, sum := old[2*round], old[2*round+1]
 					if got := fmt.Sprint(rows.Received()); got != fmt.Sprint([]int{each, each}) {
-						t.Errorf("rank %d: round %d: received %s, want %d from each", e.Rank(), round, got, each)
+						t.Errorf("rank %d: round %d: received %s, want %d from each", e.Rank(), round, got,
+							each)
 					}
-					if got, _ := sum.Wait(ctx); got[0] != int32(2*round) || sum.Received() != nil || sum.Name() != fmt.Sprintf("sum%d", g) {
-						t.Errorf("rank %d: round %d: %q is %v with %v received, want %d", e.Rank(), round, sum.Name(), got, sum.Received(), 2*round)
+					if got, _ := sum.Wait(ctx); got[0] != int32(2*round) || sum.Received() != nil ||
+						sum.Name() != fmt.Sprintf("sum%d", g) {
+						t.Errorf("rank %d: round %d: %q is %v with %v received, want %d", e.Rank(), round,
+							sum.Name(), got, sum.Received(), 2*round)
 					}
 				}
 			})

@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and reports
-// arrive.
+// Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and
+// reports arrive.
 
 // short is a timeout that is long enough for ranks that start together to submit their tensors.
 const short = 500 * time.Millisecond
@@ -63,7 +63,8 @@ func TestOnStall(t *testing.T) {
 				}
 			}
 			if e.Rank() == 0 {
-				awaitStall(ctx, t, stalls, hvd.Stall{Op: "allgather", Tensor: "slow", ProcessSet: over, Missing: []int{2}})
+				awaitStall(ctx, t, stalls, hvd.Stall{Op: "allgather", Tensor: "slow", ProcessSet: over,
+					Missing: []int{2}})
 				seen <- struct{}{}
 			}
 			if h == nil {
@@ -125,7 +126,8 @@ func TestStallShutdown(t *testing.T) {
 		if err := e.Shutdown(ctx); !errors.As(err, &stall) {
 			t.Errorf("rank %d: shutdown: got error %v, want a StallError", e.Rank(), err)
 		}
-	}, nil, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1", "HOROVOD_LOG_LEVEL", "fatal")
+	}, nil, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1",
+		"HOROVOD_LOG_LEVEL", "fatal")
 }
 
 func wantStall(t *testing.T, e *hvd.Engine, err error) {
@@ -137,7 +139,8 @@ func wantStall(t *testing.T, e *hvd.Engine, err error) {
 		t.Errorf("rank %d: got error %v, want a StallError, which is an ErrShutDown", e.Rank(), err)
 		return
 	}
-	waited, err := time.ParseDuration(strings.TrimSuffix(strings.TrimPrefix(err.Error(), prefix), " for rank 2"))
+	waited, err := time.ParseDuration(strings.TrimSuffix(strings.TrimPrefix(err.Error(), prefix),
+		" for rank 2"))
 	if err != nil || waited < time.Second {
 		t.Errorf("rank %d: it has waited %v (%v), want 1 s at least", e.Rank(), waited, err)
 	}
@@ -162,7 +165,8 @@ func TestOperationTimeout(t *testing.T) {
 					if e.Rank() == 1 {
 						<-e.Done()
 					}
-					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil, append(c.opts, hvd.Name("late"), hvd.On(e))...)
+					_, _, err := hvd.Alltoall(ctx, []int32{1, 2, 3}, nil, append(c.opts, hvd.Name("late"),
+						hvd.On(e))...)
 					wantTimeout(t, e, err, 1, `alltoall "late"`)
 					var peer *hvd.PeerError
 					<-e.Done() // operations are answered first
@@ -181,8 +185,11 @@ func TestOperationTimeout(t *testing.T) {
 func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix string) {
 	t.Helper()
 	var peer *hvd.PeerError
-	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) || errors.Is(err, hvd.ErrShutDown) ||
-		!strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: %s: rank %d failed: ", prefix, missing)) || !strings.Contains(err.Error(), "timed out after 0.5s") && !strings.Contains(err.Error(), "timed out after 500ms") {
+	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) ||
+		errors.Is(err, hvd.ErrShutDown) ||
+		!strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: %s: rank %d failed: ", prefix, missing)) ||
+		!strings.Contains(err.Error(), "timed out after 0.5s") &&
+			!strings.Contains(err.Error(), "timed out after 500ms") {
 		t.Errorf("rank %d: got error %v, want a timeout that names rank %d", e.Rank(), err, missing)
 	}
 }

@@ -31,7 +31,9 @@ const (
 
 // entry returns a registration that makes p the backend with this number.
 func entry(id message.Backend, p *planner) ops.Registration {
-	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return p, nil }}
+	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+		return p, nil
+	}}
 }
 
 func newManager(t *testing.T, r ...ops.Registration) *ops.Manager {
@@ -68,10 +70,12 @@ func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
 	_, _, err := newManager(t).Plan(r, 4)
-	if want := `ops: no backend for allreduce "g0" of float32: none is configured`; err == nil || err.Error() != want {
+	if want := `ops: no backend for allreduce "g0" of float32: none is configured`; err == nil ||
+		err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
-	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(r, 4)
+	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(
+		r, 4)
 	if want := `ops: no backend for allreduce "g0" of float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
@@ -100,12 +104,13 @@ func TestManagerGet(t *testing.T) {
 // If one backend cannot be made, NewManager returns the error and closes the backends that it has made.
 func TestManagerFails(t *testing.T) {
 	a, boom := new(planner), errors.New("boom")
-	_, err := ops.NewManager(ops.Registry{entry(first, a), {ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-		if set != 3 || len(ranks) != 2 || me != 1 {
-			t.Errorf("made for position %d of ranks %v of set %d", me, ranks, set)
-		}
-		return nil, boom
-	}}}, 3, []topo.Rank{1, 2}, 1)
+	_, err := ops.NewManager(ops.Registry{entry(first, a),
+		{ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			if set != 3 || len(ranks) != 2 || me != 1 {
+				t.Errorf("made for position %d of ranks %v of set %d", me, ranks, set)
+			}
+			return nil, boom
+		}}}, 3, []topo.Rank{1, 2}, 1)
 	if !errors.Is(err, boom) || !a.closed {
 		t.Errorf("got error %v, and the other backend is closed: %v", err, a.closed)
 	}

@@ -82,13 +82,15 @@ func (c *Cache) Len() int { return len(c.byName) }
 // Put stores r as the entry of bit. It is an error if the bit or the name is in use.
 func (c *Cache) Put(bit uint32, r *message.Response) error {
 	if bit >= message.MaxCacheBits {
-		return fmt.Errorf("responsecache: put %q: got cache bit %d, want less than %d", r.Name, bit, message.MaxCacheBits)
+		return fmt.Errorf("responsecache: put %q: got cache bit %d, want less than %d", r.Name, bit,
+			message.MaxCacheBits)
 	}
 	if old := c.At(bit); old != nil {
 		return fmt.Errorf("responsecache: put %q: cache bit %d has the entry %q", r.Name, bit, old.Name)
 	}
 	if old, ok := c.byName[r.Name]; ok {
-		return fmt.Errorf("responsecache: put %q: got cache bit %d, but the name has cache bit %d", r.Name, bit, old)
+		return fmt.Errorf("responsecache: put %q: got cache bit %d, but the name has cache bit %d", r.Name,
+			bit, old)
 	}
 	for int64(len(c.entries)) <= int64(bit) {
 		c.entries = append(c.entries, nil)

@@ -19,7 +19,8 @@ func allreduce(name string, dims ...int64) *message.Response {
 
 func allgather(name string, firstDims ...int64) *message.Response {
 	return &message.Response{
-		Kind: message.Allgather, Name: name, DType: tensor.Float32, Shape: tensor.Shape{0, 3}, FirstDims: firstDims,
+		Kind: message.Allgather, Name: name, DType: tensor.Float32, Shape: tensor.Shape{0, 3},
+		FirstDims: firstDims,
 	}
 }
 
@@ -49,15 +50,20 @@ func TestLookup(t *testing.T) {
 		{"other name", 2, func(q *message.Request) { q.Name = "h" }, 0, responsecache.Miss},
 		{"other kind", 2, func(q *message.Request) { q.Kind = message.Broadcast }, 0, responsecache.Invalid},
 		{"other type", 2, func(q *message.Request) { q.DType = tensor.Int32 }, 0, responsecache.Invalid},
-		{"other shape", 2, func(q *message.Request) { q.Shape = tensor.Shape{4, 6} }, 0, responsecache.Invalid},
-		{"other first dimension", 2, func(q *message.Request) { q.Shape = tensor.Shape{5, 5} }, 0, responsecache.Invalid},
-		{"fewer dimensions", 2, func(q *message.Request) { q.Shape = tensor.Shape{4} }, 0, responsecache.Invalid},
+		{"other shape", 2, func(q *message.Request) { q.Shape = tensor.Shape{4, 6} }, 0,
+			responsecache.Invalid},
+		{"other first dimension", 2, func(q *message.Request) { q.Shape = tensor.Shape{5, 5} }, 0,
+			responsecache.Invalid},
+		{"fewer dimensions", 2, func(q *message.Request) { q.Shape = tensor.Shape{4} }, 0,
+			responsecache.Invalid},
 		{"other reduction", 2, func(q *message.Request) { q.Op = tensor.Max }, 0, responsecache.Invalid},
 		{"other prescale", 2, func(q *message.Request) { q.Prescale = 2 }, 0, responsecache.Invalid},
 		{"other postscale", 2, func(q *message.Request) { q.Postscale = 2 }, 0, responsecache.Invalid},
 		{"own rows", 0, func(*message.Request) {}, 1, responsecache.Hit},
-		{"another's rows", 0, func(q *message.Request) { q.Shape = tensor.Shape{7, 3} }, 1, responsecache.Invalid},
-		{"other rows", 0, func(q *message.Request) { q.Shape = tensor.Shape{8, 4} }, 1, responsecache.Invalid},
+		{"another's rows", 0, func(q *message.Request) { q.Shape = tensor.Shape{7, 3} }, 1,
+			responsecache.Invalid},
+		{"other rows", 0, func(q *message.Request) { q.Shape = tensor.Shape{8, 4} }, 1,
+			responsecache.Invalid},
 		{"same root", 70, func(*message.Request) {}, 0, responsecache.Hit},
 		{"other root", 70, func(q *message.Request) { q.Root = 0 }, 0, responsecache.Invalid},
 	} {
@@ -66,8 +72,10 @@ func TestLookup(t *testing.T) {
 		for guess := range uint32(80) { // the right bit, another one's, a free one, one out of range
 			q := q
 			q.Bit = guess
-			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss && (bit != test.of || q.Bit != bit) {
-				t.Errorf("%s, guess %d: got bit %d, %v and the guess %d, want %d and %v", test.name, guess, bit, state, q.Bit, test.of, test.state)
+			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss &&
+				(bit != test.of || q.Bit != bit) {
+				t.Errorf("%s, guess %d: got bit %d, %v and the guess %d, want %d and %v", test.name, guess,
+					bit, state, q.Bit, test.of, test.state)
 			}
 		}
 		bit, state := c.Lookup(&q, test.member)
@@ -90,11 +98,14 @@ func TestPutAndErase(t *testing.T) {
 		want string
 	}{
 		{"taken bit", c.Put(1, allreduce("b", 1)), `responsecache: put "b": cache bit 1 has the entry "a"`},
-		{"taken name", c.Put(0, allreduce("a", 1)), `responsecache: put "a": got cache bit 0, but the name has cache bit 1`},
-		{"bit too high", c.Put(message.MaxCacheBits, allreduce("b", 1)), `responsecache: put "b": got cache bit 1048576, want less than 1048576`},
+		{"taken name", c.Put(0, allreduce("a", 1)),
+			`responsecache: put "a": got cache bit 0, but the name has cache bit 1`},
+		{"bit too high", c.Put(message.MaxCacheBits, allreduce("b", 1)),
+			`responsecache: put "b": got cache bit 1048576, want less than 1048576`},
 		{"highest number", c.Put(math.MaxUint32, allreduce("b", 1)), `want less than 1048576`},
 		{"free bit", c.Erase(0), "responsecache: erase cache bit 0, which has no entry"},
-		{"bit that never was", c.Erase(math.MaxUint32), "responsecache: erase cache bit 4294967295, which has no entry"},
+		{"bit that never was", c.Erase(math.MaxUint32),
+			"responsecache: erase cache bit 4294967295, which has no entry"},
 	} {
 		if test.err == nil || !strings.Contains(test.err.Error(), test.want) {
 			t.Errorf("%s: got error %v, want %q", test.name, test.err, test.want)
@@ -180,19 +191,31 @@ func TestDigest(t *testing.T) {
 		"other shape":     replace(0, allreduce("a", 5)),
 		"more dimensions": replace(0, allreduce("a", 4, 1)),
 		"scalar":          replace(0, allreduce("a")),
-		"other type":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.DType = tensor.Int32 })),
-		"other kind":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Kind = message.Broadcast })),
-		"other reduction": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Op = tensor.Min })),
+		"other type": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.DType = tensor.Int32
+		})),
+		"other kind": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Kind = message.Broadcast
+		})),
+		"other reduction": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Op = tensor.Min
+		})),
 		"other prescale":  replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Prescale = 2 })),
 		"other postscale": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Postscale = 2 })),
 		"other root":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Root = 2 })),
-		"other wire type": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Wire = tensor.Float16 })),
-		"group":           replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Group = "G" })),
-		"group size":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.GroupSize = 2 })),
-		"parts":           replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Parts = message.Parts{int64(tensor.Float32), 1, 4} })),
-		"other parts":     replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Parts = message.Parts{int64(tensor.Float32), 2, 4, 1} })),
-		"other rows":      replace(2, allgather("rows", 7, 9)),
-		"rows exchanged":  replace(2, allgather("rows", 8, 7)),
+		"other wire type": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Wire = tensor.Float16
+		})),
+		"group":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Group = "G" })),
+		"group size": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.GroupSize = 2 })),
+		"parts": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Parts = message.Parts{int64(tensor.Float32), 1, 4}
+		})),
+		"other parts": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Parts = message.Parts{int64(tensor.Float32), 2, 4, 1}
+		})),
+		"other rows":     replace(2, allgather("rows", 7, 9)),
+		"rows exchanged": replace(2, allgather("rows", 8, 7)),
 	} {
 		got := build(change)
 		if other, ok := seen[got]; ok {
@@ -203,7 +226,8 @@ func TestDigest(t *testing.T) {
 }
 
 func TestStateString(t *testing.T) {
-	if got := responsecache.Miss.String() + " " + responsecache.Hit.String() + " " + responsecache.Invalid.String(); got != "miss hit invalid" {
+	if got := responsecache.Miss.String() + " " + responsecache.Hit.String() + " " +
+		responsecache.Invalid.String(); got != "miss hit invalid" {
 		t.Errorf("got %q", got)
 	}
 }

@@ -146,16 +146,24 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 			e := m.entries[bit]
 			switch {
 			case was == nil:
-				check(err != nil && nameErr != nil, "bit %d was free at cycle %d: vote is %v, name %q", bit, seen[i], err, name)
+				check(err != nil && nameErr != nil, "bit %d was free at cycle %d: vote is %v, name %q", bit,
+					seen[i], err, name)
 			case e == nil || e.r != was:
 				lateVotes++
-				check(err == nil && request != nil && reflect.DeepEqual(*request, was.Request(i)), "late vote for bit %d of cycle %d, %q: got %v, %v", bit, seen[i], was.Name, request, err)
-				check(nameErr == nil && name == was.Name && !current, "bit %d at cycle %d was %q: got %q, %v, %v", bit, seen[i], was.Name, name, current, nameErr)
+				check(err == nil && request != nil && reflect.DeepEqual(*request, was.Request(i)),
+					"late vote for bit %d of cycle %d, %q: got %v, %v", bit, seen[i], was.Name, request, err)
+				check(nameErr == nil && name == was.Name &&
+					!current, "bit %d at cycle %d was %q: got %q, %v, %v", bit, seen[i], was.Name, name,
+					current, nameErr)
 			default:
-				check(nameErr == nil && name == was.Name && current, "bit %d at cycle %d is %q: got %q, %v, %v", bit, seen[i], was.Name, name, current, nameErr)
-				check((err != nil) == e.votes[i] && request == nil, "vote for bit %d, voted before %v: got %v, %v", bit, e.votes[i], request, err)
+				check(nameErr == nil && name == was.Name &&
+					current, "bit %d at cycle %d is %q: got %q, %v, %v", bit, seen[i], was.Name, name,
+					current, nameErr)
+				check((err != nil) == e.votes[i] && request == nil,
+					"vote for bit %d, voted before %v: got %v, %v", bit, e.votes[i], request, err)
 				e.votes[i] = true
-				check(p.Votes(bit) == m.votes(bit), "vote for bit %d: %d votes of %v", bit, p.Votes(bit), e.votes)
+				check(p.Votes(bit) == m.votes(bit), "vote for bit %d: %d votes of %v", bit, p.Votes(bit),
+					e.votes)
 			}
 		case 0: // a tensor changes, which erases its bit
 			bit := randomBit()
@@ -163,7 +171,8 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				m.invalidations[e.r.Name]++
 				want := m.erase(bit)
 				got := p.Invalidate(bit)
-				check(len(got) == len(want) && (len(got) == 0 || reflect.DeepEqual(got, want)), "invalidate bit %d: got %v, want %v", bit, got, want)
+				check(len(got) == len(want) && (len(got) == 0 || reflect.DeepEqual(got, want)),
+					"invalidate bit %d: got %v, want %v", bit, got, want)
 			}
 		case 1, 2: // a cycle grants some bits and assigns new ones
 			cycle := m.cycle() + 1
@@ -182,7 +191,9 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				r := allreduce(string(rune('a'+rng.IntN(9))), rng.Int64N(3))
 				wantBit, want := m.assign(r, cycle, pinned)
 				bit, ok := p.Assign(r, cycle, pinned)
-				check(ok == want && bit == wantBit, "cycle %d: %q gets bit %d (%v), want bit %d (%v); capacity %d, order %v", cycle, r.Name, bit, ok, wantBit, want, m.capacity, m.order)
+				check(ok == want && bit == wantBit,
+					"cycle %d: %q gets bit %d (%v), want bit %d (%v); capacity %d, order %v", cycle, r.Name,
+					bit, ok, wantBit, want, m.capacity, m.order)
 				if ok {
 					puts[bit] = r
 				}
@@ -195,7 +206,8 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				check(follower.Erase(bit) == nil, "cycle %d: a follower cannot erase bit %d", cycle, bit)
 			}
 			for _, bit := range slices.Sorted(maps.Keys(puts)) {
-				check(follower.Put(bit, puts[bit]) == nil, "cycle %d: a follower cannot put %q as bit %d", cycle, puts[bit].Name, bit)
+				check(follower.Put(bit, puts[bit]) == nil, "cycle %d: a follower cannot put %q as bit %d",
+					cycle, puts[bit].Name, bit)
 			}
 			m.unissued = nil
 			now := make(map[uint32]*message.Response)
@@ -210,15 +222,19 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 			least := slices.Min(seen)
 			p.Forget(least)
 			m.erasures = slices.DeleteFunc(m.erasures, func(c uint64) bool { return c <= least })
-			check(p.Remembered() == len(m.erasures)+len(m.unissued), "all have seen cycle %d: %d entries are kept, want %d and %d", least, p.Remembered(), len(m.erasures), len(m.unissued))
+			check(p.Remembered() == len(m.erasures)+len(m.unissued),
+				"all have seen cycle %d: %d entries are kept, want %d and %d", least, p.Remembered(),
+				len(m.erasures), len(m.unissued))
 		}
 		check(p.Len() == len(m.entries), "%d entries, want %d", p.Len(), len(m.entries))
 		ready, complete := p.Ready(), m.complete()
 		for bit := range uint32(m.capacity + 2) {
-			check(ready.Has(bit) == slices.Contains(complete, bit), "the AND of the rows is %x, complete are %v", ready, complete)
+			check(ready.Has(bit) == slices.Contains(complete, bit),
+				"the AND of the rows is %x, complete are %v", ready, complete)
 			for i := range members {
 				e := m.entries[bit]
-				check(p.Voted(i, bit) == (e != nil && e.votes[i]), "member %d voted for bit %d: %v", i, bit, p.Voted(i, bit))
+				check(p.Voted(i, bit) == (e != nil && e.votes[i]), "member %d voted for bit %d: %v", i, bit,
+					p.Voted(i, bit))
 			}
 		}
 	}

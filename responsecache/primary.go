@@ -157,7 +157,8 @@ func (p *Primary) erase(bit uint32) []LateVote {
 	}
 	p.clearVotes(bit)
 	p.unlink(bit)
-	p.erased = append(p.erased, erasedEntry{bit: bit, response: r, put: p.slots[bit].put, erase: math.MaxUint64})
+	p.erased = append(p.erased, erasedEntry{bit: bit, response: r, put: p.slots[bit].put,
+		erase: math.MaxUint64})
 	p.unissued++
 	if err := p.Cache.Erase(bit); err != nil {
 		panic(err) // cannot happen: bit has an entry
@@ -180,7 +181,8 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 		bit = free
 	default:
 		victim := p.oldest
-		for victim >= 0 && (p.slots[victim].votes > 0 || pinned.Has(uint32(victim)) || p.slots[victim].put == cycle) {
+		for victim >= 0 && (p.slots[victim].votes > 0 || pinned.Has(uint32(victim)) ||
+			p.slots[victim].put == cycle) {
 			victim = p.slots[victim].newer
 		}
 		if victim < 0 {

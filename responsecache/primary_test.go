@@ -13,7 +13,8 @@ import (
 
 // assign gives r a bit in a cycle that has no other news. It returns the bit and the bits that were erased in
 // the cycle.
-func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
+func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64,
+	pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
 	t.Helper()
 	var pin message.Bits
 	for _, b := range pinned {
@@ -25,7 +26,8 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 
 // wantBit assigns a bit to r and fails the test unless the bit is want and the cycle erases exactly the bits
 // in erased.
-func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32, erased ...uint32) {
+func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32,
+	erased ...uint32) {
 	t.Helper()
 	bit, ok, gone := assign(t, p, r, cycle)
 	if !ok || bit != want || !slices.Equal(gone, erased) {
@@ -51,7 +53,8 @@ func TestVotes(t *testing.T) {
 	if p.Voted(0, 0) || !p.Voted(1, 0) || p.Votes(0) != 1 {
 		t.Error("the vote is the wrong member's")
 	}
-	if _, err := p.Vote(1, 0, 1); err == nil || !strings.Contains(err.Error(), `second vote for cache bit 0 ("a")`) {
+	if _, err := p.Vote(1, 0, 1); err == nil ||
+		!strings.Contains(err.Error(), `second vote for cache bit 0 ("a")`) {
 		t.Errorf("second vote: got error %v", err)
 	}
 	if !vote(t, p, 0, 0, 1) {
@@ -69,10 +72,12 @@ func TestVotes(t *testing.T) {
 	}{
 		{"free bit", 1, 1}, {"bit that never was", 1 << 19, 1}, {"before the put", 0, 0},
 	} {
-		if _, err := p.Vote(0, test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "had no entry at cycle") {
+		if _, err := p.Vote(0, test.bit, test.seen); err == nil ||
+			!strings.Contains(err.Error(), "had no entry at cycle") {
 			t.Errorf("%s: got error %v", test.name, err)
 		}
-		if _, _, err := p.NameAt(test.bit, test.seen); err == nil || !strings.Contains(err.Error(), "had no entry at cycle") {
+		if _, _, err := p.NameAt(test.bit, test.seen); err == nil ||
+			!strings.Contains(err.Error(), "had no entry at cycle") {
 			t.Errorf("%s: got error %v", test.name, err)
 		}
 	}
@@ -119,7 +124,8 @@ func TestEviction(t *testing.T) {
 	vote(t, p, 1, 2, 4)
 	wantBit(t, p, allreduce("e", 1), 5, 0, 0) // the order is now c, d, e
 	// A pinned entry is not evicted either.
-	if bit, ok, gone := assign(t, p, allreduce("f", 1), 6, 1); !ok || bit != 0 || !slices.Equal(gone, []uint32{0}) {
+	if bit, ok, gone := assign(t, p, allreduce("f", 1), 6, 1); !ok || bit != 0 ||
+		!slices.Equal(gone, []uint32{0}) {
 		t.Errorf("f: got bit %d (%v) for %v, want 0", bit, ok, gone)
 	} // the order is now c, d, f
 	if bit, ok, gone := assign(t, p, allreduce("g", 1), 7, 0, 1); ok || len(gone) > 0 {
@@ -154,7 +160,8 @@ func TestInvalidations(t *testing.T) {
 		vote(t, p, 2, 0, uint64(i+1))
 		vote(t, p, 0, 0, uint64(i+1))
 		want := []responsecache.LateVote{
-			{Member: 0, Request: allreduce("a", int64(i)).Request(0)}, {Member: 2, Request: allreduce("a", int64(i)).Request(2)},
+			{Member: 0, Request: allreduce("a", int64(i)).Request(0)},
+			{Member: 2, Request: allreduce("a", int64(i)).Request(2)},
 		}
 		if late := p.Invalidate(0); !reflect.DeepEqual(late, want) {
 			t.Errorf("invalidation %d: got %v, want %v", i+1, late, want)
@@ -179,7 +186,8 @@ func TestNotCached(t *testing.T) {
 	}
 	p = responsecache.NewPrimary(8, 1)
 	for _, r := range []*message.Response{
-		{Kind: message.Barrier, Name: "b"}, {Kind: message.Join, Name: "j"}, {Kind: message.AddProcessSet, Name: "s"},
+		{Kind: message.Barrier, Name: "b"}, {Kind: message.Join, Name: "j"},
+		{Kind: message.AddProcessSet, Name: "s"},
 		{Kind: message.RemoveProcessSet, Name: "s"}, {Kind: message.Error, Name: "e", Text: "no"},
 	} {
 		if bit, ok, _ := assign(t, p, r, 1); ok || responsecache.Cacheable(r.Kind) {
@@ -188,7 +196,8 @@ func TestNotCached(t *testing.T) {
 	}
 	for i, r := range []*message.Response{
 		allreduce("a", 1), allgather("g", 1),
-		{Kind: message.Broadcast, Name: "w", DType: tensor.Uint8}, {Kind: message.Reducescatter, Name: "r"}, {Kind: message.Alltoall, Name: "x"},
+		{Kind: message.Broadcast, Name: "w", DType: tensor.Uint8}, {Kind: message.Reducescatter, Name: "r"},
+		{Kind: message.Alltoall, Name: "x"},
 	} {
 		wantBit(t, p, r, 1, uint32(i))
 	}
@@ -233,7 +242,8 @@ func TestLateVotes(t *testing.T) {
 		kept int
 	}{{1, 2}, {2, 1}, {5, 1}, {6, 0}} {
 		if p.Forget(c.seen); p.Remembered() != c.kept {
-			t.Errorf("all have seen cycle %d: %d erased entries are kept, want %d", c.seen, p.Remembered(), c.kept)
+			t.Errorf("all have seen cycle %d: %d erased entries are kept, want %d", c.seen, p.Remembered(),
+				c.kept)
 		}
 	}
 }

@@ -59,7 +59,8 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
 		// Horovod's rendezvous server sends nothing before it has a request, so Greet only times out there.
-		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) && speaksHTTP(addr) {
+		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) &&
+			speaksHTTP(addr) {
 			http, err = true, errHTTP
 		}
 		return err
@@ -80,8 +81,9 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	return s, nil
 }
 
-var errHTTP = errors.New("the server is an HTTP server such as Horovod's rendezvous server, not a store of gohvd: " +
-	"start the ranks with hvdrun instead of horovodrun, or set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT to the address of a store that hvdrun store serves")
+var errHTTP = errors.New(
+	"the server is an HTTP server such as Horovod's rendezvous server, not a store of gohvd: " +
+		"start the ranks with hvdrun instead of horovodrun, or set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT to the address of a store that hvdrun store serves")
 
 // httpTimeout bounds speaksHTTP.
 const httpTimeout = 2 * time.Second
@@ -123,7 +125,8 @@ func (s *Client) Add(ctx context.Context, key string, delta int64) (int64, error
 }
 
 // CompareAndSet implements Store.
-func (s *Client) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+func (s *Client) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) ([]byte, bool, error) {
 	r, err := s.call(ctx, request{op: opCompareAndSet, key: key, first: expected, second: desired})
 	return r.value, r.ok, err
 }
@@ -168,7 +171,8 @@ func (s *Client) NumKeys(ctx context.Context) (int64, error) {
 func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
 	r, err := s.call(ctx, request{op: opMultiGet, keys: keys})
 	if err == nil && len(r.values) != len(keys) {
-		err = Error("multi-get", first(keys), s.addr, fmt.Errorf("the server sent %d values, want %d", len(r.values), len(keys)))
+		err = Error("multi-get", first(keys), s.addr, fmt.Errorf("the server sent %d values, want %d",
+			len(r.values), len(keys)))
 	}
 	return r.values, err
 }

@@ -60,7 +60,8 @@ func TestPrefixStoreConforms(t *testing.T) {
 	for name, under := range map[string]struct {
 		open  func(*testing.T) store.Store
 		lacks storetest.Lacks
-	}{"hash": {newHash, storetest.Lacks{}}, "client": {newClient, storetest.Lacks{}}, "file": {newFile, storetest.Lacks{Queues: true, OwnKeys: 1}}} {
+	}{"hash": {newHash, storetest.Lacks{}}, "client": {newClient, storetest.Lacks{}}, "file": {newFile,
+		storetest.Lacks{Queues: true, OwnKeys: 1}}} {
 		t.Run(name, func(t *testing.T) {
 			storetest.Run(t, under.lacks, func(t *testing.T) store.Store {
 				return store.NewPrefixStore("outer", store.NewPrefixStore("in/ner", under.open(t)))

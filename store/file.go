@@ -40,8 +40,9 @@ type FileStore struct {
 
 var _ Store = (*FileStore)(nil)
 
-// The keys of the users of a file begin with userPrefix there, and records of deletions with deletedPrefix before that. The
-// others are counts: of the stores that are open and that were closed. PyTorch before 2.0 has only the latter.
+// The keys of the users of a file begin with userPrefix there, and records of deletions with deletedPrefix
+// before that. The others are counts: of the stores that are open and that were closed. PyTorch before 2.0
+// has only the latter.
 const (
 	userPrefix    = "/"
 	deletedPrefix = "-"
@@ -50,7 +51,8 @@ const (
 )
 
 const (
-	// filePeriod is how often a waiting call polls the file, as in PyTorch. NFS has no notification to wait for.
+	// filePeriod is how often a waiting call polls the file, as in PyTorch. NFS has no notification to wait
+	// for.
 	filePeriod = 10 * time.Millisecond
 	// closeTime bounds how long Close waits if another process holds the lock.
 	closeTime = 5 * time.Second
@@ -201,7 +203,8 @@ func (s *FileStore) count(ctx context.Context, key string, delta int64) (sum int
 }
 
 // CompareAndSet implements Store.
-func (s *FileStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+func (s *FileStore) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) (actual []byte, swapped bool, err error) {
 	err = errors.Join(CheckKey(key), CheckValue(desired))
 	if err == nil {
 		err = s.change(ctx, func() ([]byte, error) {
@@ -289,7 +292,8 @@ func (s *FileStore) Close() error {
 			if counts[i], err = Sum(old, ok, c.delta); err != nil {
 				return fmt.Errorf("counter %q in the file: %w", c.key, err)
 			}
-			if err := s.write(f, appendRecord(nil, c.key, strconv.AppendInt(nil, counts[i], 10))); err != nil {
+			if err := s.write(f,
+				appendRecord(nil, c.key, strconv.AppendInt(nil, counts[i], 10))); err != nil {
 				return err
 			}
 		}
@@ -360,7 +364,8 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 
 // withFile opens and locks the file, locks s, reads what is new in the file, and calls f. It gives up when
 // ctx ends, and with ErrClosed when closed is closed, which is nil for Close itself.
-func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int, f func(*os.File) error) error {
+func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int,
+	f func(*os.File) error) error {
 	for {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -388,7 +393,8 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 
 // withLock calls f as withFile does, with the file that the caller has opened. It reports whether the file
 // was removed before it could be locked.
-func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int, f func(*os.File) error) (gone bool, err error) {
+func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int,
+	f func(*os.File) error) (gone bool, err error) {
 	if err := flock(ctx, closed, file, lock); err != nil {
 		return false, err
 	}
@@ -484,7 +490,8 @@ func (s *FileStore) readOn(file *os.File, size int64) error {
 // isKey reports whether a record may have this key. Other files, which a user may name by mistake, are not
 // touched.
 func isKey(key string) bool {
-	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey || key == closedKey
+	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey ||
+		key == closedKey
 }
 
 // write appends records to the file, all of which was read and which is locked. What follows the last record

@@ -43,7 +43,9 @@ func TestFileStoreRepairs(t *testing.T) {
 		if n, err := s.Add(ctx, "n", 1); n != int64(cut) || err != nil {
 			t.Fatalf("cut at %d: got %d, %v", cut, n, err)
 		}
-		if all, err := os.ReadFile(path); err != nil || !strings.HasSuffix(string(all), "/n"+string(rune(len(fmt.Sprint(cut))))+"\x00\x00\x00"+fmt.Sprint(cut)) {
+		if all, err := os.ReadFile(path); err != nil ||
+			!strings.HasSuffix(string(all), "/n"+string(rune(len(fmt.Sprint(cut))))+"\x00\x00\x00"+
+				fmt.Sprint(cut)) {
 			t.Errorf("cut at %d: the file ends in %q, %v", cut, all, err)
 		}
 		other, err := store.NewFileStore(ctx, path, 0) // which reads all
@@ -61,7 +63,8 @@ func TestFileStoreRepairs(t *testing.T) {
 
 // A file that is no store, which somebody named by mistake, stays as it is.
 func TestFileStoreLeavesOthers(t *testing.T) {
-	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x", "\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
+	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x",
+		"\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
 		path := filepath.Join(t.TempDir(), "file")
 		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
 			t.Fatal(err)

@@ -58,7 +58,8 @@ except RuntimeError:
 			t.Fatal(err)
 		}
 	}
-	if v, _, err := s.CompareAndSet(ctx, "c", nil, []byte("go")); err != nil || string(v) != "go" && string(v) != "python" {
+	if v, _, err := s.CompareAndSet(ctx, "c", nil, []byte("go")); err != nil || string(v) != "go" &&
+		string(v) != "python" {
 		t.Errorf("got %q, %v", v, err)
 	}
 	if err := s.Set(ctx, "go is done", nil); err != nil {

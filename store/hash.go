@@ -100,7 +100,8 @@ func (s *HashStore) Add(ctx context.Context, key string, delta int64) (int64, er
 }
 
 // CompareAndSet implements Store.
-func (s *HashStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+func (s *HashStore) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) ([]byte, bool, error) {
 	actual, swapped, err := s.compareAndSet(ctx, key, expected, desired)
 	return clone(actual), swapped, failed("compare-and-set", key, err)
 }
@@ -399,7 +400,8 @@ func Sum(value []byte, there bool, delta int64) (int64, error) {
 	return sum, nil
 }
 
-func (s *HashStore) compareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+func (s *HashStore) compareAndSet(ctx context.Context, key string, expected,
+	desired []byte) ([]byte, bool, error) {
 	if err := s.lock(ctx, key); err != nil {
 		return nil, false, err
 	}
@@ -549,10 +551,12 @@ func (s *HashStore) put(key string, value []byte) error {
 // room returns an error if the limits do not allow that many more keys and bytes. s is locked.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, of at most %d", len(s.values)+len(s.queues), s.limits.Keys)}
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, of at most %d",
+			len(s.values)+len(s.queues), s.limits.Keys)}
 	}
 	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, this needs %d more", s.bytes, s.limits.Bytes, bytes)}
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, this needs %d more",
+			s.bytes, s.limits.Bytes, bytes)}
 	}
 	return nil
 }

@@ -51,7 +51,8 @@ func (s *PrefixStore) Add(ctx context.Context, key string, delta int64) (int64, 
 }
 
 // CompareAndSet implements Store.
-func (s *PrefixStore) CompareAndSet(ctx context.Context, key string, expected, desired []byte) ([]byte, bool, error) {
+func (s *PrefixStore) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) ([]byte, bool, error) {
 	return s.under.CompareAndSet(ctx, s.key(key), expected, desired)
 }
 

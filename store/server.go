@@ -96,7 +96,8 @@ func (c *serverConn) run(s *Server) error {
 		return err
 	}
 	if version != storeVersion {
-		return fmt.Errorf("the client speaks version %d of the store protocol, want %d", version, storeVersion)
+		return fmt.Errorf("the client speaks version %d of the store protocol, want %d", version,
+			storeVersion)
 	}
 	for {
 		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
@@ -183,7 +184,9 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.waits) >= maxWaitsPerClient {
-		return false, &refusal{ErrLimit, fmt.Sprintf("the connection has %d waiting calls, want fewer than %d", len(c.waits), maxWaitsPerClient)}
+		return false, &refusal{ErrLimit,
+			fmt.Sprintf("the connection has %d waiting calls, want fewer than %d", len(c.waits),
+				maxWaitsPerClient)}
 	}
 	if c.waits[q.id] != nil {
 		return false, fmt.Errorf("a request with number %d is already waiting", q.id)
@@ -230,7 +233,8 @@ func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error)
 }
 
 func errTooMuch(numBytes int) error {
-	return &refusal{ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes, maxListBytes)}
+	return &refusal{ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes,
+		maxListBytes)}
 }
 
 func (c *serverConn) write(b []byte) error {

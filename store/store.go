@@ -37,15 +37,16 @@ var (
 	ErrUnsupported = errors.New("not supported by this store")
 )
 
-// Store is a map from keys to values that processes share, with waits. Its methods are safe for concurrent use, and
-// each is atomic unless it waits. A waiting call delays no other.
+// Store is a map from keys to values that processes share, with waits. Its methods are safe for concurrent
+// use, and each is atomic unless it waits. A waiting call delays no other.
 //
-// Keys have 1 to MaxKeyBytes bytes, values 0 to MaxValueBytes. Values are copied in both directions. A call whose
-// ctx ends returns an error that wraps ctx.Err(); whether a change was made is then unknown. Beside its value a key may
-// have a queue of values; to Wait and Check, a key is there if it has a value or a queue that is not empty.
+// Keys have 1 to MaxKeyBytes bytes, values 0 to MaxValueBytes. Values are copied in both directions. A call
+// whose ctx ends returns an error that wraps ctx.Err(); whether a change was made is then unknown. Beside its
+// value a key may have a queue of values; to Wait and Check, a key is there if it has a value or a queue that
+// is not empty.
 //
-// The semantics are those of PyTorch's stores (c10d), except that adding to what is no number is an error, and that nil
-// tells a key that is not there from one with an empty value.
+// The semantics are those of PyTorch's stores (c10d), except that adding to what is no number is an error,
+// and that nil tells a key that is not there from one with an empty value.
 type Store interface {
 	// Set gives key a value. nil is the empty value.
 	Set(ctx context.Context, key string, value []byte) error
@@ -53,13 +54,14 @@ type Store interface {
 	// Get waits until key has a value and returns it; it is never nil.
 	Get(ctx context.Context, key string) ([]byte, error)
 
-	// Add adds delta to the decimal number at key, 0 if key has no value, and returns the sum. The value becomes
-	// the sum as text.
+	// Add adds delta to the decimal number at key, 0 if key has no value, and returns the sum. The value
+	// becomes the sum as text.
 	Add(ctx context.Context, key string, delta int64) (int64, error)
 
-	// CompareAndSet gives key the value desired if its value is expected, or if expected is nil and key has none.
-	// actual is the value after the call; nil means that key has none.
-	CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error)
+	// CompareAndSet gives key the value desired if its value is expected, or if expected is nil and key has
+	// none. actual is the value after the call; nil means that key has none.
+	CompareAndSet(ctx context.Context, key string, expected,
+		desired []byte) (actual []byte, swapped bool, err error)
 
 	// Append adds to the end of the value of key, or gives it that value if it has none.
 	Append(ctx context.Context, key string, value []byte) error
@@ -77,8 +79,8 @@ type Store interface {
 	// Check reports whether all keys are there.
 	Check(ctx context.Context, keys ...string) (bool, error)
 
-	// NumKeys is the number of keys with a value. Where a store has keys of its own, as for the processes that joined, they
-	// count.
+	// NumKeys is the number of keys with a value. Where a store has keys of its own, as for the processes
+	// that joined, they count.
 	NumKeys(ctx context.Context) (int64, error)
 
 	// MultiGet is Get for many keys. It waits until all have values.
@@ -99,16 +101,17 @@ type Store interface {
 	// QueueLen is the number of values in the queue of key.
 	QueueLen(ctx context.Context, key string) (int64, error)
 
-	// Close gives up this handle: pending and later calls fail with ErrClosed. Later calls of Close return nil.
+	// Close gives up this handle: pending and later calls fail with ErrClosed. Later calls of Close return
+	// nil.
 	Close() error
 }
 
-// Secret is the secret of a job. The zero Secret is none. Its method Encrypted returns it with TLS on all connections, which
-// both ends must use. It prints as a word, so that printing a Config does not disclose it.
+// Secret is the secret of a job. The zero Secret is none. Its method Encrypted returns it with TLS on all
+// connections, which both ends must use. It prints as a word, so that printing a Config does not disclose it.
 type Secret = secret.Secret
 
-// ParseSecret makes the Secret of a text of 16 to 4096 bytes, the same as HVD_SECRET has. White space around the text does not
-// count. The error does not contain the text.
+// ParseSecret makes the Secret of a text of 16 to 4096 bytes, the same as HVD_SECRET has. White space around
+// the text does not count. The error does not contain the text.
 func ParseSecret(text string) (Secret, error) {
 	s, err := secret.Parse(text)
 	if err != nil {
@@ -187,7 +190,8 @@ func CheckPairs(keys []string, values [][]byte) error {
 // CheckValue returns an error if a value is too long.
 func CheckValue(value []byte) error {
 	if len(value) > MaxValueBytes {
-		return &refusal{ErrLimit, fmt.Sprintf("value has %d bytes, want at most %d", len(value), MaxValueBytes)}
+		return &refusal{ErrLimit, fmt.Sprintf("value has %d bytes, want at most %d", len(value),
+			MaxValueBytes)}
 	}
 	return nil
 }

@@ -122,7 +122,8 @@ func TestServerGivesUpWaits(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			server, hash := serveStore(t, Config{})
-			client, other := dialStore(t, server.Addr(), secret.Secret{}), dialStore(t, server.Addr(), secret.Secret{})
+			client, other := dialStore(t, server.Addr(), secret.Secret{}),
+				dialStore(t, server.Addr(), secret.Secret{})
 			ctx, cancel := context.WithCancel(testnet.Context(t))
 			defer cancel()
 			var wg sync.WaitGroup
@@ -235,7 +236,8 @@ func TestSilentServer(t *testing.T) {
 
 func TestServerAnswersPing(t *testing.T) {
 	server, _ := serveStore(t, Config{})
-	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion), (&request{op: opPing, id: 7}).frame())
+	conn := testnet.RawDial(t, server.Addr(), dial.Greeting(storeMagic, storeVersion),
+		(&request{op: opPing, id: 7}).frame())
 	if _, err := dial.ReadGreeting(conn, storeMagic); err != nil {
 		t.Fatal(err)
 	}
@@ -283,7 +285,9 @@ func TestDialTCP(t *testing.T) {
 		testnet.WantError(t, err, "missing port")
 	})
 	t.Run("not a store", func(t *testing.T) {
-		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) { io.WriteString(conn, "SSH-2.0-x\r\n") }), Config{})
+		_, err := Dial(testnet.Context(t), testnet.FakeServer(t, func(conn net.Conn) {
+			io.WriteString(conn, "SSH-2.0-x\r\n")
+		}), Config{})
 		testnet.WantError(t, err, `greeting is "SSH-", want "GHVS"`)
 	})
 	t.Run("Horovod's store", func(t *testing.T) {
@@ -305,7 +309,8 @@ func TestDialTCP(t *testing.T) {
 				}
 				_, err := Dial(ctx, addr, Config{Secret: s})
 				cancel()
-				testnet.WantError(t, err, "dial "+addr, "an HTTP server such as Horovod's rendezvous server", "start the ranks with hvdrun")
+				testnet.WantError(t, err, "dial "+addr, "an HTTP server such as Horovod's rendezvous server",
+					"start the ranks with hvdrun")
 				t.Logf("%s: %v", what, err)
 			}
 		}
@@ -341,7 +346,8 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 		{"no greeting", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is \"GET \"`},
 		{"old version", [][]byte{dial.Greeting(storeMagic, 0)}, "version 0"},
 		{"oversized", [][]byte{hello, {0xff, 0xff, 0xff, 0xff}}, "frame of 4294967295 bytes"},
-		{"just oversized", [][]byte{hello, binary.BigEndian.AppendUint32(nil, maxRequestBytes+1)}, fmt.Sprintf("frame of %d bytes", maxRequestBytes+1)},
+		{"just oversized", [][]byte{hello, binary.BigEndian.AppendUint32(nil, maxRequestBytes+1)},
+			fmt.Sprintf("frame of %d bytes", maxRequestBytes+1)},
 		{"empty frame", [][]byte{hello, frameOf()}, "malformed"},
 		{"short frame", [][]byte{hello, frameOf(2, 0, 0)}, "malformed"},
 		{"long frame", [][]byte{hello, frameOf(append(get[dial.FrameHeaderBytes:], 0)...)}, "malformed"},
@@ -362,7 +368,8 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 				t.Error(err)
 			}
 			testnet.Eventually(t, "the reason", func() bool {
-				return testnet.Logged(entries, "closed a connection", strings.ReplaceAll(test.reason, `\"`, `"`))
+				return testnet.Logged(entries, "closed a connection", strings.ReplaceAll(test.reason, `\"`,
+					`"`))
 			})
 			if err := client.Set(testnet.Context(t), "k", []byte("v")); err != nil {
 				t.Errorf("another client: %v", err)
@@ -371,7 +378,8 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A client without the secret of the job is refused, gets an error if its protocol permits that, and is logged.
+// A client without the secret of the job is refused, gets an error if its protocol permits that, and is
+// logged.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -387,8 +395,10 @@ func TestSecret(t *testing.T) {
 		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "requires the secret"},
 		{"the same with TLS", key.Encrypted(), key.Encrypted(), nil, ""},
 		{"another with TLS", key.Encrypted(), other.Encrypted(), secret.ErrWrong, "bad certificate"},
-		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded, `its first bytes are "GHVS"`},
-		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded, "the peer has"},
+		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded,
+			`its first bytes are "GHVS"`},
+		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded,
+			"the peer has"},
 		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "the peer has"},
 		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "this process has"},
 	} {
@@ -416,7 +426,9 @@ func TestSecret(t *testing.T) {
 				t.Errorf("got %v, want %v", err, test.want)
 			}
 			if test.logged != "" {
-				testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "closed a connection", test.logged) })
+				testnet.Eventually(t, "the reason", func() bool {
+					return testnet.Logged(entries, "closed a connection", test.logged)
+				})
 			}
 			if n, err := hash.NumKeys(t.Context()); err != nil || (n == 1) != (test.want == nil) {
 				t.Errorf("%d keys, %v", n, err)
@@ -492,8 +504,10 @@ func TestDuplicateWait(t *testing.T) {
 
 func FuzzDecodeRequest(f *testing.F) {
 	for _, q := range []request{
-		{}, {op: opCancel, id: 1}, {op: opAdd, id: 1 << 63, key: "n", delta: -1}, {op: opSet, id: 2, key: "k", first: []byte("v")},
-		{op: opCompareAndSet, id: 3, key: "k", second: []byte{}}, {op: opWatch, id: 4, key: strings.Repeat("k", 1024), first: []byte{}},
+		{}, {op: opCancel, id: 1}, {op: opAdd, id: 1 << 63, key: "n", delta: -1},
+		{op: opSet, id: 2, key: "k", first: []byte("v")},
+		{op: opCompareAndSet, id: 3, key: "k", second: []byte{}},
+		{op: opWatch, id: 4, key: strings.Repeat("k", 1024), first: []byte{}},
 	} {
 		f.Add(q.frame()[dial.FrameHeaderBytes:])
 	}
@@ -510,7 +524,8 @@ func FuzzDecodeRequest(f *testing.F) {
 
 func FuzzDecodeReply(f *testing.F) {
 	for _, r := range []reply{
-		{}, {id: 1, ok: true, value: []byte{}}, {id: 2, number: -1, value: []byte("v")}, {id: 3, status: statusLimit, value: []byte("too much")},
+		{}, {id: 1, ok: true, value: []byte{}}, {id: 2, number: -1, value: []byte("v")},
+		{id: 3, status: statusLimit, value: []byte("too much")},
 	} {
 		f.Add(r.frame()[dial.FrameHeaderBytes:])
 	}

@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
-// The store protocol. A client sends requests, the server one reply to each that was not cancelled, in any order:
-// a reply carries the number of its request. Both are flat records with all fields always there.
+// The store protocol. A client sends requests, the server one reply to each that was not cancelled, in any
+// order: a reply carries the number of its request. Both are flat records with all fields always there.
 //
 //	request: op u8, id u64, delta i64, key u16+bytes, first optional, second optional, keys list, values list
 //	reply:   id u64, status u8, ok u8, number i64, value optional, values list
@@ -52,7 +52,8 @@ const (
 )
 
 var opNames = [numOps]string{
-	"ping", "cancel", "set", "get", "add", "compare-and-set", "watch", "delete", "append", "wait", "check", "number of keys",
+	"ping", "cancel", "set", "get", "add", "compare-and-set", "watch", "delete", "append", "wait", "check",
+	"number of keys",
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
 
@@ -110,8 +111,8 @@ const (
 	numStatuses
 )
 
-// reply is the answer to a request. Unless status is statusOK, value is the text of the error. ok is the bool of
-// compare-and-set, delete, check and try-pop; values are those of multi-get.
+// reply is the answer to a request. Unless status is statusOK, value is the text of the error. ok is the bool
+// of compare-and-set, delete, check and try-pop; values are those of multi-get.
 type reply struct {
 	id     uint64
 	status status
@@ -170,7 +171,8 @@ func (r *reply) frame() []byte {
 // decodeReply decodes a reply. Its value aliases body.
 func decodeReply(body []byte) (reply, error) {
 	d := decoder{rest: body}
-	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional(), values: d.list()}
+	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional(),
+		values: d.list()}
 	if d.bad || len(d.rest) > 0 || r.status >= numStatuses {
 		return reply{}, errMalformed
 	}

@@ -78,7 +78,8 @@ func TestClose(t *testing.T) {
 		t.Errorf("finished %v, want b alone", finished)
 	}
 	q.FinishAll(all, func(*tensorqueue.Entry) error { return second })
-	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second || q.Len() != 0 {
+	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second ||
+		q.Len() != 0 {
 		t.Errorf("finished %v, want a and c with %v and b before", finished, second)
 	}
 }
@@ -95,7 +96,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 		}
 	}
 	finish := func(names string) {
-		q.FinishAll(func(e *tensorqueue.Entry) bool { return strings.Contains(names, e.Request.Name) }, func(*tensorqueue.Entry) error { return ended })
+		q.FinishAll(func(e *tensorqueue.Entry) bool { return strings.Contains(names, e.Request.Name) },
+			func(*tensorqueue.Entry) error { return ended })
 	}
 	finish("ac")
 	if got := q.Pop(nil); len(got) != 1 || got[0].Request.Name != "b" || len(finished) != 2 {
@@ -105,8 +107,10 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 		t.Fatal(err)
 	}
 	finish("ab")
-	if got := q.Pop(nil); len(got) != 0 || q.Waiting() || q.Pending() != 0 || q.Len() != 0 || len(finished) != 3 {
-		t.Errorf("%d entries are left to pop, %d in flight, and %v finished, want none", len(got), q.Len(), finished)
+	if got := q.Pop(nil); len(got) != 0 || q.Waiting() || q.Pending() != 0 || q.Len() != 0 ||
+		len(finished) != 3 {
+		t.Errorf("%d entries are left to pop, %d in flight, and %v finished, want none", len(got), q.Len(),
+			finished)
 	}
 }
 

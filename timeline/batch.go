@@ -41,8 +41,8 @@ func newBatch(tensors int) *batch {
 	return &batch{
 		records: make([]record, 0, tensors), tensors: make([]trace.Tensor, 0, tensors),
 		activities: make([]trace.Activity, 0, activitiesPerTensor*tensors),
-		// Only rank 0 has arrivals. On other ranks the pages stay untouched, and the garbage collector does not
-		// scan them: they hold no pointers.
+		// Only rank 0 has arrivals. On other ranks the pages stay untouched, and the garbage collector does
+		// not scan them: they hold no pointers.
 		arrivals: make([]time.Duration, 0, arrivalsPerTensor*tensors),
 	}
 }
@@ -70,7 +70,8 @@ func (b *batch) operation(op *trace.Operation) bool {
 			return false
 		}
 		b.grown = true
-		from = &batch{make([]record, 0, 1), make([]trace.Tensor, 0, tensors), make([]trace.Activity, 0, len(op.Activities)), make([]time.Duration, 0, arrivals), true}
+		from = &batch{make([]record, 0, 1), make([]trace.Tensor, 0, tensors),
+			make([]trace.Activity, 0, len(op.Activities)), make([]time.Duration, 0, arrivals), true}
 	}
 	b.records = append(b.records, record{Operation: *op, fused: fused})
 	r, first := &b.records[len(b.records)-1], len(from.tensors)

@@ -42,7 +42,8 @@ func Example() {
 		panic(err)
 	}
 	for _, o := range s.Operations {
-		fmt.Printf("%s: %s %s, negotiated for %v µs, done after %v µs\n", filepath.Base(path), o.Track, o.Kind, o.Granted-o.Submitted, o.Ended-o.Granted)
+		fmt.Printf("%s: %s %s, negotiated for %v µs, done after %v µs\n", filepath.Base(path), o.Track,
+			o.Kind, o.Granted-o.Submitted, o.Ended-o.Granted)
 	}
 	// Output: t.rank1.json: barrier BARRIER, negotiated for 2000 µs, done after 1000 µs
 }

@@ -111,7 +111,9 @@ func TestKilled(t *testing.T) {
 					_ = cmd.Wait()
 					t.Fatalf("the child wrote nothing: %s", stderr.String())
 				}
-				killer := time.AfterFunc(time.Duration(rand.Int64N(int64(8*time.Millisecond))), func() { _ = cmd.Process.Kill() })
+				killer := time.AfterFunc(time.Duration(rand.Int64N(int64(8*time.Millisecond))), func() {
+					_ = cmd.Process.Kill()
+				})
 				last := lines.Text()
 				for lines.Scan() {
 					last = lines.Text()
@@ -280,7 +282,8 @@ func TestCap(t *testing.T) {
 		for range 40 {
 			for range 60 {
 				number++
-				tl.Record(simple(number, "a"+strconv.Itoa(rand.IntN(50)), "b"+strconv.FormatUint(rand.Uint64(), 36)))
+				tl.Record(simple(number, "a"+strconv.Itoa(rand.IntN(50)),
+					"b"+strconv.FormatUint(rand.Uint64(), 36)))
 			}
 			if err := tl.Write(); err != nil {
 				t.Fatal(err)
@@ -301,7 +304,8 @@ func TestCap(t *testing.T) {
 			}
 		}
 		if s := mustRead(t, path); s.Segment < 5 || !s.Ended || last != number {
-			t.Errorf("%s: got segment %d, ended %v, and operations up to %d, want all %d in late segments", name, s.Segment, s.Ended, last, number)
+			t.Errorf("%s: got segment %d, ended %v, and operations up to %d, want all %d in late segments",
+				name, s.Segment, s.Ended, last, number)
 		}
 		if _, err := os.Stat(beside(path, "1")); !errors.Is(err, os.ErrNotExist) {
 			t.Errorf("%s: the first segment is there: %v", name, err)
@@ -361,10 +365,13 @@ func TestRing(t *testing.T) {
 		check := func(first, last uint64, ended bool) {
 			t.Helper()
 			s := mustRead(t, path)
-			if n := len(s.Operations); n == 0 || s.Operations[0].Number != first || s.Operations[n-1].Number != last || s.Ended != ended {
-				t.Errorf("got %d operations, ended %v, want %d to %d: %+v", n, s.Ended, first, last, s.Operations[0])
+			if n := len(s.Operations); n == 0 || s.Operations[0].Number != first ||
+				s.Operations[n-1].Number != last || s.Ended != ended {
+				t.Errorf("got %d operations, ended %v, want %d to %d: %+v", n, s.Ended, first, last,
+					s.Operations[0])
 			}
-			if len(s.Clocks) != 1 || s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) || s.Job != "j" {
+			if len(s.Clocks) != 1 ||
+				s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) || s.Job != "j" {
 				t.Errorf("got clocks %v of job %q, want the one from the beginning", s.Clocks, s.Job)
 			}
 			if left := folder(t, dir); len(left) != 1 {
@@ -424,7 +431,8 @@ func TestRingMemory(t *testing.T) {
 		}
 		r.add(b)
 		if r.size > r.max || len(r.kept()) > 1000 || len(r.records) > 2000 {
-			t.Fatalf("got %d operations of about %d bytes of text, want at most %d", len(r.records), r.size, r.max)
+			t.Fatalf("got %d operations of about %d bytes of text, want at most %d", len(r.records), r.size,
+				r.max)
 		}
 	}
 	if len(r.kept()) < 100 || newRing(1, 0).max != ringBytes || newRing(1, 1<<40).max != ringBytes {
@@ -454,7 +462,8 @@ func TestRingCap(t *testing.T) {
 	}
 	mustClose(t, tl)
 	s := mustRead(t, cfg.Path)
-	if u := usage(t, dir); u > cfg.MaxBytes || u < cfg.MaxBytes/4 || s.Operations[len(s.Operations)-1].Number != 20_000 {
+	if u := usage(t, dir); u > cfg.MaxBytes || u < cfg.MaxBytes/4 ||
+		s.Operations[len(s.Operations)-1].Number != 20_000 {
 		t.Errorf("got %d bytes, want the last operations in at most %d", u, cfg.MaxBytes)
 	}
 }
@@ -538,7 +547,8 @@ func TestLeftovers(t *testing.T) {
 	if n := len(mustRead(t, path).Operations); n != 1 {
 		t.Errorf("got %d operations in the file that the link names", n)
 	}
-	if got, want := fmt.Sprint(folder(t, dir)), "[link.json t.03.json t.1.json t.json t.rank1.json t.x.json]"; got != want {
+	if got, want := fmt.Sprint(folder(t, dir)),
+		"[link.json t.03.json t.1.json t.json t.rank1.json t.x.json]"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }
@@ -565,14 +575,18 @@ func TestRemoved(t *testing.T) {
 		tl.Record(simple(number, "g"))
 		return tl.Dropped() > 20
 	})
-	testnet.Eventually(t, "the log says so", func() bool { return testnet.Logged(entries, "t.json", "no such file") })
+	testnet.Eventually(t, "the log says so", func() bool {
+		return testnet.Logged(entries, "t.json", "no such file")
+	})
 	if err := tl.Write(); err == nil {
 		t.Error("Write says that it has written")
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	testnet.Eventually(t, "it is written again", func() bool { return testnet.Logged(entries, "works again") })
+	testnet.Eventually(t, "it is written again", func() bool {
+		return testnet.Logged(entries, "works again")
+	})
 	tl.Record(simple(number+1, "g"))
 	if err := tl.Write(); err != nil {
 		t.Fatal(err)
@@ -765,7 +779,8 @@ func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
 	for !cond() {
 		*number++
 		// Random names make the text hard to compress.
-		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(), 36)))
+		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(),
+			36)))
 		if time.Since(begin) > 30*time.Second {
 			return fmt.Errorf("%s: not after 30 s and %d operations", what, *number)
 		}
@@ -807,7 +822,9 @@ func fillDisk(path string) error {
 	if err := os.Remove(ballast); err != nil {
 		return err
 	}
-	if err := until("room again", tl, &number, func() bool { return testnet.Logged(entries, "works again") }); err != nil {
+	if err := until("room again", tl, &number, func() bool {
+		return testnet.Logged(entries, "works again")
+	}); err != nil {
 		return err
 	}
 	// Flushes, so that the file does not change while it is read; it fails if the disk is full again.
@@ -817,7 +834,8 @@ func fillDisk(path string) error {
 		return err
 	}
 	if len(after.Operations) <= len(before.Operations) {
-		return fmt.Errorf("got %d operations after there was room again, and %d before", len(after.Operations), len(before.Operations))
+		return fmt.Errorf("got %d operations after there was room again, and %d before",
+			len(after.Operations), len(before.Operations))
 	}
 	if err := until("full again", tl, &number, full); err != nil {
 		return err
@@ -856,7 +874,8 @@ func readOnly(path string) error {
 	if err := syscall.Mount(dir, dir, "", syscall.MS_BIND, ""); err != nil {
 		return err
 	}
-	if err := syscall.Mount("", dir, "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY, ""); err != nil {
+	if err := syscall.Mount("", dir, "", syscall.MS_BIND|syscall.MS_REMOUNT|syscall.MS_RDONLY,
+		""); err != nil {
 		return err
 	}
 	for _, last := range []time.Duration{0, time.Second} {
@@ -914,7 +933,9 @@ func TestConcurrent(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if s := mustRead(t, path); len(s.Operations) != 2000 || s.Cycles != 2000 || len(s.Clocks) != 2001 || tl.Dropped() != 0 {
-		t.Errorf("got %d operations, %d cycles, %d clocks, %d dropped", len(s.Operations), s.Cycles, len(s.Clocks), tl.Dropped())
+	if s := mustRead(t, path); len(s.Operations) != 2000 || s.Cycles != 2000 || len(s.Clocks) != 2001 ||
+		tl.Dropped() != 0 {
+		t.Errorf("got %d operations, %d cycles, %d clocks, %d dropped", len(s.Operations), s.Cycles,
+			len(s.Clocks), tl.Dropped())
 	}
 }

@@ -26,9 +26,12 @@ const negotiate = "NEGOTIATE_"
 // that Horovod does not have.
 var names = [...]string{
 	0:                 negotiate + "ERROR", // the request is not known
-	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER", message.Broadcast: negotiate + "BROADCAST",
-	message.Alltoall: negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER", message.Barrier: negotiate + "BARRIER",
-	message.Join: negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET", message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
+	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER",
+	message.Broadcast: negotiate + "BROADCAST",
+	message.Alltoall:  negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER",
+	message.Barrier: negotiate + "BARRIER",
+	message.Join:    negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET",
+	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
 }
 
 // nameOf returns the names of a kind's negotiation and of its operation.
@@ -268,7 +271,9 @@ func byTime(order []int32, arrivals []time.Duration) []int32 {
 			order = append(order, int32(i))
 		}
 	}
-	slices.SortStableFunc(order, func(a, b int32) int { return int(min(max(arrivals[a]-arrivals[b], -1), 1)) })
+	slices.SortStableFunc(order, func(a, b int32) int {
+		return int(min(max(arrivals[a]-arrivals[b], -1), 1))
+	})
 	return order
 }
 

@@ -35,10 +35,12 @@ func TestMain(m *testing.M) {
 }
 
 // quick has short intervals, so that tests see many flushes.
-var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond, timeout: 20 * time.Second}
+var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond,
+	timeout: 20 * time.Second}
 
 func testConfig(path string) Config {
-	return Config{Path: path, Rank: 0, Size: 4, Host: "h", Epoch: 7, Clock: trace.Clock{Domain: "boot/1", Monotonic: 5*time.Second + 1}}
+	return Config{Path: path, Rank: 0, Size: 4, Host: "h", Epoch: 7, Clock: trace.Clock{Domain: "boot/1",
+		Monotonic: 5*time.Second + 1}}
 }
 
 func mustStart(t testing.TB, cfg Config, k knobs) *Timeline {
@@ -98,16 +100,20 @@ func simple(number uint64, names ...string) *trace.Operation {
 	at := time.Duration(number) * time.Millisecond
 	op := &trace.Operation{
 		Number: number, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Ring,
-		Granted: at + 200*time.Microsecond, Begun: at + 300*time.Microsecond, Ended: at + 900*time.Microsecond,
+		Granted: at + 200*time.Microsecond, Begun: at + 300*time.Microsecond,
+		Ended: at + 900*time.Microsecond,
 		Activities: []trace.Activity{
-			{Name: "MEMCPY_IN_FUSION_BUFFER", Begun: at + 310*time.Microsecond, End: at + 350*time.Microsecond},
+			{Name: "MEMCPY_IN_FUSION_BUFFER", Begun: at + 310*time.Microsecond,
+				End: at + 350*time.Microsecond},
 			{Name: "SHM_ALLREDUCE", Begun: at + 350*time.Microsecond, End: at + 800*time.Microsecond},
-			{Name: "MEMCPY_OUT_FUSION_BUFFER", Begun: at + 800*time.Microsecond, End: at + 890*time.Microsecond},
+			{Name: "MEMCPY_OUT_FUSION_BUFFER", Begun: at + 800*time.Microsecond,
+				End: at + 890*time.Microsecond},
 		},
 	}
 	for _, n := range names {
 		op.Tensors = append(op.Tensors, trace.Tensor{
-			Name: n, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: at, Sent: at + 10*time.Microsecond, Cached: true,
+			Name: n, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: at,
+			Sent: at + 10*time.Microsecond, Cached: true,
 		})
 	}
 	return op
@@ -123,11 +129,13 @@ func TestText(t *testing.T) {
 	tl.Cycle(50 * time.Microsecond)
 	op := simple(1, "g", "h")
 	op.Set = 3
-	op.Tensors[0].Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond, 1100*time.Microsecond + 1}
+	op.Tensors[0].Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
+		1100*time.Microsecond + 1}
 	op.Tensors[1].Refused = errors.New(`rank 1 sent "x"`)
 	op.Tensors[1].Shape = nil
 	tl.Record(op)
-	barrier := &trace.Operation{Number: 2, Kind: message.Barrier, Granted: 3 * time.Millisecond, Begun: 3 * time.Millisecond, Ended: 3 * time.Millisecond,
+	barrier := &trace.Operation{Number: 2, Kind: message.Barrier, Granted: 3 * time.Millisecond,
+		Begun: 3 * time.Millisecond, Ended: 3 * time.Millisecond,
 		Tensors: []trace.Tensor{{Name: "b", Submitted: 2 * time.Millisecond}}}
 	tl.Record(barrier)
 	if err := tl.Write(); err != nil {
@@ -208,8 +216,9 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	w := timelinetest.Operation{
 		Track: track, Set: uint32(op.Set), Number: op.Number, Kind: kind, Negotiated: kind,
 		Submitted: us(n.Submitted), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
-		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(), Algorithm: op.Algorithm.String(),
-		Bytes: n.Bytes,
+		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(),
+		Algorithm: op.Algorithm.String(),
+		Bytes:     n.Bytes,
 	}
 	for i := range op.Tensors {
 		w.Fused += max(op.Tensors[i].Parts, 1)
@@ -266,14 +275,16 @@ func (r *random) operation() *trace.Operation {
 	}
 	r.number++
 	op := &trace.Operation{
-		Number: r.number, Set: topo.ProcessSetID(r.IntN(3)), Kind: message.Kind(1 + r.IntN(int(message.Error))),
+		Number: r.number, Set: topo.ProcessSetID(r.IntN(3)),
+		Kind:    message.Kind(1 + r.IntN(int(message.Error))),
 		Backend: message.Backend(r.IntN(3)), Algorithm: message.Algorithm(r.IntN(4)),
 	}
 	tensors := 1 + r.IntN(5)
 	for i := range tensors {
 		n := trace.Tensor{
-			Name: fmt.Sprintf("t%d/%d\"\\\n\xff", i, r.IntN(20)), Bytes: r.Int64N(1 << 40), Cached: r.IntN(2) == 0,
-			DType: tensor.DType(r.IntN(len(tensor.DTypes()) + 1)),
+			Name: fmt.Sprintf("t%d/%d\"\\\n\xff", i, r.IntN(20)), Bytes: r.Int64N(1 << 40),
+			Cached: r.IntN(2) == 0,
+			DType:  tensor.DType(r.IntN(len(tensor.DTypes()) + 1)),
 		}
 		for range r.IntN(4) {
 			n.Shape = append(n.Shape, r.Int64N(1000))
@@ -301,7 +312,8 @@ func (r *random) operation() *trace.Operation {
 	}
 	op.Granted, op.Begun = step(), step()
 	for range r.IntN(4) {
-		op.Activities = append(op.Activities, trace.Activity{Name: "A\"" + fmt.Sprint(r.IntN(3)), Begun: step(), End: step()})
+		op.Activities = append(op.Activities, trace.Activity{Name: "A\"" + fmt.Sprint(r.IntN(3)),
+			Begun: step(), End: step()})
 	}
 	op.Ended = step()
 	if r.IntN(10) == 0 {
@@ -365,14 +377,16 @@ func TestRandomOperations(t *testing.T) {
 				var got []timelinetest.Operation
 				for i, s := range files {
 					if first := files[0].Segment; s.Segment != first+i || s.Epoch != 7 || s.Size != 4 {
-						t.Errorf("got segment %d of %d ranks in epoch %d, want segment %d", s.Segment, s.Size, s.Epoch, first+i)
+						t.Errorf("got segment %d of %d ranks in epoch %d, want segment %d", s.Segment, s.Size,
+							s.Epoch, first+i)
 					}
 					if s.Ended != (i == len(names)) {
 						t.Errorf("segment %d: ended %v", s.Segment, s.Ended)
 					}
 					got = append(got, s.Operations...)
 				}
-				if (c.name == "small segments" || c.name == "segments" && !strings.HasSuffix(name, ".gz")) && len(names) < 2 {
+				if (c.name == "small segments" || c.name == "segments" && !strings.HasSuffix(name, ".gz")) &&
+					len(names) < 2 {
 					t.Errorf("got segments %v, want several", names)
 				}
 				if c.name != "small segments" && len(got) != len(want) {
@@ -421,10 +435,12 @@ func TestClamping(t *testing.T) {
 	unknown := simple(8, "u")
 	unknown.Tensors[0].Submitted, unknown.Tensors[0].Arrivals = 0, []time.Duration{8*time.Millisecond + 1000}
 	tl.Record(unknown)
-	tl.Record(&trace.Operation{Number: 9, Kind: message.Error, Granted: time.Second, Begun: time.Second, Ended: time.Second,
+	tl.Record(&trace.Operation{Number: 9, Kind: message.Error, Granted: time.Second, Begun: time.Second,
+		Ended:  time.Second,
 		Failed: errors.New(""), Tensors: []trace.Tensor{{Name: "e", Submitted: time.Second}}})
 	partial := simple(10, "u")
-	partial.Tensors[0].Arrivals, partial.Tensors[0].Partial = []time.Duration{0, 10 * time.Millisecond, 11 * time.Millisecond}, true
+	partial.Tensors[0].Arrivals, partial.Tensors[0].Partial = []time.Duration{0, 10 * time.Millisecond,
+		11 * time.Millisecond}, true
 	tl.Record(partial)
 	mustClose(t, tl)
 	s := mustRead(t, path)
@@ -432,7 +448,8 @@ func TestClamping(t *testing.T) {
 		t.Fatalf("got %+v, want 6 operations of g, g, mine, u, e and u", s)
 	}
 	o := s.Operations[1]
-	if o.Submitted != 3000 || o.Begin != 5900 || o.Late != 999_000 || o.Arrivals[0] != 1000 || o.Arrivals[1] != 1_000_000 || o.Last != 1 {
+	if o.Submitted != 3000 || o.Begin != 5900 || o.Late != 999_000 || o.Arrivals[0] != 1000 ||
+		o.Arrivals[1] != 1_000_000 || o.Last != 1 {
 		t.Errorf("got %+v, want the recorded times beside the clamped ones", o)
 	}
 	if o := s.Operations[2]; o.Track != "mine" || o.Fused != 2 {
@@ -486,9 +503,12 @@ func TestPathOf(t *testing.T) {
 		rank int
 		want string
 	}{
-		{"t.json", 0, "t.json"}, {"t.json", 3, "t.rank3.json"}, {"t.json.gz", 3, "t.rank3.json.gz"}, {"t", 3, "t.rank3"},
-		{"t.gz", 1, "t.rank1.gz"}, {"a.b/t", 12, "a.b/t.rank12"}, {"/x/.hidden", 1, "/x/.hidden.rank1"}, {"a.b.c", 1, "a.b.rank1.c"},
-		{"/dev/stdout", 3, "/dev/stdout"}, {"/dev/shm/t.json", 3, "/dev/shm/t.rank3.json"}, {"/proc/self/fd/1", 1, "/proc/self/fd/1"},
+		{"t.json", 0, "t.json"}, {"t.json", 3, "t.rank3.json"}, {"t.json.gz", 3, "t.rank3.json.gz"},
+		{"t", 3, "t.rank3"},
+		{"t.gz", 1, "t.rank1.gz"}, {"a.b/t", 12, "a.b/t.rank12"}, {"/x/.hidden", 1, "/x/.hidden.rank1"},
+		{"a.b.c", 1, "a.b.rank1.c"},
+		{"/dev/stdout", 3, "/dev/stdout"}, {"/dev/shm/t.json", 3, "/dev/shm/t.rank3.json"},
+		{"/proc/self/fd/1", 1, "/proc/self/fd/1"},
 	} {
 		if got := PathOf(c.path, c.rank); got != c.want {
 			t.Errorf("PathOf(%q, %d) = %q, want %q", c.path, c.rank, got, c.want)
@@ -498,13 +518,15 @@ func TestPathOf(t *testing.T) {
 
 // encoding/json decodes the written form of each name to the same name, except for bytes that are not UTF-8.
 func FuzzString(f *testing.F) {
-	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(", "é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
+	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(",
+		"é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {
 		got := appendString(nil, s)
 		var back string
-		if err := json.Unmarshal(got, &back); err != nil || back != strings.ToValidUTF8(s, "\ufffd") && back != string([]rune(s)) {
+		if err := json.Unmarshal(got, &back); err != nil || back != strings.ToValidUTF8(s, "\ufffd") &&
+			back != string([]rune(s)) {
 			t.Errorf("%q: got %s, which is %q, %v", s, got, back, err)
 		}
 	})
@@ -512,8 +534,9 @@ func FuzzString(f *testing.F) {
 
 func TestMicros(t *testing.T) {
 	for d, want := range map[time.Duration]string{
-		0: "0", 1: "0.001", 10: "0.01", 100: "0.1", 999: "0.999", 1000: "1", -1: "-0.001", -1500: "-1.5", 1<<63 - 1: "9223372036854775.807",
-		-1 << 63: "-9223372036854775.808",
+		0: "0", 1: "0.001", 10: "0.01", 100: "0.1", 999: "0.999", 1000: "1", -1: "-0.001", -1500: "-1.5",
+		1<<63 - 1: "9223372036854775.807",
+		-1 << 63:  "-9223372036854775.808",
 	} {
 		if got := string(appendMicros(nil, d)); got != want {
 			t.Errorf("%d ns: got %s, want %s", d, got, want)
@@ -610,7 +633,8 @@ func BenchmarkFormat(b *testing.B) {
 					for i := range op.Tensors {
 						op.Tensors[i].Arrivals = nil
 						for j := range arrivals {
-							op.Tensors[i].Arrivals = append(op.Tensors[i].Arrivals, op.Tensors[i].Submitted+time.Duration(7919*j%5000))
+							op.Tensors[i].Arrivals = append(op.Tensors[i].Arrivals,
+								op.Tensors[i].Submitted+time.Duration(7919*j%5000))
 						}
 					}
 					if !all.operation(op) {
@@ -661,7 +685,8 @@ func TestLogsAreSeldom(t *testing.T) {
 	}
 	w.report(nil)
 	w.report(nil)
-	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") || !testnet.Logged(entries, "works again", "300") {
+	if entries.Len() != 2 || !testnet.Logged(entries, "disk full", "t.json") ||
+		!testnet.Logged(entries, "works again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
 	// If the disk keeps failing and recovering, that is logged once a minute. Drops because of a slow disk
@@ -672,7 +697,8 @@ func TestLogsAreSeldom(t *testing.T) {
 		w.dropped.Add(1)
 		w.report(nil)
 	}
-	if got := entries.TakeAll(); len(got) != 3 || got[2].Message != "operations are dropped from the timeline: the disk is slower than the operations come" {
+	if got := entries.TakeAll(); len(got) != 3 ||
+		got[2].Message != "operations are dropped from the timeline: the disk is slower than the operations come" {
 		t.Errorf("got %v, want one line more", got)
 	}
 	w.warnedBroken = w.warnedBroken.Add(-warnEvery)

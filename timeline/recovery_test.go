@@ -80,7 +80,9 @@ func TestHalfFull(t *testing.T) {
 			op.Activities = nil
 			tl.Record(op)
 		}
-		testnet.Eventually(t, "they are written", func() bool { return operationsIn(path) == before+k.tensors/2 })
+		testnet.Eventually(t, "they are written", func() bool {
+			return operationsIn(path) == before+k.tensors/2
+		})
 	}
 	if tl.Dropped() > 0 {
 		t.Errorf("%d dropped", tl.Dropped())
@@ -108,7 +110,8 @@ func TestNoRoom(t *testing.T) {
 		too := operation(2)
 		large(too)
 		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
-		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too), tl.filling.operation(operation(3))}
+		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too),
+			tl.filling.operation(operation(3))}
 		tl.mu.Unlock()
 		if !slices.Equal(took, []bool{true, false, true}) {
 			t.Errorf("%s: took %v, want all but the second", name, took)
@@ -119,7 +122,8 @@ func TestNoRoom(t *testing.T) {
 			t.Errorf("%s: got operations %v, want 1 and 3 with two tensors each", name, got)
 		}
 		for i, o := range s.Operations {
-			if len(o.Activities) != 1 || o.Activities[0] != fmt.Sprint("A", o.Number) || len(o.Arrivals) != 1-i%2 || o.Track != fmt.Sprint("ab"[i%2:][:1], o.Number) {
+			if len(o.Activities) != 1 || o.Activities[0] != fmt.Sprint("A", o.Number) ||
+				len(o.Arrivals) != 1-i%2 || o.Track != fmt.Sprint("ab"[i%2:][:1], o.Number) {
 				t.Errorf("%s: got %+v, want activities and arrivals of operation %d", name, o, o.Number)
 			}
 		}
@@ -131,8 +135,10 @@ func TestNoRoom(t *testing.T) {
 func TestLargerThanMemory(t *testing.T) {
 	const tensors = 8
 	for name, enlarge := range map[string]func(*trace.Operation){
-		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 50) },
-		"arrivals":   func(op *trace.Operation) { op.Tensors[0].Arrivals = slices.Repeat([]time.Duration{1}, 100*tensors) },
+		"tensors": func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 50) },
+		"arrivals": func(op *trace.Operation) {
+			op.Tensors[0].Arrivals = slices.Repeat([]time.Duration{1}, 100*tensors)
+		},
 		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities[:1], 50) },
 	} {
 		path := filepath.Join(t.TempDir(), "t.json")
@@ -147,7 +153,8 @@ func TestLargerThanMemory(t *testing.T) {
 		}
 		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
 		b := tl.filling
-		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")), b.operation(large(4))}
+		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")),
+			b.operation(large(4))}
 		tl.mu.Unlock()
 		if took[3] || !took[0] || !took[1] {
 			t.Errorf("%s: took %v, want one operation that is too large at a time", name, took)
@@ -169,12 +176,16 @@ func TestLargerThanMemory(t *testing.T) {
 			}
 		}
 		tl.mu.Lock()
-		if got, fresh := tl.filling, newBatch(tensors); cap(got.tensors) != cap(fresh.tensors) || cap(got.arrivals) != cap(fresh.arrivals) || cap(got.activities) != cap(fresh.activities) || got.grown {
-			t.Errorf("%s: there is room for %d tensors, %d arrivals and %d activities afterwards", name, cap(got.tensors), cap(got.arrivals), cap(got.activities))
+		if got, fresh := tl.filling, newBatch(tensors); cap(got.tensors) != cap(fresh.tensors) ||
+			cap(got.arrivals) != cap(fresh.arrivals) || cap(got.activities) != cap(fresh.activities) ||
+			got.grown {
+			t.Errorf("%s: there is room for %d tensors, %d arrivals and %d activities afterwards", name,
+				cap(got.tensors), cap(got.arrivals), cap(got.activities))
 		}
 		tl.mu.Unlock()
 		mustClose(t, tl)
-		if got := slices.Compact(numbers(mustRead(t, path))); !slices.Equal(got, append(want, 5)) || entries.Len() > 0 {
+		if got := slices.Compact(numbers(mustRead(t, path))); !slices.Equal(got, append(want, 5)) ||
+			entries.Len() > 0 {
 			t.Errorf("%s: got operations %v and log %v, want %v and 5", name, got, entries.All(), want)
 		}
 	}
@@ -262,7 +273,8 @@ func TestStreamResumes(t *testing.T) {
 				t.Fatalf("%s, last %v: %v", name, last, err)
 			}
 			if got := numbers(s); !slices.Equal(got, want) || tl.Dropped() != 0 || !s.Ended {
-				t.Errorf("%s, last %v: got %d tensors, %d dropped, want each of %d once", name, last, len(got), tl.Dropped(), len(want))
+				t.Errorf("%s, last %v: got %d tensors, %d dropped, want each of %d once", name, last,
+					len(got), tl.Dropped(), len(want))
 			}
 		}
 	}
@@ -380,7 +392,8 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 		switch {
 		case again == nil && err == nil && len(want) > 0:
 			if n := numbers(s); len(n) > 0 && n[len(n)-1] != want[len(want)-1] {
-				return fmt.Errorf("got operations up to %d, and Write had returned after %d", n[len(n)-1], want[len(want)-1])
+				return fmt.Errorf("got operations up to %d, and Write had returned after %d", n[len(n)-1],
+					want[len(want)-1])
 			}
 		case again != nil && (cfg.Last == 0 || !errors.Is(again, os.ErrNotExist)):
 			return fmt.Errorf("after a Write with the answer %v: %w", err, again)

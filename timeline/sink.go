@@ -152,7 +152,8 @@ func segments(path string) (names []string, err error) {
 			continue
 		}
 		number, ok = strings.CutSuffix(number, ext)
-		if n, err := strconv.ParseUint(number, 10, 31); !ok || err != nil || strconv.FormatUint(n, 10) != number {
+		if n, err := strconv.ParseUint(number, 10, 31); !ok || err != nil ||
+			strconv.FormatUint(n, 10) != number {
 			continue
 		}
 		if name := dir + e.Name(); isTimeline(name) {
@@ -221,8 +222,8 @@ func (d *disk) keep(number int) error {
 	if err := remove(name); err != nil {
 		return err
 	}
-	// After a link the path names the old file until the next file replaces it. If the file system has no hard
-	// links, the name is missing for a moment.
+	// After a link the path names the old file until the next file replaces it. If the file system has no
+	// hard links, the name is missing for a moment.
 	if os.Link(d.path, name) != nil {
 		if err := os.Rename(d.path, name); err != nil {
 			return err

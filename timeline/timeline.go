@@ -68,9 +68,10 @@ type knobs struct {
 	timeout time.Duration
 }
 
-// defaultKnobs are the knobs outside tests. The interval leaves 10 ms for the writing itself: docs/timeline.md
-// promises events in the file after 50 ms.
-var defaultKnobs = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second, timeout: 5 * time.Second}
+// defaultKnobs are the knobs outside tests. The interval leaves 10 ms for the writing itself:
+// docs/timeline.md promises events in the file after 50 ms.
+var defaultKnobs = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second,
+	timeout: 5 * time.Second}
 
 // Timeline is the timeline of one rank. Its methods may be called from any goroutine.
 type Timeline struct {
@@ -124,7 +125,8 @@ func split(path string) (stem, ext string) {
 // isDevice reports whether path is in a folder in which no files can be made. /dev/shm is an ordinary folder.
 func isDevice(path string) bool {
 	path = filepath.Clean(path)
-	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") || strings.HasPrefix(path, "/proc/")
+	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") ||
+		strings.HasPrefix(path, "/proc/")
 }
 
 // Start makes the file, replacing an existing one, removes the segments of an earlier run and returns the
@@ -159,13 +161,17 @@ func (t *Timeline) Record(op *trace.Operation) {
 // Cycle marks the beginning of a negotiation cycle, if cycles are marked.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
-		t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: at}, cycle: true}) })
+		t.add(func(b *batch) bool {
+			return b.mark(record{Operation: trace.Operation{Granted: at}, cycle: true})
+		})
 	}
 }
 
 // Offset records a measurement of this rank's clock relative to rank 0's.
 func (t *Timeline) Offset(o trace.Offset) {
-	t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o}) })
+	t.add(func(b *batch) bool {
+		return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o})
+	})
 }
 
 // add adds a record to the filling batch by a call of to, which returns false if there is no room. Then the
@@ -254,7 +260,8 @@ func (t *Timeline) Close() error {
 // run owns the files and writes the records until Close.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// flushAll writes all records so far: first the rest of an earlier attempt, then the records added meanwhile.
+	// flushAll writes all records so far: first the rest of an earlier attempt, then the records added
+	// meanwhile.
 	flushAll := func() error {
 		if err := w.flush(); err != nil {
 			return err

@@ -47,8 +47,8 @@ type writer struct {
 	header  int64 // bytes of the header
 	limit   int64 // most bytes of a segment; 0 is no limit
 
-	// warnedSlow and warnedBroken are the times of the last warnings, reported is the number of drops logged so
-	// far, and failed says that the last report was of an error that is not over.
+	// warnedSlow and warnedBroken are the times of the last warnings, reported is the number of drops logged
+	// so far, and failed says that the last report was of an error that is not over.
 	warnedSlow, warnedBroken time.Time
 	reported                 uint64
 	failed                   bool
@@ -74,8 +74,8 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 
 // open opens the sink for the path: a stream or regular files. Without a ring it also begins the file.
 func (w *writer) open() error {
-	// The program may change its working directory. If the path is a symbolic link, the file that it points to
-	// is replaced, not the link.
+	// The program may change its working directory. If the path is a symbolic link, the file that it points
+	// to is replaced, not the link.
 	if whole, err := filepath.Abs(w.cfg.Path); err == nil && !isDevice(w.cfg.Path) {
 		w.cfg.Path = whole
 	}
@@ -157,8 +157,8 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// writeRing writes the records of the ring. On disk they replace the file before. To a stream they are appended,
-// and the ring drops them.
+// writeRing writes the records of the ring. On disk they replace the file before. To a stream they are
+// appended, and the ring drops them.
 func (w *writer) writeRing() error {
 	_, once := w.sink.(*stream)
 	if !once {
@@ -199,7 +199,9 @@ func (w *writer) write(records []record) error {
 			}
 		}
 		for ; w.inside < len(r.Tensors); w.inside++ {
-			if err := w.place(func(dst []byte) []byte { return w.format.tensor(dst, r, &r.Tensors[w.inside]) }); err != nil {
+			if err := w.place(func(dst []byte) []byte {
+				return w.format.tensor(dst, r, &r.Tensors[w.inside])
+			}); err != nil {
 				return err
 			}
 		}
@@ -226,8 +228,8 @@ func (w *writer) place(format func([]byte) []byte) error {
 		if w.pending = format(w.pending); w.fits() {
 			return nil
 		}
-		// The earlier text may compress to less than the bound in fits. It is written in any case; the new text is
-		// tried once more and then goes to the next segment.
+		// The earlier text may compress to less than the bound in fits. It is written in any case; the new
+		// text is tried once more and then goes to the next segment.
 		text := w.pending[before:]
 		w.pending = w.pending[:before]
 		if err := w.push(); err != nil {
@@ -295,21 +297,24 @@ func (w *writer) close(err error, left int) error {
 		lost += len(w.ring.kept())
 	}
 	w.dropped.Add(uint64(lost))
-	return fmt.Errorf("timeline: rank %d: close %s: %d operations were not written: %w", w.cfg.Rank, w.cfg.Path, lost, err)
+	return fmt.Errorf("timeline: rank %d: close %s: %d operations were not written: %w", w.cfg.Rank,
+		w.cfg.Path, lost, err)
 }
 
 // report logs errors, new drops and recovery, at most one warning of a kind per warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {
-		w.cfg.Log.Info("writing the timeline works again", zap.String("file", w.cfg.Path), zap.Uint64("dropped", dropped))
+		w.cfg.Log.Info("writing the timeline works again", zap.String("file", w.cfg.Path),
+			zap.Uint64("dropped", dropped))
 		w.failed, w.reported = false, dropped
 		return
 	}
 	if dropped == w.reported && (err == nil || w.failed) {
 		return
 	}
-	text, last := "operations are dropped from the timeline: the disk is slower than the operations come", &w.warnedSlow
+	text, last := "operations are dropped from the timeline: the disk is slower than the operations come",
+		&w.warnedSlow
 	if err != nil {
 		text, last = "cannot write the timeline: later operations may be dropped from it", &w.warnedBroken
 	}

@@ -74,7 +74,8 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	b.Registration = tcp.Register(b.mesh, tcp.Config{Deterministic: cfg.Deterministic})
 	if b.session != nil && b.session.Memory != nil {
-		b.Registration = shm.Register(b.session.Memory, shm.Config{Oversubscribed: shm.Oversubscribed(b.session.LocalSize)})
+		b.Registration = shm.Register(b.session.Memory,
+			shm.Config{Oversubscribed: shm.Oversubscribed(b.session.LocalSize)})
 	}
 	b.Backend, err = b.New(topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err

@@ -39,14 +39,16 @@ func golden(t *testing.T, name, got string) {
 // sample returns options for a benchmark that takes little time.
 func sample() options {
 	return options{
-		kind: message.Allreduce, minBytes: 1000, maxBytes: 1000, stepFactor: 2, iters: 3, warmup: 1, maxSeconds: 3, checks: 1, average: byKind,
+		kind: message.Allreduce, minBytes: 1000, maxBytes: 1000, stepFactor: 2, iters: 3, warmup: 1,
+		maxSeconds: 3, checks: 1, average: byKind,
 		types: []tensor.DType{tensor.Float32}, ops: []tensor.ReduceOp{tensor.Sum}, roots: []int{0},
 		placements: []bool{false, true}, modes: []stepMode{asynchronous}, format: "csv",
 	}
 }
 
 // cluster calls f in parallel for the n ranks of a job and returns the errors of all.
-func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context.Context, at jobPlace, rank int) error) error {
+func cluster(t *testing.T, n int, settings map[string]string,
+	f func(ctx context.Context, at jobPlace, rank int) error) error {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -69,7 +71,8 @@ func cluster(t *testing.T, n int, settings map[string]string, f func(ctx context
 
 // runs calls measure at n ranks, each with sample options after change, and returns what rank 0 prints. It
 // fails the test if another rank prints a result.
-func runs(t *testing.T, n int, settings map[string]string, change func(o *options, rank int)) (out, log string, err error) {
+func runs(t *testing.T, n int, settings map[string]string,
+	change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()
 	outs, logs := make([]strings.Builder, n), make([]strings.Builder, n)
 	err = cluster(t, n, settings, func(ctx context.Context, at jobPlace, rank int) error {

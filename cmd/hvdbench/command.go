@@ -56,7 +56,8 @@ func (v *value[T]) Set(text string) error {
 
 // add adds a flag whose text is parsed by parse. It panics if the default cannot be parsed, which is a defect
 // that every test shows.
-func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, parse func(string) (T, error), usage string) {
+func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, parse func(string) (T, error),
+	usage string) {
 	v := &value[T]{to: to, parse: parse, kind: kind}
 	if fallback != "" {
 		if err := v.Set(fallback); err != nil {
@@ -99,33 +100,46 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // nccl-tests has --warmup_iters
 	})
 	o := &c.options
-	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+strings.Join(root.ValidArgs, ", "))
+	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+
+		strings.Join(root.ValidArgs, ", "))
 	add(f, &o.minBytes, "minbytes", "b", "SIZE", "32M", parseSize, "smallest size")
 	add(f, &o.maxBytes, "maxbytes", "e", "SIZE", "32M", parseSize, "largest size")
-	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize, "bytes that are added to a size to get the next")
+	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize,
+		"bytes that are added to a size to get the next")
 	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "factor from a size to the next, instead of --stepbytes")
 	f.IntVarP(&o.iters, "iters", "n", 20, "timed calls of each case")
 	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "untimed calls before the timed ones")
-	f.Float64Var(&o.seconds, "seconds", 0, "seconds for which each case is timed, with 20 to 20000 calls, instead of --iters")
-	f.Float64Var(&o.maxSeconds, "max-seconds", 3, "with --seconds, make fewer than 20 calls if they would take longer than this, but at least 5, or 3 above 64M")
+	f.Float64Var(&o.seconds, "seconds", 0,
+		"seconds for which each case is timed, with 20 to 20000 calls, instead of --iters")
+	f.Float64Var(&o.maxSeconds, "max-seconds", 3,
+		"with --seconds, make fewer than 20 calls if they would take longer than this, but at least 5, or 3 above 64M")
 	f.IntVarP(&o.checks, "check", "c", 1, "how often each case is verified; 0 is never")
-	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes, "element types, separated by commas, or all; names of nccl-tests or of gohvd")
-	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps, "reductions, separated by commas, or all: sum, prod, min, max, avg")
+	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes,
+		"element types, separated by commas, or all; names of nccl-tests or of gohvd")
+	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,
+		"reductions, separated by commas, or all: sum, prod, min, max, avg")
 	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root of broadcasts, or all")
-	f.IntVarP(&c.blocking, "blocking", "z", 1, "accepted because nccl-tests has it: every call waits for its end, so 1 is the only value")
-	f.IntVarP((*int)(&o.average), "average", "a", int(byKind), "which of the ranks' times is the time of a call: 0 rank 0's, 1 the mean, 2 the least, "+
-		"3 the greatest; -1 is the greatest for broadcast, else the least with --touch, else the mean")
+	f.IntVarP(&c.blocking, "blocking", "z", 1,
+		"accepted because nccl-tests has it: every call waits for its end, so 1 is the only value")
+	f.IntVarP((*int)(&o.average), "average", "a", int(byKind),
+		"which of the ranks' times is the time of a call: 0 rank 0's, 1 the mean, 2 the least, "+
+			"3 the greatest; -1 is the greatest for broadcast, else the least with --touch, else the mean")
 	f.BoolVar(&c.in, "in-place", true, "measure in place")
 	f.BoolVar(&c.out, "out-of-place", true, "measure out of place")
 	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
 	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
-	f.BoolVar(&o.touch, "touch", false, "each rank writes its tensor before every call; the writing is not timed")
-	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+strings.Join(workloadNames, ", ")+" or `FILE`, which has lines of name, count, shape")
+	f.BoolVar(&o.touch, "touch", false,
+		"each rank writes its tensor before every call; the writing is not timed")
+	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+
+		strings.Join(workloadNames, ", ")+" or `FILE`, which has lines of name, count, shape")
 	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps over N tensors of BYTES each")
-	add(f, &o.modes, "mode", "", "MODES", "async", parseModes, "how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
+	add(f, &o.modes, "mode", "", "MODES", "async", parseModes,
+		"how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
 	f.StringVar(&o.format, "format", "nccl", "output: "+strings.Join(formats, ", "))
-	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:], "collective": root.ValidArgs} {
-		if err := root.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
+	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:],
+		"collective": root.ValidArgs} {
+		if err := root.RegisterFlagCompletionFunc(name,
+			cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 			panic(err) // the name of a flag above is wrong
 		}
 	}

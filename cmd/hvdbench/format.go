@@ -48,11 +48,14 @@ func (p *printer) begin(title string) {
 		p.printf("%s\n", strings.Join(csvColumns, ","))
 		return
 	}
-	p.printf("#\n#%54s %-34s %-34s %-21s %s\n", "", "            out-of-place", "              in-place", "    out-of-place", "      in-place")
+	p.printf("#\n#%54s %-34s %-34s %-21s %s\n", "", "            out-of-place", "              in-place",
+		"    out-of-place", "      in-place")
 	head := strings.Repeat(fmt.Sprintf(" %9s %8s %8s %6s", "time", "algbw", "busbw", "#wrong"), 2)
 	unit := strings.Repeat(fmt.Sprintf(" %9s %8s %8s %6s", "(us)", "(GB/s)", "(GB/s)", ""), 2)
-	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "size", "count", "type", "redop", "root", head, strings.Repeat(fmt.Sprintf(" %10s %10s", "p50", "p99"), 2))
-	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "(B)", "(elements)", "", "", "", unit, strings.Repeat(fmt.Sprintf(" %10s %10s", "(us)", "(us)"), 2))
+	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "size", "count", "type", "redop", "root", head,
+		strings.Repeat(fmt.Sprintf(" %10s %10s", "p50", "p99"), 2))
+	p.printf("# %11s %13s %9s %7s %7s%s%s\n", "(B)", "(elements)", "", "", "", unit,
+		strings.Repeat(fmt.Sprintf(" %10s %10s", "(us)", "(us)"), 2))
 }
 
 // line prints the results of one size.
@@ -128,8 +131,10 @@ func micros(us float64) string {
 }
 
 var csvColumns = []string{
-	"collective", "path", "memory", "touch", "ranks", "bytes", "count", "type", "redop", "root", "placement", "iters",
-	"mean_us", "p50_us", "p99_us", "min_us", "max_us", "least_mean_us", "greatest_mean_us", "algbw_GBps", "busbw_GBps", "wrong",
+	"collective", "path", "memory", "touch", "ranks", "bytes", "count", "type", "redop", "root", "placement",
+	"iters",
+	"mean_us", "p50_us", "p99_us", "min_us", "max_us", "least_mean_us", "greatest_mean_us", "algbw_GBps",
+	"busbw_GBps", "wrong",
 }
 
 // fields returns the values of csvColumns.
@@ -140,9 +145,12 @@ func (r *result) fields() []string {
 	}
 	number := func(v float64) string { return strconv.FormatFloat(v, 'f', 4, 64) }
 	return []string{
-		r.collective, r.path, r.memory, strconv.FormatBool(r.touch), strconv.Itoa(r.ranks), strconv.FormatInt(r.bytes, 10),
-		strconv.FormatInt(r.count, 10), dt, ncclOp(r.op), strconv.Itoa(r.root), r.placement, strconv.Itoa(r.iters),
-		number(r.mean), number(r.p50), number(r.p99), number(r.min), number(r.max), number(r.leastMean), number(r.greatestMean),
+		r.collective, r.path, r.memory, strconv.FormatBool(r.touch), strconv.Itoa(r.ranks),
+		strconv.FormatInt(r.bytes, 10),
+		strconv.FormatInt(r.count, 10), dt, ncclOp(r.op), strconv.Itoa(r.root), r.placement,
+		strconv.Itoa(r.iters),
+		number(r.mean), number(r.p50), number(r.p99), number(r.min), number(r.max), number(r.leastMean),
+		number(r.greatestMean),
 		number(r.algBW), number(r.busBW), strconv.FormatInt(r.wrong, 10),
 	}
 }

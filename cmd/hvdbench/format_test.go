@@ -12,12 +12,15 @@ import (
 // lines returns result lines with invented times.
 func lines() []line {
 	out := &result{
-		collective: "allreduce", path: "negotiated", memory: "slices", ranks: 2, bytes: 1 << 20, count: 1 << 18, dt: tensor.Float32, op: tensor.Sum, root: -1,
-		placement: "out-of-place", iters: 20, mean: 1234.5678, p50: 1200, p99: 99999.5, min: 9.876, max: 123456, leastMean: 1230, greatestMean: 1240,
+		collective: "allreduce", path: "negotiated", memory: "slices", ranks: 2, bytes: 1 << 20,
+		count: 1 << 18, dt: tensor.Float32, op: tensor.Sum, root: -1,
+		placement: "out-of-place", iters: 20, mean: 1234.5678, p50: 1200, p99: 99999.5, min: 9.876,
+		max: 123456, leastMean: 1230, greatestMean: 1240,
 		algBW: 0.84934, busBW: 0.84934,
 	}
 	in := *out
-	in.placement, in.mean, in.p50, in.p99, in.algBW, in.busBW, in.wrong = "in-place", 104.86, 100.5, 120.25, 10, 10, 3
+	in.placement, in.mean, in.p50, in.p99, in.algBW, in.busBW, in.wrong = "in-place", 104.86, 100.5, 120.25,
+		10, 10, 3
 	step := in
 	step.collective, step.wrong, step.touch, step.dt = `resnet50,"x"_async`, unchecked, true, tensor.BFloat16
 	return []line{{out, &in}, {in: &step}}
@@ -54,7 +57,8 @@ func TestColumnsOfNCCL(t *testing.T) {
 		if strings.HasPrefix(l, "#") {
 			continue
 		}
-		if f := strings.Fields(l); f[0] != "1048576" || f[1] != "262144" || f[3] != "sum" || f[4] != "-1" || f[9] != "104.9" || f[11] != "10.00" || len(f) != 17 {
+		if f := strings.Fields(l); f[0] != "1048576" || f[1] != "262144" || f[3] != "sum" || f[4] != "-1" ||
+			f[9] != "104.9" || f[11] != "10.00" || len(f) != 17 {
 			t.Errorf("columns %q", f)
 		}
 	}

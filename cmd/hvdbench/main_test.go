@@ -45,13 +45,15 @@ func TestMain(m *testing.M) {
 		hvdrunPath = filepath.Join(dir, "hvdrun")
 		self, err := os.Executable()
 		if err == nil {
-			err = os.WriteFile(filepath.Join(dir, "hvdbench"), []byte("#!/bin/sh\nexec '"+self+"' hvdbench \"$@\"\n"), 0o777)
+			err = os.WriteFile(filepath.Join(dir, "hvdbench"),
+				[]byte("#!/bin/sh\nexec '"+self+"' hvdbench \"$@\"\n"), 0o777)
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
-		if out, err := exec.Command("go", "build", "-o", hvdrunPath, "github.com/gohvd/gohvd/cmd/hvdrun").CombinedOutput(); err != nil {
+		if out, err := exec.Command("go", "build", "-o", hvdrunPath,
+			"github.com/gohvd/gohvd/cmd/hvdrun").CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
 			return 1
 		}
@@ -64,7 +66,8 @@ type writerFunc func(p []byte) (int, error)
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // prepare returns a command that runs hvdbench, under hvdrun if np is not 0.
-func prepare(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
+func prepare(t *testing.T, np int, env []string,
+	args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -120,18 +123,24 @@ func parse(args ...string) (got options, err error) {
 }
 
 func TestFlags(t *testing.T) {
-	o, err := parse("all_gather", "-b", "8", "-e", "128M", "-f", "2", "-n", "5", "-w", "3", "-c", "0", "-d", "half,int8", "-o", "max", "-r", "all", "-a", "3", "-z", "1", "--raw", "--touch")
+	o, err := parse("all_gather", "-b", "8", "-e", "128M", "-f", "2", "-n", "5", "-w", "3", "-c", "0", "-d",
+		"half,int8", "-o", "max", "-r", "all", "-a", "3", "-z", "1", "--raw", "--touch")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.kind != message.Allgather || o.minBytes != 8 || o.maxBytes != 128<<20 || o.stepFactor != 2 || o.iters != 5 || o.warmup != 3 || o.checks != 0 ||
-		!slices.Equal(o.types, []tensor.DType{tensor.Float16, tensor.Int8}) || !slices.Equal(o.ops, []tensor.ReduceOp{tensor.Max}) || o.roots != nil ||
-		o.average != ofMax || !o.raw || !o.touch || o.arena || !slices.Equal(o.placements, []bool{false, true}) {
+	if o.kind != message.Allgather || o.minBytes != 8 || o.maxBytes != 128<<20 || o.stepFactor != 2 ||
+		o.iters != 5 || o.warmup != 3 || o.checks != 0 ||
+		!slices.Equal(o.types, []tensor.DType{tensor.Float16, tensor.Int8}) ||
+		!slices.Equal(o.ops, []tensor.ReduceOp{tensor.Max}) || o.roots != nil ||
+		o.average != ofMax || !o.raw || !o.touch || o.arena ||
+		!slices.Equal(o.placements, []bool{false, true}) {
 		t.Errorf("got %+v", o)
 	}
 	o, err = parse()
-	if err != nil || o.kind != message.Allreduce || o.minBytes != 32<<20 || o.maxBytes != 32<<20 || o.iters != 20 || o.warmup != 1 || o.checks != 1 ||
-		o.average != byKind || !slices.Equal(o.roots, []int{0}) || !slices.Equal(o.modes, []stepMode{asynchronous}) || o.format != "nccl" {
+	if err != nil || o.kind != message.Allreduce || o.minBytes != 32<<20 || o.maxBytes != 32<<20 ||
+		o.iters != 20 || o.warmup != 1 || o.checks != 1 ||
+		o.average != byKind || !slices.Equal(o.roots, []int{0}) ||
+		!slices.Equal(o.modes, []stepMode{asynchronous}) || o.format != "nccl" {
 		t.Errorf("without flags: %+v and error %v", o, err)
 	}
 	for _, c := range []struct {
@@ -144,18 +153,23 @@ func TestFlags(t *testing.T) {
 		{[]string{"--maxbytes=1K"}, 1 << 10, 1 << 10},
 	} {
 		if o, err = parse(c.args...); err != nil || o.minBytes != c.min || o.maxBytes != c.max {
-			t.Errorf("%q: %d to %d and error %v, want %d to %d", c.args, o.minBytes, o.maxBytes, err, c.min, c.max)
+			t.Errorf("%q: %d to %d and error %v, want %d to %d", c.args, o.minBytes, o.maxBytes, err, c.min,
+				c.max)
 		}
 	}
-	if o, err = parse("--warmup_iters", "7", "--in_place=false"); err != nil || o.warmup != 7 || !slices.Equal(o.placements, []bool{false}) {
+	if o, err = parse("--warmup_iters", "7", "--in_place=false"); err != nil || o.warmup != 7 ||
+		!slices.Equal(o.placements, []bool{false}) {
 		t.Errorf("nccl-tests' spelling: %+v and error %v", o, err)
 	}
-	if o, err = parse("--many", "1000:256", "--mode", "grouped,async"); err != nil || o.many != (many{count: 1000, bytes: 256}) || len(o.modes) != 2 {
+	if o, err = parse("--many", "1000:256", "--mode", "grouped,async"); err != nil ||
+		o.many != (many{count: 1000, bytes: 256}) || len(o.modes) != 2 {
 		t.Errorf("many: %+v and error %v", o, err)
 	}
 	for _, args := range [][]string{
-		{"-z", "0"}, {"-b", "x"}, {"-d", "uint32"}, {"-o", "xor"}, {"gather"}, {"barrier", "--collective", "allreduce"}, {"-b", "2K", "-e", "1K"},
-		{"--in-place=false", "--out-of-place=false"}, {"--format", "xml"}, {"-f", "1"}, {"-r", "x"}, {"--many", "3"},
+		{"-z", "0"}, {"-b", "x"}, {"-d", "uint32"}, {"-o", "xor"}, {"gather"},
+		{"barrier", "--collective", "allreduce"}, {"-b", "2K", "-e", "1K"},
+		{"--in-place=false", "--out-of-place=false"}, {"--format", "xml"}, {"-f", "1"}, {"-r", "x"},
+		{"--many", "3"},
 	} {
 		if o, err := parse(args...); err == nil {
 			t.Errorf("%q gives %+v, want an error", args, o)
@@ -165,11 +179,14 @@ func TestFlags(t *testing.T) {
 
 func TestWrongUsage(t *testing.T) {
 	for _, args := range [][]string{
-		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"}, {"--workload", "gpt2", "--many", "3:8"},
+		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"},
+		{"--workload", "gpt2", "--many", "3:8"},
 	} {
 		var stdout, stderr bytes.Buffer
-		if got := run(args, &stdout, &stderr); got != statusUsage || !strings.Contains(stderr.String(), "hvdbench --help") || stdout.Len() > 0 {
-			t.Errorf("%q: status %d, stdout %q, stderr %q; want status 2 and a hint", args, got, stdout.String(), stderr.String())
+		if got := run(args, &stdout, &stderr); got != statusUsage ||
+			!strings.Contains(stderr.String(), "hvdbench --help") || stdout.Len() > 0 {
+			t.Errorf("%q: status %d, stdout %q, stderr %q; want status 2 and a hint", args, got,
+				stdout.String(), stderr.String())
 		}
 	}
 }
@@ -179,7 +196,8 @@ func TestHelpAndCompletion(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "bench/plot.py a.csv", "--workload FILE"}},
+		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "bench/plot.py a.csv",
+			"--workload FILE"}},
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
 		{[]string{"__complete", "--format", ""}, []string{"nccl\ncsv\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},
@@ -201,7 +219,9 @@ func TestTwoProcesses(t *testing.T) {
 	if s := status(t, cmd); s != 0 {
 		t.Fatalf("status %d\n%s", s, stderr)
 	}
-	for _, want := range []string{"\nallreduce,negotiated,slices,false,2,64,16,float32,sum,-1,out-of-place,5,", ",512,128,", ",4096,1024,"} {
+	for _, want := range []string{
+		"\nallreduce,negotiated,slices,false,2,64,16,float32,sum,-1,out-of-place,5,", ",512,128,",
+		",4096,1024,"} {
 		if !strings.Contains(stdout.String(), want) {
 			t.Errorf("no %q in\n%s", want, stdout)
 		}
@@ -240,12 +260,14 @@ func TestScripts(t *testing.T) {
 func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"resnet50", "gpt2"} {
-		if err := os.WriteFile(filepath.Join(dir, name+".txt"), []byte("a 100 10x10\nb 7 7\n"), 0o666); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, name+".txt"), []byte("a 100 10x10\nb 7 7\n"),
+			0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
 	env := []string{
-		"BENCH_NP=2", "BENCH_PEER=ours", "BENCH_SHAPES=" + dir, "BENCH_OPS=barrier,allreduce,gpt2", "BENCH_MAX_BYTES=64", "BENCH_VARIANTS=slices,arena-raw",
+		"BENCH_NP=2", "BENCH_PEER=ours", "BENCH_SHAPES=" + dir, "BENCH_OPS=barrier,allreduce,gpt2",
+		"BENCH_MAX_BYTES=64", "BENCH_VARIANTS=slices,arena-raw",
 		"BENCH_SMALL_S=0.001", "BENCH_LARGE_S=0.001", "BENCH_HARD_S=0.001",
 	}
 	rows, err := script(t, env, "peers/ours.py")
@@ -260,13 +282,16 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 		got = append(got, l)
 	}
 	want := []string{
-		"ours,barrier,2,0", "ours,allreduce,2,4", "ours,allreduce,2,64", "ours,gpt2_pertensor,2,428", "ours,gpt2_async,2,428", "ours,gpt2_bucket25,2,428",
-		"ours-arena-raw,allreduce,2,4", "ours-arena-raw,allreduce,2,64", "ours-arena-raw,gpt2_pertensor,2,428", "ours-arena-raw,gpt2_async,2,428",
+		"ours,barrier,2,0", "ours,allreduce,2,4", "ours,allreduce,2,64", "ours,gpt2_pertensor,2,428",
+		"ours,gpt2_async,2,428", "ours,gpt2_bucket25,2,428",
+		"ours-arena-raw,allreduce,2,4", "ours-arena-raw,allreduce,2,64",
+		"ours-arena-raw,gpt2_pertensor,2,428", "ours-arena-raw,gpt2_async,2,428",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got rows\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
-	for name, text := range map[string]string{"ours": rows, "ompi": strings.ReplaceAll(rows, "ours", "ompi")} {
+	for name, text := range map[string]string{"ours": rows, "ompi": strings.ReplaceAll(rows, "ours",
+		"ompi")} {
 		if err := os.WriteFile(filepath.Join(dir, name+"-np2-round1.csv"), []byte(text), 0o666); err != nil {
 			t.Fatal(err)
 		}
@@ -278,10 +303,12 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	if want := " ompi | **1.00** (1.00–1.00) |"; err != nil || !strings.Contains(string(page), want) {
 		t.Errorf("error %v, and no %q in\n%s", err, want, page)
 	}
-	if _, err := script(t, append(env, "BENCH_OPS=alltoall"), "peers/ours.py"); err == nil || !strings.Contains(err.Error(), "BENCH_OPS has alltoall") {
+	if _, err := script(t, append(env, "BENCH_OPS=alltoall"), "peers/ours.py"); err == nil ||
+		!strings.Contains(err.Error(), "BENCH_OPS has alltoall") {
 		t.Errorf("an operation that is not in the matrix: error %v", err)
 	}
-	if _, err := script(t, append(env, "BENCH_SHAPES=/nowhere"), "peers/ours.py"); err == nil || !strings.Contains(err.Error(), "/nowhere/gpt2.txt") {
+	if _, err := script(t, append(env, "BENCH_SHAPES=/nowhere"), "peers/ours.py"); err == nil ||
+		!strings.Contains(err.Error(), "/nowhere/gpt2.txt") {
 		t.Errorf("no shapes: error %v", err)
 	}
 }
@@ -290,7 +317,8 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 func TestSignals(t *testing.T) {
 	for _, np := range []int{0, 2} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
-			cmd, stdout, stderr := prepare(t, np, nil, "-b", "4", "-e", "8", "-f", "2", "-n", "100000000", "-w", "0", "-c", "0", "--out-of-place=false")
+			cmd, stdout, stderr := prepare(t, np, nil, "-b", "4", "-e", "8", "-f", "2", "-n", "100000000",
+				"-w", "0", "-c", "0", "--out-of-place=false")
 			measuring := make(chan struct{})
 			once := sync.OnceFunc(func() { close(measuring) })
 			cmd.Stdout = writerFunc(func(p []byte) (int, error) {

@@ -27,7 +27,8 @@ func (p negotiated) prepare(s opSpec, name string, buf []byte) (*action, error) 
 	return t.prepare(p.Engine, s, name, buf)
 }
 
-func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
+func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
+	flats []named) (func(ctx context.Context) error, error) {
 	t, ok := typed[dt]
 	if !ok {
 		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", dt)}
@@ -38,7 +39,8 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors, flats []named)
 // ofType has the operations of package hvd for one element type.
 type ofType struct {
 	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
-	step    func(e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error)
+	step    func(e *hvd.Engine, mode stepMode, tensors,
+		flats []named) (func(ctx context.Context) error, error)
 }
 
 func forType[T tensor.Element]() ofType { return ofType{prepareTyped[T], stepTyped[T]} }
@@ -66,15 +68,30 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 	a := &action{result: func() []byte { return tensor.Bytes(out) }}
 	switch s.kind {
 	case message.Allreduce:
-		a.run = func(ctx context.Context) (err error) { out, err = hvd.Allreduce(ctx, x, opts...); return err }
+		a.run = func(ctx context.Context) (err error) {
+			out, err = hvd.Allreduce(ctx, x, opts...)
+			return err
+		}
 	case message.Allgather:
-		a.run = func(ctx context.Context) (err error) { out, err = hvd.Allgather(ctx, x, opts...); return err }
+		a.run = func(ctx context.Context) (err error) {
+			out, err = hvd.Allgather(ctx, x, opts...)
+			return err
+		}
 	case message.Broadcast:
-		a.run = func(ctx context.Context) (err error) { out, err = hvd.Broadcast(ctx, x, s.root, opts...); return err }
+		a.run = func(ctx context.Context) (err error) {
+			out, err = hvd.Broadcast(ctx, x, s.root, opts...)
+			return err
+		}
 	case message.Reducescatter:
-		a.run = func(ctx context.Context) (err error) { out, err = hvd.Reducescatter(ctx, x, opts...); return err }
+		a.run = func(ctx context.Context) (err error) {
+			out, err = hvd.Reducescatter(ctx, x, opts...)
+			return err
+		}
 	case message.Alltoall:
-		a.run = func(ctx context.Context) (err error) { out, _, err = hvd.Alltoall(ctx, x, nil, opts...); return err }
+		a.run = func(ctx context.Context) (err error) {
+			out, _, err = hvd.Alltoall(ctx, x, nil, opts...)
+			return err
+		}
 	default:
 		return nil, errUnsupported{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
@@ -82,7 +99,8 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 }
 
 // stepTyped prepares a step on elements of type T.
-func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []named) (func(ctx context.Context) error, error) {
+func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
+	flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))
 	opts := make([][]hvd.Option, len(tensors))
 	for i, t := range tensors {
@@ -128,7 +146,8 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors, flats []
 
 // stepBuckets prepares a step that copies the tensors into buckets and starts the reduction of each bucket as
 // soon as it is full. Then it waits for the buckets in order and copies their contents back.
-func stepBuckets[T tensor.Element](e *hvd.Engine, tensors, flats []named) (func(ctx context.Context) error, error) {
+func stepBuckets[T tensor.Element](e *hvd.Engine, tensors,
+	flats []named) (func(ctx context.Context) error, error) {
 	reduce := make([]*hvd.Handle[T], len(flats))
 	xs := make([][]T, len(flats))
 	opts := make([][]hvd.Option, len(flats))

@@ -23,7 +23,8 @@ type opSpec struct {
 
 // kinds are the collectives that can be measured.
 var kinds = []message.Kind{
-	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Barrier,
+	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall,
+	message.Barrier,
 }
 
 // parts returns the ratio of the size of the whole tensor of n ranks to opSpec.count.
@@ -74,7 +75,8 @@ type path interface {
 	Size() int
 	// String returns negotiated or raw.
 	String() string
-	// prepare prepares an operation on buf. The error is errUnsupported if this path does not have the operation.
+	// prepare prepares an operation on buf. The error is errUnsupported if this path does not have the
+	// operation.
 	prepare(s opSpec, name string, buf []byte) (*action, error)
 	// step prepares a step that sums tensors in place. flats are the buckets if mode is bucketed.
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)

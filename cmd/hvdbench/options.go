@@ -123,7 +123,9 @@ func ncclType(dt tensor.DType) string {
 
 func parseTypes(text string) ([]tensor.DType, error) {
 	return parseList(text, tensor.DTypes(), func(word string) (tensor.DType, error) {
-		return parseOne(word, tensor.DTypes(), func(dt tensor.DType) []string { return []string{dt.String(), ncclType(dt)} })
+		return parseOne(word, tensor.DTypes(), func(dt tensor.DType) []string {
+			return []string{dt.String(), ncclType(dt)}
+		})
 	})
 }
 
@@ -144,7 +146,9 @@ func ncclOp(op tensor.ReduceOp) string {
 
 func parseOps(text string) ([]tensor.ReduceOp, error) {
 	return parseList(text, reductions, func(word string) (tensor.ReduceOp, error) {
-		return parseOne(word, reductions, func(op tensor.ReduceOp) []string { return []string{ncclOp(op), op.String()} })
+		return parseOne(word, reductions, func(op tensor.ReduceOp) []string {
+			return []string{ncclOp(op), op.String()}
+		})
 	})
 }
 
@@ -178,7 +182,9 @@ var mpiNames = map[message.Kind]string{
 }
 
 func parseCollective(text string) (message.Kind, error) {
-	return parseOne(strings.ReplaceAll(text, "-", "_"), kinds, func(k message.Kind) []string { return []string{k.String(), mpiNames[k]} })
+	return parseOne(strings.ReplaceAll(text, "-", "_"), kinds, func(k message.Kind) []string {
+		return []string{k.String(), mpiNames[k]}
+	})
 }
 
 func parseModes(text string) ([]stepMode, error) {
@@ -224,7 +230,8 @@ func (o *options) check() error {
 	case o.warmup < 0 || o.checks < 0:
 		return fmt.Errorf("--warmup-iters is %d and --check is %d, want 0 or more", o.warmup, o.checks)
 	case !(o.seconds >= 0 && o.maxSeconds > 0):
-		return fmt.Errorf("--seconds is %v and --max-seconds is %v, want 0 or more and more than 0", o.seconds, o.maxSeconds)
+		return fmt.Errorf("--seconds is %v and --max-seconds is %v, want 0 or more and more than 0",
+			o.seconds, o.maxSeconds)
 	case o.average < byKind || o.average > ofMax:
 		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (least) or 3 (greatest)", o.average)
 	case !slices.Contains(formats, o.format):

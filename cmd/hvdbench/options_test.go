@@ -11,13 +11,15 @@ import (
 
 func TestParseSize(t *testing.T) {
 	for text, want := range map[string]int64{
-		"0": 0, "8": 8, "1K": 1 << 10, "64M": 64 << 20, "2G": 2 << 30, "1T": 1 << 40, "4k": 4 << 10, "16KiB": 16 << 10, "16mb": 16 << 20, "512B": 512,
+		"0": 0, "8": 8, "1K": 1 << 10, "64M": 64 << 20, "2G": 2 << 30, "1T": 1 << 40, "4k": 4 << 10,
+		"16KiB": 16 << 10, "16mb": 16 << 20, "512B": 512,
 	} {
 		if got, err := parseSize(text); err != nil || got != want {
 			t.Errorf("%q is %d and error %v, want %d", text, got, err, want)
 		}
 	}
-	for _, text := range []string{"", "K", "-1", "1.5M", "1X", "1KK", "9999999999999999999", "9000000T", "1 K"} {
+	for _, text := range []string{"", "K", "-1", "1.5M", "1X", "1KK", "9999999999999999999", "9000000T",
+		"1 K"} {
 		if got, err := parseSize(text); err == nil {
 			t.Errorf("%q is %d, want an error", text, got)
 		}
@@ -31,7 +33,8 @@ func TestParseSize(t *testing.T) {
 
 func TestParseNames(t *testing.T) {
 	types, err := parseTypes("half,float,double,bfloat16,int8,float32,bool")
-	want := []tensor.DType{tensor.Float16, tensor.Float32, tensor.Float64, tensor.BFloat16, tensor.Int8, tensor.Float32, tensor.Bool}
+	want := []tensor.DType{tensor.Float16, tensor.Float32, tensor.Float64, tensor.BFloat16, tensor.Int8,
+		tensor.Float32, tensor.Bool}
 	if err != nil || !slices.Equal(types, want) {
 		t.Errorf("types are %v and error %v, want %v", types, err, want)
 	}
@@ -39,18 +42,21 @@ func TestParseNames(t *testing.T) {
 		t.Errorf("all types are %v and error %v", types, err)
 	}
 	ops, err := parseOps("sum,prod,product,min,max,avg,average")
-	wantOps := []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Product, tensor.Min, tensor.Max, tensor.Average, tensor.Average}
+	wantOps := []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Product, tensor.Min, tensor.Max,
+		tensor.Average, tensor.Average}
 	if err != nil || !slices.Equal(ops, wantOps) {
 		t.Errorf("reductions are %v and error %v, want %v", ops, err, wantOps)
 	}
 	if ops, err = parseOps("all"); err != nil || len(ops) != 5 {
 		t.Errorf("all reductions are %v and error %v, want 5", ops, err)
 	}
-	if modes, err := parseModes("async,bucket25"); err != nil || !slices.Equal(modes, []stepMode{asynchronous, bucketed}) {
+	if modes, err := parseModes("async,bucket25"); err != nil ||
+		!slices.Equal(modes, []stepMode{asynchronous, bucketed}) {
 		t.Errorf("modes are %v and error %v", modes, err)
 	}
 	for text, want := range map[string]message.Kind{
-		"allreduce": message.Allreduce, "all_reduce": message.Allreduce, "reduce-scatter": message.Reducescatter, "bcast": message.Broadcast, "barrier": message.Barrier,
+		"allreduce": message.Allreduce, "all_reduce": message.Allreduce,
+		"reduce-scatter": message.Reducescatter, "bcast": message.Broadcast, "barrier": message.Barrier,
 	} {
 		if got, err := parseCollective(text); err != nil || got != want {
 			t.Errorf("collective %q is %v and error %v, want %v", text, got, err, want)
@@ -98,7 +104,8 @@ func TestSizes(t *testing.T) {
 		{options{minBytes: 0, maxBytes: 4, stepBytes: 4}, []int64{0, 4}},
 	} {
 		if got := c.o.sizes(); !slices.Equal(got, c.want) {
-			t.Errorf("%d to %d by factor %d, step %d: got %v, want %v", c.o.minBytes, c.o.maxBytes, c.o.stepFactor, c.o.stepBytes, got, c.want)
+			t.Errorf("%d to %d by factor %d, step %d: got %v, want %v", c.o.minBytes, c.o.maxBytes,
+				c.o.stepFactor, c.o.stepBytes, got, c.want)
 		}
 	}
 }
@@ -121,19 +128,24 @@ func TestContradictions(t *testing.T) {
 		t.Fatal(err)
 	}
 	for want, change := range map[string]func(o *options){
-		"want at least --minbytes":                     func(o *options) { o.maxBytes = 10 },
-		"--stepfactor is 1":                            func(o *options) { o.stepFactor = 1 },
-		"want 1 or more with --stepfactor":             func(o *options) { o.minBytes = 0 },
-		"--stepbytes is 0":                             func(o *options) { o.stepFactor, o.maxBytes = 0, 2000 },
-		"--iters is 0":                                 func(o *options) { o.iters = 0 },
-		"--warmup-iters is -1":                         func(o *options) { o.warmup = -1 },
-		"--average is 4":                               func(o *options) { o.average = 4 },
-		`--format is "xml"`:                            func(o *options) { o.format = "xml" },
-		"exclude each other":                           func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
+		"want at least --minbytes":         func(o *options) { o.maxBytes = 10 },
+		"--stepfactor is 1":                func(o *options) { o.stepFactor = 1 },
+		"want 1 or more with --stepfactor": func(o *options) { o.minBytes = 0 },
+		"--stepbytes is 0": func(o *options) {
+			o.stepFactor, o.maxBytes = 0, 2000
+		},
+		"--iters is 0":         func(o *options) { o.iters = 0 },
+		"--warmup-iters is -1": func(o *options) { o.warmup = -1 },
+		"--average is 4":       func(o *options) { o.average = 4 },
+		`--format is "xml"`:    func(o *options) { o.format = "xml" },
+		"exclude each other":   func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
 		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
-		"--seconds is -1":                              func(o *options) { o.seconds = -1 },
-		"--max-seconds is 0":                           func(o *options) { o.maxSeconds = 0 },
-		"raise --stepbytes or --":                      func(o *options) { o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 0, 1<<20, 0, 1 },
+		"--seconds is -1":    func(o *options) { o.seconds = -1 },
+		"--max-seconds is 0": func(o *options) { o.maxSeconds = 0 },
+		"raise --stepbytes or --": func(o *options) {
+			o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 0,
+				1<<20, 0, 1
+		},
 	} {
 		o := sample()
 		change(&o)

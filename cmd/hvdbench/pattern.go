@@ -221,7 +221,8 @@ func (p pattern) wrong(buf []byte) (count int64, first string) {
 				continue
 			}
 			if count == 0 {
-				first = fmt.Sprintf("element %d is %v, want %v", (at+i)/size, get(part[i:], p.dt), get(p.period[i:], p.dt))
+				first = fmt.Sprintf("element %d is %v, want %v", (at+i)/size, get(part[i:], p.dt),
+					get(p.period[i:], p.dt))
 			}
 			count++
 		}

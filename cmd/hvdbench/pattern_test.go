@@ -129,7 +129,8 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 			}
 			wrong, first := wrongBlocks(got, want)
 			if least := int64(blocks) * s.count / 8; wrong < least || blocks == 0 && wrong > 0 {
-				t.Errorf("%v of %v, rank %d of %d: %s: %d wrong of %d: %s", s.kind, s.dt, r, n, what, wrong, int64(blocks)*s.count, first)
+				t.Errorf("%v of %v, rank %d of %d: %s: %d wrong of %d: %s", s.kind, s.dt, r, n, what, wrong,
+					int64(blocks)*s.count, first)
 			}
 		}
 		expect("right", 0, func(b int) (int, int) { return route(r, b) })
@@ -145,7 +146,8 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 		expect("unchanged", n-1, func(b int) (int, int) { return r, b })
 		for b := range want {
 			if at := b * len(buf) / n; !bytes.Equal(buf[at:][:len(buf)/n], arg(r, b)) {
-				t.Errorf("%v of %v, rank %d of %d: the argument's block %d is another than this test has", s.kind, s.dt, r, n, b)
+				t.Errorf("%v of %v, rank %d of %d: the argument's block %d is another than this test has",
+					s.kind, s.dt, r, n, b)
 			}
 		}
 		for _, d := range []int{1, 2, n / 2, n - 1} {

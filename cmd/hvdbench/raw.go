@@ -20,13 +20,14 @@ func (p *rawPath) Rank() int      { return p.backend.rank }
 func (p *rawPath) Size() int      { return p.backend.size }
 func (p *rawPath) String() string { return "raw" }
 
-// plan returns the algorithm that the backend chooses for s. The error is errUnsupported if the backend does not
-// support s.
+// plan returns the algorithm that the backend chooses for s. The error is errUnsupported if the backend does
+// not support s.
 func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	if s.op.IsAverage() {
 		return 0, errUnsupported{"a backend has no averages, which the engine computes from sums"}
 	}
-	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op, Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
+	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
+		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
 	alg, err := p.backend.Plan(r, s.numBytes(p.Size()))
 	if err != nil {
 		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}
@@ -47,13 +48,15 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	for i := range counts {
 		counts[i] = each
 	}
-	op := ops.Operation{Kind: s.kind, Algorithm: alg, DType: s.dt, Op: s.op, Scaling: ops.Scaling{Pre: 1, Post: 1}, Buf: buf, Counts: counts, Root: s.root}
+	op := ops.Operation{Kind: s.kind, Algorithm: alg, DType: s.dt, Op: s.op,
+		Scaling: ops.Scaling{Pre: 1, Post: 1}, Buf: buf, Counts: counts, Root: s.root}
 	out := buf
 	switch {
 	case s.kind == message.Allreduce:
 		if !s.inPlace {
 			if !p.backend.Lists {
-				return nil, errUnsupported{fmt.Sprintf("the %v backend has allreduce only in place", p.backend.ID)}
+				return nil, errUnsupported{fmt.Sprintf("the %v backend has allreduce only in place",
+					p.backend.ID)}
 			}
 			out = make([]byte, len(buf))
 		}
@@ -80,12 +83,14 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 // barrier prepares an allreduce of one byte. A backend has no barrier: in the engine a barrier is only a
 // negotiation.
 func (p *rawPath) barrier() (*action, error) {
-	return p.prepare(opSpec{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1, inPlace: true}, "", make([]byte, 1))
+	return p.prepare(opSpec{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1,
+		inPlace: true}, "", make([]byte, 1))
 }
 
 // step prepares a step that reduces the tensors as the engine would after a negotiation that found all of
 // them ready, in their order. It fuses them if mode is not perTensor and the backend can fuse.
-func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func(ctx context.Context) error, error) {
+func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
+	_ []named) (func(ctx context.Context) error, error) {
 	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
 		return nil, errUnsupported{"a backend has no buckets, which need negotiation"}
@@ -105,7 +110,8 @@ func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors, _ []named) (func
 			return nil, err
 		}
 		operations = append(operations, ops.Operation{
-			Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Sum, Tensors: g, Scaling: ops.Scaling{Pre: 1, Post: 1},
+			Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Sum, Tensors: g,
+			Scaling: ops.Scaling{Pre: 1, Post: 1},
 		})
 	}
 	return func(ctx context.Context) error {

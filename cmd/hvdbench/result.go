@@ -75,8 +75,8 @@ func combine(byRank [][]float64, how average) []float64 {
 // average is how the times of all ranks for one call are combined, with nccl-tests' numbers.
 type average int
 
-// byKind is the mean, but the longest for a broadcast, from which the root returns first, and the shortest if buffers are
-// touched: the last rank to arrive is the only one that has not waited for another.
+// byKind is the mean, but the longest for a broadcast, from which the root returns first, and the shortest if
+// buffers are touched: the last rank to arrive is the only one that has not waited for another.
 const (
 	// byKind stands for the mean, with two exceptions. For a broadcast it is the longest time, because the
 	// root returns first. If buffers are touched it is the shortest time: only the last rank to arrive has

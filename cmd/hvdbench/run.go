@@ -38,7 +38,8 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	if err != nil {
 		return err
 	}
-	b := &benchmark{options: o, job: j, team: j.team, log: s.err, out: &printer{w: s.out, csv: o.format == "csv"}}
+	b := &benchmark{options: o, job: j, team: j.team, log: s.err,
+		out: &printer{w: s.out, csv: o.format == "csv"}}
 	if b.team.Rank() != 0 {
 		b.out.w = io.Discard
 	}
@@ -68,7 +69,8 @@ func (b *benchmark) agree(ctx context.Context) error {
 	}
 	for rank, v := range all {
 		if v[0] != all[0][0] {
-			return fmt.Errorf("rank %d has other options than rank 0: start all ranks with the same flags", rank)
+			return fmt.Errorf("rank %d has other options than rank 0: start all ranks with the same flags",
+				rank)
 		}
 	}
 	return nil
@@ -163,7 +165,8 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	return nil
 }
 
-// lines measures s over roots and sizes, in each placement. The error is errUnsupported if no placement exists.
+// lines measures s over roots and sizes, in each placement. The error is errUnsupported if no placement
+// exists.
 func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []int64) error {
 	placements := b.placements
 	if s.kind == message.Barrier {
@@ -203,8 +206,9 @@ func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []in
 // newResult returns a result with the description of the case and no measurements.
 func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
 	return &result{
-		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch, ranks: b.team.Size(),
-		dt: dt, op: op, placement: placement(inPlace), wrong: unchecked,
+		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch,
+		ranks: b.team.Size(),
+		dt:    dt, op: op, placement: placement(inPlace), wrong: unchecked,
 	}
 }
 
@@ -242,7 +246,8 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 // count prints the wrong elements of this rank, and adds the wrong elements of all ranks to r.
 func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
 	if wrong > 0 {
-		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(), r.collective, r.bytes, wrong, first)
+		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(),
+			r.collective, r.bytes, wrong, first)
 	}
 	all, err := b.team.gather(ctx, []float64{float64(wrong)})
 	r.wrong = max(0, r.wrong)
@@ -319,7 +324,8 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 
 // warmUp makes the untimed calls and sets r.iters: to --iters, or to the number of calls that takes --seconds
 // if that is given.
-func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error, run func(ctx context.Context) error) error {
+func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error,
+	run func(ctx context.Context) error) error {
 	n := b.warmup
 	if b.seconds > 0 {
 		n = max(n, warmUps(r.bytes))
@@ -369,7 +375,8 @@ func (o *options) calls(numBytes int64, micros float64) int {
 
 // loop calls run once for each of times and stores the duration, in microseconds. The time of before does not
 // count.
-func loop(ctx context.Context, times []float64, before func() error, run func(ctx context.Context) error) error {
+func loop(ctx context.Context, times []float64, before func() error,
+	run func(ctx context.Context) error) error {
 	for i := range times {
 		if err := before(); err != nil {
 			return err

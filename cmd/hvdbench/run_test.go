@@ -19,7 +19,8 @@ import (
 
 func TestEveryCollectiveOnEveryPath(t *testing.T) {
 	for _, kind := range kinds {
-		for _, path := range []string{"negotiated", "raw", "negotiated arena", "raw arena", "raw tcp", "negotiated touch"} {
+		for _, path := range []string{"negotiated", "raw", "negotiated arena", "raw arena", "raw tcp",
+			"negotiated touch"} {
 			for _, n := range []int{1, 3} {
 				t.Run(fmt.Sprintf("%v/%s/ranks=%d", kind, path, n), func(t *testing.T) {
 					settings := map[string]string{}
@@ -28,8 +29,10 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 					}
 					out, log, err := runs(t, n, settings, func(o *options, _ int) {
 						o.kind = kind
-						o.raw, o.arena, o.touch = strings.Contains(path, "raw"), strings.Contains(path, "arena"), strings.Contains(path, "touch")
-						o.types, o.ops, o.roots = []tensor.DType{tensor.Float32, tensor.Bool, tensor.BFloat16}, []tensor.ReduceOp{tensor.Sum, tensor.Max}, nil
+						o.raw, o.arena, o.touch = strings.Contains(path, "raw"),
+							strings.Contains(path, "arena"), strings.Contains(path, "touch")
+						o.types, o.ops, o.roots = []tensor.DType{tensor.Float32, tensor.Bool,
+							tensor.BFloat16}, []tensor.ReduceOp{tensor.Sum, tensor.Max}, nil
 						o.minBytes, o.maxBytes, o.stepFactor = 100, 10000, 100
 					})
 					if err != nil {
@@ -38,7 +41,8 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 					rows := table(t, out)
 					want := map[message.Kind]int{
 						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // A bool has no sum.
-						message.Allgather: 2 * 3, message.Alltoall: 2 * 3, message.Broadcast: 2 * 3 * n, message.Barrier: 1,
+						message.Allgather: 2 * 3, message.Alltoall: 2 * 3, message.Broadcast: 2 * 3 * n,
+						message.Barrier: 1,
 					}[kind]
 					if kind != message.Barrier && !strings.Contains(path, "raw") {
 						want *= 2 // A raw backend has one placement or both.
@@ -51,7 +55,8 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 						if kind == message.Barrier {
 							expect = "-1"
 						}
-						if row["wrong"] != expect || row["collective"] != kind.String() || row["ranks"] != fmt.Sprint(n) || row["iters"] != "3" {
+						if row["wrong"] != expect || row["collective"] != kind.String() ||
+							row["ranks"] != fmt.Sprint(n) || row["iters"] != "3" {
 							t.Errorf("got %v", row)
 						}
 					}
@@ -64,7 +69,8 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 func TestSizesAreThoseOfTheTensor(t *testing.T) {
 	for kind, want := range map[message.Kind][2]string{
 		message.Allreduce: {"1000", "250"}, message.Broadcast: {"1000", "250"},
-		message.Allgather: {"996", "83"}, message.Reducescatter: {"996", "83"}, message.Alltoall: {"996", "83"},
+		message.Allgather: {"996", "83"}, message.Reducescatter: {"996", "83"},
+		message.Alltoall: {"996", "83"},
 	} {
 		out, _, err := runs(t, 3, nil, func(o *options, _ int) { o.kind = kind })
 		if err != nil {
@@ -90,7 +96,8 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 		}
 		for _, arena := range []bool{false, true} {
 			out, log, err := runs(t, 2, nil, func(o *options, _ int) {
-				o.workload, o.modes, o.raw, o.arena, o.touch = file, []stepMode{perTensor, asynchronous, grouped, bucketed}, raw, arena, arena
+				o.workload, o.modes, o.raw, o.arena, o.touch = file, []stepMode{perTensor, asynchronous,
+					grouped, bucketed}, raw, arena, arena
 			})
 			if err != nil {
 				t.Fatalf("%v\n%s", err, log)
@@ -109,7 +116,8 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 		}
 	}
 	out, _, err := runs(t, 2, nil, func(o *options, _ int) { o.many = many{50, 256} })
-	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["bytes"] != "12800" || rows[0]["collective"] != "many50x256_async" {
+	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["bytes"] != "12800" ||
+		rows[0]["collective"] != "many50x256_async" {
 		t.Errorf("many: error %v and\n%s", err, out)
 	}
 }
@@ -124,7 +132,10 @@ func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
 // Tensors that do not fit the memory are an error and do not kill the process.
 func TestMoreThanTheMemory(t *testing.T) {
 	for _, arena := range []bool{false, true} {
-		_, _, err := runs(t, 1, nil, func(o *options, _ int) { o.minBytes, o.maxBytes, o.arena = 1000<<40, 1000<<40, arena })
+		_, _, err := runs(t, 1, nil, func(o *options, _ int) {
+			o.minBytes, o.maxBytes, o.arena = 1000<<40,
+				1000<<40, arena
+		})
 		if err == nil || !strings.Contains(err.Error(), "tensors of 1024000G do not fit in the ") {
 			t.Errorf("arena %v: got error %v", arena, err)
 		}
@@ -151,7 +162,9 @@ func TestWhatABackendHasNot(t *testing.T) {
 		t.Errorf("got error %v", err)
 	}
 	// The backend has neither placement.
-	_, _, err = runs(t, 2, nil, func(o *options, _ int) { o.raw, o.ops = true, []tensor.ReduceOp{tensor.Average} })
+	_, _, err = runs(t, 2, nil, func(o *options, _ int) {
+		o.raw, o.ops = true, []tensor.ReduceOp{tensor.Average}
+	})
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("both placements: got error %v", err)
 	}
@@ -163,7 +176,8 @@ func TestWhatABackendHasNot(t *testing.T) {
 		if err != nil || len(rows) == 0 || rows[0]["redop"] != "max" {
 			t.Errorf("an average and a maximum: error %v and\n%s", err, out)
 		}
-		if want := "hvdbench: left out: allreduce of float avg: a backend has no averages"; strings.Count(log, want) != 1 {
+		if want := "hvdbench: left out: allreduce of float avg: a backend has no averages"; strings.Count(log,
+			want) != 1 {
 			t.Errorf("got %q, want %q once", log, want)
 		}
 	}
@@ -197,7 +211,8 @@ func (p corrupted) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	}}, nil
 }
 
-func (p corrupted) step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error) {
+func (p corrupted) step(mode stepMode, dt tensor.DType, tensors,
+	flats []named) (func(ctx context.Context) error, error) {
 	run, err := p.path.step(mode, dt, tensors, flats)
 	return func(ctx context.Context) error {
 		err := run(ctx)
@@ -215,7 +230,8 @@ func (p corrupted) spoil(b []byte) {
 // One wrong element is noticed also at a rank that does not print the result, whether it is wrong from the
 // first call on or later.
 func TestAWrongByteIsSeen(t *testing.T) {
-	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall, message.Join} {
+	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast,
+		message.Reducescatter, message.Alltoall, message.Join} {
 		for _, after := range []int{0, 4} { // With 4, the check before the loop passes.
 			var out strings.Builder
 			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
@@ -230,7 +246,8 @@ func TestAWrongByteIsSeen(t *testing.T) {
 				if err != nil {
 					return err
 				}
-				b := &benchmark{options: o, job: j, team: j.team, log: io.Discard, out: &printer{w: io.Discard}}
+				b := &benchmark{options: o, job: j, team: j.team, log: io.Discard,
+					out: &printer{w: io.Discard}}
 				if rank == 0 {
 					b.out.w = &out
 				} else {
@@ -239,7 +256,8 @@ func TestAWrongByteIsSeen(t *testing.T) {
 				err = b.all(ctx)
 				var wrong *wrongError
 				if !errors.As(err, &wrong) || wrong.count < 1 || wrong.count > 2 {
-					t.Errorf("%v, rank %d, after %d: got error %v, want a *wrongError", kind, rank, after, err)
+					t.Errorf("%v, rank %d, after %d: got error %v, want a *wrongError", kind, rank, after,
+						err)
 				}
 				return j.leave(ctx)
 			})
@@ -271,7 +289,8 @@ func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		times := make([]float64, 5)
 		sleep := func(d time.Duration) error { time.Sleep(d); return nil }
-		err := loop(t.Context(), times, func() error { return sleep(time.Hour) }, func(context.Context) error { return sleep(time.Millisecond) })
+		err := loop(t.Context(), times, func() error { return sleep(time.Hour) },
+			func(context.Context) error { return sleep(time.Millisecond) })
 		if err != nil || slices.Min(times) != 1000 || slices.Max(times) != 1000 {
 			t.Errorf("error %v, and a millisecond took %v µs", err, times)
 		}

@@ -57,7 +57,8 @@ func (g *gradients) buckets() (*gradients, error) {
 }
 
 // step prepares a step. free frees the memory that run needs.
-func (g *gradients) step(p path, mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
+func (g *gradients) step(p path,
+	mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
 	free = func() error { return nil }
 	var flats []named
 	if mode == bucketed {
@@ -168,7 +169,8 @@ func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 }
 
 // checkStep runs a step on values with a known result, and counts the wrong elements of all ranks.
-func (b *benchmark) checkStep(ctx context.Context, g *gradients, run func(ctx context.Context) error, r *result) error {
+func (b *benchmark) checkStep(ctx context.Context, g *gradients, run func(ctx context.Context) error,
+	r *result) error {
 	want := g.fill(b.team.Rank(), b.team.Size())
 	if err := run(ctx); err != nil {
 		return err

@@ -34,7 +34,8 @@ var modeNames = [...]string{"pertensor", "async", "grouped", "bucket25"}
 
 func (m stepMode) String() string { return modeNames[m] }
 
-// shapes are lists of a model's parameters in the order in which it registers them: ResNet-50 and GPT-2 small.
+// shapes are lists of a model's parameters in the order in which it registers them: ResNet-50 and GPT-2
+// small.
 //
 //go:embed shapes/*.txt
 var shapes embed.FS
@@ -146,7 +147,8 @@ func openWorkload(name string) (workload, error) {
 func manyTensors(m many, dt tensor.DType) (workload, error) {
 	size := int64(dt.Size())
 	if m.bytes%size != 0 {
-		return workload{}, fmt.Errorf("--many: got %d bytes per tensor, want a multiple of the size of %v", m.bytes, dt)
+		return workload{}, fmt.Errorf("--many: got %d bytes per tensor, want a multiple of the size of %v",
+			m.bytes, dt)
 	}
 	w := workload{name: fmt.Sprintf("many%dx%d", m.count, m.bytes)}
 	for i := range m.count {

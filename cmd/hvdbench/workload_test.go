@@ -20,8 +20,10 @@ func TestBuiltInWorkloads(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(w.gradients) != want.tensors || w.numElems() != want.elems || w.gradients[0].name != want.first {
-			t.Errorf("%s: %d tensors of %d elements, the first %s; want %v", name, len(w.gradients), w.numElems(), w.gradients[0].name, want)
+		if len(w.gradients) != want.tensors || w.numElems() != want.elems ||
+			w.gradients[0].name != want.first {
+			t.Errorf("%s: %d tensors of %d elements, the first %s; want %v", name, len(w.gradients),
+				w.numElems(), w.gradients[0].name, want)
 		}
 	}
 }
@@ -44,7 +46,8 @@ func TestWorkloadFiles(t *testing.T) {
 		"a 99999999999999": "number of elements",
 		"":                 "no tensor",
 	} {
-		if _, err := readWorkload("w", strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := readWorkload("w", strings.NewReader(text)); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("%q: got error %v, want one with %q", text, err, want)
 		}
 	}

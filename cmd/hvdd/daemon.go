@@ -44,7 +44,8 @@ func (d *daemon) run() error {
 		return err
 	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
-	defer func() { _ = d.log.Sync() }() // it writes to standard error, where an error could not be printed either
+	// it writes to standard error, where an error could not be printed either
+	defer func() { _ = d.log.Sync() }()
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
 		// The connection is not encrypted: the data does not leave the host, and descriptors cannot be sent
@@ -92,7 +93,8 @@ func (d *daemon) serve(from clients) error {
 		signal.Ignore(unix.SIGINT)
 	}
 	served := make(chan error, 1)
-	go func() { served <- from.serve(d.server, d.log) }() // ends when no more clients can come, or with the process
+	// ends when no more clients can come, or with the process
+	go func() { served <- from.serve(d.server, d.log) }()
 	var systemd notifier
 	if d.fd < 0 { // with --fd the service, if any, is the client's
 		systemd = newNotifier(&d.settings, d.log)
@@ -165,7 +167,8 @@ func unixConn(fd int) (*net.UnixConn, error) {
 	}
 	conn, ok := c.(*net.UnixConn)
 	if !ok {
-		return nil, errors.Join(fmt.Errorf("got a socket of network %v, want a Unix socket", c.LocalAddr().Network()), c.Close())
+		return nil, errors.Join(fmt.Errorf("got a socket of network %v, want a Unix socket",
+			c.LocalAddr().Network()), c.Close())
 	}
 	return conn, nil
 }

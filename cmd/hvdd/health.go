@@ -55,8 +55,9 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		_ = json.NewEncoder(w).Encode(health{r.Version, r.Pid, r.State, r.Clients, r.Operations, r.InFlight})
 	})
 	server := &http.Server{
-		Handler: mux, ReadTimeout: healthTimeout, WriteTimeout: healthTimeout, IdleTimeout: healthTimeout, MaxHeaderBytes: 8 << 10,
-		ErrorLog: zap.NewStdLog(log),
+		Handler: mux, ReadTimeout: healthTimeout, WriteTimeout: healthTimeout, IdleTimeout: healthTimeout,
+		MaxHeaderBytes: 8 << 10,
+		ErrorLog:       zap.NewStdLog(log),
 	}
 	done := make(chan struct{})
 	go func() {

@@ -123,7 +123,8 @@ func fromSystemd(settings *config.Config) (clients, error) {
 	}
 	u, ok := l.(*net.UnixListener)
 	if !ok {
-		return nil, errors.Join(fmt.Errorf("LISTEN_FDS: got a socket of network %v, want a Unix socket", l.Addr().Network()), l.Close())
+		return nil, errors.Join(fmt.Errorf("LISTEN_FDS: got a socket of network %v, want a Unix socket",
+			l.Addr().Network()), l.Close())
 	}
 	return newListener(u), nil
 }

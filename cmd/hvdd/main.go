@@ -73,7 +73,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 	f.SortFlags = false
 	f.IntVar(&d.fd, "fd", -1, "descriptor of a Unix socket to the only client")
 	f.StringVar(&d.socket, "socket", "", "listen at this path")
-	f.StringVar(&d.health, "health", "", "answer http://ADDR/healthz, loopback unless a host is given (HOST:PORT or PORT)")
+	f.StringVar(&d.health, "health", "",
+		"answer http://ADDR/healthz, loopback unless a host is given (HOST:PORT or PORT)")
 	// hvdd has a completion command of its own because cobra adds one only to programs with subcommands.
 	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()

@@ -87,7 +87,8 @@ func (p *process) status() int {
 func (p *process) wants(status int, says string) {
 	p.t.Helper()
 	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {
-		p.t.Errorf("hvdd ended with status %d and said %q, want %d and %q", got, p.stderr.String(), status, says)
+		p.t.Errorf("hvdd ended with status %d and said %q, want %d and %q", got, p.stderr.String(), status,
+			says)
 	}
 }
 
@@ -98,7 +99,8 @@ func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := start(t, "1", []*os.File{os.NewFile(uintptr(fds[0]), "sidecar")}, nil, append([]string{"--fd", "3"}, args...)...)
+	p := start(t, "1", []*os.File{os.NewFile(uintptr(fds[0]), "sidecar")}, nil,
+		append([]string{"--fd", "3"}, args...)...)
 	return p, sidecartest.New(t, fds[1])
 }
 
@@ -202,7 +204,8 @@ func TestSignals(t *testing.T) {
 	// Init of this job does not return, because there is no store at its address.
 	p, c = pair(t)
 	c.Hello()
-	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}))
+	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1",
+		"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}))
 	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
 	}
 	signal(p, syscall.SIGTERM)
@@ -247,7 +250,8 @@ func TestSocket(t *testing.T) {
 	if ready := second.Init(); ready.Size != 1 || ready.Epoch != 1 {
 		t.Errorf("ready: %v", ready)
 	}
-	if s := second.Must(sidecartest.Status()).GetStatus(); s.Clients != 2 || s.State != "running" || int(s.Pid) != p.Process.Pid || s.Version == "" {
+	if s := second.Must(sidecartest.Status()).GetStatus(); s.Clients != 2 || s.State != "running" ||
+		int(s.Pid) != p.Process.Pid || s.Version == "" {
 		t.Errorf("status: %v", s)
 	}
 	if err := p.Process.Signal(syscall.SIGINT); err != nil {
@@ -278,7 +282,8 @@ func TestSystemd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := start(t, "activated", []*os.File{f}, []string{"LISTEN_FDS=1", "NOTIFY_SOCKET=" + notify, "WATCHDOG_USEC=100000"})
+	p := start(t, "activated", []*os.File{f}, []string{"LISTEN_FDS=1", "NOTIFY_SOCKET=" + notify,
+		"WATCHDOG_USEC=100000"})
 	expect := func(want string) {
 		t.Helper()
 		var b [1000]byte

@@ -27,7 +27,8 @@ type notifier struct {
 func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	n := notifier{path: settings.Variable("NOTIFY_SOCKET"), log: log}
 	pid := settings.Variable("WATCHDOG_PID")
-	if usec, err := strconv.ParseInt(settings.Variable("WATCHDOG_USEC"), 10, 64); err == nil && usec > 0 && (pid == "" || pid == strconv.Itoa(os.Getpid())) {
+	if usec, err := strconv.ParseInt(settings.Variable("WATCHDOG_USEC"), 10, 64); err == nil && usec > 0 &&
+		(pid == "" || pid == strconv.Itoa(os.Getpid())) {
 		n.every = time.Duration(usec) * time.Microsecond / 2 // as sd_watchdog_enabled advises
 	}
 	return n
@@ -38,7 +39,8 @@ func (n notifier) send(lines string) {
 	if n.path == "" {
 		return
 	}
-	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Net: "unixgram", Name: n.path}) // a leading @ means an abstract socket
+	// a leading @ means an abstract socket
+	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Net: "unixgram", Name: n.path})
 	if err == nil {
 		if err = conn.SetDeadline(time.Now().Add(notifyTimeout)); err == nil {
 			_, err = conn.Write([]byte(lines))
@@ -65,7 +67,8 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			n.send("WATCHDOG=1\n" + status(s)) // status blocks while the Server's lock is held: a Server that hangs is not reported as alive
+			// status blocks while the Server's lock is held: a Server that hangs is not reported as alive
+			n.send("WATCHDOG=1\n" + status(s))
 		case <-done:
 			return
 		}

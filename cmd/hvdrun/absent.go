@@ -58,7 +58,8 @@ var foreignFlags = []struct {
 	instead string
 }{
 	{"torchrun", []string{"nproc-per-node"}, "use -np N, or on several hosts -H h1:N,h2:N"},
-	{"torchrun", []string{"nnodes", "node-rank", "local-addr"}, "hvdrun starts the ranks of all hosts itself, use -H h1:N,h2:N"},
+	{"torchrun", []string{"nnodes", "node-rank", "local-addr"},
+		"hvdrun starts the ranks of all hosts itself, use -H h1:N,h2:N"},
 	{
 		"torchrun", []string{"rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone"},
 		"leave it out, hvdrun serves the store itself",
@@ -75,7 +76,8 @@ var foreignFlags = []struct {
 	{"mpirun", []string{"bind-to"}, "use --thread-affinity"},
 	{"mpirun", []string{"oversubscribe"}, "leave it out, a host gets as many ranks as -np or -H say"},
 	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
-	{"mpirun", []string{"mca", "gmca", "prtemca"}, "hvdrun has no MPI parameters, hvdrun config shows its settings"},
+	{"mpirun", []string{"mca", "gmca", "prtemca"},
+		"hvdrun has no MPI parameters, hvdrun config shows its settings"},
 	{"mpirun", []string{"genv", "env"}, "use -x NAME=value"},
 	{"mpirun", []string{"wdir", "wd"}, "use sh -c 'cd DIR && exec COMMAND' as the command"},
 	{"mpirun", []string{"timestamp-output"}, "use --prefix-output-with-timestamp"},

@@ -21,7 +21,8 @@ var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 
 // ownCommands are the subcommands of hvdrun. They are recognized only as the first argument; after flags or
 // -- they are commands to launch.
-var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand, "__complete", "__completeNoDesc"}
+var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand,
+	"__complete", "__completeNoDesc"}
 
 // normalize returns the canonical name of a long flag: it accepts aliases, and _ for - as in torchrun.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
@@ -51,7 +52,8 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 			return append(append(out, "--"), args...)
 		}
 		args = args[1:]
-		if name, _, _ := strings.Cut(arg[1:], "="); slices.Contains(singleDash, name) || len(name) > 1 && isForeign(name) {
+		if name, _, _ := strings.Cut(arg[1:], "="); slices.Contains(singleDash, name) || len(name) > 1 &&
+			isForeign(name) {
 			arg = "-" + arg
 		}
 		out = append(out, arg)

@@ -47,7 +47,8 @@ func (r *runner) doctor() *cobra.Command {
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
 		"also check whether these hosts can be reached: `LIST`, with commas between them; slots, as in h1:2, are ignored")
 	given.where.addReach(g.flags)
-	g.flags.BoolVar(&given.asJSON, "json", false, "print the lines as a JSON array of objects with section, name, status, text and fix")
+	g.flags.BoolVar(&given.asJSON, "json", false,
+		"print the lines as a JSON array of objects with section, name, status, text and fix")
 
 	cmd := &cobra.Command{
 		Use:   doctorCommand + " [flags]",

@@ -19,7 +19,8 @@ func agentScript(t *testing.T) (agent, notes string) {
 	t.Helper()
 	dir := t.TempDir()
 	agent, notes = filepath.Join(dir, "agent"), filepath.Join(dir, "notes")
-	text := "#!/bin/sh\necho \"$*\" >>'" + notes + "'\nif [ \"$2\" = bad ]; then echo 'bad: Permission denied' >&2; exit 255; fi\n"
+	text := "#!/bin/sh\necho \"$*\" >>'" + notes +
+		"'\nif [ \"$2\" = bad ]; then echo 'bad: Permission denied' >&2; exit 255; fi\n"
 	if err := os.WriteFile(agent, []byte(text), 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -46,7 +47,8 @@ func TestDoctor(t *testing.T) {
 	t.Setenv("HVD_SECRET", "hush hush hush hush")
 	t.Setenv("HOROVOD_RANK", "3")
 	agent, notes := agentScript(t)
-	lines, failed, status := examined(t, "--agent", agent+"  -q", "--hosts", "good:2,bad, fd00::7,[fd00::8]:2")
+	lines, failed, status := examined(t, "--agent", agent+"  -q", "--hosts",
+		"good:2,bad, fd00::7,[fd00::8]:2")
 	for name, want := range map[string]doctor.Status{
 		"host good": doctor.OK, "host bad": doctor.Fail, "host fd00::7": doctor.OK, "host fd00::8": doctor.OK,
 		"agent": doctor.OK, "memfd": doctor.OK, "version": doctor.OK, "HOROVOD_RANK": doctor.OK,
@@ -58,10 +60,12 @@ func TestDoctor(t *testing.T) {
 	if status != 1 || failed < 1 {
 		t.Errorf("got exit status %d and %d failures, want 1 and some", status, failed)
 	}
-	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" || l.Fix != "install your public key on the host: ssh-copy-id bad" {
+	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" ||
+		l.Fix != "install your public key on the host: ssh-copy-id bad" {
 		t.Errorf("got %+v, want what the agent said and what to do", l)
 	}
-	if l := lines["tensor operations"]; l.Section != "build" || !strings.HasPrefix(l.Text, "Gloo") || !strings.Contains(l.Text, "not built in: NCCL") {
+	if l := lines["tensor operations"]; l.Section != "build" || !strings.HasPrefix(l.Text, "Gloo") ||
+		!strings.Contains(l.Text, "not built in: NCCL") {
 		t.Errorf("got %+v, want what --check-build says", l)
 	}
 	if l := lines["cpu operations"]; !strings.Contains(l.Text, "shm") || !strings.Contains(l.Text, "tcp") {
@@ -79,7 +83,8 @@ func TestDoctor(t *testing.T) {
 	}
 	got := strings.Split(strings.TrimSpace(string(asked)), "\n")
 	slices.Sort(got)
-	if want := []string{"-q bad true", "-q fd00::7 true", "-q fd00::8 true", "-q good true"}; !slices.Equal(got, want) {
+	if want := []string{"-q bad true", "-q fd00::7 true", "-q fd00::8 true", "-q good true"}; !slices.Equal(
+		got, want) {
 		t.Errorf("the agent was run with %q, want %q", got, want)
 	}
 }
@@ -104,7 +109,8 @@ func TestDoctorReachesAsJobsDo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := (&hostFlags{sshPort: 2222, sshIdentity: "key file", sshOptions: []string{"-o", "ConnectTimeout=5"}}).reach("me@h1", []string{"true"})
+	want := (&hostFlags{sshPort: 2222, sshIdentity: "key file",
+		sshOptions: []string{"-o", "ConnectTimeout=5"}}).reach("me@h1", []string{"true"})
 	if got := strings.Split(strings.TrimSpace(string(words)), "\n"); !slices.Equal(got, want[1:]) {
 		t.Errorf("got %q, want %q", got, want[1:])
 	}
@@ -118,17 +124,20 @@ func TestDoctorAsText(t *testing.T) {
 	stdout, stderr, again := output(t, "doctor")
 	text := strings.Split(strings.TrimSuffix(stdout, "\n"), "\n")
 	if again != status || stderr != "" || text[0] != "build" {
-		t.Errorf("got exit status %d, %q and %q, want %d and the section build first", again, stdout, stderr, status)
+		t.Errorf("got exit status %d, %q and %q, want %d and the section build first", again, stdout, stderr,
+			status)
 	}
 	for _, want := range []string{"memfd", "GOMAXPROCS", "open files"} {
 		if !slices.ContainsFunc(text, func(l string) bool {
-			return strings.HasPrefix(l, "  "+string(lines[want].Status)+" ") && strings.Contains(l, " "+want+" ") && strings.HasSuffix(l, lines[want].Text)
+			return strings.HasPrefix(l, "  "+string(lines[want].Status)+" ") &&
+				strings.Contains(l, " "+want+" ") && strings.HasSuffix(l, lines[want].Text)
 		}) {
 			t.Errorf("got %q, want a line with %+v", stdout, lines[want])
 		}
 	}
 	var numOK, numWarn, numFail int
-	if _, err := fmt.Sscanf(text[len(text)-1], "%d ok, %d warn, %d fail", &numOK, &numWarn, &numFail); err != nil || numFail != failed {
+	if _, err := fmt.Sscanf(text[len(text)-1], "%d ok, %d warn, %d fail", &numOK, &numWarn,
+		&numFail); err != nil || numFail != failed {
 		t.Errorf("got %q at the end, want the counts, %d failures", text[len(text)-1], failed)
 	}
 }
@@ -167,8 +176,10 @@ func TestDoctorWrongUsage(t *testing.T) {
 			args = slices.Insert(args, 1, "--agent", agent)
 		}
 		stdout, stderr, status := output(t, args...)
-		if status != 2 || stdout != "" || !strings.HasPrefix(stderr, "hvdrun: ") || !strings.Contains(stderr, c.want) {
-			t.Errorf("%q: got exit status %d, %q and %q, want 2 and %q", c.args, status, stdout, stderr, c.want)
+		if status != 2 || stdout != "" || !strings.HasPrefix(stderr, "hvdrun: ") ||
+			!strings.Contains(stderr, c.want) {
+			t.Errorf("%q: got exit status %d, %q and %q, want 2 and %q", c.args, status, stdout, stderr,
+				c.want)
 		}
 	}
 	if _, err := os.Stat(notes); err == nil {
@@ -179,7 +190,8 @@ func TestDoctorWrongUsage(t *testing.T) {
 // Ctrl-C ends the doctor and its agents.
 func TestDoctorInterrupted(t *testing.T) {
 	agent := filepath.Join(t.TempDir(), "agent")
-	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"), 0o700); err != nil {
+	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"),
+		0o700); err != nil {
 		t.Fatal(err)
 	}
 	stdout, stderr, status := output(t, "doctor", "--agent", agent, "-H", "h1")
@@ -193,7 +205,8 @@ func TestDoctorHelp(t *testing.T) {
 	if status != 0 || stderr != "" || !strings.HasPrefix(stdout, doctorLong) {
 		t.Errorf("got exit status %d, %q and %q, want 0 and what it does", status, stdout, stderr)
 	}
-	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND", "-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help"} {
+	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND",
+		"-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help"} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("got %q, want %q in it", stdout, want)
 		}
@@ -201,11 +214,13 @@ func TestDoctorHelp(t *testing.T) {
 	if stdout, _, _ := output(t, "--help"); !strings.Contains(stdout, "\n  hvdrun doctor [flags] ") {
 		t.Error("hvdrun --help does not name it")
 	}
-	if stdout, _, status := output(t, "__complete", "doctor", "--h"); status != 0 || !strings.Contains(stdout, "--hosts") {
+	if stdout, _, status := output(t, "__complete", "doctor", "--h"); status != 0 ||
+		!strings.Contains(stdout, "--hosts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
 	// After flags, doctor is the command to launch.
-	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 || !strings.Contains(stderr, "doctor") {
+	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 ||
+		!strings.Contains(stderr, "doctor") {
 		t.Errorf("got exit status %d and %q, want 127", status, stderr)
 	}
 }

@@ -30,7 +30,8 @@ func newGroup(title string) group {
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
-	f.StringVarP(&r.numProc, "num-proc", "n", "", "number of ranks `N`; also -np and --np (default: with --hosts or --hostfile the number of their slots)")
+	f.StringVarP(&r.numProc, "num-proc", "n", "",
+		"number of ranks `N`; also -np and --np (default: with --hosts or --hostfile the number of their slots)")
 	f.StringVar(&r.minNP, "min-num-proc", "", "")
 	f.StringVar(&r.maxNP, "max-num-proc", "", "")
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
@@ -40,7 +41,8 @@ func (r *runner) jobFlags() group {
 	f.StringVar(&r.outputDir, "output-filename", "",
 		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "print [rank]<stdout>: or [rank]<stderr>: before each line")
-	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false, "print the time before each line; also -prefix-timestamp")
+	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false,
+		"print the time before each line; also -prefix-timestamp")
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
 		"`ADDR`, host:port, at which hvdrun serves the TCPStore for torch.distributed of the ranks, or off. Every client that reaches "+
 			"ADDR can change the store. With several hosts there is none unless the flag is given")
@@ -118,7 +120,8 @@ func (f *settingFlag) Set(text string) error {
 			return err
 		}
 	}
-	f.r.flags = append(f.r.flags, config.FlagValue{Flag: "--" + f.flag.Name, Name: f.setting.Name, Value: value})
+	f.r.flags = append(f.r.flags, config.FlagValue{Flag: "--" + f.flag.Name, Name: f.setting.Name,
+		Value: value})
 	return nil
 }
 
@@ -147,7 +150,8 @@ func (f *exportFlag) Set(text string) error {
 	case !assigned:
 		i := slices.IndexFunc(f.r.env, func(e string) bool { return strings.HasPrefix(e, name+"=") })
 		if i < 0 {
-			f.r.warnings = append(f.r.warnings, fmt.Sprintf("-x %s: the environment has no such variable, so the ranks do not get it", name))
+			f.r.warnings = append(f.r.warnings,
+				fmt.Sprintf("-x %s: the environment has no such variable, so the ranks do not get it", name))
 			break
 		}
 		if launch.IsOfHost(name) {

@@ -34,16 +34,20 @@ const hostPlace = "{host}"
 func (h *hostFlags) group() group {
 	g := newGroup("Several hosts")
 	f := g.flags
-	f.StringVarP(&h.list, "hosts", "H", "", "`LIST` of hosts and the number of ranks for each, as in h1:2,h2:2; 1 rank without a number")
-	f.StringVar(&h.file, "hostfile", "", "`FILE` with one host per line, as in h1 slots=2 or h1:2; also -hostfile")
+	f.StringVarP(&h.list, "hosts", "H", "",
+		"`LIST` of hosts and the number of ranks for each, as in h1:2,h2:2; 1 rank without a number")
+	f.StringVar(&h.file, "hostfile", "",
+		"`FILE` with one host per line, as in h1 slots=2 or h1:2; also -hostfile")
 	h.addReach(f)
-	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "", "`PATH` of hvdrun on the other hosts (default: its path on this host)")
+	f.StringVar(&h.remoteHvdrun, "remote-hvdrun", "",
+		"`PATH` of hvdrun on the other hosts (default: its path on this host)")
 	return g
 }
 
 // addReach adds the flags that say how to reach hosts.
 func (h *hostFlags) addReach(f *pflag.FlagSet) {
-	f.IntVarP(&h.sshPort, "ssh-port", "p", 0, "`PORT` of sshd on the other hosts (default: from the configuration of ssh)")
+	f.IntVarP(&h.sshPort, "ssh-port", "p", 0,
+		"`PORT` of sshd on the other hosts (default: from the configuration of ssh)")
 	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "`FILE` with the private key for ssh")
 	f.StringVar(&h.agent, "agent", "",
 		"`COMMAND` that runs a command on another host, instead of ssh; {host} in it stands for the name of the host, which otherwise follows it")
@@ -96,7 +100,8 @@ func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warn
 	}
 	for _, name := range []string{"ssh-port", "ssh-identity-file", "agent", "remote-hvdrun"} {
 		if given.Changed(name) {
-			warnings = append(warnings, fmt.Sprintf("--%s has no effect, because all ranks run on this host: name other hosts with --hosts or --hostfile", name))
+			warnings = append(warnings,
+				fmt.Sprintf("--%s has no effect, because all ranks run on this host: name other hosts with --hosts or --hostfile", name))
 		}
 	}
 	return warnings
@@ -136,7 +141,8 @@ func (h *hostFlags) reach(host string, words []string) []string {
 // shellWord quotes a word for the shell by which sshd runs the command.
 func shellWord(word string) string {
 	special := func(r rune) bool {
-		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("_-./:=@%+,", r)
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') &&
+			!strings.ContainsRune("_-./:=@%+,", r)
 	}
 	if word != "" && !strings.ContainsFunc(word, special) {
 		return word

@@ -44,16 +44,21 @@ func TestHostsBySSH(t *testing.T) {
 		t.Fatal(err)
 	}
 	bin, notes := fakeSSH(t, 3)
-	cmd := hvdrun(t, "-np", "3", "-H", "h1:2,h2:2", "-p", "2222", "-i", "key file", "--remote-hvdrun", odd, "--network-interfaces", "lo",
-		"-x", "TMPDIR", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_GLOO_RENDEZVOUS_ADDR $TMPDIR $MASTER_ADDR")
-	cmd.Env = append(slices.DeleteFunc(cmd.Env, func(v string) bool { return strings.HasPrefix(v, "TMPDIR=") || strings.HasPrefix(v, "MASTER_ADDR=") }),
+	cmd := hvdrun(t, "-np", "3", "-H", "h1:2,h2:2", "-p", "2222", "-i", "key file", "--remote-hvdrun", odd,
+		"--network-interfaces", "lo",
+		"-x", "TMPDIR", "sh", "-c",
+		"echo $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_GLOO_RENDEZVOUS_ADDR $TMPDIR $MASTER_ADDR")
+	cmd.Env = append(slices.DeleteFunc(cmd.Env, func(v string) bool {
+		return strings.HasPrefix(v, "TMPDIR=") || strings.HasPrefix(v, "MASTER_ADDR=")
+	}),
 		"PATH="+bin+":"+os.Getenv("PATH"), "TMPDIR=/mine")
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
 	slices.Sort(lines)
-	want := []string{"[0]<stdout>:h1 0 127.0.0.1 /mine", "[1]<stdout>:h1 1 127.0.0.1 /mine", "[2]<stdout>:h2 0 127.0.0.1 /mine"}
+	want := []string{"[0]<stdout>:h1 0 127.0.0.1 /mine", "[1]<stdout>:h1 1 127.0.0.1 /mine",
+		"[2]<stdout>:h2 0 127.0.0.1 /mine"}
 	if err != nil || !slices.Equal(lines, want) || stderr.String() != "" {
 		t.Errorf("got %q, error %v and %q, want %q", lines, err, stderr.String(), want)
 	}
@@ -62,7 +67,8 @@ func TestHostsBySSH(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, host := range []string{"h1", "h2"} {
-		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-p", "2222", "-i", "key file", host,
+		want := strings.Join([]string{"-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no", "-p", "2222",
+			"-i", "key file", host,
 			"'" + strings.ReplaceAll(odd, "'", `'\''`) + "'", launch.AgentArg, "10s", ""}, "\n")
 		if !strings.Contains(string(words), want) {
 			t.Errorf("got %q, want %q", words, want)
@@ -77,15 +83,18 @@ func TestHostsByAgent(t *testing.T) {
 	if err := os.WriteFile(file, []byte("# two\nh1 slots=1\nlocalhost:1\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(script, []byte("#!/bin/sh\nAT=$1; export AT; shift; exec \"$@\"\n"), 0o700); err != nil {
+	if err := os.WriteFile(script, []byte("#!/bin/sh\nAT=$1; export AT; shift; exec \"$@\"\n"),
+		0o700); err != nil {
 		t.Fatal(err)
 	}
 	for _, agent := range []string{"env AT={host}", script} {
-		stdout, stderr, status := output(t, "-hostfile", file, "--agent", agent, "--network-interfaces", "lo", "--verbose",
+		stdout, stderr, status := output(t, "-hostfile", file, "--agent", agent, "--network-interfaces", "lo",
+			"--verbose",
 			"sh", "-c", "echo $HOROVOD_RANK $HOROVOD_SIZE $AT")
 		lines := strings.Split(strings.TrimSpace(stdout), "\n")
 		slices.Sort(lines)
-		if want := []string{"[0]<stdout>:0 2 h1", "[1]<stdout>:1 2"}; status != 0 || !slices.Equal(lines, want) {
+		if want := []string{"[0]<stdout>:0 2 h1", "[1]<stdout>:1 2"}; status != 0 ||
+			!slices.Equal(lines, want) {
 			t.Errorf("%s: got exit status %d, %q and %q, want %q", agent, status, lines, stderr, want)
 		}
 		if !strings.Contains(stderr, "hvdrun: host h1: ready") {
@@ -96,12 +105,15 @@ func TestHostsByAgent(t *testing.T) {
 
 // Names of this host need no agent. If all ranks are on this host, the store is not reachable from others.
 func TestThisHostInTheList(t *testing.T) {
-	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")
+	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c",
+		"echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")
 	if want := "<stdout>:localhost 127.0.0.1 127.0.0.1\n"; status != 0 || strings.Count(stdout, want) != 2 {
 		t.Errorf("got exit status %d, %q and %q, want %q of both", status, stdout, stderr, want)
 	}
-	if stdout, stderr, status = output(t, "-H", "localhost,127.0.0.1", "--network-interfaces", "lo", "sh", "-c", "echo $HOROVOD_HOSTNAME $HOROVOD_CROSS_RANK"); status != 0 ||
-		!strings.Contains(stdout, "[0]<stdout>:localhost 0\n") || !strings.Contains(stdout, "[1]<stdout>:127.0.0.1 1\n") {
+	if stdout, stderr, status = output(t, "-H", "localhost,127.0.0.1", "--network-interfaces", "lo", "sh",
+		"-c", "echo $HOROVOD_HOSTNAME $HOROVOD_CROSS_RANK"); status != 0 ||
+		!strings.Contains(stdout, "[0]<stdout>:localhost 0\n") ||
+		!strings.Contains(stdout, "[1]<stdout>:127.0.0.1 1\n") {
 		t.Errorf("got exit status %d, %q and %q, want both", status, stdout, stderr)
 	}
 }
@@ -110,17 +122,21 @@ func TestThisHostInTheList(t *testing.T) {
 func TestFlagsForOtherHostsAlone(t *testing.T) {
 	for _, c := range []struct{ args, unused []string }{
 		{[]string{"--agent", "y"}, []string{"--agent"}},
-		{[]string{"-p", "22", "-i", "key", "--remote-hvdrun", "h"}, []string{"--ssh-port", "--ssh-identity-file", "--remote-hvdrun"}},
-		{[]string{"--agent", "y", "-H", "localhost,127.0.0.1", "--network-interfaces", "lo"}, []string{"--agent"}},
+		{[]string{"-p", "22", "-i", "key", "--remote-hvdrun", "h"},
+			[]string{"--ssh-port", "--ssh-identity-file", "--remote-hvdrun"}},
+		{[]string{"--agent", "y", "-H", "localhost,127.0.0.1", "--network-interfaces", "lo"},
+			[]string{"--agent"}},
 		{nil, nil},
 		{[]string{"--agent", "env X={host}", "-H", "localhost,h1", "--network-interfaces", "lo"}, nil},
 	} {
 		_, stderr, status := output(t, append(append([]string{"-np", "2"}, c.args...), "true")...)
 		if status != 0 || strings.Count(stderr, "\n") != len(c.unused) {
-			t.Errorf("%q: got exit status %d and %q, want 0 and %d warnings", c.args, status, stderr, len(c.unused))
+			t.Errorf("%q: got exit status %d and %q, want 0 and %d warnings", c.args, status, stderr,
+				len(c.unused))
 		}
 		for _, name := range c.unused {
-			if want := "hvdrun: warning: " + name + " has no effect, because all ranks run on this host"; !strings.Contains(stderr, want) {
+			if want := "hvdrun: warning: " + name +
+				" has no effect, because all ranks run on this host"; !strings.Contains(stderr, want) {
 				t.Errorf("%q: got %q, want %q", c.args, stderr, want)
 			}
 		}
@@ -135,12 +151,16 @@ func TestHostThatCannotBeUsed(t *testing.T) {
 	}{
 		{[]string{"--agent", "sh -c no-such-shell", "true"}, 1, "hvdrun: host h1: found no hvdrun at "},
 		{[]string{"--agent", "false", "true"}, 1, "hvdrun: host h1: false: exit status 1"},
-		{[]string{"--agent", "no-such-agent", "true"}, 1, "hvdrun: host h1: no-such-agent: executable file not found in $PATH"},
-		{[]string{"--agent", "env X={host}", "no-such-program"}, 127, `command "no-such-program" on host h1: executable file not found in $PATH`},
-		{[]string{"--agent", "env X={host}", "--remote-hvdrun", "/no/hvdrun", "true"}, 1, "hvdrun: host h1: found no hvdrun at /no/hvdrun on that host: give its path with --remote-hvdrun"},
+		{[]string{"--agent", "no-such-agent", "true"}, 1,
+			"hvdrun: host h1: no-such-agent: executable file not found in $PATH"},
+		{[]string{"--agent", "env X={host}", "no-such-program"}, 127,
+			`command "no-such-program" on host h1: executable file not found in $PATH`},
+		{[]string{"--agent", "env X={host}", "--remote-hvdrun", "/no/hvdrun", "true"}, 1,
+			"hvdrun: host h1: found no hvdrun at /no/hvdrun on that host: give its path with --remote-hvdrun"},
 		{[]string{"--agent", "sleep 1000 #{host}", "--start-timeout", "0.3", "true"}, 1, "hvdrun: host h1: "},
 	} {
-		if _, stderr, status := output(t, append([]string{"-H", "h1", "--network-interfaces", "lo"}, c.args...)...); status != c.want || !strings.Contains(stderr, c.says) {
+		if _, stderr, status := output(t, append([]string{"-H", "h1", "--network-interfaces", "lo"},
+			c.args...)...); status != c.want || !strings.Contains(stderr, c.says) {
 			t.Errorf("%q: got exit status %d and %q, want %d and %q", c.args, status, stderr, c.want, c.says)
 		}
 	}

@@ -101,7 +101,8 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer stopMetrics()
 
 	signals := make(chan os.Signal, 16)
-	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+		unix.SIGUSR2} {
 		if !signal.Ignored(s) { // as under nohup
 			signal.Notify(signals, s)
 		}
@@ -109,10 +110,13 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env, Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several), timelineSignal(&settings), settings.ForRanks()),
+		NP: np, Hosts: hosts, Command: command, Env: r.env,
+		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
+			timelineSignal(&settings), settings.ForRanks()),
 		Verdict: reports.ranks.Verdict, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
-		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout, Liveness: settings.LivenessTimeout,
-		Stdout: r.stdout, Stderr: r.stderr,
+		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout,
+		Liveness: settings.LivenessTimeout,
+		Stdout:   r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals, Inquiry: reports.inquiry(),
 	})
@@ -126,7 +130,9 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
 			return n, nil
 		}
-		return 0, usagef("got %d slots on all hosts, want at most %d ranks: give the number of ranks with -np", launch.Slots(hosts), launch.MaxRanks)
+		return 0,
+			usagef("got %d slots on all hosts, want at most %d ranks: give the number of ranks with -np",
+				launch.Slots(hosts), launch.MaxRanks)
 	}
 	if r.numProc == "" {
 		return 0, usagef("the number of ranks is missing: hvdrun -np N command [args...]")
@@ -140,7 +146,8 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 
 // settings returns the settings that the ranks will have, and prints the warnings about them.
 func (r *runner) settings() (config.Config, error) {
-	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
+	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
+		Launcher: true})
 	if err != nil {
 		return c, usageError{err}
 	}
@@ -154,7 +161,8 @@ func (r *runner) settings() (config.Config, error) {
 // for logs say. With --verbose it also logs the connections of clients. It ignores errors in settings, which
 // the method settings reports.
 func (r *runner) logger() *zap.Logger {
-	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags, Launcher: true})
+	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
+		Launcher: true})
 	if err != nil {
 		c = config.Defaults()
 	}

@@ -69,7 +69,8 @@ func TestMain(m *testing.M) {
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
-	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
+	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+		os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
 	key, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
 		return err
@@ -78,7 +79,8 @@ func accuse() error {
 	if err != nil {
 		return err
 	}
-	err = joblink.New(kv, 0).ReportVerdict(ctx, joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{1}, Reason: "connection reset"})
+	err = joblink.New(kv, 0).ReportVerdict(ctx, joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{1},
+		Reason: "connection reset"})
 	return errors.Join(err, kv.Close())
 }
 
@@ -129,49 +131,77 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--no-such-flag"}, touch...), "no-such-flag"},
 		{append([]string{"-np", "2", "-q"}, touch...), "'q'"},
 		{append([]string{"-np", "2", "-x", "=1"}, touch...), `-x: got "=1"`},
-		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...), "HOROVOD_RANK is set by the launcher itself"},
-		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...), `--start-timeout: got "soon", want a number of seconds`},
-		{append([]string{"-np", "2", "--start-timeout="}, touch...), `--start-timeout: got "", want a number of seconds`},
-		{append([]string{"-np", "2", "--fusion-threshold-mb", "-1"}, touch...), `--fusion-threshold-mb: got "-1", want a number of MiB`},
-		{append([]string{"-np", "2", "--cache-capacity=x"}, touch...), `--cache-capacity: got "x", want a whole number`},
-		{append([]string{"-np", "2", "--deterministic=x"}, touch...), `--deterministic: got "x", want no value`},
-		{append([]string{"-np", "2", "-x", "HOROVOD_CACHE_CAPACITY=x"}, touch...), `HOROVOD_CACHE_CAPACITY from flag -x: got "x"`},
-		{append([]string{"-np", "2", "-x", "HOROVOD_CPU_OPERATIONS=ccl"}, touch...), "not built into this version"},
-		{append([]string{"-np", "2", "--cache-capasity", "7"}, touch...), "unknown flag: --cache-capasity; did you mean --cache-capacity?"},
+		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...),
+			"HOROVOD_RANK is set by the launcher itself"},
+		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...),
+			`--start-timeout: got "soon", want a number of seconds`},
+		{append([]string{"-np", "2", "--start-timeout="}, touch...),
+			`--start-timeout: got "", want a number of seconds`},
+		{append([]string{"-np", "2", "--fusion-threshold-mb", "-1"}, touch...),
+			`--fusion-threshold-mb: got "-1", want a number of MiB`},
+		{append([]string{"-np", "2", "--cache-capacity=x"}, touch...),
+			`--cache-capacity: got "x", want a whole number`},
+		{append([]string{"-np", "2", "--deterministic=x"}, touch...),
+			`--deterministic: got "x", want no value`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_CACHE_CAPACITY=x"}, touch...),
+			`HOROVOD_CACHE_CAPACITY from flag -x: got "x"`},
+		{append([]string{"-np", "2", "-x", "HOROVOD_CPU_OPERATIONS=ccl"}, touch...),
+			"not built into this version"},
+		{append([]string{"-np", "2", "--cache-capasity", "7"}, touch...),
+			"unknown flag: --cache-capasity; did you mean --cache-capacity?"},
 		{append([]string{"-np", "2", "--config-file", "no/such.yaml"}, touch...), "no/such.yaml"},
 		{append([]string{"-np", "2", "--config-file="}, touch...), "want one file"},
-		{append([]string{"-np", "2", "--config-file", "a", "--config-file", "b"}, touch...), `--config-file: got "b", want one file`},
-		{append([]string{"-np", "5", "-H", "h1:2,h2:2"}, touch...), "got 5 ranks for 4 slots (h1 has 2, h2 has 2)"},
+		{append([]string{"-np", "2", "--config-file", "a", "--config-file", "b"}, touch...),
+			`--config-file: got "b", want one file`},
+		{append([]string{"-np", "5", "-H", "h1:2,h2:2"}, touch...),
+			"got 5 ranks for 4 slots (h1 has 2, h2 has 2)"},
 		{append([]string{"-np", "3", "-H", "localhost:2"}, touch...), "got 3 ranks for 2 slots"},
 		{append([]string{"-H", "h1:2,h1"}, touch...), `--hosts: got "h1" in "h1:2,h1", want each host once`},
 		{append([]string{"-H", "h1:x"}, touch...), `--hosts: got "h1:x"`},
 		{append([]string{"--hosts="}, touch...), "--hosts: got an empty value"},
-		{append([]string{"-H", "h1:4000,h2:4000"}, touch...), "got 8000 slots on all hosts, want at most 4096 ranks"},
-		{append([]string{"-np", "2", "-hostfile", "no/such/file"}, touch...), "--hostfile: open no/such/file"},
+		{append([]string{"-H", "h1:4000,h2:4000"}, touch...),
+			"got 8000 slots on all hosts, want at most 4096 ranks"},
+		{append([]string{"-np", "2", "-hostfile", "no/such/file"}, touch...),
+			"--hostfile: open no/such/file"},
 		{append([]string{"-np", "2", "--hostfile="}, touch...), "--hostfile: got an empty value"},
-		{append([]string{"-H", "h1", "-hostfile", "f"}, touch...), "--hosts and --hostfile exclude each other"},
+		{append([]string{"-H", "h1", "-hostfile", "f"}, touch...),
+			"--hosts and --hostfile exclude each other"},
 		{append([]string{"-H", "h1", "-p", "0"}, touch...), "--ssh-port: got 0, want 1 to 65535"},
 		{append([]string{"-H", "h1", "-p", "x"}, touch...), `--ssh-port: got "x"`},
-		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...), "apply only to ssh, which --agent replaces"},
-		{append([]string{"-H", "h1", "-i", "f", "--agent", "rsh"}, touch...), "apply only to ssh, which --agent replaces"},
+		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...),
+			"apply only to ssh, which --agent replaces"},
+		{append([]string{"-H", "h1", "-i", "f", "--agent", "rsh"}, touch...),
+			"apply only to ssh, which --agent replaces"},
 		{append([]string{"-H", "h1", "--agent", " "}, touch...), "--agent: got an empty value"},
 		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got an empty value"},
-		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...), `--torch-store: got "127.0.0.1:0", want an address of this host`},
+		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...),
+			`--torch-store: got "127.0.0.1:0", want an address of this host`},
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
-		{append([]string{"-np", "2", "--min-np", "2"}, touch...), `--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version has no elastic jobs`},
-		{append([]string{"-np", "2", "--min-np", "2", "--max-np", "4"}, touch...), `got "2" and "4", want both to be 2`},
-		{append([]string{"-H", "h1:2,h2:2", "--min-num-proc", "2", "--max-num-proc", "2"}, touch...), `got "2" and "2", want both to be 4`},
-		{append([]string{"--host-discovery-script", "s"}, touch...), "--host-discovery-script: this version has no elastic jobs"},
-		{append([]string{"--nproc_per_node=2"}, touch...), "--nproc_per_node is a flag of torchrun: use -np N, or on several hosts -H h1:N,h2:N"},
-		{append([]string{"-np", "2", "--rdzv-endpoint", "h:1"}, touch...), "--rdzv-endpoint is a flag of torchrun: leave it out"},
-		{append([]string{"-np", "2", "-m", "train"}, touch...), "-m is a flag of torchrun: use python3 -m MODULE"},
-		{append([]string{"-np", "2", "-host", "h1,h2"}, touch...), "--host is a flag of mpirun: use -H h1:N,h2:N"},
-		{append([]string{"-np", "2", "-bind-to", "none"}, touch...), "--bind-to is a flag of mpirun: use --thread-affinity"},
-		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...), "--mca is a flag of mpirun: hvdrun has no MPI parameters"},
+		{append([]string{"-np", "2", "--min-np", "2"}, touch...),
+			`--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version has no elastic jobs`},
+		{append([]string{"-np", "2", "--min-np", "2", "--max-np", "4"}, touch...),
+			`got "2" and "4", want both to be 2`},
+		{append([]string{"-H", "h1:2,h2:2", "--min-num-proc", "2", "--max-num-proc", "2"}, touch...),
+			`got "2" and "2", want both to be 4`},
+		{append([]string{"--host-discovery-script", "s"}, touch...),
+			"--host-discovery-script: this version has no elastic jobs"},
+		{append([]string{"--nproc_per_node=2"}, touch...),
+			"--nproc_per_node is a flag of torchrun: use -np N, or on several hosts -H h1:N,h2:N"},
+		{append([]string{"-np", "2", "--rdzv-endpoint", "h:1"}, touch...),
+			"--rdzv-endpoint is a flag of torchrun: leave it out"},
+		{append([]string{"-np", "2", "-m", "train"}, touch...),
+			"-m is a flag of torchrun: use python3 -m MODULE"},
+		{append([]string{"-np", "2", "-host", "h1,h2"}, touch...),
+			"--host is a flag of mpirun: use -H h1:N,h2:N"},
+		{append([]string{"-np", "2", "-bind-to", "none"}, touch...),
+			"--bind-to is a flag of mpirun: use --thread-affinity"},
+		{append([]string{"-np", "2", "-mca", "pml", "ob1"}, touch...),
+			"--mca is a flag of mpirun: hvdrun has no MPI parameters"},
 		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version has no MPI"},
-		{append([]string{"--autotune-log-file=t.csv"}, touch...), "--autotune-log-file: this version has no autotuning"},
+		{append([]string{"--autotune-log-file=t.csv"}, touch...),
+			"--autotune-log-file: this version has no autotuning"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)
@@ -179,7 +209,8 @@ func TestWrongUsage(t *testing.T) {
 				t.Errorf("got exit status %d and %q on stdout, want 2 and nothing", status, stdout)
 			}
 			lines := strings.Split(strings.TrimSpace(stderr), "\n")
-			if len(lines) != 2 || !strings.HasPrefix(lines[0], "hvdrun: ") || !strings.Contains(lines[0], c.want) || lines[1] != "Try 'hvdrun --help'." {
+			if len(lines) != 2 || !strings.HasPrefix(lines[0], "hvdrun: ") ||
+				!strings.Contains(lines[0], c.want) || lines[1] != "Try 'hvdrun --help'." {
 				t.Errorf("got %q on stderr, want a line with %q and a hint", stderr, c.want)
 			}
 		})
@@ -248,7 +279,8 @@ func TestStatusOfTheJob(t *testing.T) {
 
 func TestFlagsReachTheRanks(t *testing.T) {
 	dir := t.TempDir()
-	stdout, stderr, status := output(t, "-np", "1", "--start-timeout", "2.5", "--output-filename", dir, "--tag-output=false", "--verbose",
+	stdout, stderr, status := output(t, "-np", "1", "--start-timeout", "2.5", "--output-filename", dir,
+		"--tag-output=false", "--verbose",
 		"sh", "-c", "echo $HOROVOD_GLOO_TIMEOUT_SECONDS")
 	if status != 0 || stdout != "2.5\n" {
 		t.Errorf("got exit status %d and %q, want 0 and 2.5", status, stdout)
@@ -259,7 +291,8 @@ func TestFlagsReachTheRanks(t *testing.T) {
 	if !strings.Contains(stderr, "hvdrun: rank 0: started as process ") {
 		t.Errorf("got %q, want what hvdrun does", stderr)
 	}
-	if stdout, _, _ := output(t, "-np", "1", "--prefix-output-with-timestamp", "echo", "x"); !strings.HasSuffix(stdout, " "+time.Now().Format("2006")+"[0]<stdout>:x\n") {
+	if stdout, _, _ := output(t, "-np", "1", "--prefix-output-with-timestamp", "echo",
+		"x"); !strings.HasSuffix(stdout, " "+time.Now().Format("2006")+"[0]<stdout>:x\n") {
 		t.Errorf("got %q, want the time in front", stdout)
 	}
 }
@@ -274,7 +307,8 @@ func TestHelp(t *testing.T) {
 	}
 	text := strings.Join(strings.Fields(stdout), " ") // without line breaks
 	for _, s := range config.Settings() {
-		if !strings.Contains(text, s.Name) || !strings.Contains(text, s.Doc) || !strings.Contains(text, s.Fallback()) {
+		if !strings.Contains(text, s.Name) || !strings.Contains(text, s.Doc) ||
+			!strings.Contains(text, s.Fallback()) {
 			t.Errorf("%s, its description or its default is missing", s.Name)
 		}
 		for _, f := range s.Flags {
@@ -290,7 +324,8 @@ func TestHelp(t *testing.T) {
 		t.Error("the argument of a helper or an agent is shown")
 	}
 	for _, flag := range []string{"-v", "--version"} {
-		if stdout, _, status := output(t, flag); status != 0 || !strings.HasPrefix(stdout, "hvdrun ") || strings.Count(stdout, "\n") != 1 {
+		if stdout, _, status := output(t, flag); status != 0 || !strings.HasPrefix(stdout, "hvdrun ") ||
+			strings.Count(stdout, "\n") != 1 {
 			t.Errorf("%s: got exit status %d and %q, want the version", flag, status, stdout)
 		}
 	}
@@ -298,21 +333,26 @@ func TestHelp(t *testing.T) {
 
 func TestCompletion(t *testing.T) {
 	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
-		if stdout, _, status := output(t, "completion", shell); status != 0 || !strings.Contains(stdout, "hvdrun") {
+		if stdout, _, status := output(t, "completion", shell); status != 0 ||
+			!strings.Contains(stdout, "hvdrun") {
 			t.Errorf("%s: got exit status %d and %.80q, want a script", shell, status, stdout)
 		}
 	}
-	if stdout, _, status := output(t, "__complete", "--num"); status != 0 || !strings.Contains(stdout, "--num-proc") {
+	if stdout, _, status := output(t, "__complete", "--num"); status != 0 ||
+		!strings.Contains(stdout, "--num-proc") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
-	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 || !strings.Contains(stdout, "--cache-capacity") {
+	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 ||
+		!strings.Contains(stdout, "--cache-capacity") {
 		t.Errorf("got exit status %d and %q, want the setting's flag", status, stdout)
 	}
 	// Neither completion nor a hint may suggest a flag that would be rejected.
-	if stdout, _, status := output(t, "__complete", "--min"); status != 0 || strings.Contains(stdout, "--min-np") {
+	if stdout, _, status := output(t, "__complete", "--min"); status != 0 ||
+		strings.Contains(stdout, "--min-np") {
 		t.Errorf("got exit status %d and %q, want no flag that this version does not have", status, stdout)
 	}
-	if _, stderr, status := output(t, "--min-mp"); status != 2 || stderr != "hvdrun: unknown flag: --min-mp\nTry 'hvdrun --help'.\n" {
+	if _, stderr, status := output(t, "--min-mp"); status != 2 ||
+		stderr != "hvdrun: unknown flag: --min-mp\nTry 'hvdrun --help'.\n" {
 		t.Errorf("got exit status %d and %q, want no such flag suggested", status, stderr)
 	}
 }
@@ -325,7 +365,8 @@ func TestVerdictInTheStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, stderr, status := output(t, "-np", "2", "sh", "-c",
-		`if [ $HOROVOD_RANK = 0 ]; then exec "`+self+`" accuse; fi; trap 'kill -9 $$' TERM; while :; do sleep 0.01; done`)
+		`if [ $HOROVOD_RANK = 0 ]; then exec "`+self+
+			`" accuse; fi; trap 'kill -9 $$' TERM; while :; do sleep 0.01; done`)
 	if status != 137 {
 		t.Errorf("got exit status %d, want the accused rank's 137", status)
 	}
@@ -335,7 +376,8 @@ func TestVerdictInTheStore(t *testing.T) {
 }
 
 func TestInterrupt(t *testing.T) {
-	cmd := hvdrun(t, "-np", "2", "sh", "-c", "trap 'echo bye; exit 0' INT; echo ready; while :; do sleep 0.01; done")
+	cmd := hvdrun(t, "-np", "2", "sh", "-c",
+		"trap 'echo bye; exit 0' INT; echo ready; while :; do sleep 0.01; done")
 	pipe, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -371,7 +413,8 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd.Path, cmd.Args = shell, append([]string{"sh", "-c", `trap "" HUP; kill -HUP $$; exec "$@"`, "sh"}, cmd.Args...)
+	cmd.Path, cmd.Args = shell, append([]string{"sh", "-c", `trap "" HUP; kill -HUP $$; exec "$@"`, "sh"},
+		cmd.Args...)
 	out, err := cmd.Output()
 	if err != nil || strings.Count(string(out), "<stdout>:alive\n") != 2 {
 		t.Errorf("got %q and error %v, want both ranks alive", out, err)
@@ -384,8 +427,10 @@ func TestJobInAJob(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stdout, stderr, status := output(t, "-np", "1", self, "hvdrun", "-np", "2", "sh", "-c", "echo $HOROVOD_SIZE $HOROVOD_RANK")
-	if status != 0 || !strings.Contains(stdout, "[0]<stdout>:[1]<stdout>:2 1\n") || !strings.Contains(stdout, "[0]<stdout>:[0]<stdout>:2 0\n") {
+	stdout, stderr, status := output(t, "-np", "1", self, "hvdrun", "-np", "2", "sh", "-c",
+		"echo $HOROVOD_SIZE $HOROVOD_RANK")
+	if status != 0 || !strings.Contains(stdout, "[0]<stdout>:[1]<stdout>:2 1\n") ||
+		!strings.Contains(stdout, "[0]<stdout>:[0]<stdout>:2 0\n") {
 		t.Errorf("got exit status %d, %q and %q", status, stdout, stderr)
 	}
 }

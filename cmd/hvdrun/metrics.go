@@ -37,7 +37,8 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	}
 	fmt.Fprintf(r.stderr, "hvdrun: metrics at http://%s/metrics\n", server.Addr())
 	return func() {
-		// The requests are cancelled first, so that scrapes waiting for them end at once. The errors do not matter.
+		// The requests are cancelled first, so that scrapes waiting for them end at once. The errors do not
+		// matter.
 		_ = job.Close()
 		_ = server.Close()
 	}, nil

@@ -48,7 +48,8 @@ func TestMetricsRank(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
+	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+		os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
 	kv, err := store.Dial(t.Context(), addr, store.Config{Secret: key})
 	if err != nil {
 		t.Fatal(err)
@@ -72,7 +73,9 @@ func TestMetricsRank(t *testing.T) {
 	case "large":
 		answer = func(string) []byte { return bytes.Repeat([]byte("x 1\n"), joblink.MaxBodyBytes/4) }
 	case "impostor":
-		answer = func(string) []byte { return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n") }
+		answer = func(string) []byte {
+			return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n")
+		}
 	case "silent":
 		select {} // The end of the job kills it.
 	}
@@ -87,12 +90,16 @@ func statsOf(rank int) trace.Stats {
 	h.Add(time.Millisecond)
 	s := trace.Stats{
 		Rank: rank, Size: 5, Host: "?", Epoch: 1, InFlight: 10 + rank, ClockKnown: true,
-		Operations:  []trace.Operations{{Kind: message.Allreduce, Backend: message.SHM, Durations: h, Tensors: 3}},
-		Moved:       []trace.Moved{{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32, Bytes: 100}},
-		Negotiation: h, Queued: h, FusedTensors: 3, FusedBytes: 100, FusionResponses: 1, FusionThresholdBytes: 1000,
+		Operations: []trace.Operations{{Kind: message.Allreduce, Backend: message.SHM, Durations: h,
+			Tensors: 3}},
+		Moved: []trace.Moved{{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32,
+			Bytes: 100}},
+		Negotiation: h, Queued: h, FusedTensors: 3, FusedBytes: 100, FusionResponses: 1,
+		FusionThresholdBytes: 1000,
 	}
 	if rank == 0 {
-		s.Coordinator = &trace.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}}, Stalled: 1}
+		s.Coordinator = &trace.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}},
+			Stalled: 1}
 	}
 	return s
 }
@@ -122,7 +129,8 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	if err != nil {
 		t.Fatal(err)
 	}
-	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self, "-test.run=^TestMetricsRank$")
+	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self,
+		"-test.run=^TestMetricsRank$")
 	// The job has a context of its own, because Prometheus may take a while.
 	j := &metricsJob{Cmd: exec.CommandContext(testnet.Context(t), short.Path, short.Args[1:]...)}
 	j.Env = append(short.Env, ranksOfMetrics+"="+strings.Join(kinds, ","))
@@ -200,7 +208,8 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	config := read("prometheus.yml")
 	job := startMetricsJob(t, "good", "good", "silent", "garbage", "large")
 	for _, c := range []struct{ is, want string }{
-		{"127.0.0.1:9610", job.addr}, {"scrape_interval: 5s", "scrape_interval: 1s"}, {"evaluation_interval: 15s", "evaluation_interval: 1s"},
+		{"127.0.0.1:9610", job.addr}, {"scrape_interval: 5s", "scrape_interval: 1s"},
+		{"evaluation_interval: 15s", "evaluation_interval: 1s"},
 	} {
 		if strings.Count(config, c.is) != 1 {
 			t.Fatalf("deploy/prometheus.yml has changed:\n%s", config)
@@ -229,14 +238,16 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 		}
 		return same(values("hvd_up", "rank"), up)
 	})
-	if got, want := values("hvd_queue_depth", "rank"), map[string]float64{"0": 10, "1": 11}; !same(got, want) {
+	if got, want := values("hvd_queue_depth", "rank"), map[string]float64{"0": 10, "1": 11}; !same(got,
+		want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 	host, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, want := values("sum by (host) (hvd_collective_bytes_total)", "host"), map[string]float64{host: 200}; !same(got, want) {
+	if got, want := values("sum by (host) (hvd_collective_bytes_total)", "host"), map[string]float64{
+		host: 200}; !same(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 	if got, want := values("hvd_rank_last_total", "late_rank"), map[string]float64{"2": 3}; !same(got, want) {
@@ -285,7 +296,8 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 				if err != nil {
 					return
 				}
-				for _, want := range []string{"\nhvd_up{", "\nhvd_job_ranks 3\n", `rank="1"} 0`, `rank="2"} 0`} {
+				for _, want := range []string{"\nhvd_up{", "\nhvd_job_ranks 3\n", `rank="1"} 0`,
+					`rank="2"} 0`} {
 					if !strings.Contains(text, want) {
 						t.Errorf("%q is missing in %s", want, text)
 					}
@@ -314,13 +326,15 @@ func TestMetricsAddr(t *testing.T) {
 		status int
 		want   string
 	}{
-		{l.Addr().String(), statusFailure, "hvdrun: --metrics-addr: metrics: listen tcp " + l.Addr().String() + ": bind: address already in use\n"},
+		{l.Addr().String(), statusFailure, "hvdrun: --metrics-addr: metrics: listen tcp " +
+			l.Addr().String() + ": bind: address already in use\n"},
 		{"here", statusUsage, `hvdrun: --metrics-addr: metrics: address "here": `},
 		{":x", statusUsage, `got port "x", want a number`},
 	} {
 		stdout, stderr, status := output(t, "-np", "1", "--metrics-addr", c.addr, "echo", "ran")
 		if status != c.status || !strings.Contains(stderr, c.want) || stdout != "" {
-			t.Errorf("%s: got exit status %d, %q and %q, want %d and %q", c.addr, status, stderr, stdout, c.status, c.want)
+			t.Errorf("%s: got exit status %d, %q and %q, want %d and %q", c.addr, status, stderr, stdout,
+				c.status, c.want)
 		}
 	}
 	// Without the flag hvdrun prints nothing about metrics.

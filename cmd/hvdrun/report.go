@@ -72,14 +72,17 @@ func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
 		size: size, dir: dir, period: period,
-		alarms: make(chan string, 1), failures: make(map[int][]byte), reported: make(map[stalled]map[int]wait),
+		alarms: make(chan string, 1), failures: make(map[int][]byte),
+		reported: make(map[stalled]map[int]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
 	r.mu.Lock() // handleMessage uses r.ranks, which Listen returns
 	defer r.mu.Unlock()
 	var err error
-	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) { r.handleMessage(ctx, rank, what, body) })
+	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) {
+		r.handleMessage(ctx, rank, what, body)
+	})
 	return r, err
 }
 
@@ -93,8 +96,8 @@ func (r *reporter) inquiry() *launch.Inquiry {
 	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
 }
 
-// handleMessage handles a message that a rank sent without a request: of a stall or of a failed job. It may block
-// while it asks the ranks, as survey does.
+// handleMessage handles a message that a rank sent without a request: of a stall or of a failed job. It may
+// block while it asks the ranks, as survey does.
 func (r *reporter) handleMessage(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case joblink.Stall:
@@ -207,7 +210,8 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 		r.markReported(dumps)
 	}
 	r.mu.Unlock()
-	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", analysis.Plain(why), len(dumps), r.size, time.Since(begun).Round(time.Millisecond))
+	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", analysis.Plain(why), len(dumps), r.size,
+		time.Since(begun).Round(time.Millisecond))
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
@@ -223,12 +227,14 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 	if !f.HasEntries() {
 		return ""
 	}
-	return r.text(fmt.Sprintf("what the ranks did when the job failed, from %d of %d ranks", len(dumps), r.size), f, dumps, r.ranks.Err())
+	return r.text(fmt.Sprintf("what the ranks did when the job failed, from %d of %d ranks", len(dumps),
+		r.size), f, dumps, r.ranks.Err())
 }
 
 // decode decodes the dumps of ranks. absent describes the ranks by rank: what is known of the process or, if
 // its dump cannot be read, the error.
-func (r *reporter) decode(bodies map[int][]byte, known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
+func (r *reporter) decode(bodies map[int][]byte,
+	known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
 	for rank, what := range known {
 		absent[rank] = what

@@ -44,12 +44,15 @@ func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...st
 	r := recorder.New(100)
 	for i := range 10 {
 		r.Record(&trace.Operation{
-			Number: uint64(i + 1), Kind: message.Allreduce, Ended: 10 * time.Second, Tensors: []trace.Tensor{{Name: "grad/" + strconv.Itoa(i)}},
+			Number: uint64(i + 1), Kind: message.Allreduce, Ended: 10 * time.Second,
+			Tensors: []trace.Tensor{{Name: "grad/" + strconv.Itoa(i)}},
 		})
 	}
-	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why, At: at}
+	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why,
+		At: at}
 	for _, name := range waits {
-		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: submitted})
+		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name,
+			Submitted: submitted})
 	}
 	text, err := recorder.Encode(r.Dump(about), 100)
 	if err != nil {
@@ -71,7 +74,8 @@ func pretend(do string) error {
 	if err != nil {
 		return err
 	}
-	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
+	addr := net.JoinHostPort(os.Getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+		os.Getenv("HOROVOD_GLOO_RENDEZVOUS_PORT"))
 	kv, err := store.Dial(ctx, addr, store.Config{Secret: key})
 	if err != nil {
 		return err
@@ -110,7 +114,8 @@ func pretend(do string) error {
 			})
 		})
 	}
-	stalled, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7", Text: `allreduce "grad/7" has waited 5.0 s for rank 1`})
+	stalled, err := recorder.EncodeStall(recorder.Stall{Name: "grad/7",
+		Text: `allreduce "grad/7" has waited 5.0 s for rank 1`})
 	if err != nil {
 		return err
 	}
@@ -142,7 +147,8 @@ func pretend(do string) error {
 			}
 			return unix.Kill(os.Getpid(), unix.SIGKILL)
 		}
-		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead", waits...)); err != nil {
+		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, size, "rank 1 is dead",
+			waits...)); err != nil {
 			return err
 		}
 		return kv.Set(ctx, "notified/"+strconv.Itoa(rank), nil)
@@ -265,10 +271,12 @@ func TestQuitPrintsReport(t *testing.T) {
 		}
 	}
 	// A process that waits for a signal may run for a moment.
-	if !regexp.MustCompile(`\nRank 2 did not answer: process \d+ is (sleeping|running)\.\nRank 3 did not answer: process \d+ is (sleeping|running)\.\n`).MatchString(report) {
+	if !regexp.MustCompile(
+		`\nRank 2 did not answer: process \d+ is (sleeping|running)\.\nRank 3 did not answer: process \d+ is (sleeping|running)\.\n`).MatchString(report) {
 		t.Errorf("got %s, want what the processes of ranks 2 and 3 do", report)
 	}
-	left := map[string]string{"report.txt": "has not called", "report.json": `"waiting"`, "rank0.json": `"why": "dump"`, "rank1.json": `"rank": 1`}
+	left := map[string]string{"report.txt": "has not called", "report.json": `"waiting"`,
+		"rank0.json": `"why": "dump"`, "rank1.json": `"rank": 1`}
 	for name, want := range left {
 		text, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil || !strings.Contains(string(text), want) {
@@ -323,7 +331,8 @@ func TestFailurePrintsReport(t *testing.T) {
 	if status := w.wait(); status != 137 {
 		t.Errorf("got exit status %d, want 137", status)
 	}
-	_, report, found := strings.Cut(text, rule+"\nhvdrun: what the ranks did when the job failed, from 2 of 3 ranks\n")
+	_, report, found := strings.Cut(text,
+		rule+"\nhvdrun: what the ranks did when the job failed, from 2 of 3 ranks\n")
 	if !found || strings.Index(text, "Root cause") > strings.Index(text, "what the ranks did when") {
 		t.Fatalf("got %s, want a report after the root cause", text)
 	}
@@ -344,10 +353,12 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	if status != 3 || strings.Count(stderr, rule) != 2 {
 		t.Errorf("got exit status %d and %s, want the root cause alone", status, stderr)
 	}
-	w := watchCommand(t, "-np", "2", "--verbose", "sh", "-c", `[ $HOROVOD_RANK = 0 ] || exit 0; echo process $$; kill -STOP $$`)
+	w := watchCommand(t, "-np", "2", "--verbose", "sh", "-c",
+		`[ $HOROVOD_RANK = 0 ] || exit 0; echo process $$; kill -STOP $$`)
 	var said string
 	// The lines come in any order.
-	for _, line := range []string{"rank 1: exit status 0", "rank 0: started as process ", "<stdout>:process "} {
+	for _, line := range []string{"rank 1: exit status 0", "rank 0: started as process ",
+		"<stdout>:process "} {
 		if !strings.Contains(said, line) {
 			said += w.until(line, 1)
 		}
@@ -363,7 +374,8 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	}
 	report := w.until(rule, 2)
 	for _, want := range []string{
-		"hvdrun: SIGQUIT: 0 of 2 ranks answered", "Rank 0 did not answer: process " + pid + " is stopped by a signal.\n", "Rank 1 did not answer: exit status 0, at ",
+		"hvdrun: SIGQUIT: 0 of 2 ranks answered", "Rank 0 did not answer: process " + pid +
+			" is stopped by a signal.\n", "Rank 1 did not answer: exit status 0, at ",
 	} {
 		if !strings.Contains(report, want) {
 			t.Errorf("got %s, want %q", report, want)
@@ -380,7 +392,8 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 // hvdrun asks the ranks of other hosts too. Its report says that a process on another host has not ended.
 func TestQuitOnSeveralHosts(t *testing.T) {
 	w, report := quit(t, 4, "-H", "h1:2,h2:2", "--agent", "env AT={host}")
-	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered", " on host h2 has not ended.\nRank 3 did not answer: process "} {
+	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered",
+		" on host h2 has not ended.\nRank 3 did not answer: process "} {
 		if !strings.Contains(report, want) {
 			t.Errorf("got %s, want %q", report, want)
 		}
@@ -575,7 +588,8 @@ func TestEachStallIsReported(t *testing.T) {
 				expectReports(0)
 				set(func() {
 					if asked > size {
-						t.Errorf("the ranks were asked %d times for a stall that lasts, want at most %d", asked, size)
+						t.Errorf("the ranks were asked %d times for a stall that lasts, want at most %d",
+							asked, size)
 					}
 				})
 			}
@@ -661,7 +675,8 @@ func TestDumpsOfFailures(t *testing.T) {
 	delete(r.failures, 3)
 	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
 	for _, want := range []string{
-		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 of 4", "Rank 2 did not answer: cannot decode its dump: recorder: malformed dump",
+		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 of 4",
+		"Rank 2 did not answer: cannot decode its dump: recorder: malformed dump",
 		"Rank 3 did not answer: exit status 7.",
 	} {
 		if !strings.Contains(got, want) {
@@ -674,7 +689,8 @@ func TestDumpsOfFailures(t *testing.T) {
 	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
 	late.mu.Lock()
 	for rank := range 4 {
-		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure, dumpOf(rank, 4, "", "grad/7")); err != nil {
+		if err := joblink.New(kv, rank).Report(ctx, joblink.Failure,
+			dumpOf(rank, 4, "", "grad/7")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -700,7 +716,8 @@ func TestReportsInTrouble(t *testing.T) {
 	kv.Close()
 	testnet.Eventually(t, "the launcher no longer listens", func() bool { return r.ranks.Err() != nil })
 	got := r.survey(testnet.Context(t), "SIGQUIT", []string{"runs"})
-	for _, want := range []string{"hvdrun: warning: report: ", "store is closed", "joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
+	for _, want := range []string{"hvdrun: warning: report: ", "store is closed",
+		"joblink: receiving from the ranks", file, "Rank 0 did not answer: runs.\nRank 1 did not answer.\n"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("got %s, want %q", got, want)
 		}
@@ -714,7 +731,8 @@ func TestLongReportsAreCut(t *testing.T) {
 	r := &reporter{size: 1, dir: dir}
 	f := &analysis.Findings{}
 	for i := range 300 {
-		f.Waiting = append(f.Waiting, analysis.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)}, NumNames: 1, Ranks: []int{0}})
+		f.Waiting = append(f.Waiting, analysis.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)},
+			NumNames: 1, Ranks: []int{0}})
 		for rank := range 12 {
 			f.Waiting[i].Missing = append(f.Waiting[i].Missing, analysis.Missing{Rank: rank})
 		}
@@ -729,7 +747,8 @@ func TestLongReportsAreCut(t *testing.T) {
 		t.Errorf("got %d lines in the file, error %v, want all", n, err)
 	}
 	var again analysis.Findings
-	if text, err := os.ReadFile(filepath.Join(dir, "report.json")); err != nil || json.Unmarshal(text, &again) != nil || len(again.Waiting) != 300 {
+	if text, err := os.ReadFile(filepath.Join(dir, "report.json")); err != nil ||
+		json.Unmarshal(text, &again) != nil || len(again.Waiting) != 300 {
 		t.Errorf("got %.100s, error %v", text, err)
 	}
 }

@@ -79,8 +79,10 @@ func TestSettingFlagsReachTheRanks(t *testing.T) {
 func TestOrderOfFileAndFlags(t *testing.T) {
 	file := writeFile(t, "params:\n  cycle_time_ms: 1\n  cache_capacity: 1\n")
 	cmd := hvdrun(t, "-np", "1", "--tag-output=false",
-		"--cycle-time-ms", "2", "--liveness-seconds", "4", "--config-file", filepath.Base(file), "--cache-capacity", "3",
-		"sh", "-c", `echo "$HOROVOD_CYCLE_TIME/$HOROVOD_CACHE_CAPACITY/$HVD_LIVENESS_SECONDS/$HVD_CONFIG_FILE"`)
+		"--cycle-time-ms", "2", "--liveness-seconds", "4", "--config-file", filepath.Base(file),
+		"--cache-capacity", "3",
+		"sh", "-c",
+		`echo "$HOROVOD_CYCLE_TIME/$HOROVOD_CACHE_CAPACITY/$HVD_LIVENESS_SECONDS/$HVD_CONFIG_FILE"`)
 	cmd.Dir = filepath.Dir(file)
 	out, err := cmd.Output()
 	if want := "/3/4/" + file + "\n"; err != nil || string(out) != want {
@@ -89,7 +91,8 @@ func TestOrderOfFileAndFlags(t *testing.T) {
 }
 
 func TestWarnings(t *testing.T) {
-	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x", "HVD_TYPO=1",
+	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x",
+		"HVD_TYPO=1",
 		"sh", "-c", `echo "$HVD_SHOWN"`)
 	cmd.Env = append(cmd.Env, "HOROVOD_FUSION_TRESHOLD=1")
 	var stderr strings.Builder
@@ -106,14 +109,16 @@ hvdrun: warning: --log-hide-timestamp is deprecated: use --log-without-timestamp
 	if stderr.String() != want {
 		t.Errorf("got %s\nwant %s", stderr.String(), want)
 	}
-	if got := strings.Count(string(out), ">:HOROVOD_FUSION_TRESHOLD,HVD_TYPO,--log-hide-timestamp\n"); got != 2 {
+	if got := strings.Count(string(out),
+		">:HOROVOD_FUSION_TRESHOLD,HVD_TYPO,--log-hide-timestamp\n"); got != 2 {
 		t.Errorf("got %q, want the names at both ranks", out)
 	}
 }
 
 func TestConfigCommand(t *testing.T) {
 	file := writeFile(t, "params:\n  cycle_time_ms: 1\n")
-	args := []string{"config", "-np", "2", "--config-file", file, "--cache-capacity", "7", "-x", "HOROVOD_LOG_LEVEL=info"}
+	args := []string{"config", "-np", "2", "--config-file", file, "--cache-capacity", "7", "-x",
+		"HOROVOD_LOG_LEVEL=info"}
 	run := func(args ...string) string {
 		t.Helper()
 		cmd := hvdrun(t, args...)
@@ -137,7 +142,9 @@ func TestConfigCommand(t *testing.T) {
 		"HOROVOD_FUSION_THRESHOLD 134217728 default",
 		"HOROVOD_THREAD_AFFINITY (not pinned) default",
 	} {
-		if !slices.ContainsFunc(strings.Split(table, "\n"), func(line string) bool { return strings.Join(strings.Fields(line), " ") == want }) {
+		if !slices.ContainsFunc(strings.Split(table, "\n"), func(line string) bool {
+			return strings.Join(strings.Fields(line), " ") == want
+		}) {
 			t.Errorf("%q is missing in\n%s", want, table)
 		}
 	}
@@ -153,17 +160,21 @@ func TestConfigCommand(t *testing.T) {
 	for _, s := range shown {
 		got[s.Name] = s.Value + " from " + s.Origin
 	}
-	if len(got) != strings.Count(table, "\n")-1 || got["HOROVOD_CACHE_CAPACITY"] != "7 from flag --cache-capacity" || got["HOROVOD_THREAD_AFFINITY"] != " from default" {
+	if len(got) != strings.Count(table, "\n")-1 ||
+		got["HOROVOD_CACHE_CAPACITY"] != "7 from flag --cache-capacity" ||
+		got["HOROVOD_THREAD_AFFINITY"] != " from default" {
 		t.Errorf("got %q", got)
 	}
 
 	if got := run("config", "--markdown"); got != config.Page() {
 		t.Errorf("got %.80q, want the page", got)
 	}
-	if _, stderr, status := output(t, "config", "--cache-capacity", "x"); status != 2 || !strings.Contains(stderr, `--cache-capacity: got "x"`) {
+	if _, stderr, status := output(t, "config", "--cache-capacity", "x"); status != 2 ||
+		!strings.Contains(stderr, `--cache-capacity: got "x"`) {
 		t.Errorf("a bad value: got exit status %d and %q, want 2", status, stderr)
 	}
-	if stdout, _, status := output(t, "config", "--help"); status != 0 || !strings.Contains(stdout, "--json") || !strings.Contains(stdout, "--cache-capacity") {
+	if stdout, _, status := output(t, "config", "--help"); status != 0 ||
+		!strings.Contains(stdout, "--json") || !strings.Contains(stdout, "--cache-capacity") {
 		t.Errorf("got exit status %d and %q, want the help", status, stdout)
 	}
 }
@@ -172,7 +183,9 @@ func TestCheckBuild(t *testing.T) {
 	t.Setenv(config.SidecarBinaryVariable, "")
 	for _, flag := range []string{"-cb", "--check-build"} {
 		stdout, stderr, status := output(t, flag)
-		if status != 0 || stderr != "" || strings.Count(stdout, "[X] Gloo (gohvd's own, over shared memory and TCP)\n") != 2 || strings.Count(stdout, "[ ] MPI\n") != 2 {
+		if status != 0 || stderr != "" ||
+			strings.Count(stdout, "[X] Gloo (gohvd's own, over shared memory and TCP)\n") != 2 ||
+			strings.Count(stdout, "[ ] MPI\n") != 2 {
 			t.Errorf("%s: got exit status %d, %q and %q, want what is built", flag, status, stdout, stderr)
 		}
 	}
@@ -191,12 +204,15 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 		{"", none, "[ ] PyTorch (no hvdd: HVD_SIDECAR_BINARY is not set, and hvdd is neither beside hvdrun nor on PATH)", "Go; not built in: PyTorch (no hvdd: "},
 		{"", dir, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
 		{program, none, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
-		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", plain), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
-		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", dir), "Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", plain),
+			"Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", dir),
+			"Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
 	} {
 		t.Setenv(config.SidecarBinaryVariable, c.named)
 		t.Setenv("PATH", c.path)
-		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" || !strings.Contains(stdout, "    "+c.want+"\n") {
+		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" ||
+			!strings.Contains(stdout, "    "+c.want+"\n") {
 			t.Errorf("%+v: got exit status %d, %q and %q", c, status, stdout, stderr)
 		}
 		if lines, _, _ := examined(t); !strings.HasPrefix(lines["frameworks"].Text, c.examined) {
@@ -220,7 +236,8 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	t.Setenv("PATH", none)
 	cmd := hvdrun(t, "--check-build")
 	cmd.Path = copied
-	if out, err := cmd.Output(); err != nil || !strings.Contains(string(out), "    [X] PyTorch (over hvdd)\n") {
+	if out, err := cmd.Output(); err != nil ||
+		!strings.Contains(string(out), "    [X] PyTorch (over hvdd)\n") {
 		t.Errorf("got %q and error %v, want the hvdd beside hvdrun", out, err)
 	}
 }
@@ -229,14 +246,17 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 // is refused.
 func TestFlagsForWhatHolds(t *testing.T) {
 	flags := []string{
-		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather", "--no-torus-allreduce", "--no-autotune", "--no-mpi-threads-disable",
+		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather",
+		"--no-torus-allreduce", "--no-autotune", "--no-mpi-threads-disable",
 	}
-	stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "sh", "-c", "echo $HOROVOD_CACHE_CAPACITY.")...)
+	stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "sh", "-c",
+		"echo $HOROVOD_CACHE_CAPACITY.")...)
 	if status != 0 || stdout != ".\n" || stderr != "" {
 		t.Errorf("got exit status %d, %q and %q, want the command run and no setting", status, stdout, stderr)
 	}
 	for _, flag := range []string{"--autotune", "--disable-cache=false", "--mpi-threads-disable"} {
-		if _, stderr, status := output(t, flag, "-np", "1", "true"); status != 2 || !strings.Contains(stderr, "hvdrun: "+strings.TrimSuffix(flag, "=false")+": ") {
+		if _, stderr, status := output(t, flag, "-np", "1", "true"); status != 2 ||
+			!strings.Contains(stderr, "hvdrun: "+strings.TrimSuffix(flag, "=false")+": ") {
 			t.Errorf("%s: got exit status %d and %q, want 2", flag, status, stderr)
 		}
 	}
@@ -247,7 +267,8 @@ func TestFlagsForWhatHolds(t *testing.T) {
 func TestTimelineSignal(t *testing.T) {
 	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
 	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {
-		stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "grep", "SigIgn", "/proc/self/status")...)
+		stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "grep", "SigIgn",
+			"/proc/self/status")...)
 		_, mask, _ := strings.Cut(strings.TrimSpace(stdout), "\t")
 		bits, err := strconv.ParseUint(mask, 16, 64)
 		if status != 0 || stderr != "" || err != nil || bits>>(unix.SIGUSR2-1)&1 != 1 {
@@ -303,7 +324,8 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 			}
 		}
 	}
-	shorthands := map[string]string{"H": "hosts", "p": "ssh-port", "i": "ssh-identity-file", "v": "version", "h": "help", "n": "num-proc", "x": "x"}
+	shorthands := map[string]string{"H": "hosts", "p": "ssh-port", "i": "ssh-identity-file", "v": "version",
+		"h": "help", "n": "num-proc", "x": "x"}
 	flags.VisitAll(func(f *pflag.Flag) {
 		if f.Shorthand != "" && shorthands[f.Shorthand] != f.Name {
 			t.Errorf("-%s is --%s, want --%s", f.Shorthand, f.Name, shorthands[f.Shorthand])

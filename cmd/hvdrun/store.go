@@ -47,11 +47,14 @@ set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and TORCHELASTIC_
 	f := cmd.Flags()
 	f.SortFlags = false
 	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 chooses a free port")
-	f.StringVar(&s.secretFile, "secret-file", "", "`FILE` with the secret that clients must have, at least 16 bytes (HVD_SECRET_FILE of the ranks)")
+	f.StringVar(&s.secretFile, "secret-file", "",
+		"`FILE` with the secret that clients must have, at least 16 bytes (HVD_SECRET_FILE of the ranks)")
 	f.BoolVar(&s.tls, "tls", false, "encrypt connections (HVD_TLS of the ranks); requires --secret-file")
-	f.BoolVar(&s.insecure, "insecure", false, "serve without a secret even if other hosts can reach the address")
+	f.BoolVar(&s.insecure, "insecure", false,
+		"serve without a secret even if other hosts can reach the address")
 	f.BoolVar(&s.torch, "torch", false, "use PyTorch's TCPStore protocol, which has no secret")
-	f.BoolVar(&s.torch21, "torch-2.1", false, "treat old clients as those of PyTorch 2.1 instead of an older version")
+	f.BoolVar(&s.torch21, "torch-2.1", false,
+		"treat old clients as those of PyTorch 2.1 instead of an older version")
 	f.BoolVar(&r.verbose, "verbose", false, "log when clients connect and disconnect")
 	return cmd
 }

@@ -33,7 +33,9 @@ func TestStoreAlone(t *testing.T) {
 	sealed := func(ctx context.Context, addr string) (store.Store, error) {
 		return store.Dial(ctx, addr, store.Config{Secret: key.Encrypted()})
 	}
-	torch := func(ctx context.Context, addr string) (store.Store, error) { return c10d.Dial(ctx, addr, c10d.Modern) }
+	torch := func(ctx context.Context, addr string) (store.Store, error) {
+		return c10d.Dial(ctx, addr, c10d.Modern)
+	}
 	for name, test := range map[string]struct {
 		args []string
 		dial func(ctx context.Context, addr string) (store.Store, error)
@@ -99,7 +101,8 @@ func TestStoreAloneRefuses(t *testing.T) {
 		{[]string{"--no-such"}, "unknown flag"},
 	} {
 		out, err := hvdrun(t, append([]string{"store"}, test.args...)...).CombinedOutput()
-		if err == nil || !strings.Contains(string(out), test.want) || strings.Contains(string(out), "short\n") {
+		if err == nil || !strings.Contains(string(out), test.want) ||
+			strings.Contains(string(out), "short\n") {
 			t.Errorf("%q: got %v, %s, want %q", test.args, err, out, test.want)
 		}
 	}

@@ -81,7 +81,8 @@ func defaultOf(name string) int64 {
 // readTimelines prints the report of timelines, and merges the files if --merge is given.
 func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error) {
 	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
-		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more", given.thresholdMB, given.capacity)
+		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",
+			given.thresholdMB, given.capacity)
 	}
 	job, bad, err := report.Open(paths, os.Stdin)
 	if err != nil {
@@ -92,7 +93,8 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		r.status = statusFailure
 		fmt.Fprintf(r.stderr, "hvdrun: timeline: %v\n", bad)
 	}
-	result, err := job.Report(report.Options{FusionThresholdBytes: given.thresholdMB << 20, CacheCapacity: given.capacity})
+	result, err := job.Report(report.Options{FusionThresholdBytes: given.thresholdMB << 20,
+		CacheCapacity: given.capacity})
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)
 	}
@@ -101,9 +103,11 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		if err != nil {
 			return fmt.Errorf("timeline: merge to %s: %w", given.merge, err)
 		}
-		fmt.Fprintf(r.stderr, "hvdrun: merged %d events of %d ranks to %s\n", sum.Events, sum.Ranks, given.merge)
+		fmt.Fprintf(r.stderr, "hvdrun: merged %d events of %d ranks to %s\n", sum.Events, sum.Ranks,
+			given.merge)
 		if sum.LeftOut > 0 {
-			fmt.Fprintf(r.stderr, "hvdrun: left out %d events without a begin event or a tensor name\n", sum.LeftOut)
+			fmt.Fprintf(r.stderr, "hvdrun: left out %d events without a begin event or a tensor name\n",
+				sum.LeftOut)
 		}
 	}
 	if given.asJSON {

@@ -36,7 +36,8 @@ func putTimelines(t *testing.T) string {
 func TestTimeline(t *testing.T) {
 	dir := putTimelines(t)
 	stdout, stderr, status := output(t, "timeline", filepath.Join(dir, "t.json"))
-	if status != 0 || stderr != "" || !strings.Contains(stdout, "rank 1 held up all others for 5.00 ms per step (") {
+	if status != 0 || stderr != "" ||
+		!strings.Contains(stdout, "rank 1 held up all others for 5.00 ms per step (") {
 		t.Errorf("got exit status %d, %q and %q, want rank 1 named", status, stdout, stderr)
 	}
 	stdout, stderr, status = output(t, "timeline", "--json", "--fusion-threshold-mb", "2", dir)
@@ -50,7 +51,8 @@ func TestTimeline(t *testing.T) {
 
 	out := filepath.Join(t.TempDir(), "all.json")
 	_, stderr, status = output(t, "timeline", "--merge", out, dir)
-	if status != 0 || !strings.Contains(stderr, "merged ") || !strings.Contains(stderr, "events of 2 ranks to "+out) {
+	if status != 0 || !strings.Contains(stderr, "merged ") ||
+		!strings.Contains(stderr, "events of 2 ranks to "+out) {
 		t.Errorf("got exit status %d and %q, want the ranks merged", status, stderr)
 	}
 	text, err := os.ReadFile(out)
@@ -85,7 +87,8 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		want   string
 		report bool
 	}{
-		{[]string{bad}, 1, bad + ": byte 0: invalid character 'h' at start of value: want the JSON array", false},
+		{[]string{bad}, 1, bad + ": byte 0: invalid character 'h' at start of value: want the JSON array",
+			false},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "no such file", false},
 		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
 		{[]string{dir}, 0, "", true}, // A folder may have other files too.
@@ -95,12 +98,15 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 		{[]string{"--merge", filepath.Join(dir, "t.json"), dir}, 1, "is one of the files to merge", false},
 	} {
 		stdout, stderr, status := output(t, append([]string{"timeline"}, c.args...)...)
-		if status != c.status || !strings.Contains(stderr, c.want) || (stderr == "") != (c.want == "") || (stdout != "") != c.report {
-			t.Errorf("%q: got exit status %d, %q and %q, want %d and %q", c.args, status, stdout, stderr, c.status, c.want)
+		if status != c.status || !strings.Contains(stderr, c.want) || (stderr == "") != (c.want == "") ||
+			(stdout != "") != c.report {
+			t.Errorf("%q: got exit status %d, %q and %q, want %d and %q", c.args, status, stdout, stderr,
+				c.status, c.want)
 		}
 	}
 	stdout, _, status := output(t, "timeline", "--help")
-	if status != 0 || !strings.Contains(stdout, "hvdrun timeline --merge all.json.gz timelines/") || !strings.Contains(stdout, "--cache-capacity N") {
+	if status != 0 || !strings.Contains(stdout, "hvdrun timeline --merge all.json.gz timelines/") ||
+		!strings.Contains(stdout, "--cache-capacity N") {
 		t.Errorf("got exit status %d and %q, want help with examples", status, stdout)
 	}
 }

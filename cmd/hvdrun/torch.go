@@ -35,7 +35,9 @@ func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(
 	}
 	if several && (addr.Addr().IsLoopback() || addr.Addr().IsUnspecified()) {
 		end()
-		return netip.AddrPort{}, nil, usagef("--torch-store: got %q, want an address of this host by which other hosts can reach it", r.torchStore)
+		return netip.AddrPort{}, nil,
+			usagef("--torch-store: got %q, want an address of this host by which other hosts can reach it",
+				r.torchStore)
 	}
 	return addr, end, nil
 }

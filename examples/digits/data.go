@@ -38,7 +38,8 @@ func loadImages(seed uint64) (train, test []image, err error) {
 	images := make([]image, len(rows))
 	for i, row := range rows {
 		if len(row) != pixels+1 {
-			return nil, nil, fmt.Errorf("digits: data row %d: got %d fields, want %d", i+1, len(row), pixels+1)
+			return nil, nil, fmt.Errorf("digits: data row %d: got %d fields, want %d", i+1, len(row),
+				pixels+1)
 		}
 		for j, field := range row {
 			v, err := strconv.Atoi(field)

@@ -42,7 +42,8 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	// from a checkpoint that only one rank can read.
 	m.initialize(o.seed + uint64(rank))
 	for _, p := range m.parameters() {
-		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name), hvd.On(on)); err != nil {
+		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name),
+			hvd.On(on)); err != nil {
 			return nil, 0, err
 		}
 	}
@@ -102,7 +103,8 @@ func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	handles := make([]*hvd.Handle[float32], len(parts))
 	for i, p := range parts {
 		var err error
-		handles[i], err = hvd.AllreduceAsync(p.values, hvd.Op(hvd.Sum), hvd.InPlace(), hvd.Name("gradient/"+p.name), hvd.On(on))
+		handles[i], err = hvd.AllreduceAsync(p.values, hvd.Op(hvd.Sum), hvd.InPlace(),
+			hvd.Name("gradient/"+p.name), hvd.On(on))
 		if err != nil {
 			return err
 		}

@@ -25,7 +25,8 @@ func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	for r := range n {
 		wg.Go(func() {
 			e, err := hvd.New(ctx, hvd.WithStore(kv),
-				hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)), hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)))
+				hvd.WithSetting("HOROVOD_RANK", strconv.Itoa(r)),
+				hvd.WithSetting("HOROVOD_SIZE", strconv.Itoa(n)))
 			if err != nil {
 				t.Errorf("rank %d: %v", r, err)
 				return
@@ -60,7 +61,8 @@ func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 				t.Errorf("%d ranks: rank %d has other weights than rank 0", n, r)
 			}
 			if accuracies[r] != accuracies[0] || accuracies[r] < 0.95 {
-				t.Errorf("%d ranks: rank %d has accuracy %v, rank 0 %v, want at least 0.95", n, r, accuracies[r], accuracies[0])
+				t.Errorf("%d ranks: rank %d has accuracy %v, rank 0 %v, want at least 0.95", n, r,
+					accuracies[r], accuracies[0])
 			}
 		}
 		var difference, norm float64
@@ -151,7 +153,8 @@ func TestProgressIsALinePerEpoch(t *testing.T) {
 		t.Fatal(err)
 	}
 	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
-	if len(lines) != 2 || !strings.HasPrefix(lines[0], "epoch 1/2: loss=") || !strings.HasPrefix(lines[1], "epoch 2/2: loss=") {
+	if len(lines) != 2 || !strings.HasPrefix(lines[0], "epoch 1/2: loss=") ||
+		!strings.HasPrefix(lines[1], "epoch 2/2: loss=") {
 		t.Errorf("got %q", lines)
 	}
 }

@@ -14,7 +14,8 @@ func Example() {
 	const ms = time.Millisecond
 	late := analysis.NewLate(func(*analysis.Member, time.Duration, time.Duration, time.Duration) {})
 	var snapshots []*analysis.Snapshot
-	members := []*analysis.Member{late.Member(0, analysis.Clock{Known: true}), late.Member(1, analysis.Clock{Known: true})}
+	members := []*analysis.Member{late.Member(0, analysis.Clock{Known: true}),
+		late.Member(1, analysis.Clock{Known: true})}
 	for rank, m := range members {
 		s := &analysis.Snapshot{Rank: rank, Size: 2, Host: "h", At: time.Second}
 		snapshots = append(snapshots, s)
@@ -22,7 +23,8 @@ func Example() {
 			at := time.Duration(step+1) * 100 * ms
 			r := analysis.Record{
 				Number: uint64(step + 1), Kind: "allreduce", Name: "grad/0",
-				Submitted: at + time.Duration(rank)*5*ms, Granted: at + 6*ms, Begun: at + 6*ms, Ended: at + 9*ms,
+				Submitted: at + time.Duration(rank)*5*ms, Granted: at + 6*ms, Begun: at + 6*ms,
+				Ended: at + 9*ms,
 			}
 			late.Add(m, &r, nil)
 			s.Operations = append(s.Operations, r)
@@ -35,7 +37,8 @@ func Example() {
 		fmt.Printf("rank %d held up the others for %v\n", r.Rank, r.Held)
 	}
 	for _, w := range analysis.Analyse(snapshots, 2, nil).Waiting {
-		fmt.Printf("%s has waited for %v for %s of rank %d\n", topo.FormatRanks(w.Ranks), w.Longest, w.Names[0], w.Missing[0].Rank)
+		fmt.Printf("%s has waited for %v for %s of rank %d\n", topo.FormatRanks(w.Ranks), w.Longest,
+			w.Names[0], w.Missing[0].Rank)
 	}
 	// Output:
 	// rank 0 held up the others for 0s

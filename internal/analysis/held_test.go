@@ -49,7 +49,8 @@ func TestHeld(t *testing.T) {
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
 		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. The others wait for it
 		// only in some operations, or its lateness is 0 there.
-		"not waited for":         {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}}, []int{0, 3, 0}},
+		"not waited for": {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}},
+			[]int{0, 3, 0}},
 		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},
 		"waited for, not behind": {[]ask{{^1, 0, 2}, {1, 10, 10}, {^1, 20, 22}, {1, 30, 30}}, []int{0, 4, 0}},
 		// The time up to 6 is charged to rank 0, so only the rest is charged to rank 1.

@@ -187,7 +187,8 @@ func (w *waits) Pop() any {
 // granted a little later, at granted.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
-		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor), ranks: make(map[int]*RankLateness),
+		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
+		ranks:      make(map[int]*RankLateness),
 		steadyFrom: never, startupEnd: never,
 	}
 }
@@ -302,7 +303,8 @@ func (m *Member) end(o ending) {
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]
-		if !p.done && frontier != forever && frontier <= p.lastEnded+window && l.kept <= maxPending && len(l.pending) <= maxSlots {
+		if !p.done && frontier != forever && frontier <= p.lastEnded+window && l.kept <= maxPending &&
+			len(l.pending) <= maxSlots {
 			break
 		}
 		if !p.done {
@@ -314,9 +316,10 @@ func (l *Late) Advance(frontier time.Duration) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
 		l.head = 0
 	}
-	// Operations that are judged from now on were submitted after this time, except those that took longer than
-	// the window.
-	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier || len(l.waits) > maxWaits) {
+	// Operations that are judged from now on were submitted after this time, except those that took longer
+	// than the window.
+	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier ||
+		len(l.waits) > maxWaits) {
 		l.count(heap.Pop(&l.waits).(wait))
 	}
 }
@@ -403,7 +406,8 @@ func (l *Late) judge(p *slot) {
 	}
 	for rank, at := range p.arrivals {
 		if at != 0 {
-			all, latest = append(all, submission{Member: l.absent(rank), at: at, before: ending{ended: never}}), max(latest, at)
+			all, latest = append(all, submission{Member: l.absent(rank), at: at,
+				before: ending{ended: never}}), max(latest, at)
 			l.found.Arrivals = true
 		}
 	}
@@ -455,7 +459,9 @@ func discountResults(all []submission) {
 
 // charge records for how long each rank made others wait. steady is false for operations of the start-up.
 func (l *Late) charge(all []submission, last *tensor, steady bool) {
-	slices.SortFunc(all, func(a, b submission) int { return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.Rank, b.Rank)) })
+	slices.SortFunc(all, func(a, b submission) int {
+		return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.Rank, b.Rank))
+	})
 	first := all[len(all)-1]
 	if steady {
 		l.found.Compared++
@@ -484,7 +490,9 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 				waiters--
 			}
 		}
-		late := slices.DeleteFunc(slices.Clone(all[i:below]), func(s submission) bool { return !later(s, all[below]) })
+		late := slices.DeleteFunc(slices.Clone(all[i:below]), func(s submission) bool {
+			return !later(s, all[below])
+		})
 		if steady {
 			l.found.Waited += float64(gap) * float64(waiters)
 		}

@@ -59,17 +59,18 @@ type Missing struct {
 
 // Running is one or several tensors of a process set that were granted together.
 type Running struct {
-	Set      uint32        `json:"set"`
-	Number   uint64        `json:"number"` // of the grant; 0 if it is not known
-	Kind     string        `json:"kind"`
-	Backend  string        `json:"backend"`
-	Names    []string      `json:"names"`
-	NumNames int           `json:"num_names"`
-	Inside   []int         `json:"inside"`  // the ranks inside the operation
-	Queued   []int         `json:"queued"`  // the ranks that have not begun it
-	Waiting  []int         `json:"waiting"` // the ranks that have asked for it and have not received the grant
-	Ended    []int         `json:"ended"`   // the ranks where it has ended
-	Longest  time.Duration `json:"longest_ns"`
+	Set      uint32   `json:"set"`
+	Number   uint64   `json:"number"` // of the grant; 0 if it is not known
+	Kind     string   `json:"kind"`
+	Backend  string   `json:"backend"`
+	Names    []string `json:"names"`
+	NumNames int      `json:"num_names"`
+	Inside   []int    `json:"inside"` // the ranks inside the operation
+	Queued   []int    `json:"queued"` // the ranks that have not begun it
+	// the ranks that have asked for it and have not received the grant
+	Waiting []int         `json:"waiting"`
+	Ended   []int         `json:"ended"` // the ranks where it has ended
+	Longest time.Duration `json:"longest_ns"`
 }
 
 // Silent is a rank without a dump. Why is what is known of it, as a clause.
@@ -158,7 +159,8 @@ func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 // The snapshots need not be of one moment: the numbers of the grants tell which ranks have continued since
 // others were asked. Time and memory are in proportion to the records of all snapshots.
 func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
-	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{}, Stalls: []string{}, Ranks: []Rank{}}
+	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{},
+		Stalls: []string{}, Ranks: []Rank{}}
 	newest := make([]*Snapshot, size)
 	for _, s := range snapshots {
 		if s.Rank >= 0 && s.Rank < size && (newest[s.Rank] == nil || s.Epoch >= newest[s.Rank].Epoch) {
@@ -170,7 +172,8 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	for r, s := range newest {
 		why := absent[r]
 		if s != nil && s.Epoch < f.Epoch {
-			why, s = fmt.Sprintf("it is still in epoch %d, other ranks are in epoch %d", s.Epoch, f.Epoch), nil
+			why, s = fmt.Sprintf("it is still in epoch %d, other ranks are in epoch %d", s.Epoch, f.Epoch),
+				nil
 		}
 		if s == nil {
 			f.Silent = append(f.Silent, Silent{r, why})
@@ -196,7 +199,8 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 
 // state returns the state of the rank.
 func (v *view) state() Rank {
-	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown, 0)}
+	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown,
+		0)}
 	for i := range v.Pending {
 		if p := &v.Pending[i]; s.First == nil || p.Submitted < s.First.Submitted {
 			s.First, s.Waited = p, v.ago(p.Submitted)
@@ -221,7 +225,10 @@ func membersOf(views []*view) map[uint32][]int {
 		}
 		for _, s := range v.Sets {
 			if members[s.ID] == nil {
-				members[s.ID] = slices.DeleteFunc(slices.Clone(s.Ranks), func(r int) bool { return r < 0 || r >= len(views) })
+				members[s.ID] = slices.DeleteFunc(slices.Clone(s.Ranks), func(r int) bool {
+					return r < 0 ||
+						r >= len(views)
+				})
 			}
 		}
 	}
@@ -251,7 +258,8 @@ type pendingTensor struct {
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendingTensors returns all tensors that are pending on some rank, in the order of the ranks and of their lists.
+// pendingTensors returns all tensors that are pending on some rank, in the order of the ranks and of their
+// lists.
 func pendingTensors(views []*view) (all []*pendingTensor) {
 	known := make(map[tensorKey]*pendingTensor)
 	members := membersOf(views)
@@ -338,10 +346,13 @@ func names(group []*pendingTensor) (some []string) {
 }
 
 func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
-	for _, g := range gather(all, func(t *pendingTensor) string { return fmt.Sprint(t.set, t.kind, t.waiting, t.missing) }) {
+	for _, g := range gather(all, func(t *pendingTensor) string {
+		return fmt.Sprint(t.set, t.kind, t.waiting, t.missing)
+	}) {
 		t := g[0]
 		w := Waiting{
-			Set: t.set, Kind: t.kind, Names: names(g), NumNames: len(g), Ranks: t.waiting, Longest: t.since, Missing: []Missing{}, Silent: t.silent,
+			Set: t.set, Kind: t.kind, Names: names(g), NumNames: len(g), Ranks: t.waiting, Longest: t.since,
+			Missing: []Missing{}, Silent: t.silent,
 		}
 		for _, r := range t.missing {
 			v := views[r]
@@ -383,8 +394,10 @@ func (f *Findings) addRunning(all []*pendingTensor) {
 			Inside: t.inside, Queued: t.queued, Waiting: t.waiting, Ended: t.ended, Longest: t.since,
 		})
 	}
-	// Operations that some rank is inside of come first: they hold up the operations that are queued behind them.
+	// Operations that some rank is inside of come first: they hold up the operations that are queued behind
+	// them.
 	slices.SortStableFunc(f.Running, func(a, b Running) int {
-		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)), cmp.Compare(b.Longest, a.Longest))
+		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)),
+			cmp.Compare(b.Longest, a.Longest))
 	})
 }

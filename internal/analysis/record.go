@@ -18,8 +18,9 @@ import (
 // engine, or on a clock that the ranks share; 0 is a time that has not come or is not known. Records of one
 // set with the same number ran as one operation, on all members.
 type Record struct {
-	Set       uint32        `json:"set,omitempty"`
-	Number    uint64        `json:"number,omitempty"` // of the grant, from 1; 0 if there is none or it is not known
+	Set uint32 `json:"set,omitempty"`
+	// of the grant, from 1; 0 if there is none or it is not known
+	Number    uint64        `json:"number,omitempty"`
 	Kind      string        `json:"kind"`
 	Name      string        `json:"name"`
 	DType     string        `json:"dtype,omitempty"`

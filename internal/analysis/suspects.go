@@ -86,7 +86,8 @@ func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 // holds up all others by itself. It is empty if no rank stands out.
 func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	worst, second := f.Worst()
-	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= majority*float64(f.Held()) && (second == nil || worst.Held >= dominance*second.Held) {
+	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= majority*float64(f.Held()) &&
+		(second == nil || worst.Held >= dominance*second.Held) {
 		return []*RankLateness{worst}
 	}
 	if !steady.Long(f.Anybody) {

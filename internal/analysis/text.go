@@ -26,7 +26,9 @@ func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
 	for i := range f.Waiting {
 		w := &f.Waiting[i]
-		if slices.ContainsFunc(w.Silent, guilty) || slices.ContainsFunc(w.Missing, func(m Missing) bool { return guilty(m.Rank) }) {
+		if slices.ContainsFunc(w.Silent, guilty) || slices.ContainsFunc(w.Missing, func(m Missing) bool {
+			return guilty(m.Rank)
+		}) {
 			w.Missing = slices.DeleteFunc(w.Missing, func(m Missing) bool { return !guilty(m.Rank) })
 			w.Silent = slices.DeleteFunc(w.Silent, func(r int) bool { return !guilty(r) })
 		}
@@ -37,7 +39,9 @@ func (f *Findings) Blame(culprits []int) {
 // lines at most, each without control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
-	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) { f.writeWaiting(&b, &f.Waiting[i]) })
+	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) {
+		f.writeWaiting(&b, &f.Waiting[i])
+	})
 	list(&b, len(f.Running), shown, "operations in progress", func(i int) { writeRunning(&b, &f.Running[i]) })
 	if len(f.Ranks) > 0 && len(f.Waiting)+len(f.Running) == 0 {
 		b.WriteString("No rank that answered waits for an operation.\n")
@@ -45,7 +49,9 @@ func (f *Findings) Text() string {
 	f.writeSilent(&b)
 	if len(f.Stalls) > 0 {
 		b.WriteString("Stalls that the coordinator reports:\n")
-		list(&b, len(f.Stalls), shown, "stalls", func(i int) { fmt.Fprintf(&b, "  %s\n", Plain(f.Stalls[i])) })
+		list(&b, len(f.Stalls), shown, "stalls", func(i int) {
+			fmt.Fprintf(&b, "  %s\n", Plain(f.Stalls[i]))
+		})
 	}
 	if len(f.Ranks) > 0 {
 		b.WriteString("State of each rank:\n")
@@ -82,12 +88,15 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	switch {
 	case len(missing) > 0 && join:
 		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s%s.\n",
-			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), ofSet(w.Set), topo.FormatRanks(missing)+" "+have(missing), long, unknown)
+			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), ofSet(w.Set), topo.FormatRanks(missing)+" "+
+				have(missing), long, unknown)
 	case len(missing) > 0:
 		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
-			capital(topo.FormatRanks(missing)), have(missing), what, topo.FormatRanks(w.Ranks), have(w.Ranks), long, unknown)
+			capital(topo.FormatRanks(missing)), have(missing), what, topo.FormatRanks(w.Ranks), have(w.Ranks),
+			long, unknown)
 	case len(w.Silent) > 0:
-		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n", capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
+		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n",
+			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
 	default:
 		fmt.Fprintf(b, "%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.\n",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long)
@@ -106,7 +115,8 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 			if w.NumNames == 1 {
 				first = "it"
 			}
-			times = fmt.Sprintf("called %s %s before; the last call ended %s ago", first, count(m.Times), span(m.Ago))
+			times = fmt.Sprintf("called %s %s before; the last call ended %s ago", first, count(m.Times),
+				span(m.Ago))
 		}
 		where := ""
 		if at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank }); at >= 0 {
@@ -128,7 +138,8 @@ func writeRunning(b *strings.Builder, r *Running) {
 		}
 	}
 	if len(r.Inside) > 0 {
-		parts = append(parts, fmt.Sprintf("%s %s executing %s, submitted %s ago", topo.FormatRanks(r.Inside), are(r.Inside), what, span(r.Longest)))
+		parts = append(parts, fmt.Sprintf("%s %s executing %s, submitted %s ago", topo.FormatRanks(r.Inside),
+			are(r.Inside), what, span(r.Longest)))
 	} else {
 		parts = append(parts, fmt.Sprintf("no rank is executing %s, submitted %s ago", what, span(r.Longest)))
 	}
@@ -169,7 +180,8 @@ func (r *Rank) describe() string {
 		case r.First.Granted > 0:
 			state = "has waited to execute"
 		}
-		text = fmt.Sprintf("it %s %s for %s", state, label(r.First.Kind, []string{r.First.Name}, 1, r.First.Set), span(r.Waited))
+		text = fmt.Sprintf("it %s %s for %s", state, label(r.First.Kind, []string{r.First.Name}, 1,
+			r.First.Set), span(r.Waited))
 		if r.Pending > 1 {
 			text += fmt.Sprintf(" and %d more", r.Pending-1)
 		}
@@ -177,7 +189,8 @@ func (r *Rank) describe() string {
 	if r.Last == nil {
 		return text + "; no operation has ended"
 	}
-	text += fmt.Sprintf("; its last operation was %s, which ended %s ago", label(r.Last.Kind, []string{r.Last.Name}, 1, r.Last.Set), span(r.Ago))
+	text += fmt.Sprintf("; its last operation was %s, which ended %s ago",
+		label(r.Last.Kind, []string{r.Last.Name}, 1, r.Last.Set), span(r.Ago))
 	if r.Last.Error != "" {
 		text += ", with an error: " + Plain(r.Last.Error)
 	}

@@ -131,7 +131,8 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	}
 	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor has an address of its own too
 	if size < int64(numBytes) {
-		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes), Err: errors.New("the size exceeds the address space")}
+		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes),
+			Err: errors.New("the size exceeds the address space")}
 	}
 	b, dirty := h.take(size)
 	if b == nil {
@@ -262,13 +263,15 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 	defer h.mu.Unlock()
 	ref, ok := h.find(b[:0])
 	if !ok {
-		return nil, fmt.Errorf("got %d bytes at %p, which are in no arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
+		return nil, fmt.Errorf(
+			"got %d bytes at %p, which are in no arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
 	}
 	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == ref.Chunk })
 	c := h.chunks[i]
 	size, ok := c.live[ref.Offset]
 	if !ok {
-		return nil, fmt.Errorf("got byte %d of chunk %d, where no tensor begins: it is inside a tensor, or the tensor was freed before", ref.Offset, ref.Chunk)
+		return nil, fmt.Errorf(
+			"got byte %d of chunk %d, where no tensor begins: it is inside a tensor, or the tensor was freed before", ref.Offset, ref.Chunk)
 	}
 	delete(c.live, ref.Offset)
 	h.live -= size
@@ -282,7 +285,9 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 
 // addFree frees s and merges it with the free ranges around it.
 func (c *chunk) addFree(s span) {
-	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int { return cmp.Compare(f.offset, offset) })
+	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int {
+		return cmp.Compare(f.offset, offset)
+	})
 	from, to := i, i // free[from:to] are merged into the new range
 	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
 		from--

@@ -116,7 +116,8 @@ func TestModel(t *testing.T) {
 				t.Fatalf("step %d: %d bytes not found", step, n)
 			}
 			for o, size := range spans {
-				if o.Chunk == at.Chunk && at.Offset < o.Offset+max(size, 1) && o.Offset < at.Offset+max(int64(n), 1) {
+				if o.Chunk == at.Chunk && at.Offset < o.Offset+max(size, 1) &&
+					o.Offset < at.Offset+max(int64(n), 1) {
 					t.Fatalf("step %d: %d bytes at %v overlap %d at %v", step, n, at, size, o)
 				}
 			}
@@ -194,7 +195,8 @@ func TestFreeChecks(t *testing.T) {
 	h := newHeap(t)
 	b := mustAlloc(t, h, 1000)
 	for name, wrong := range map[string][]byte{
-		"inside": b[64:], "off by one": b[1:], "elsewhere": make([]byte, 64), "nil": nil, "behind": b[:1000:1000][1000:],
+		"inside": b[64:], "off by one": b[1:], "elsewhere": make([]byte, 64), "nil": nil,
+		"behind": b[:1000:1000][1000:],
 	} {
 		if err := h.release(wrong); err == nil {
 			t.Errorf("%s: got no error from Free, want one", name)
@@ -265,7 +267,8 @@ func TestChunks(t *testing.T) {
 		mustFree(t, h, a)
 		mustFree(t, h, b)
 		if chunks, mapped, live := h.stats(); chunks != 1 || mapped != chunkBytes || live != 0 {
-			t.Errorf("after freeing all: got %d chunks of %d bytes with %d live, want one", chunks, mapped, live)
+			t.Errorf("after freeing all: got %d chunks of %d bytes with %d live, want one", chunks, mapped,
+				live)
 		}
 		if n := openFiles(t); n != before+1 {
 			t.Errorf("got %d open files, want %d", n, before+1)
@@ -364,7 +367,8 @@ func TestAdopt(t *testing.T) {
 	if err := h.abandon(c.ID); err == nil {
 		t.Error("a second Abandon: got no error, want one")
 	}
-	want := []string{fmt.Sprintf("added 1 of %d", chunkBytes), fmt.Sprintf("added 2 of %d", chunkBytes), "removed 2"}
+	want := []string{fmt.Sprintf("added 1 of %d", chunkBytes), fmt.Sprintf("added 2 of %d", chunkBytes),
+		"removed 2"}
 	if !slices.Equal(heard, want) {
 		t.Errorf("watchers got %q, want %q", heard, want)
 	}
@@ -435,7 +439,8 @@ func TestProcess(t *testing.T) {
 	at, ok := Find(b)
 	chunks, mapped, live := Stats()
 	if !ok || at.Chunk == 0 || chunks != 1 || heard != 1 || mapped != chunkBytes || live != 128 {
-		t.Errorf("got %v, %v, %d chunks of %d bytes with %d live, watchers know %d", at, ok, chunks, mapped, live, heard)
+		t.Errorf("got %v, %v, %d chunks of %d bytes with %d live, watchers know %d", at, ok, chunks, mapped,
+			live, heard)
 	}
 	if err := Free(b); err != nil {
 		t.Error(err)

@@ -195,12 +195,14 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 		return Config{}, err
 	}
 	if at := c.Variable(SidecarVariable); at != "" {
-		return Config{}, fmt.Errorf("config: %s is %q, but this program runs its own engine: only clients of a sidecar, such as "+
-			"gohvd in Python, may set it; unset it", SidecarVariable, at)
+		return Config{}, fmt.Errorf(
+			"config: %s is %q, but this program runs its own engine: only clients of a sidecar, such as "+
+				"gohvd in Python, may set it; unset it", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
-			return Config{}, fmt.Errorf("config: get the name of the host, because HOROVOD_HOSTNAME is not set: %w", err)
+			return Config{}, fmt.Errorf(
+				"config: get the name of the host, because HOROVOD_HOSTNAME is not set: %w", err)
 		}
 	}
 	return c, nil
@@ -252,7 +254,8 @@ func (c *Config) settleStalls() []warning {
 	}
 	reason := "the stall check is off"
 	if c.StallWarning != 0 {
-		reason = fmt.Sprintf("%v is less than the %v of HOROVOD_STALL_CHECK_TIME_SECONDS", c.StallShutdown, c.StallWarning)
+		reason = fmt.Sprintf("%v is less than the %v of HOROVOD_STALL_CHECK_TIME_SECONDS", c.StallShutdown,
+			c.StallWarning)
 	}
 	c.StallShutdown = 0
 	return []warning{noEffect(name, reason)}
@@ -264,8 +267,10 @@ func (c *Config) check(haveStore bool) error {
 	case (c.Rank == Unset) != (c.Size == Unset):
 		return fmt.Errorf("config: HOROVOD_RANK and HOROVOD_SIZE must be set together: rank is %s, size is %s", orUnset(c.Rank), orUnset(c.Size))
 	case c.Rank != Unset && c.Rank >= c.Size:
-		return fmt.Errorf("config: HOROVOD_RANK is %d, want less than HOROVOD_SIZE, which is %d", c.Rank, c.Size)
-	case c.Size > 1 && !haveStore && c.InitMethod == "" && c.UniqueID == "" && (c.RendezvousAddr == "" || c.RendezvousPort == 0):
+		return fmt.Errorf("config: HOROVOD_RANK is %d, want less than HOROVOD_SIZE, which is %d", c.Rank,
+			c.Size)
+	case c.Size > 1 && !haveStore && c.InitMethod == "" && c.UniqueID == "" && (c.RendezvousAddr == "" ||
+		c.RendezvousPort == 0):
 		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT, which hvdrun sets", c.Size)
 	}
 	return nil

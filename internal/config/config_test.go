@@ -56,7 +56,8 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		CrossRank: config.Unset, CrossSize: config.Unset,
 		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
-		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning", LogFormat: "auto",
+		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning",
+		LogFormat: "auto",
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -75,16 +76,23 @@ var every = map[string]string{
 	"HOROVOD_HOSTNAME": "h1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2.5",
 	"HOROVOD_FUSION_THRESHOLD": "65536", "HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_CACHE_CAPACITY": "2",
 	"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
-	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5", "HOROVOD_STALL_CHECK_DISABLE": "no",
-	"HOROVOD_CONTROLLER": "TCP", "HOROVOD_CPU_OPERATIONS": "SHM", "HOROVOD_THREAD_AFFINITY": "4, 2,0",
-	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
-	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3", "HVD_TIMELINE_LAST_SECONDS": "30",
-	"HVD_TIMELINE_SIGNAL": "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0", "HVD_DUMP_DIR": "dumps",
-	"HVD_JOB_ID": "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
-	"HVD_SIDECAR_BINARY": "hvdd", "HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt", "HVD_INSECURE": "1", "HVD_TLS": "1",
-	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712", "HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
+	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
+	"HOROVOD_STALL_CHECK_DISABLE": "no",
+	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",
+	"HOROVOD_THREAD_AFFINITY": "4, 2,0",
+	"HOROVOD_LOG_LEVEL":       "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
+	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
+	"HVD_TIMELINE_LAST_SECONDS": "30",
+	"HVD_TIMELINE_SIGNAL":       "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0",
+	"HVD_DUMP_DIR": "dumps",
+	"HVD_JOB_ID":   "j", "HVD_HOSTID": "rack", "HVD_LIVENESS_SECONDS": "3", "HVD_NEGOTIATION": "lockstep",
+	"HVD_SIDECAR_BINARY": "hvdd", "HVD_RUN": "hvdrun", "HVD_SECRET": "shh", "HVD_SECRET_FILE": "s.txt",
+	"HVD_INSECURE": "1", "HVD_TLS": "1",
+	"HOROVOD_GLOO_IFACE": "eth0,10.0.0.0/8", "HVD_RENDEZVOUS_HOST": "h0", "HVD_RENDEZVOUS_PORT": "4712",
+	"HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
 	"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "id",
-	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true", "HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
+	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true",
+	"HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
 func TestEverySettingIsHonoured(t *testing.T) {
@@ -103,14 +111,18 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	}
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
-		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack", SharedMemory: config.SharedAlways, JobID: "j",
+		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack",
+		SharedMemory: config.SharedAlways, JobID: "j",
 		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
-		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712, InitMethod: "env://", UniqueID: "id",
+		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
+		InitMethod: "env://", UniqueID: "id",
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,
-		StallWarning: 5 * time.Second, StallShutdown: 5 * time.Second, OperationTimeout: 250 * time.Millisecond,
-		Timeline: "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3, TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
+		StallWarning: 5 * time.Second, StallShutdown: 5 * time.Second,
+		OperationTimeout: 250 * time.Millisecond,
+		Timeline:         "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3,
+		TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
 		Warnings: got.Warnings, // warnings about settings that lock-step negotiation ignores
@@ -160,8 +172,10 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 			}
 			continue
 		}
-		if err == nil || !strings.Contains(err.Error(), c.name+" from environment: got \""+c.value+"\"") || !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s=%q: got error %v, want one naming variable, origin, value and %q", c.name, c.value, err, c.want)
+		if err == nil || !strings.Contains(err.Error(), c.name+" from environment: got \""+c.value+"\"") ||
+			!strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s=%q: got error %v, want one naming variable, origin, value and %q", c.name, c.value,
+				err, c.want)
 		}
 	}
 }
@@ -174,7 +188,8 @@ func TestBooleans(t *testing.T) {
 	} {
 		c, err := load(map[string]string{"HVD_DETERMINISTIC": text, "HOROVOD_DYNAMIC_PROCESS_SETS": text})
 		if err != nil || c.Deterministic != want || c.DynamicProcessSets != want {
-			t.Errorf("%q: got %v, %v and error %v, want %v", text, c.Deterministic, c.DynamicProcessSets, err, want)
+			t.Errorf("%q: got %v, %v and error %v, want %v", text, c.Deterministic, c.DynamicProcessSets, err,
+				want)
 		}
 	}
 }
@@ -203,7 +218,8 @@ func TestSettingsThatContradict(t *testing.T) {
 }
 
 func TestStallSettings(t *testing.T) {
-	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_DISABLE"
+	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+		"HOROVOD_STALL_CHECK_DISABLE"
 	for _, c := range []struct {
 		env         map[string]string
 		warning     time.Duration
@@ -212,15 +228,19 @@ func TestStallSettings(t *testing.T) {
 	}{
 		{map[string]string{warn: "7"}, 7 * time.Second, 0, ""},
 		{map[string]string{warn: "7", end: "7"}, 7 * time.Second, 7 * time.Second, ""},
-		{map[string]string{warn: "7", end: "6.5"}, 7 * time.Second, 0, end + " has no effect: 6.5s is less than the 7s of " + warn},
-		{map[string]string{end: "59"}, time.Minute, 0, end + " has no effect: 59s is less than the 1m0s of " + warn},
+		{map[string]string{warn: "7", end: "6.5"}, 7 * time.Second, 0,
+			end + " has no effect: 6.5s is less than the 7s of " + warn},
+		{map[string]string{end: "59"}, time.Minute, 0, end + " has no effect: 59s is less than the 1m0s of " +
+			warn},
 		{map[string]string{off: "1"}, 0, 0, ""},
-		{map[string]string{off: "1", warn: "7", end: "8"}, 0, 0, end + " has no effect: the stall check is off"},
+		{map[string]string{off: "1", warn: "7", end: "8"}, 0, 0,
+			end + " has no effect: the stall check is off"},
 		{map[string]string{warn: "0", end: "8"}, 0, 0, end + " has no effect: the stall check is off"},
 		{map[string]string{off: "0", end: "60"}, time.Minute, time.Minute, ""},
 	} {
 		got, err := load(c.env)
-		if err != nil || got.StallWarning != c.warning || got.StallShutdown != c.shutdown || strings.Join(got.Warnings, "\n") != c.wantWarning {
+		if err != nil || got.StallWarning != c.warning || got.StallShutdown != c.shutdown ||
+			strings.Join(got.Warnings, "\n") != c.wantWarning {
 			t.Errorf("%v: got %v, %v, %q and error %v, want %v, %v, %q", c.env,
 				got.StallWarning, got.StallShutdown, got.Warnings, err, c.warning, c.shutdown, c.wantWarning)
 		}
@@ -257,7 +277,8 @@ func TestUnknownNames(t *testing.T) {
 }
 
 func TestNearest(t *testing.T) {
-	candidates := []string{"params.cache_capacity", "timeline.enabled", "stall_check.enabled", "logging.level"}
+	candidates := []string{"params.cache_capacity", "timeline.enabled", "stall_check.enabled",
+		"logging.level"}
 	for name, want := range map[string]string{
 		"params.cache_capcity":           "params.cache_capacity",
 		"cache_capacity":                 "params.cache_capacity",
@@ -295,11 +316,13 @@ func TestWithoutEffect(t *testing.T) {
 			t.Errorf("%s is a setting as well", i.Name)
 		}
 		want := i.Name + " has no effect: " + i.Reason
-		if c, err := load(map[string]string{i.Name: "7"}); err != nil || !slices.Equal(c.Warnings, []string{want}) {
+		if c, err := load(map[string]string{i.Name: "7"}); err != nil ||
+			!slices.Equal(c.Warnings, []string{want}) {
 			t.Errorf("%s=7: got %q and error %v, want %q", i.Name, c.Warnings, err, want)
 		}
 		if c, err := load(map[string]string{i.Name: i.Default}); err != nil || len(c.Warnings) > 0 {
-			t.Errorf("%s has Horovod's default: got %q and error %v, want no warning", i.Name, c.Warnings, err)
+			t.Errorf("%s has Horovod's default: got %q and error %v, want no warning", i.Name, c.Warnings,
+				err)
 		}
 	}
 	for name, texts := range map[string][]string{
@@ -322,14 +345,16 @@ func TestOverridesWin(t *testing.T) {
 	c, err := config.FromEnvironment(map[string]string{
 		"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_CACHE_CAPACITY": "9", "HOROVOD_CYCLE_TIME": "",
 	}, true)
-	if err != nil || c.CacheCapacity != 9 || c.CycleTime != 8*time.Millisecond || c.Size != 2 || c.Hostname != "h" {
+	if err != nil || c.CacheCapacity != 9 || c.CycleTime != 8*time.Millisecond || c.Size != 2 ||
+		c.Hostname != "h" {
 		t.Errorf("got %+v and error %v", c, err)
 	}
 	for name, want := range map[string]string{
 		"HOROVOD_RNAK":  `unknown setting "HOROVOD_RNAK"; did you mean HOROVOD_RANK?`,
 		"HOROVOD_CMAKE": "HOROVOD_CMAKE has no effect: only the build of Horovod uses it",
 	} {
-		if _, err := config.FromEnvironment(map[string]string{name: "0"}, false); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := config.FromEnvironment(map[string]string{name: "0"}, false); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("got error %v, want %q", err, want)
 		}
 	}
@@ -376,17 +401,23 @@ func TestPrecedence(t *testing.T) {
 		{config.Sources{Environ: []string{capacity + "=2", capacity + "=3"}}, 3, "environment"},
 		{config.Sources{Environ: []string{capacity + "=2", capacity + "="}}, 1024, "default"},
 		{config.Sources{Environ: []string{byEnviron, capacity + "=2"}}, 2, "environment"},
-		{config.Sources{Environ: []string{byEnviron}, Flags: []config.FlagValue{flag("3")}}, 3, "flag --cache-capacity"},
-		{config.Sources{Environ: []string{capacity + "=2"}, Flags: []config.FlagValue{flag("3")}}, 3, "flag --cache-capacity"},
+		{config.Sources{Environ: []string{byEnviron}, Flags: []config.FlagValue{flag("3")}}, 3,
+			"flag --cache-capacity"},
+		{config.Sources{Environ: []string{capacity + "=2"}, Flags: []config.FlagValue{flag("3")}}, 3,
+			"flag --cache-capacity"},
 		{config.Sources{Flags: []config.FlagValue{flag("3"), flag("4")}}, 4, "flag --cache-capacity"},
 		{config.Sources{Flags: []config.FlagValue{flag("3"), fileFlag}}, 1, "file " + file + " line 2"},
 		{config.Sources{Flags: []config.FlagValue{fileFlag, flag("3")}}, 3, "flag --cache-capacity"},
-		{config.Sources{Flags: []config.FlagValue{flag("3"), fileFlag}, Environ: []string{capacity + "=2"}}, 2, "environment"},
-		{config.Sources{Flags: []config.FlagValue{flag("3")}, API: map[string]string{capacity: "4"}}, 4, "API"},
+		{config.Sources{Flags: []config.FlagValue{flag("3"), fileFlag}, Environ: []string{capacity + "=2"}},
+			2, "environment"},
+		{config.Sources{Flags: []config.FlagValue{flag("3")}, API: map[string]string{capacity: "4"}}, 4,
+			"API"},
 	} {
 		got, err := config.Load(c.src)
-		if o := got.Origin(capacity).String(); err != nil || got.CacheCapacity != c.want || o != c.wantOrigin {
-			t.Errorf("%+v: got %d from %s and error %v, want %d from %s", c.src, got.CacheCapacity, o, err, c.want, c.wantOrigin)
+		if o := got.Origin(capacity).String(); err != nil || got.CacheCapacity != c.want ||
+			o != c.wantOrigin {
+			t.Errorf("%+v: got %d from %s and error %v, want %d from %s", c.src, got.CacheCapacity, o, err,
+				c.want, c.wantOrigin)
 		}
 	}
 	if o := (config.Config{}).Origin("NO_SUCH").String(); o != "default" {
@@ -403,7 +434,8 @@ func TestForRanks(t *testing.T) {
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
 		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
 		{Flag: "--log-hide-timestamp", Name: "HOROVOD_LOG_HIDE_TIME", Value: "1"},
-		{Flag: "--stall-check-shutdown-time-seconds", Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Value: "3"},
+		{Flag: "--stall-check-shutdown-time-seconds", Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+			Value: "3"},
 	}})
 	if err != nil {
 		t.Fatal(err)
@@ -417,7 +449,9 @@ func TestForRanks(t *testing.T) {
 		t.Errorf("got %q, want %d warnings", launcher.Warnings, len(want))
 	}
 	for _, w := range want {
-		if !slices.ContainsFunc(launcher.Warnings, func(got string) bool { return strings.HasPrefix(got, w) }) {
+		if !slices.ContainsFunc(launcher.Warnings, func(got string) bool {
+			return strings.HasPrefix(got, w)
+		}) {
 			t.Errorf("got %q, want %q", launcher.Warnings, w)
 		}
 	}
@@ -428,8 +462,10 @@ func TestForRanks(t *testing.T) {
 		t.Errorf("the rank got %q and error %v, want no warning again", rank.Warnings, err)
 	}
 	for name, want := range map[string]string{
-		"HOROVOD_CYCLE_TIME": "environment", "HOROVOD_THREAD_AFFINITY": "environment", "HOROVOD_LOG_HIDE_TIME": "environment",
-		config.FileVariable: "environment", "HOROVOD_LOG_LEVEL": "file " + file + " line 2", "HVD_DETERMINISTIC": "default",
+		"HOROVOD_CYCLE_TIME": "environment", "HOROVOD_THREAD_AFFINITY": "environment",
+		"HOROVOD_LOG_HIDE_TIME": "environment",
+		config.FileVariable:     "environment", "HOROVOD_LOG_LEVEL": "file " + file + " line 2",
+		"HVD_DETERMINISTIC": "default",
 	} {
 		if got := rank.Origin(name).String(); got != want {
 			t.Errorf("%s: got %s, want %s", name, got, want)
@@ -469,7 +505,8 @@ func TestFromFlag(t *testing.T) {
 		{"HOROVOD_LOG_HIDE_TIME", "log-with-timestamp", "true", "0"},
 		{"HOROVOD_LOG_HIDE_TIME", "no-log-hide-timestamp", "true", "0"},
 		{"HVD_DETERMINISTIC", "deterministic", "false", "0"},
-		{"HVD_DETERMINISTIC", "deterministic", "x", "want no value or a boolean: 1, 0, true, false, yes or no"},
+		{"HVD_DETERMINISTIC", "deterministic", "x",
+			"want no value or a boolean: 1, 0, true, false, yes or no"},
 		{"HOROVOD_CONTROLLER", "gloo", "true", "gloo"},
 		{"HOROVOD_CONTROLLER", "gloo", "false", "want no value"},
 	} {
@@ -540,12 +577,14 @@ func FuzzValues(f *testing.F) {
 		if err != nil {
 			return
 		}
-		for _, d := range []time.Duration{c.StartTimeout, c.LivenessTimeout, c.CycleTime, c.StallWarning, c.StallShutdown, c.OperationTimeout} {
+		for _, d := range []time.Duration{c.StartTimeout, c.LivenessTimeout, c.CycleTime, c.StallWarning,
+			c.StallShutdown, c.OperationTimeout} {
 			if d < 0 || d > math.MaxInt64/2 {
 				t.Errorf("%s=%q gives %v", name, text, d)
 			}
 		}
-		if c.StartTimeout == 0 || c.LivenessTimeout < 3*time.Second || c.CacheCapacity < 0 || c.FusionThresholdBytes < 0 || len(c.JobID) > 64 {
+		if c.StartTimeout == 0 || c.LivenessTimeout < 3*time.Second || c.CacheCapacity < 0 ||
+			c.FusionThresholdBytes < 0 || len(c.JobID) > 64 {
 			t.Errorf("%s=%q gives %+v", name, text, c)
 		}
 		for _, core := range c.ThreadAffinity {

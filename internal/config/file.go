@@ -113,7 +113,8 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	}
 	if inert {
 		if !same(text, noUse.Default) {
-			p.warnings = append(p.warnings, warning{key, fmt.Sprintf("file %s line %d: %s has no effect: %s", p.path, line, key, noUse.Reason)})
+			p.warnings = append(p.warnings, warning{key, fmt.Sprintf("file %s line %d: %s has no effect: %s",
+				p.path, line, key, noUse.Reason)})
 		}
 		return nil
 	}

@@ -104,7 +104,8 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 			continue
 		}
 		if o.Source != config.FromFile || o.File != path || o.Line < 1 ||
-			!strings.HasPrefix(strings.TrimSpace(lines[o.Line-1]), s.Key[strings.LastIndex(s.Key, ".")+1:]+":") {
+			!strings.HasPrefix(strings.TrimSpace(lines[o.Line-1]), s.Key[strings.LastIndex(s.Key, ".")+1:]+
+				":") {
 			t.Errorf("%s: got %v, want the line of %s", s.Name, o, s.Key)
 		}
 	}
@@ -134,16 +135,20 @@ func TestFormsOfFiles(t *testing.T) {
 
 func TestFileErrors(t *testing.T) {
 	for _, c := range []struct{ text, want string }{
-		{"params:\n  cache_capcity: 1\n", "line 2: unknown key params.cache_capcity; did you mean params.cache_capacity?"},
+		{"params:\n  cache_capcity: 1\n",
+			"line 2: unknown key params.cache_capcity; did you mean params.cache_capacity?"},
 		{"\ncache_capacity: 1\n", "line 2: unknown key cache_capacity; did you mean params.cache_capacity?"},
 		{"stal_check:\n  enabled: 1\n", "line 1: unknown key stal_check"},
 		{"nonsense: 1\n", "line 1: unknown key nonsense"},
 		{"'': 1\n", "line 1: unknown key "},
 		{"params: {'': 1}\n", "line 1: unknown key params."},
 		{"<<: {params: {cache_capacity: 1}}\n", "line 1: unknown key <<"},
-		{"params:\n  cache_capacity: 1\n  cache_capacity: 2\n", "line 3: duplicate key params.cache_capacity, which line 2 has too"},
-		{"params:\n  cache_capacity: -1\n", `line 2: params.cache_capacity: got "-1", want a whole number of at least 0`},
-		{"params:\n  fusion_threshold_mb: x\n", `line 2: params.fusion_threshold_mb: got "x", want a number of MiB`},
+		{"params:\n  cache_capacity: 1\n  cache_capacity: 2\n",
+			"line 3: duplicate key params.cache_capacity, which line 2 has too"},
+		{"params:\n  cache_capacity: -1\n",
+			`line 2: params.cache_capacity: got "-1", want a whole number of at least 0`},
+		{"params:\n  fusion_threshold_mb: x\n",
+			`line 2: params.fusion_threshold_mb: got "x", want a number of MiB`},
 		{"stall_check:\n  enabled: perhaps\n", `line 2: stall_check.enabled: got "perhaps", want a boolean`},
 		{"params:\n  cache_capacity: [1, 2]\n", `line 2: params.cache_capacity: got "1,2"`},
 		{"params:\n  cache_capacity: {a: 1}\n", "line 2: params.cache_capacity: got a mapping, want a value"},
@@ -163,7 +168,8 @@ func TestFileErrors(t *testing.T) {
 		}
 	}
 	missing := filepath.Join(t.TempDir(), "missing.yaml")
-	if _, err := load(map[string]string{config.FileVariable: missing}); err == nil || !strings.Contains(err.Error(), missing) {
+	if _, err := load(map[string]string{config.FileVariable: missing}); err == nil ||
+		!strings.Contains(err.Error(), missing) {
 		t.Errorf("got error %v, want one that names %s", err, missing)
 	}
 }
@@ -171,7 +177,8 @@ func TestFileErrors(t *testing.T) {
 // TestKeysWithoutEffect checks that keys that only Horovod has give a warning unless their value is Horovod's
 // default.
 func TestKeysWithoutEffect(t *testing.T) {
-	c, path, err := loadFile(t, "autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
+	c, path, err := loadFile(t,
+		"autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
 	want := "file " + path + " line 2: autotune.enabled has no effect: this version has no autotuning"
 	if err != nil || strings.Join(c.Warnings, "\n") != want {
 		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)

@@ -71,7 +71,8 @@ func (l *loader) environment() {
 			continue
 		}
 		if strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_") {
-			l.warnings = append(l.warnings, warning{name, fmt.Sprintf("%s is not a setting%s", name, suggest(nearestName(name)))})
+			l.warnings = append(l.warnings,
+				warning{name, fmt.Sprintf("%s is not a setting%s", name, suggest(nearestName(name)))})
 		}
 	}
 }
@@ -87,7 +88,8 @@ func (l *loader) flags(file map[string]value) {
 	}
 	for i, f := range l.src.Flags {
 		if instead := deprecated(f); instead != "" {
-			l.warnings = append(l.warnings, warning{f.Flag, fmt.Sprintf("%s is deprecated: use --%s", f.Flag, instead)})
+			l.warnings = append(l.warnings, warning{f.Flag, fmt.Sprintf("%s is deprecated: use --%s", f.Flag,
+				instead)})
 		}
 		if _, ok := file[f.Name]; !ok || i > last {
 			l.given[f.Name] = value{f.Value, Origin{Source: FromFlag, Flag: f.Flag}}

@@ -10,7 +10,8 @@ const pageHead = `<!-- Generated from the table in internal/config by "go genera
 
 # Settings
 
-A setting is named by its environment variable: Horovod's if Horovod has the setting (` + "`HOROVOD_...`" + `), else
+A setting is named by its environment variable: Horovod's if Horovod has the setting (` + "`HOROVOD_...`" +
+	`), else
 one of gohvd (` + "`HVD_...`" + `). Its value comes from the first of these that has one:
 
 1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
@@ -21,8 +22,10 @@ one of gohvd (` + "`HVD_...`" + `). Its value comes from the first of these that
 
 ` + "`hvdrun config [flags]`" + ` shows every value as the ranks would get it, and where it comes from.
 
-The settings file is YAML, with Horovod's keys if Horovod has them. Name it with ` + "`--config-file FILE`" + ` of
-hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" + `. On the command line it overrides the flags before
+The settings file is YAML, with Horovod's keys if Horovod has them. Name it with ` + "`--config-file FILE`" +
+	` of
+hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" +
+	`. On the command line it overrides the flags before
 it and not those after it, as in Horovod. The environment overrides it, unlike in Horovod.
 
 ` + "```yaml" + `
@@ -75,7 +78,8 @@ func Page() string {
 		for _, name := range strings.Fields(i.Flags) {
 			flags = append(flags, code("--"+name))
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", code(i.Name), code(i.Key), code(i.Default), strings.Join(flags, ", "), i.Reason)
+		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", code(i.Name), code(i.Key), code(i.Default),
+			strings.Join(flags, ", "), i.Reason)
 	}
 	return b.String()
 }

@@ -40,7 +40,8 @@ func TestJobSecret(t *testing.T) {
 	} {
 		s, err := test.set.JobSecret()
 		if test.want != "" {
-			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), `"short"`) {
+			if err == nil || !strings.Contains(err.Error(), test.want) ||
+				strings.Contains(err.Error(), `"short"`) {
 				t.Errorf("%+v: got %v, want %q", test.set, err, test.want)
 			}
 			continue

@@ -119,8 +119,9 @@ var settings = []Setting{
 	},
 	{
 		Name: "HOROVOD_GLOO_TIMEOUT_SECONDS", Section: sectionStart, Scope: PerJob,
-		Key:     "library_options.gloo_timeout_seconds",
-		Flags:   []Flag{{Name: "gloo-timeout-seconds", Arg: "SECONDS"}, {Name: "start-timeout", Arg: "SECONDS"}},
+		Key: "library_options.gloo_timeout_seconds",
+		Flags: []Flag{{Name: "gloo-timeout-seconds", Arg: "SECONDS"},
+			{Name: "start-timeout", Arg: "SECONDS"}},
 		Default: "30",
 		Doc:     "time limit of Init, within which all ranks must have joined",
 		Raise:   "Raising it tolerates ranks that start late, and delays the error if a rank never starts.",
@@ -152,8 +153,9 @@ var settings = []Setting{
 	},
 	{
 		Name: "HOROVOD_GLOO_IFACE", Section: sectionStart, Scope: PerProcess,
-		Key:       "library_options.network_interfaces",
-		Flags:     []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST", Instead: "network-interfaces"}},
+		Key: "library_options.network_interfaces",
+		Flags: []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST",
+			Instead: "network-interfaces"}},
 		Otherwise: "the interface of the route to where the ranks meet",
 		Doc: "network interfaces that ranks use: names, addresses or networks with commas between " +
 			"them, as in eth0,10.0.0.0/8; each host uses its first address among them",
@@ -406,7 +408,8 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "log-level", Arg: "LEVEL"}},
 		Default: "warning",
 		Doc:     "lowest severity that is logged",
-		kind:    oneOf(func(c *Config, word string) { c.LogLevel = word }, "trace", "debug", "info", "warning", "error", "fatal"),
+		kind: oneOf(func(c *Config, word string) { c.LogLevel = word }, "trace", "debug", "info",
+			"warning", "error", "fatal"),
 	},
 	{
 		Name: "HOROVOD_LOG_HIDE_TIME", Section: sectionLog, Scope: PerProcess,
@@ -508,7 +511,9 @@ var settings = []Setting{
 		Otherwise: "from the launcher",
 		Doc: "id of hvd.NewUniqueID by which the ranks meet, the same at all ranks; a launcher, or " +
 			"HOROVOD_RANK and HOROVOD_SIZE, give the rank; every process that has the id can join the job",
-		kind: text("the text of an id, or several with commas between them", func(c *Config) *string { return &c.UniqueID }),
+		kind: text("the text of an id, or several with commas between them", func(c *Config) *string {
+			return &c.UniqueID
+		}),
 	},
 	{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,

@@ -55,10 +55,11 @@ type form struct {
 
 var (
 	// mebibytes is the form in which Horovod writes numbers of bytes: in MiB.
-	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000", func(text string) (string, bool) {
-		v, ok := number(text, 0)
-		return strconv.FormatInt(int64(v*(1<<20)), 10), ok
-	}}
+	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000",
+		func(text string) (string, bool) {
+			v, ok := number(text, 0)
+			return strconv.FormatInt(int64(v*(1<<20)), 10), ok
+		}}
 	// negated is the form of a setting that turns a feature off, with a key that turns the feature on.
 	negated = &form{", with the opposite meaning", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
@@ -142,13 +143,14 @@ func milliseconds(field func(*Config) *time.Duration, least float64) kind {
 }
 
 func duration(unit string, one time.Duration, field func(*Config) *time.Duration, least float64) kind {
-	return kind{unit, fmt.Sprintf("a number of %s, %v to %d", unit, least, most), func(c *Config, text string) (bool, error) {
-		v, ok := number(text, least)
-		if ok {
-			*field(c) = time.Duration(v * float64(one))
-		}
-		return ok, nil
-	}}
+	return kind{unit, fmt.Sprintf("a number of %s, %v to %d", unit, least, most),
+		func(c *Config, text string) (bool, error) {
+			v, ok := number(text, least)
+			if ok {
+				*field(c) = time.Duration(v * float64(one))
+			}
+			return ok, nil
+		}}
 }
 
 // most is the largest number that may have a fraction.
@@ -170,32 +172,34 @@ func short(field func(*Config) *string) kind {
 
 // cores returns the kind of a list of cores, one for each local rank.
 func cores(field func(*Config) *[]int) kind {
-	return kind{want: "whole numbers of at least 0 with commas between them", read: func(c *Config, text string) (bool, error) {
-		var list []int
-		for _, core := range strings.Split(text, ",") {
-			v, err := strconv.ParseInt(strings.TrimSpace(core), 10, 32)
-			if err != nil || v < 0 {
-				return false, nil
+	return kind{want: "whole numbers of at least 0 with commas between them",
+		read: func(c *Config, text string) (bool, error) {
+			var list []int
+			for _, core := range strings.Split(text, ",") {
+				v, err := strconv.ParseInt(strings.TrimSpace(core), 10, 32)
+				if err != nil || v < 0 {
+					return false, nil
+				}
+				list = append(list, int(v))
 			}
-			list = append(list, int(v))
-		}
-		*field(c) = list
-		return true, nil
-	}}
+			*field(c) = list
+			return true, nil
+		}}
 }
 
 // oneOf returns the kind of a value that is one of words, in any case. set receives the word as in words.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
-	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last], read: func(c *Config, text string) (bool, error) {
-		for _, w := range words {
-			if strings.EqualFold(w, text) {
-				set(c, w)
-				return true, nil
+	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last],
+		read: func(c *Config, text string) (bool, error) {
+			for _, w := range words {
+				if strings.EqualFold(w, text) {
+					set(c, w)
+					return true, nil
+				}
 			}
-		}
-		return false, nil
-	}}
+			return false, nil
+		}}
 }
 
 // builtOnly returns the kind of a choice among Horovod's names for backends: known parses the names that mean
@@ -223,17 +227,20 @@ func ownController() kind {
 // cpuOperations returns the kind of the choice of a backend for tensors in host memory.
 func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
-		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible, "shm": SharedAlways, "tcp": SharedNever}[word]
+		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible,
+			"shm": SharedAlways, "tcp": SharedNever}[word]
 	}, "gloo", "shm,tcp", "shm", "tcp")
 }
 
 func interfaces(field func(*Config) *[]string) kind {
-	return kind{want: "interfaces, addresses or networks with commas between them", read: func(c *Config, text string) (bool, error) {
-		list := strings.Split(text, ",")
-		if _, err := netif.Parse(list); err != nil {
-			return false, fmt.Errorf("want interfaces, addresses or networks with commas between them: %w", err)
-		}
-		*field(c) = list
-		return true, nil
-	}}
+	return kind{want: "interfaces, addresses or networks with commas between them",
+		read: func(c *Config, text string) (bool, error) {
+			list := strings.Split(text, ",")
+			if _, err := netif.Parse(list); err != nil {
+				return false, fmt.Errorf(
+					"want interfaces, addresses or networks with commas between them: %w", err)
+			}
+			*field(c) = list
+			return true, nil
+		}}
 }

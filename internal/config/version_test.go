@@ -19,11 +19,14 @@ func TestUnknownVersion(t *testing.T) {
 // TestReleaseVersion checks that the linker flag in the comment of release sets the version.
 func TestReleaseVersion(t *testing.T) {
 	hvdrun := filepath.Join(t.TempDir(), "hvdrun")
-	build := exec.Command("go", "build", "-ldflags", "-X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun, "github.com/gohvd/gohvd/cmd/hvdrun")
+	build := exec.Command("go", "build", "-ldflags",
+		"-X github.com/gohvd/gohvd/internal/config.release=v1.2.3", "-o", hvdrun,
+		"github.com/gohvd/gohvd/cmd/hvdrun")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	if out, err := exec.Command(hvdrun, "--version").CombinedOutput(); err != nil || !strings.Contains(string(out), "v1.2.3") {
+	if out, err := exec.Command(hvdrun, "--version").CombinedOutput(); err != nil ||
+		!strings.Contains(string(out), "v1.2.3") {
 		t.Errorf("got %s, %v", out, err)
 	}
 }

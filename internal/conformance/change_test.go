@@ -46,7 +46,8 @@ func TestOneParameterChanges(t *testing.T) {
 	pair := func(i int, names [2]string, seed uint64) []*job {
 		jobs := make([]*job, 2)
 		for k := range jobs {
-			jobs[k] = &job{what: changes[i].base, name: names[k], members: members, elements: 64, seed: seed + uint64(k)}
+			jobs[k] = &job{what: changes[i].base, name: names[k], members: members, elements: 64,
+				seed: seed + uint64(k)}
 		}
 		changes[i].change(jobs[1])
 		return jobs
@@ -63,7 +64,8 @@ func TestOneParameterChanges(t *testing.T) {
 				}
 			}
 			c := configuration{link: l, cacheCapacity: 1024, fusionThreshold: 64 << 20}
-			testcluster.Run(t, testcluster.Options{Ranks: ranks, Transport: l.transport, Config: c.apply, SegmentBytes: c.segmentBytes}, func(r *testcluster.Rank) {
+			testcluster.Run(t, testcluster.Options{Ranks: ranks, Transport: l.transport, Config: c.apply,
+				SegmentBytes: c.segmentBytes}, func(r *testcluster.Rank) {
 				for _, jobs := range steps {
 					var ops []*testcluster.Op
 					for _, j := range jobs {

@@ -80,7 +80,8 @@ func sensible(w what) bool {
 		return false
 	case math.IsNaN(w.pre) || math.IsNaN(w.post):
 		return false
-	case w.wire != tensor.Invalid && (w.kind != message.Allreduce || !isFloat || isHalf(w.dt) || !isHalf(w.wire)):
+	case w.wire != tensor.Invalid && (w.kind != message.Allreduce || !isFloat || isHalf(w.dt) ||
+		!isHalf(w.wire)):
 		return false
 	}
 	return true
@@ -202,8 +203,9 @@ func (c trial) script() *script {
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
-			what: s.what, name: fmt.Sprintf("%d.%d", s.number, i), set: s.set, members: s.members, elements: s.elements,
-			seed: uint64(round + i), lead: uint64(s.number), wild: s.wild, inPlace: s.inPlace,
+			what: s.what, name: fmt.Sprintf("%d.%d", s.number, i), set: s.set, members: s.members,
+			elements: s.elements,
+			seed:     uint64(round + i), lead: uint64(s.number), wild: s.wild, inPlace: s.inPlace,
 		}
 		if i == 1 {
 			j.elements = s.elements/3 + 1
@@ -280,7 +282,8 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 		r.Errorf("%v: the request was sent in full %d times for 3 tensors of one name", &s.trial, requests)
 	}
 	fusible := s.kind.MovesData() && s.kind != message.Alltoall
-	if together := s.mode == fused || s.mode == grouped; together && fusible && j.refusal(0) == "" && granted != len(s.rounds[0]) {
+	if together := s.mode == fused || s.mode == grouped; together && fusible && j.refusal(0) == "" &&
+		granted != len(s.rounds[0]) {
 		r.Errorf("%v: %d tensors were granted together, want %d", &s.trial, granted, len(s.rounds[0]))
 	}
 }
@@ -293,11 +296,13 @@ func pairwise() map[link][]trial {
 	if testing.Short() {
 		elementCounts = elementCounts[:5] // The largest takes most of the time.
 	}
-	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2, 2}
+	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2,
+		2}
 	for i, row := range pairs(sizes) {
 		l := links[row[4]]
 		all[l] = append(all[l], trial{
-			what: what[row[0]], number: i, ranks: rankCounts[row[1]], elements: elementCounts[row[2]], mode: modes[row[3]],
+			what: what[row[0]], number: i, ranks: rankCounts[row[1]], elements: elementCounts[row[2]],
+			mode:    modes[row[3]],
 			joining: joinings[row[5]], inPlace: row[6] == 1, wild: row[7] == 1,
 		})
 	}
@@ -314,8 +319,9 @@ func everything(ranks int) []trial {
 				for _, inPlace := range []bool{false, true} {
 					n := uint64(len(all))
 					all = append(all, trial{
-						what: w, number: len(all), ranks: ranks, elements: elements, mode: m, inPlace: inPlace,
-						wild: hash(n)%2 == 0, joining: joinings[hash(n, 1)%uint64(len(joinings))],
+						what: w, number: len(all), ranks: ranks, elements: elements, mode: m,
+						inPlace: inPlace,
+						wild:    hash(n)%2 == 0, joining: joinings[hash(n, 1)%uint64(len(joinings))],
 					})
 				}
 			}
@@ -338,7 +344,8 @@ func runTrials(t *testing.T, l link, trials []trial) {
 	}
 	heard := newFrames()
 	testcluster.Run(t, testcluster.Options{
-		Ranks: trials[0].ranks, Transport: l.transport, Sets: sets(trials[0].ranks), OnFrame: heard.hear, Deadline: clusterTime,
+		Ranks: trials[0].ranks, Transport: l.transport, Sets: sets(trials[0].ranks), OnFrame: heard.hear,
+		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {
 				cfg.CycleTime = 20 * time.Microsecond // The default is too long for thousands of trials.
@@ -427,7 +434,8 @@ func TestRefusals(t *testing.T) {
 				r.Fatalf("%v was not refused", text)
 			}
 		}
-		for w := range reductions(append(slices.Clone(factors), [2]float64{math.NaN(), 1}, [2]float64{1, math.NaN()})) {
+		for w := range reductions(append(slices.Clone(factors), [2]float64{math.NaN(), 1},
+			[2]float64{1, math.NaN()})) {
 			if sensible(w) {
 				continue
 			}
@@ -439,7 +447,8 @@ func TestRefusals(t *testing.T) {
 		}
 		for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1} {
 			for _, op := range []*testcluster.Op{
-				testcluster.Allgather("x", dt, tensor.Shape{1}, nil), testcluster.Broadcast("x", dt, tensor.Shape{1}, 0, nil),
+				testcluster.Allgather("x", dt, tensor.Shape{1}, nil),
+				testcluster.Broadcast("x", dt, tensor.Shape{1}, 0, nil),
 				testcluster.Alltoall("x", dt, tensor.Shape{1}, nil, nil),
 			} {
 				try(fmt.Sprintf("%v of %v", op.Request.Kind, dt), op)

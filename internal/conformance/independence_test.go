@@ -29,12 +29,13 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 				t.Fatalf("%d times %v, want %d", len(idle), idle, n)
 			}
 			for name, other := range map[string]func(r *testcluster.Rank, stop <-chan struct{}){
-				"busy":    busy,
-				"stuck":   stuck,
+				"busy":       busy,
+				"stuck":      stuck,
 				"manyGrants": manyGrants,
 			} {
 				if got := timesOf(t, sets, other); !slices.Equal(got, idle) {
-					t.Errorf("while the other set is %s operations end after\n%v, while it is idle after\n%v", name, got, idle)
+					t.Errorf("while the other set is %s operations end after\n%v, while it is idle after\n%v",
+						name, got, idle)
 				}
 			}
 		})
@@ -61,7 +62,8 @@ func fixedSequence() []*job {
 // timesOf runs the fixed sequence on set 1 and other on set 2, over links with a latency of 1 ms. It returns
 // the times at which the operations of set 1 ended, since the beginning, rank by rank. It fails the test if
 // other ends before the sequence does.
-func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
+func timesOf(t *testing.T, sets [][]topo.Rank,
+	other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
 	const ranks = 5
 	var (
 		times [ranks][]time.Duration
@@ -77,36 +79,38 @@ func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, s
 		stop := make(chan struct{})
 		var left atomic.Int64
 		left.Store(int64(len(sets[0])))
-		testcluster.Run(t, testcluster.Options{Ranks: ranks, Latency: time.Millisecond, Sets: sets}, func(r *testcluster.Rank) {
-			at(100 * time.Millisecond) // All ranks are connected by now.
-			var work sync.WaitGroup
-			if other != nil && slices.Contains(sets[1], r.Rank) {
-				work.Go(func() {
-					other(r, stop)
-					ended[r.Rank] = time.Since(began)
-				})
-			}
-			defer work.Wait()
-			if !slices.Contains(sets[0], r.Rank) {
-				return
-			}
-			defer func() {
-				if left.Add(-1) == 0 {
-					close(stop)
+		testcluster.Run(t, testcluster.Options{Ranks: ranks, Latency: time.Millisecond, Sets: sets},
+			func(r *testcluster.Rank) {
+				at(100 * time.Millisecond) // All ranks are connected by now.
+				var work sync.WaitGroup
+				if other != nil && slices.Contains(sets[1], r.Rank) {
+					work.Go(func() {
+						other(r, stop)
+						ended[r.Rank] = time.Since(began)
+					})
 				}
-			}()
-			at(120 * time.Millisecond) // The other set is at work by now.
-			for _, j := range jobs {
-				op := j.submission(r)
-				r.Do(op)
-				times[r.Rank] = append(times[r.Rank], time.Since(began))
-				r.Must(j.check(r, op))
-			}
-		})
+				defer work.Wait()
+				if !slices.Contains(sets[0], r.Rank) {
+					return
+				}
+				defer func() {
+					if left.Add(-1) == 0 {
+						close(stop)
+					}
+				}()
+				at(120 * time.Millisecond) // The other set is at work by now.
+				for _, j := range jobs {
+					op := j.submission(r)
+					r.Do(op)
+					times[r.Rank] = append(times[r.Rank], time.Since(began))
+					r.Must(j.check(r, op))
+				}
+			})
 	})
 	all := slices.Concat(times[:]...)
 	if other != nil && slices.Max(ended[:]) <= slices.Max(all) {
-		t.Errorf("the other set was done after %v, this one after %v: they did not work at the same time", slices.Max(ended[:]), slices.Max(all))
+		t.Errorf("the other set was done after %v, this one after %v: they did not work at the same time",
+			slices.Max(ended[:]), slices.Max(all))
 	}
 	return all
 }
@@ -114,7 +118,8 @@ func timesOf(t *testing.T, sets [][]topo.Rank, other func(r *testcluster.Rank, s
 // busy runs one allreduce after the other.
 func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	for i := range 100 {
-		op := testcluster.Allreduce(fmt.Sprint("x", i%7), tensor.Int64, tensor.Shape{10}, tensor.Sum, make([]byte, 80))
+		op := testcluster.Allreduce(fmt.Sprint("x", i%7), tensor.Int64, tensor.Shape{10}, tensor.Sum,
+			make([]byte, 80))
 		r.Do(testcluster.Over(2, op))
 	}
 }
@@ -125,7 +130,8 @@ func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	for range 5 {
 		var ops []*testcluster.Op
 		for i := range 20 {
-			op := testcluster.Alltoall(fmt.Sprint("x", i), tensor.Int64, tensor.Shape{rows}, nil, make([]byte, 8*rows))
+			op := testcluster.Alltoall(fmt.Sprint("x", i), tensor.Int64, tensor.Shape{rows}, nil,
+				make([]byte, 8*rows))
 			ops = append(ops, testcluster.Over(2, op))
 		}
 		r.Do(ops...)

@@ -32,7 +32,8 @@ type source struct {
 
 // normal returns s with op replaced by one representative of all reductions that get the same inputs.
 func (s source) normal() source {
-	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum || s.op != tensor.NoReduce && !s.dt.IsFloat() {
+	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum ||
+		s.op != tensor.NoReduce && !s.dt.IsFloat() {
 		s.op = tensor.Sum
 	}
 	return s

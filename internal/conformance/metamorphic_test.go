@@ -31,7 +31,8 @@ func (c configuration) String() string {
 
 func (c configuration) apply(cfg *engine.Config) {
 	cfg.Lockstep = c.link.lockstep
-	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold, c.disableGroupFusion
+	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold,
+		c.disableGroupFusion
 	cfg.Deterministic = c.deterministic
 	if c.link.lockstep {
 		cfg.CycleTime = 20 * time.Microsecond
@@ -43,7 +44,8 @@ func (c configuration) apply(cfg *engine.Config) {
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
-		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]], segments[row[3]], row[4] == 1, row[5] == 1})
+		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]],
+			segments[row[3]], row[4] == 1, row[5] == 1})
 	}
 	return all
 }
@@ -89,7 +91,8 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 			p := write(seed, 200, 10, choices(func(what) bool { return true }), false)
 			got := p.newAnswers()
 			testcluster.Run(t, testcluster.Options{
-				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply, SegmentBytes: c.segmentBytes,
+				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply,
+				SegmentBytes: c.segmentBytes,
 			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
 			if !c.deterministic || t.Failed() {
 				return
@@ -113,7 +116,8 @@ func TestDeterministicWhateverArrivesWhen(t *testing.T) {
 	for name, fit := range map[string]func(w what) bool{
 		"sums": func(w what) bool { return w.kind.Reduces() && w.dt.IsFloat() && w.op != tensor.Adasum },
 		"adasum": func(w what) bool {
-			return w.op == tensor.Adasum && (w.dt == tensor.Float32 || w.dt == tensor.Float64) && !w.wire.Valid()
+			return w.op == tensor.Adasum && (w.dt == tensor.Float32 || w.dt == tensor.Float64) &&
+				!w.wire.Valid()
 		},
 	} {
 		t.Run(name, func(t *testing.T) { whateverArrivesWhen(t, seed, choices(fit)) })

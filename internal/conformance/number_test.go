@@ -196,8 +196,10 @@ func TestFormats(t *testing.T) {
 		bits uint16
 	}{
 		{tensor.Float16, 1, 0x3c00}, {tensor.Float16, -2, 0xc000}, {tensor.Float16, 65504, 0x7bff},
-		{tensor.Float16, 0x1p-24, 0x0001}, {tensor.Float16, 0x1p-14, 0x0400}, {tensor.Float16, 0.333251953125, 0x3555},
-		{tensor.BFloat16, 1, 0x3f80}, {tensor.BFloat16, -0.15625, 0xbe20}, {tensor.BFloat16, 0x1p-133, 0x0001},
+		{tensor.Float16, 0x1p-24, 0x0001}, {tensor.Float16, 0x1p-14, 0x0400}, {tensor.Float16, 0.333251953125,
+			0x3555},
+		{tensor.BFloat16, 1, 0x3f80}, {tensor.BFloat16, -0.15625, 0xbe20},
+		{tensor.BFloat16, 0x1p-133, 0x0001},
 		{tensor.BFloat16, 0x1.fep127, 0x7f7f}, {tensor.BFloat16, math.Inf(-1), 0xff80},
 	} {
 		if got := formats[c.dt].bits16(c.x); got != c.bits {
@@ -209,9 +211,12 @@ func TestFormats(t *testing.T) {
 		x, y float64
 	}{
 		{tensor.Float16, 2049, 2048}, {tensor.Float16, 2051, 2052}, {tensor.Float16, 65519.9, 65504},
-		{tensor.Float16, 65520, math.Inf(1)}, {tensor.Float16, 0x1p-25, 0}, {tensor.Float16, 0x3p-25, 0x1p-23},
-		{tensor.BFloat16, 257, 256}, {tensor.BFloat16, -259, -260}, {tensor.BFloat16, 0x1.ffp127, math.Inf(1)},
-		{tensor.Float32, 1 + 0x1p-24, 1}, {tensor.Float32, 1 + 0x3p-24, 1 + 0x1p-22}, {tensor.Float32, 1e300, math.Inf(1)},
+		{tensor.Float16, 65520, math.Inf(1)}, {tensor.Float16, 0x1p-25, 0},
+		{tensor.Float16, 0x3p-25, 0x1p-23},
+		{tensor.BFloat16, 257, 256}, {tensor.BFloat16, -259, -260},
+		{tensor.BFloat16, 0x1.ffp127, math.Inf(1)},
+		{tensor.Float32, 1 + 0x1p-24, 1}, {tensor.Float32, 1 + 0x3p-24, 1 + 0x1p-22},
+		{tensor.Float32, 1e300, math.Inf(1)},
 		{tensor.Float64, 0.1, 0.1}, {tensor.Float64, 5e-324, 5e-324},
 	} {
 		if got := formats[c.dt].round(c.x); got != c.y {

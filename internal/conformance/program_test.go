@@ -72,7 +72,8 @@ type kin struct {
 
 // kinship returns the number of parameters in which two operations differ.
 func kinship(a, b what) int {
-	return boolInt(a.kind != b.kind) + boolInt(a.uneven != b.uneven) + boolInt(a.dt != b.dt) + boolInt(a.op != b.op) +
+	return boolInt(a.kind != b.kind) + boolInt(a.uneven != b.uneven) + boolInt(a.dt != b.dt) + boolInt(
+		a.op != b.op) +
 		boolInt(a.wire != b.wire) + boolInt(a.pre != b.pre || a.post != b.post)
 }
 
@@ -161,8 +162,9 @@ func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) 
 	}
 	for i := range count {
 		j := &job{
-			what: h.what, name: fmt.Sprintf("%s.%d", name, i), set: set, members: a.p.sets[set], elements: h.elements + i,
-			seed: a.Uint64(), lead: hash(uint64(len(name))), wild: a.IntN(3) == 0, inPlace: h.inPlace,
+			what: h.what, name: fmt.Sprintf("%s.%d", name, i), set: set, members: a.p.sets[set],
+			elements: h.elements + i,
+			seed:     a.Uint64(), lead: hash(uint64(len(name))), wild: a.IntN(3) == 0, inPlace: h.inPlace,
 		}
 		if join != nil {
 			j.joined, j.empty = join.joined, join.empty
@@ -211,7 +213,8 @@ func boolInt(b bool) int {
 	return 0
 }
 
-func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand, got answers, pause func(random *rand.Rand)) {
+func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand, got answers,
+	pause func(random *rand.Rand)) {
 	submitted := make([][]*testcluster.Op, len(units))
 	for i, u := range units {
 		submitted[i] = u.ops(r)

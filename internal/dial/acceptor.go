@@ -42,7 +42,8 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 	if err != nil {
 		return nil, err
 	}
-	a := &Acceptor{name: name, most: most, log: logs.Quiet(log), handle: handle, ln: ln, conns: make(map[net.Conn]struct{})}
+	a := &Acceptor{name: name, most: most, log: logs.Quiet(log), handle: handle, ln: ln,
+		conns: make(map[net.Conn]struct{})}
 	a.ctx, a.stop = context.WithCancel(context.Background())
 	a.close = sync.OnceValue(a.closeOnce)
 	a.wg.Go(a.accept)
@@ -77,7 +78,8 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// The usual cause is that the process has no free file descriptor. Connections that end free some.
+			// The usual cause is that the process has no free file descriptor. Connections that end free
+			// some.
 			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)
 			continue
@@ -92,7 +94,8 @@ func (a *Acceptor) accept() {
 		}
 		a.mu.Unlock()
 		if full {
-			a.log.Warn(a.name+" refused a client, because it has too many", zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", a.most))
+			a.log.Warn(a.name+" refused a client, because it has too many",
+				zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", a.most))
 		}
 	}
 }

@@ -105,7 +105,8 @@ func Retry(ctx context.Context, try func() error) error {
 		case !MayRecover(err):
 			return err
 		}
-		// If the deadline of ctx passes, try may report a timeout before ctx.Err does. last keeps the real cause.
+		// If the deadline of ctx passes, try may report a timeout before ctx.Err does. last keeps the real
+		// cause.
 		ne, ok := errors.AsType[net.Error](err)
 		deadline, bounded := ctx.Deadline()
 		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
@@ -165,9 +166,10 @@ func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection, encrypted if s is, has no
-// deadline afterwards.
-func Greet(ctx context.Context, addr string, s secret.Secret, magic string, version uint32) (net.Conn, error) {
+// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection, encrypted if
+// s is, has no deadline afterwards.
+func Greet(ctx context.Context, addr string, s secret.Secret, magic string,
+	version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	conn, err := Connect(ctx, addr)
@@ -182,7 +184,8 @@ func Greet(ctx context.Context, addr string, s secret.Secret, magic string, vers
 	return over, nil
 }
 
-func greet(ctx context.Context, conn net.Conn, s secret.Secret, magic string, version uint32) (net.Conn, error) {
+func greet(ctx context.Context, conn net.Conn, s secret.Secret, magic string,
+	version uint32) (net.Conn, error) {
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
 	over, err := s.Dial(conn, magic)

@@ -13,7 +13,8 @@ import (
 )
 
 func TestReadFrame(t *testing.T) {
-	for _, n := range []int{0, 1, dial.FrameStep - 1, dial.FrameStep, dial.FrameStep + 1, 3*dial.FrameStep + 7, 100 * dial.FrameStep} {
+	for _, n := range []int{0, 1, dial.FrameStep - 1, dial.FrameStep, dial.FrameStep + 1,
+		3*dial.FrameStep + 7, 100 * dial.FrameStep} {
 		body := bytes.Repeat([]byte{'x'}, n)
 		f := dial.SealFrame(append(dial.NewFrame(n), body...))
 		got, err := dial.ReadFrame(bytes.NewReader(f), n)
@@ -25,7 +26,8 @@ func TestReadFrame(t *testing.T) {
 		}
 		_, err = dial.ReadFrame(bytes.NewReader(f), n-1)
 		testnet.WantError(t, err, fmt.Sprintf("frame of %d bytes, want at most %d", n, n-1))
-		for _, cut := range []int{dial.FrameHeaderBytes, dial.FrameHeaderBytes + n/2, dial.FrameHeaderBytes + n - 1} {
+		for _, cut := range []int{dial.FrameHeaderBytes, dial.FrameHeaderBytes + n/2,
+			dial.FrameHeaderBytes + n - 1} {
 			if _, err := dial.ReadFrame(bytes.NewReader(f[:cut]), n); err != io.ErrUnexpectedEOF {
 				t.Errorf("frame of %d bytes cut at %d: got %v", n, cut, err)
 			}
@@ -50,7 +52,8 @@ func TestReadFrameTrustsNoLength(t *testing.T) {
 	runtime.ReadMemStats(&after)
 	// The limit includes all outgrown buffers, so it is more than twice the bytes held at once.
 	if got, most := (after.TotalAlloc-before.TotalAlloc)/frames, uint64(8*len(large)); got > most {
-		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", limit, len(large), got, most)
+		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", limit, len(large),
+			got, most)
 	}
 }
 

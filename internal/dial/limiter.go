@@ -8,7 +8,8 @@ import (
 )
 
 // ErrEvicted is the error of a connection that a Limiter closed.
-var ErrEvicted = errors.New("closed before its handshake ended, because too many newer connections are in their handshake")
+var ErrEvicted = errors.New(
+	"closed before its handshake ended, because too many newer connections are in their handshake")
 
 // Limiter bounds the connections that have not proved their identity yet. If there is one too many it closes
 // the oldest: a peer that can prove itself does so at once, so the oldest most likely cannot, and a

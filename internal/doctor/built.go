@@ -31,9 +31,11 @@ func (s *System) Parts() []Part {
 		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
 	}
 	return []Part{
-		{"Frameworks", "Go", true}, torch, {"Frameworks", "TensorFlow", false}, {"Frameworks", "MXNet", false},
+		{"Frameworks", "Go", true}, torch, {"Frameworks", "TensorFlow", false},
+		{"Frameworks", "MXNet", false},
 		{"Controllers", "MPI", false}, {"Controllers", own, true},
-		{"Tensor Operations", "NCCL", false}, {"Tensor Operations", "DDL", false}, {"Tensor Operations", "CCL", false},
+		{"Tensor Operations", "NCCL", false}, {"Tensor Operations", "DDL", false},
+		{"Tensor Operations", "CCL", false},
 		{"Tensor Operations", "MPI", false}, {"Tensor Operations", own, true},
 	}
 }
@@ -79,7 +81,8 @@ func built(_ context.Context, s *System) []Line {
 			}
 			parts = parts[1:]
 		}
-		lines = append(lines, ok(strings.ToLower(kind), "%s; not built in: %s", strings.Join(has, ", "), strings.Join(lacks, ", ")))
+		lines = append(lines, ok(strings.ToLower(kind), "%s; not built in: %s", strings.Join(has, ", "),
+			strings.Join(lacks, ", ")))
 	}
 	if cpu, known := config.Lookup("HOROVOD_CPU_OPERATIONS"); known {
 		lines = append(lines, ok("cpu operations", "%s can be %s", cpu.Name, cpu.Want()))
@@ -147,8 +150,8 @@ func (s *System) cachedLibraries() ([]string, error) {
 }
 
 // findLibrary returns the existing files that are called name or, if name ends in a dot, begin with it. The
-// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in cached, then the default
-// folders.
+// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in cached, then the
+// default folders.
 func (s *System) findLibrary(name string, cached []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
@@ -229,7 +232,8 @@ func nvidia(_ context.Context, s *System) []Line {
 	}
 	lines := []Line{ok("", "%s; %s", strings.Join(names, " "), driver)}
 	if _, err := fs.Stat(s.Root, "dev/nvidiactl"); err != nil {
-		lines = append(lines, warn("", "give the container all of the GPU's device files (docker --gpus)", "%v", err))
+		lines = append(lines, warn("", "give the container all of the GPU's device files (docker --gpus)",
+			"%v", err))
 	}
 	return lines
 }

@@ -18,8 +18,10 @@ import (
 func TestBuilt(t *testing.T) {
 	s := soundSystem()
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
-	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(), "ok compiler: go1.26 for amd64, cgo on, assembly off",
-		"ok frameworks: Go, PyTorch (over hvdd); not built in: TensorFlow, MXNet", "ok controllers: Gloo", "ok tensor operations: Gloo",
+	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(),
+		"ok compiler: go1.26 for amd64, cgo on, assembly off",
+		"ok frameworks: Go, PyTorch (over hvdd); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
+		"ok tensor operations: Gloo",
 		"ok cpu operations: HOROVOD_CPU_OPERATIONS can be gloo, shm,tcp")
 
 	s.Build = Build{Go: "go1.26"}
@@ -33,7 +35,8 @@ func TestBuilt(t *testing.T) {
 	}{
 		{nil, Build{}},
 		{[]debug.BuildSetting{{Key: "CGO_ENABLED", Value: "1"}}, Build{Known: true, CGO: true}},
-		{[]debug.BuildSetting{{Key: "CGO_ENABLED", Value: "0"}, {Key: "-tags", Value: "a,noasm"}}, Build{Known: true, NoAsm: true}},
+		{[]debug.BuildSetting{{Key: "CGO_ENABLED", Value: "0"}, {Key: "-tags", Value: "a,noasm"}},
+			Build{Known: true, NoAsm: true}},
 		{[]debug.BuildSetting{{Key: "-tags", Value: "noasm2"}}, Build{}},
 	} {
 		var b Build
@@ -53,15 +56,19 @@ func TestLibraries(t *testing.T) {
 		path        string
 		nccl, cudar string
 	}{
-		"none":         {files{}, "", "not found", "not found"},
-		"cache":        {opt.with(files{loaderCache: cache}), "", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
-		"not in it":    {opt, "", "not found", "not found"},
-		"path":         {opt.with(files{"relative/libnccl.so.2": "", "libnccl.so.2": ""}), "relative::/none:/opt/n/:/opt/c", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
+		"none": {files{}, "", "not found", "not found"},
+		"cache": {opt.with(files{loaderCache: cache}), "", "/opt/n/libnccl.so.2",
+			"/opt/c/libcudart.so.12"},
+		"not in it": {opt, "", "not found", "not found"},
+		"path": {opt.with(files{"relative/libnccl.so.2": "", "libnccl.so.2": ""}),
+			"relative::/none:/opt/n/:/opt/c", "/opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
 		"root as path": {files{"libnccl.so.2": ""}, "/", "/libnccl.so.2", "not found"},
 		"path first": {opt.with(files{loaderCache: cache, "me/libnccl.so.2": ""}), "/me:/opt/n",
 			"/me/libnccl.so.2, /opt/n/libnccl.so.2", "/opt/c/libcudart.so.12"},
-		"own folder":   {files{"usr/lib/libnccl.so.2": "", "lib64/libcudart.so.11.0": ""}, "", "/usr/lib/libnccl.so.2", "/lib64/libcudart.so.11.0"},
-		"two versions": {files{"lib/libcudart.so.11.0": "", "lib/libcudart.so.12": ""}, "", "not found", "/lib/libcudart.so.11.0, /lib/libcudart.so.12"},
+		"own folder": {files{"usr/lib/libnccl.so.2": "", "lib64/libcudart.so.11.0": ""}, "",
+			"/usr/lib/libnccl.so.2", "/lib64/libcudart.so.11.0"},
+		"two versions": {files{"lib/libcudart.so.11.0": "", "lib/libcudart.so.12": ""}, "", "not found",
+			"/lib/libcudart.so.11.0, /lib/libcudart.so.12"},
 	} {
 		s := soundSystem()
 		s.Root = c.files.fs()
@@ -94,9 +101,11 @@ func TestNvidia(t *testing.T) {
 		files files
 		want  []string
 	}{
-		"none":   {files{"dev/nvidiactl": "", "dev/null": ""}, []string{"ok nvidia: no device files"}},
-		"two":    {files{"dev/nvidiactl": "", "dev/nvidia0": "", "dev/nvidia1": ""}, []string{"ok nvidia: nvidia0 nvidia1; no driver"}},
-		"driver": {files{"dev/nvidiactl": "", "dev/nvidia0": "", "proc/driver/nvidia/version": "NVRM 550\nGCC"}, []string{"ok nvidia: nvidia0; NVRM 550"}},
+		"none": {files{"dev/nvidiactl": "", "dev/null": ""}, []string{"ok nvidia: no device files"}},
+		"two": {files{"dev/nvidiactl": "", "dev/nvidia0": "", "dev/nvidia1": ""},
+			[]string{"ok nvidia: nvidia0 nvidia1; no driver"}},
+		"driver": {files{"dev/nvidiactl": "", "dev/nvidia0": "",
+			"proc/driver/nvidia/version": "NVRM 550\nGCC"}, []string{"ok nvidia: nvidia0; NVRM 550"}},
 		"no ctl": {files{"dev/nvidia0": ""}, []string{"ok nvidia", "warn nvidia: dev/nvidiactl"}},
 	} {
 		s := soundSystem()
@@ -137,10 +146,12 @@ func TestCores(t *testing.T) {
 		threads int
 		want    []string
 	}{
-		"all":     {soundFiles, 4, []string{"ok online: 3", "ok affinity: 4", "ok GOMAXPROCS: 4"}},
-		"fewer":   {soundFiles, 1, []string{"ok online", "ok affinity", "ok GOMAXPROCS: 1"}},
-		"more":    {soundFiles, 5, []string{"ok online", "ok affinity", "warn GOMAXPROCS: 5 threads for 4 cores"}},
-		"no stat": {soundFiles.without("proc/stat"), 4, []string{"warn online: proc/stat", "ok affinity", "ok GOMAXPROCS"}},
+		"all":   {soundFiles, 4, []string{"ok online: 3", "ok affinity: 4", "ok GOMAXPROCS: 4"}},
+		"fewer": {soundFiles, 1, []string{"ok online", "ok affinity", "ok GOMAXPROCS: 1"}},
+		"more": {soundFiles, 5, []string{"ok online", "ok affinity",
+			"warn GOMAXPROCS: 5 threads for 4 cores"}},
+		"no stat": {soundFiles.without("proc/stat"), 4, []string{"warn online: proc/stat", "ok affinity",
+			"ok GOMAXPROCS"}},
 	} {
 		s := soundSystem()
 		s.Root, s.GOMAXPROCS = c.files.fs(), c.threads
@@ -157,24 +168,39 @@ func TestQuota(t *testing.T) {
 		more files
 		want string
 	}{
-		"no cgroup":    {files{v1: ""}, "ok quota: no limit"},
-		"v2 none":      {files{"sys/fs/cgroup/job/cpu.max": "max 100000\n"}, "ok quota: no limit"},
-		"v2 exact":     {files{"sys/fs/cgroup/job/cpu.max": "400000 100000\n"}, "ok quota: 4 cores (/sys/fs/cgroup/job/cpu.max)"},
-		"v2 less":      {files{"sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, "warn quota: 1.5 cores of the 4"},
-		"v2 above":     {files{"sys/fs/cgroup/job/cpu.max": "600000 100000\n", "sys/fs/cgroup/cpu.max": "100000 50000\n"}, "warn quota: 2 cores of the 4 that are visible (/sys/fs/cgroup/cpu.max)"},
-		"v2 below":     {files{"sys/fs/cgroup/job/cpu.max": "100000 100000\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, "warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/job/cpu.max)"},
-		"v2 container": {files{v1: "0::/host/path\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
-		"v2 escape":    {files{v1: "0::/../../x\n", "sys/fs/cgroup/x/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
-		"v2 unified":   {files{v1: "3:cpuset:/\n0::/j\n", "sys/fs/cgroup/unified/j/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
-		"v2 nonsense":  {files{"sys/fs/cgroup/job/cpu.max": "many\n"}, "ok quota: no limit"},
-		"v2 negative":  {files{"sys/fs/cgroup/job/cpu.max": "100 -5\n"}, "ok quota: no limit"},
-		"no path":      {files{v1: "0::\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
-		"v2 zero":      {files{"sys/fs/cgroup/job/cpu.max": "100 0\n"}, "ok quota: no limit"},
-		"v1 none":      {cpu("sys/fs/cgroup/cpu/a", "-1", "100000").with(files{v1: "4:cpu:/a\n0::/\n"}), "ok quota: no limit"},
-		"v1 less":      {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpu:/a/b\n"}), "warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us)"},
-		"v1 joined":    {cpu("sys/fs/cgroup/cpu,cpuacct/a", "100000", "50000").with(files{v1: "4:cpu,cpuacct:/a\n"}), "warn quota: 2 cores"},
-		"v1 other":     {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpuset:/a\n"}), "ok quota: no limit"},
-		"bad lines":    {files{v1: "4\n:\n\n0::/job\n", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"}, "warn quota: 0.5 cores"},
+		"no cgroup": {files{v1: ""}, "ok quota: no limit"},
+		"v2 none":   {files{"sys/fs/cgroup/job/cpu.max": "max 100000\n"}, "ok quota: no limit"},
+		"v2 exact": {files{"sys/fs/cgroup/job/cpu.max": "400000 100000\n"},
+			"ok quota: 4 cores (/sys/fs/cgroup/job/cpu.max)"},
+		"v2 less": {files{"sys/fs/cgroup/job/cpu.max": "150000 100000\n"},
+			"warn quota: 1.5 cores of the 4"},
+		"v2 above": {files{"sys/fs/cgroup/job/cpu.max": "600000 100000\n",
+			"sys/fs/cgroup/cpu.max": "100000 50000\n"},
+			"warn quota: 2 cores of the 4 that are visible (/sys/fs/cgroup/cpu.max)"},
+		"v2 below": {files{"sys/fs/cgroup/job/cpu.max": "100000 100000\n",
+			"sys/fs/cgroup/cpu.max": "300000 100000\n"},
+			"warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/job/cpu.max)"},
+		"v2 container": {files{v1: "0::/host/path\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+			"warn quota: 0.5 cores"},
+		"v2 escape": {files{v1: "0::/../../x\n", "sys/fs/cgroup/x/cpu.max": "50000 100000\n"},
+			"warn quota: 0.5 cores"},
+		"v2 unified": {files{v1: "3:cpuset:/\n0::/j\n", "sys/fs/cgroup/unified/j/cpu.max": "50000 100000\n"},
+			"warn quota: 0.5 cores"},
+		"v2 nonsense": {files{"sys/fs/cgroup/job/cpu.max": "many\n"}, "ok quota: no limit"},
+		"v2 negative": {files{"sys/fs/cgroup/job/cpu.max": "100 -5\n"}, "ok quota: no limit"},
+		"no path": {files{v1: "0::\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+			"warn quota: 0.5 cores"},
+		"v2 zero": {files{"sys/fs/cgroup/job/cpu.max": "100 0\n"}, "ok quota: no limit"},
+		"v1 none": {cpu("sys/fs/cgroup/cpu/a", "-1", "100000").with(files{v1: "4:cpu:/a\n0::/\n"}),
+			"ok quota: no limit"},
+		"v1 less": {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpu:/a/b\n"}),
+			"warn quota: 1 cores of the 4 that are visible (/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us)"},
+		"v1 joined": {cpu("sys/fs/cgroup/cpu,cpuacct/a", "100000",
+			"50000").with(files{v1: "4:cpu,cpuacct:/a\n"}), "warn quota: 2 cores"},
+		"v1 other": {cpu("sys/fs/cgroup/cpu/a", "100000", "100000").with(files{v1: "4:cpuset:/a\n"}),
+			"ok quota: no limit"},
+		"bad lines": {files{v1: "4\n:\n\n0::/job\n", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"},
+			"warn quota: 0.5 cores"},
 	} {
 		s := soundSystem()
 		s.Root = soundFiles.with(c.more).fs()
@@ -198,29 +224,41 @@ func TestMemory(t *testing.T) {
 
 func TestMemoryLimit(t *testing.T) {
 	v2 := func(dir, limit, usage string) files {
-		return files{"sys/fs/cgroup" + dir + "/memory.max": limit + "\n", "sys/fs/cgroup" + dir + "/memory.current": usage + "\n"}
+		return files{"sys/fs/cgroup" + dir + "/memory.max": limit + "\n", "sys/fs/cgroup" + dir +
+			"/memory.current": usage + "\n"}
 	}
 	v1 := func(limit, usage string) files {
-		return files{"proc/self/cgroup": "4:memory:/job\n", "sys/fs/cgroup/memory/job/memory.limit_in_bytes": limit + "\n",
+		return files{"proc/self/cgroup": "4:memory:/job\n",
+			"sys/fs/cgroup/memory/job/memory.limit_in_bytes": limit + "\n",
 			"sys/fs/cgroup/memory/job/memory.usage_in_bytes": usage + "\n"}
 	}
 	for name, c := range map[string]struct {
 		more files
 		want string
 	}{
-		"none":          {nil, "ok cgroup: no limit"},
-		"v2 max":        {v2("/job", "max", "5"), "ok cgroup: no limit"},
-		"v2 enough":     {v2("/job", "3221225472", "2147483648"), "ok cgroup: 1 GiB left of 3 GiB (/sys/fs/cgroup/job/memory.max)"},
-		"v2 little":     {v2("/job", "3221225472", "2147483649"), "warn cgroup: left of 3 GiB"},
-		"v2 over":       {v2("/job", "1024", "2147483649"), "warn cgroup: 0 bytes left of 1 KiB"},
-		"v2 above":      {v2("/job", "4294967296", "0").with(v2("", "2147483648", "0")), "ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/memory.max)"},
-		"v2 below":      {v2("/job", "2147483648", "0").with(v2("", "4294967296", "0")), "ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/job/memory.max)"},
-		"v2 usage":      {files{"sys/fs/cgroup/job/memory.max": "1"}, "ok cgroup: no limit"},
-		"v2 cache":      {v2("/job", "2147483648", "2147483648").with(files{"sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 1073741824\nactive_file 1073741823\n"}), "ok cgroup: 2 GiB left"},
-		"v2 much cache": {v2("/job", "2147483648", "5").with(files{"sys/fs/cgroup/job/memory.stat": "inactive_file 6\n"}), "ok cgroup: 2 GiB left of 2 GiB"},
-		"v1 none":       {v1("9223372036854771712", "5"), "ok cgroup: no limit"},
-		"v1 little":     {v1("536870912", "268435456"), "warn cgroup: 256 MiB left of 512 MiB"},
-		"v1 cache": {v1("536870912", "536870912").with(files{"sys/fs/cgroup/memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n"}),
+		"none":   {nil, "ok cgroup: no limit"},
+		"v2 max": {v2("/job", "max", "5"), "ok cgroup: no limit"},
+		"v2 enough": {v2("/job", "3221225472", "2147483648"),
+			"ok cgroup: 1 GiB left of 3 GiB (/sys/fs/cgroup/job/memory.max)"},
+		"v2 little": {v2("/job", "3221225472", "2147483649"), "warn cgroup: left of 3 GiB"},
+		"v2 over":   {v2("/job", "1024", "2147483649"), "warn cgroup: 0 bytes left of 1 KiB"},
+		"v2 above": {v2("/job", "4294967296", "0").with(v2("", "2147483648", "0")),
+			"ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/memory.max)"},
+		"v2 below": {v2("/job", "2147483648", "0").with(v2("", "4294967296", "0")),
+			"ok cgroup: 2 GiB left of 2 GiB (/sys/fs/cgroup/job/memory.max)"},
+		"v2 usage": {files{"sys/fs/cgroup/job/memory.max": "1"}, "ok cgroup: no limit"},
+		"v2 cache": {v2("/job", "2147483648",
+			"2147483648").with(files{
+			"sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 1073741824\nactive_file 1073741823\n"}),
+			"ok cgroup: 2 GiB left"},
+		"v2 much cache": {v2("/job", "2147483648",
+			"5").with(files{"sys/fs/cgroup/job/memory.stat": "inactive_file 6\n"}),
+			"ok cgroup: 2 GiB left of 2 GiB"},
+		"v1 none":   {v1("9223372036854771712", "5"), "ok cgroup: no limit"},
+		"v1 little": {v1("536870912", "268435456"), "warn cgroup: 256 MiB left of 512 MiB"},
+		"v1 cache": {v1("536870912",
+			"536870912").with(files{
+			"sys/fs/cgroup/memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n"}),
 			"warn cgroup: 2 MiB left of 512 MiB"},
 	} {
 		s := soundSystem()
@@ -249,7 +287,8 @@ func TestDevShm(t *testing.T) {
 		}
 		holds(t, fmt.Sprint(c), look(t, s, "/dev/shm"), c.want)
 	}
-	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 64 << 20: "64 MiB", 3 << 29: "1.5 GiB", 1<<64 - 1: "16 EiB"} {
+	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB",
+		64 << 20: "64 MiB", 3 << 29: "1.5 GiB", 1<<64 - 1: "16 EiB"} {
 		if got := bytesText(n); got != want {
 			t.Errorf("%d: got %q, want %q", n, got, want)
 		}
@@ -269,7 +308,8 @@ func TestLimits(t *testing.T) {
 		{"file size", unix.RLIMIT_FSIZE, gib - 1, "warn file size: 1024 MiB"},
 		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
 		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
-		{"open files", unix.RLIMIT_NOFILE, 1024, "ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 for each rank of its host and 2 for each other, so jobs can have about 249 ranks on a host and 497 in all"},
+		{"open files", unix.RLIMIT_NOFILE, 1024,
+			"ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 for each rank of its host and 2 for each other, so jobs can have about 249 ranks on a host and 497 in all"},
 		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 248 ranks on a host and 496 in all"},
 		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 25 ranks on a host and 49 in all"},
 		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 24 ranks on a host and 48 in all"},
@@ -293,13 +333,15 @@ func TestLimits(t *testing.T) {
 }
 
 func TestInterfaces(t *testing.T) {
-	lo := Interface{Name: "lo", Addrs: []string{"::1/128"}, MTU: 65536, Up: true, Running: true, Loopback: true}
+	lo := Interface{Name: "lo", Addrs: []string{"::1/128"}, MTU: 65536, Up: true, Running: true,
+		Loopback: true}
 	with := func(i Interface, change func(*Interface)) Interface {
 		i.Addrs = slices.Clone(i.Addrs)
 		change(&i)
 		return i
 	}
-	eth := Interface{Name: "eth0", Addrs: []string{"10.0.0.2/24", "fd00::2/64"}, MTU: 9000, Up: true, Running: true}
+	eth := Interface{Name: "eth0", Addrs: []string{"10.0.0.2/24", "fd00::2/64"}, MTU: 9000, Up: true,
+		Running: true}
 	var many []Interface
 	for i := range maxIdle + 2 {
 		many = append(many, Interface{Name: fmt.Sprintf("v%d", i)})
@@ -308,19 +350,30 @@ func TestInterfaces(t *testing.T) {
 		all  []Interface
 		want []string
 	}{
-		"lo alone":   {[]Interface{lo}, []string{"ok interface lo: up, mtu 65536, ::1/128"}},
-		"two":        {[]Interface{lo, eth}, []string{"ok interface lo", "ok interface eth0: up, mtu 9000, 10.0.0.2/24 fd00::2/64"}},
-		"down":       {[]Interface{lo, with(eth, func(i *Interface) { i.Up = false })}, []string{"ok interface lo", "warn interface eth0: down, mtu"}},
-		"no carrier": {[]Interface{lo, with(eth, func(i *Interface) { i.Running = false })}, []string{"ok interface lo", "warn interface eth0: without a carrier"}},
-		"no member":  {[]Interface{lo, with(eth, func(i *Interface) { i.Name, i.Running = "docker0", false })}, []string{"ok interface lo", "ok interface docker0: a bridge without members that are up, mtu"}},
-		"idle":       {append([]Interface{lo}, many[:2]...), []string{"ok interface lo", "ok no address: v0 v1"}},
-		"many idle":  {append([]Interface{lo}, many...), []string{"ok interface lo", "ok no address: v7 and 2 more"}},
-		"none":       {nil, []string{"fail loopback: ip link set lo up"}},
-		"no lo":      {[]Interface{eth}, []string{"ok interface eth0", "fail loopback"}},
-		"lo down":    {[]Interface{with(lo, func(i *Interface) { i.Up = false })}, []string{"warn interface lo: down", "fail loopback"}},
-		"lo empty":   {[]Interface{with(lo, func(i *Interface) { i.Addrs = nil })}, []string{"ok no address: lo", "fail loopback"}},
-		"lo other":   {[]Interface{with(lo, func(i *Interface) { i.Addrs[0] = "10.1.1.1/32" })}, []string{"ok interface lo", "fail loopback"}},
-		"no lo flag": {[]Interface{with(lo, func(i *Interface) { i.Loopback = false })}, []string{"ok interface lo", "fail loopback"}},
+		"lo alone": {[]Interface{lo}, []string{"ok interface lo: up, mtu 65536, ::1/128"}},
+		"two": {[]Interface{lo, eth},
+			[]string{"ok interface lo", "ok interface eth0: up, mtu 9000, 10.0.0.2/24 fd00::2/64"}},
+		"down": {[]Interface{lo, with(eth, func(i *Interface) { i.Up = false })},
+			[]string{"ok interface lo", "warn interface eth0: down, mtu"}},
+		"no carrier": {[]Interface{lo, with(eth, func(i *Interface) { i.Running = false })},
+			[]string{"ok interface lo", "warn interface eth0: without a carrier"}},
+		"no member": {[]Interface{lo, with(eth, func(i *Interface) {
+			i.Name, i.Running = "docker0", false
+		})}, []string{"ok interface lo", "ok interface docker0: a bridge without members that are up, mtu"}},
+		"idle": {append([]Interface{lo}, many[:2]...),
+			[]string{"ok interface lo", "ok no address: v0 v1"}},
+		"many idle": {append([]Interface{lo}, many...),
+			[]string{"ok interface lo", "ok no address: v7 and 2 more"}},
+		"none":  {nil, []string{"fail loopback: ip link set lo up"}},
+		"no lo": {[]Interface{eth}, []string{"ok interface eth0", "fail loopback"}},
+		"lo down": {[]Interface{with(lo, func(i *Interface) { i.Up = false })},
+			[]string{"warn interface lo: down", "fail loopback"}},
+		"lo empty": {[]Interface{with(lo, func(i *Interface) { i.Addrs = nil })},
+			[]string{"ok no address: lo", "fail loopback"}},
+		"lo other": {[]Interface{with(lo, func(i *Interface) { i.Addrs[0] = "10.1.1.1/32" })},
+			[]string{"ok interface lo", "fail loopback"}},
+		"no lo flag": {[]Interface{with(lo, func(i *Interface) { i.Loopback = false })},
+			[]string{"ok interface lo", "fail loopback"}},
 	} {
 		s := soundSystem()
 		s.Root = files{"sys/class/net/docker0/bridge/bridge_id": ""}.fs()
@@ -336,10 +389,13 @@ func TestHostName(t *testing.T) {
 		hosts []string
 		want  string
 	}{
-		"found":               {[]string{"10.0.0.2", "127.0.1.1"}, nil, []string{"h1"}, "ok host name: h0 is 10.0.0.2 127.0.1.1"},
-		"loopback":            {[]string{"127.0.1.1", "::1"}, nil, nil, "ok host name: h0 is 127.0.1.1 ::1, which only this host can reach"},
-		"loopback with hosts": {[]string{"127.0.1.1", "::1"}, nil, []string{"h1"}, "warn host name: other hosts cannot reach"},
-		"not found":           {nil, errors.New("no such host"), nil, "warn host name: h0: no such host"},
+		"found": {[]string{"10.0.0.2", "127.0.1.1"}, nil, []string{"h1"},
+			"ok host name: h0 is 10.0.0.2 127.0.1.1"},
+		"loopback": {[]string{"127.0.1.1", "::1"}, nil, nil,
+			"ok host name: h0 is 127.0.1.1 ::1, which only this host can reach"},
+		"loopback with hosts": {[]string{"127.0.1.1", "::1"}, nil, []string{"h1"},
+			"warn host name: other hosts cannot reach"},
+		"not found": {nil, errors.New("no such host"), nil, "warn host name: h0: no such host"},
 	} {
 		s := soundSystem()
 		s.Hosts = c.hosts
@@ -376,21 +432,29 @@ func TestClock(t *testing.T) {
 
 func TestLauncher(t *testing.T) {
 	s := soundSystem()
-	kinds := []string{"hvdrun", "HVD_SIZE=1", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes", "plain environment"}
+	kinds := []string{"hvdrun", "HVD_SIZE=1", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes",
+		"plain environment"}
 	for _, test := range []struct {
 		environ []string
 		want    []string // lines beside those that say ok
 		said    string   // in a line
 	}{
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
-		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil, "rank 1 of 2, by OMPI_COMM_WORLD_RANK"},
+		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil,
+			"rank 1 of 2, by OMPI_COMM_WORLD_RANK"},
 		{[]string{"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT=29500"}, nil,
 			"rank 1 of 2, by RANK; the ranks meet at a store of rank 0, published at 127.0.0.1:29500"},
-		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil, "rank 1 of 2, by RANK; the ranks meet at HVD_UNIQUE_ID"},
-		{[]string{"HOROVOD_RANK=2", "HOROVOD_SIZE=2"}, []string{"fail launcher: place: hvdrun: HOROVOD_RANK is 2"}, "HOROVOD_RANK is 2"},
-		{[]string{"RANK=1", "WORLD_SIZE=2"}, []string{"fail launcher: place: plain environment: rank 1 of 2 does not know where the ranks meet: MASTER_ADDR and MASTER_PORT not set"}, ""},
-		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_SIZE=1"}, nil, "rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by HVD_SIZE; the ranks meet nowhere"},
-		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4"}, []string{"warn Slurm: SLURM_STEP_ID is not set: a process in an allocation for SLURM_NTASKS=4"}, ""},
+		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_UNIQUE_ID=x"}, nil,
+			"rank 1 of 2, by RANK; the ranks meet at HVD_UNIQUE_ID"},
+		{[]string{"HOROVOD_RANK=2", "HOROVOD_SIZE=2"},
+			[]string{"fail launcher: place: hvdrun: HOROVOD_RANK is 2"}, "HOROVOD_RANK is 2"},
+		{[]string{"RANK=1", "WORLD_SIZE=2"},
+			[]string{"fail launcher: place: plain environment: rank 1 of 2 does not know where the ranks meet: MASTER_ADDR and MASTER_PORT not set"}, ""},
+		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_SIZE=1"}, nil,
+			"rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by HVD_SIZE; the ranks meet nowhere"},
+		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4"},
+			[]string{"warn Slurm: SLURM_STEP_ID is not set: a process in an allocation for SLURM_NTASKS=4"},
+			""},
 		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4", "HVD_SIZE=1"}, nil, "SLURM_NTASKS=4"},
 	} {
 		s.Environ = test.environ
@@ -415,10 +479,12 @@ func TestLauncher(t *testing.T) {
 
 func TestVariables(t *testing.T) {
 	s := soundSystem()
-	s.Environ = []string{"PATH=/bin", "HVD_SECRET=hush hush hush hush", "HVD_UNIQUE_ID=hush", "HOROVOD_SIZE=4", "HOROVOD_RANK=1", "HOROVOD_CYCLE_TIME=2",
+	s.Environ = []string{"PATH=/bin", "HVD_SECRET=hush hush hush hush", "HVD_UNIQUE_ID=hush",
+		"HOROVOD_SIZE=4", "HOROVOD_RANK=1", "HOROVOD_CYCLE_TIME=2",
 		"HVD_NO_SETTING=1", "HOROVOD_HOSTNAME=", "HVD_SECRET_FILE=/s"}
 	lines := look(t, s, "variables")
-	holds(t, "rank", lines, "ok HVD_SECRET_FILE: /s", "ok HOROVOD_CYCLE_TIME: 2", "ok HOROVOD_RANK: 1", "ok HOROVOD_SIZE: 4", "ok HVD_UNIQUE_ID: set, not shown", "ok HVD_SECRET: set, not shown")
+	holds(t, "rank", lines, "ok HVD_SECRET_FILE: /s", "ok HOROVOD_CYCLE_TIME: 2", "ok HOROVOD_RANK: 1",
+		"ok HOROVOD_SIZE: 4", "ok HVD_UNIQUE_ID: set, not shown", "ok HVD_SECRET: set, not shown")
 	if strings.Contains(fmt.Sprint(lines), "hush") {
 		t.Errorf("got %v, want no secret", lines)
 	}

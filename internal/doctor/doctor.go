@@ -71,7 +71,8 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	for i, c := range checks {
 		lines, ended := await(late, answers[i])
 		if !ended {
-			lines = []Line{warn("", "find out why it hangs: a file system, a device or a name server may not respond",
+			lines = []Line{warn("",
+				"find out why it hangs: a file system, a device or a name server may not respond",
 				"the check has not ended within %v", time.Since(start).Round(100*time.Millisecond))}
 		}
 		for _, l := range lines {

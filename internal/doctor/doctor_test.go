@@ -63,7 +63,9 @@ func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
 		Build: Build{Go: "go1", Known: true},
-		Agent: func(host string, words []string) []string { return append([]string{"agent", "-q", host}, words...) },
+		Agent: func(host string, words []string) []string {
+			return append([]string{"agent", "-q", host}, words...)
+		},
 		Rlimit: func(int) (unix.Rlimit, error) {
 			return unix.Rlimit{Cur: unix.RLIM_INFINITY, Max: unix.RLIM_INFINITY}, nil
 		},
@@ -74,7 +76,8 @@ func soundSystem() *System {
 		Memfd: func(int64) error { return nil },
 		Interfaces: func() ([]Interface, error) {
 			return []Interface{
-				{Name: "lo", Addrs: []string{"127.0.0.1/8", "::1/128"}, MTU: 65536, Up: true, Running: true, Loopback: true},
+				{Name: "lo", Addrs: []string{"127.0.0.1/8", "::1/128"}, MTU: 65536, Up: true, Running: true,
+					Loopback: true},
 				{Name: "eth0", Addrs: []string{"10.0.0.2/24"}, MTU: 1500, Up: true, Running: true},
 			}, nil
 		},
@@ -115,7 +118,8 @@ func holds(t *testing.T, what string, lines []Line, want ...string) {
 			t.Errorf("%s: got %+v, want %s", what, l, want[i])
 		}
 		if (l.Fix != "") != (l.Status != OK) {
-			t.Errorf("%s: got status %s and fix %q, want a fix for what is not ok alone", what, l.Status, l.Fix)
+			t.Errorf("%s: got status %s and fix %q, want a fix for what is not ok alone", what, l.Status,
+				l.Fix)
 		}
 	}
 }
@@ -133,7 +137,8 @@ func TestASoundMachine(t *testing.T) {
 		}
 		return all
 	}())
-	want := []string{"build", "found at run time", "python", "processor", "memory", "limits", "network", "clock", "hosts", "launch environment"}
+	want := []string{"build", "found at run time", "python", "processor", "memory", "limits", "network",
+		"clock", "hosts", "launch environment"}
 	if !slices.Equal(sections, want) {
 		t.Errorf("got sections %q, want %q", sections, want)
 	}
@@ -152,14 +157,17 @@ func TestABrokenMachine(t *testing.T) {
 	s.Hostname = func() (string, error) { return "", broken }
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
-		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (no hvdd", "ok controllers", "ok tensor operations", "ok cpu operations",
-		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
+		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (no hvdd", "ok controllers",
+		"ok tensor operations", "ok cpu operations",
+		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device",
+		"ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
 		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: none",
-		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm", "ok Kubernetes", "ok plain environment",
+		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm",
+		"ok Kubernetes", "ok plain environment",
 		"ok variables: no setting")
 }
 
@@ -168,13 +176,18 @@ func TestHangs(t *testing.T) {
 		const limit = 8 * time.Second
 		release := make(chan struct{})
 		hang := func(context.Context, *System) []Line { <-release; return []Line{ok("", "late")} }
-		// There are many such checks because select chooses at random when both channels are ready, and every line that
-		// arrived in time must be in the result.
-		returns := Check{"a", "returns", func(ctx context.Context, _ *System) []Line { <-ctx.Done(); return []Line{fail("x", "y", "z")} }}
+		// There are many such checks because select chooses at random when both channels are ready, and every
+		// line that arrived in time must be in the result.
+		returns := Check{"a", "returns", func(ctx context.Context, _ *System) []Line {
+			<-ctx.Done()
+			return []Line{fail("x", "y", "z")}
+		}}
 		checks := []Check{
 			{"a", "hangs", hang},
 			returns, returns, returns, returns, returns, returns, returns, returns,
-			{"b", "answers", func(context.Context, *System) []Line { return []Line{ok("", "fine"), ok("more", "fine")} }},
+			{"b", "answers", func(context.Context, *System) []Line {
+				return []Line{ok("", "fine"), ok("more", "fine")}
+			}},
 			{"b", "hangs too", hang},
 		}
 		start := time.Now()
@@ -183,7 +196,8 @@ func TestHangs(t *testing.T) {
 			t.Errorf("took %v, want %v", took, limit)
 		}
 		holds(t, "hanging", lines, "warn hangs: the check has not ended within 8s",
-			"fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z",
+			"fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z", "fail x: z",
+			"fail x: z",
 			"ok answers: fine", "ok more: fine", "warn hangs too: the check has not ended within 8s")
 		if lines[0].Section != "a" || lines[len(lines)-1].Section != "b" {
 			t.Errorf("got sections %q and %q, want a and b", lines[0].Section, lines[len(lines)-1].Section)

@@ -41,7 +41,8 @@ func hosts(ctx context.Context, s *System) []Line {
 				defer func() { <-turns }()
 				lines[i] = s.try(ctx, name, host)
 			case <-ctx.Done():
-				lines[i] = warn(name, "check fewer hosts at once", "not tried: the other hosts took all of the time")
+				lines[i] = warn(name, "check fewer hosts at once",
+					"not tried: the other hosts took all of the time")
 			}
 		})
 	}
@@ -60,7 +61,8 @@ func (s *System) try(ctx context.Context, name, host string) Line {
 	}
 	command := strings.Join(argv, " ")
 	if ctx.Err() != nil {
-		return fail(name, "run it by hand to see why it hangs: "+command, "no answer within %v", took.Round(100*time.Millisecond))
+		return fail(name, "run it by hand to see why it hangs: "+command, "no answer within %v",
+			took.Round(100*time.Millisecond))
 	}
 	text := err.Error()
 	if last := lastLine(stderr); last != "" {
@@ -80,7 +82,8 @@ func fixFor(host, stderr, command string) string {
 		{"Host key verification failed", "verify the host's key, and accept it by running once: ssh " + host},
 		{"Permission denied", "install your public key on the host: ssh-copy-id " + host},
 		{"Could not resolve hostname", "correct the name, or add it to /etc/hosts, the DNS or ~/.ssh/config"},
-		{"Connection refused", "start sshd on the host, or give its port with --ssh-port or in ~/.ssh/config"},
+		{"Connection refused",
+			"start sshd on the host, or give its port with --ssh-port or in ~/.ssh/config"},
 		{"timed out", "check that the host is up and that its firewall permits port 22"},
 		{"No route to host", "check that the host is up and on this network"},
 	} {

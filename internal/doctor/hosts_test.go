@@ -43,7 +43,8 @@ func TestHosts(t *testing.T) {
 		}
 	}
 	lines := look(t, s, "hosts")
-	holds(t, "three", lines, "ok host h1: reached in", "fail host h2: ssh-copy-id h2", "fail host h3: run it by hand: agent -q h3 true")
+	holds(t, "three", lines, "ok host h1: reached in", "fail host h2: ssh-copy-id h2",
+		"fail host h3: run it by hand: agent -q h3 true")
 	if want := "exit status 255: h2: Permission denied (publickey)."; lines[1].Text != want {
 		t.Errorf("got %q, want %q", lines[1].Text, want)
 	}
@@ -106,7 +107,9 @@ func TestManyHosts(t *testing.T) {
 		hung, left := 0, 0
 		for _, l := range lines {
 			switch {
-			case l.Status == Fail && l.Text == "no answer within 7s" && l.Fix == "run it by hand to see why it hangs: agent -q "+strings.TrimPrefix(l.Name, "host ")+" true":
+			case l.Status == Fail && l.Text == "no answer within 7s" &&
+				l.Fix == "run it by hand to see why it hangs: agent -q "+strings.TrimPrefix(l.Name, "host ")+
+					" true":
 				hung++
 			case l.Status == Warn && strings.HasPrefix(l.Text, "not tried"):
 				left++
@@ -132,11 +135,12 @@ func script(t *testing.T, text string) string {
 
 func TestReach(t *testing.T) {
 	for name, c := range map[string]struct{ text, said, err string }{
-		"success":     {`test "$*" = "-v h1 true"`, "", ""},
-		"no input":    {"cat && exit 3", "", "exit status 3"},
-		"no output":   {"seq 100000; exit 4", "", "exit status 4"},
-		"last words":  {"echo early >&2; echo late >&2; exit 255", "early\nlate\n", "exit status 255"},
-		"many words":  {"head -c 100000 /dev/zero | tr '\\0' x >&2; printf y >&2; exit 1", strings.Repeat("x", keptBytes-1) + "y", "exit status 1"},
+		"success":    {`test "$*" = "-v h1 true"`, "", ""},
+		"no input":   {"cat && exit 3", "", "exit status 3"},
+		"no output":  {"seq 100000; exit 4", "", "exit status 4"},
+		"last words": {"echo early >&2; echo late >&2; exit 255", "early\nlate\n", "exit status 255"},
+		"many words": {"head -c 100000 /dev/zero | tr '\\0' x >&2; printf y >&2; exit 1",
+			strings.Repeat("x", keptBytes-1) + "y", "exit status 1"},
 		"by a signal": {"kill -9 $$", "", "signal: killed"},
 	} {
 		said, err := reach(testnet.Context(t), []string{script(t, c.text), "-v", "h1", "true"})
@@ -144,7 +148,8 @@ func TestReach(t *testing.T) {
 			t.Errorf("%s: got %.200q and error %v, want %.200q and %q", name, said, err, c.said, c.err)
 		}
 	}
-	if _, err := reach(testnet.Context(t), []string{filepath.Join(t.TempDir(), "none")}); !errors.Is(err, os.ErrNotExist) {
+	if _, err := reach(testnet.Context(t), []string{filepath.Join(t.TempDir(), "none")}); !errors.Is(err,
+		os.ErrNotExist) {
 		t.Errorf("got error %v, want %v", err, os.ErrNotExist)
 	}
 }
@@ -153,7 +158,8 @@ func TestReach(t *testing.T) {
 // ssh with ControlPersist leaves one.
 func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
-	said, err := reach(testnet.Context(t), []string{script(t, "sleep 100 & echo $! >'"+pid+"'; echo said >&2")})
+	said, err := reach(testnet.Context(t),
+		[]string{script(t, "sleep 100 & echo $! >'"+pid+"'; echo said >&2")})
 	if err != nil || said != "said\n" {
 		t.Errorf("got %q and error %v, want what it said", said, err)
 	}
@@ -166,7 +172,8 @@ func TestReachIgnoresWhatIsLeft(t *testing.T) {
 // TestReachKills checks that an agent that hangs is killed together with the processes that it has started.
 func TestReachKills(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
-	agent := script(t, "trap '' TERM INT HUP; sleep 100 & echo $! >'"+pid+".new'; mv '"+pid+".new' '"+pid+"'; wait")
+	agent := script(t, "trap '' TERM INT HUP; sleep 100 & echo $! >'"+pid+".new'; mv '"+pid+".new' '"+pid+
+		"'; wait")
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	defer cancel()
 	end := make(chan error, 1)

@@ -18,7 +18,8 @@ func fileSize(_ context.Context, s *System) []Line {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	case r.Cur < lowBytes:
 		return []Line{warn("", "ulimit -f unlimited, or LimitFSIZE=infinity in the service",
-			"%s (RLIMIT_FSIZE): the limit applies to shared memory too, so no tensor there can be larger", limitText(r.Cur))}
+			"%s (RLIMIT_FSIZE): the limit applies to shared memory too, so no tensor there can be larger",
+			limitText(r.Cur))}
 	default:
 		return []Line{ok("", "%s (RLIMIT_FSIZE)", limitText(r.Cur))}
 	}
@@ -32,9 +33,11 @@ func lockedMemory(_ context.Context, s *System) []Line {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
 	cards, err := fs.Glob(s.Root, "dev/infiniband/uverbs*")
-	switch found := limitText(r.Cur) + " (RLIMIT_MEMLOCK); gohvd locks no memory, but NCCL and MPI do with InfiniBand"; {
+	switch found := limitText(r.Cur) +
+		" (RLIMIT_MEMLOCK); gohvd locks no memory, but NCCL and MPI do with InfiniBand"; {
 	case err == nil && len(cards) > 0 && r.Cur != unix.RLIM_INFINITY:
-		return []Line{warn("", "ulimit -l unlimited, docker --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service",
+		return []Line{warn("",
+			"ulimit -l unlimited, docker --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service",
 			"%s, which this host has", found)}
 	default:
 		return []Line{ok("", "%s", found)}

@@ -51,7 +51,8 @@ func memoryLimit(_ context.Context, s *System) []Line {
 	case file == "":
 		return []Line{ok("", "no limit")}
 	case left < lowBytes:
-		return []Line{warn("", "raise the limit (docker --memory, limits.memory of the pod, MemoryMax=) or start fewer ranks",
+		return []Line{warn("",
+			"raise the limit (docker --memory, limits.memory of the pod, MemoryMax=) or start fewer ranks",
 			"%s: the kernel kills processes that exceed the limit", found)}
 	default:
 		return []Line{ok("", "%s", found)}
@@ -116,8 +117,9 @@ func devShm(_ context.Context, s *System) []Line {
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
-		return []Line{fail("", "raise the limit that the error names, or use a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and "+
-			"file seals; with HOROVOD_CPU_OPERATIONS=shm,tcp ranks run without shared memory", "%v", err)}
+		return []Line{fail("",
+			"raise the limit that the error names, or use a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and "+
+				"file seals; with HOROVOD_CPU_OPERATIONS=shm,tcp ranks run without shared memory", "%v", err)}
 	}
 	return []Line{ok("", "shared memory can be created, sized and sealed")}
 }

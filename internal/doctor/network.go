@@ -34,11 +34,15 @@ func interfaces(_ context.Context, s *System) []Line {
 		case len(i.Addrs) == 0:
 			idle = append(idle, i.Name)
 		case !i.Up:
-			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or remove its address", "down, %s", found))
-		case !i.Running && s.isBridge(i.Name): // normal for a bridge without members, such as docker0 without a container
+			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or remove its address", "down, %s",
+				found))
+		// normal for a bridge without members, such as docker0 without a container
+		case !i.Running && s.isBridge(i.Name):
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
-			lines = append(lines, warn(name, "check its cable and the peer at the other end, or remove its address", "up without a carrier, %s", found))
+			lines = append(lines,
+				warn(name, "check its cable and the peer at the other end, or remove its address",
+					"up without a carrier, %s", found))
 		default:
 			lines = append(lines, ok(name, "up, %s", found))
 		}
@@ -77,7 +81,9 @@ func hostName(ctx context.Context, s *System) []Line {
 	const fix = "add the name to /etc/hosts, with an address that the other hosts can reach, or to the DNS"
 	name, err := s.Hostname()
 	if err != nil {
-		return []Line{fail("", "give the host a name (hostnamectl hostname NAME), by which ranks identify their host", "%v", err)}
+		return []Line{fail("",
+			"give the host a name (hostnamectl hostname NAME), by which ranks identify their host", "%v",
+			err)}
 	}
 	addrs, err := s.LookupHost(ctx, name)
 	if err != nil {
@@ -91,7 +97,8 @@ func hostName(ctx context.Context, s *System) []Line {
 	found := fmt.Sprintf("%s is %s", name, strings.Join(addrs, " "))
 	switch {
 	case onlyLoopback && len(s.Hosts) > 0:
-		return []Line{warn("", fix, "%s, which other hosts cannot reach; gloo of torch uses this address", found)}
+		return []Line{warn("", fix, "%s, which other hosts cannot reach; gloo of torch uses this address",
+			found)}
 	case onlyLoopback:
 		return []Line{ok("", "%s, which only this host can reach", found)}
 	default:
@@ -112,7 +119,8 @@ func clock(_ context.Context, s *System) []Line {
 	most := time.Duration(t.Maxerror) * time.Microsecond
 	switch {
 	case state == unix.TIME_ERROR || t.Status&unix.STA_UNSYNC != 0:
-		return []Line{warn("", fix, "not synchronised: times in the logs of several hosts cannot be compared, and certificates may seem invalid")}
+		return []Line{warn("", fix,
+			"not synchronised: times in the logs of several hosts cannot be compared, and certificates may seem invalid")}
 	case most > maxClockError:
 		return []Line{warn("", fix, "synchronised, but may be wrong by %v", most.Round(time.Millisecond))}
 	default:

@@ -17,7 +17,8 @@ func simd(_ context.Context, s *System) []Line {
 	case s.Build.NoAsm:
 		return []Line{warn("", "build without the tag noasm", slow)}
 	case s.Arch == "amd64":
-		return []Line{warn("", "use a processor with AVX2, F16C and FMA, or a virtual machine that exposes them", slow)}
+		return []Line{warn("",
+			"use a processor with AVX2, F16C and FMA, or a virtual machine that exposes them", slow)}
 	default:
 		return []Line{warn("", "use amd64 or arm64, for which gohvd has assembly", slow)}
 	}
@@ -34,8 +35,9 @@ func cores(_ context.Context, s *System) []Line {
 	}
 	lines = append(lines, ok("affinity", "this process may run on %d cores", s.Affinity))
 	if s.GOMAXPROCS > s.Affinity {
-		return append(lines, warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
-			"%d threads for %d cores: threads wait for each other", s.GOMAXPROCS, s.Affinity))
+		return append(lines,
+			warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
+				"%d threads for %d cores: threads wait for each other", s.GOMAXPROCS, s.Affinity))
 	}
 	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
@@ -53,8 +55,10 @@ func quota(_ context.Context, s *System) []Line {
 	case file == "":
 		return []Line{ok("", "no limit")}
 	case least < float64(s.Affinity):
-		return []Line{warn("", "raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
-			"%.3g cores of the %d that are visible (/%s): ranks are stopped when the quota is used up", least, s.Affinity, file)}
+		return []Line{warn("",
+			"raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
+			"%.3g cores of the %d that are visible (/%s): ranks are stopped when the quota is used up", least,
+			s.Affinity, file)}
 	default:
 		return []Line{ok("", "%.3g cores (/%s)", least, file)}
 	}

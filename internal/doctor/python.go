@@ -56,7 +56,8 @@ type pythonFacts struct {
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
 	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
-		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar) // as hvdrun does for its ranks
+		// as hvdrun does for its ranks
+		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar)
 	}
 	file, err := s.LookPath("python3")
 	if err != nil {
@@ -72,7 +73,8 @@ func python(ctx context.Context, s *System) []Line {
 	}
 	lines := []Line{ok("", "%s at %s", facts.Version, file)}
 	if facts.Minor < oldestPython {
-		lines[0] = warn("", fmt.Sprintf("install Python 3.%d or newer", oldestPython), "%s at %s is too old for gohvd", facts.Version, file)
+		lines[0] = warn("", fmt.Sprintf("install Python 3.%d or newer", oldestPython),
+			"%s at %s is too old for gohvd", facts.Version, file)
 	}
 	for _, l := range []struct{ name, version string }{{"torch", facts.Torch}, {"numpy", facts.Numpy}} {
 		if l.version == "" {
@@ -84,12 +86,14 @@ func python(ctx context.Context, s *System) []Line {
 	case facts.Absent:
 		return append(lines, ok("gohvd", "not installed for this Python"), s.hvddLine(ctx, s.Sidecar))
 	case facts.Gohvd == "":
-		return append(lines, warn("gohvd", "reinstall it: pip install ./python", "cannot import gohvd: %s", facts.Error))
+		return append(lines, warn("gohvd", "reinstall it: pip install ./python", "cannot import gohvd: %s",
+			facts.Error))
 	}
 	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))
 	switch running := s.getenv(config.SidecarVariable); {
 	case running != "":
-		return append(lines, ok(sidecarName, "%s is %s, which is running already", config.SidecarVariable, running))
+		return append(lines, ok(sidecarName, "%s is %s, which is running already", config.SidecarVariable,
+			running))
 	case facts.Hvdd == "":
 		return append(lines, fail(sidecarName, sidecarFix, "%s", facts.Error))
 	}
@@ -107,7 +111,8 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	case err != nil:
 		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
 	case its != config.VersionText():
-		return warn(sidecarName, sidecarFix, "%s has version %s, and hvdrun has version %s", file, its, config.VersionText())
+		return warn(sidecarName, sidecarFix, "%s has version %s, and hvdrun has version %s", file, its,
+			config.VersionText())
 	}
 	return ok(sidecarName, "%s at %s", its, file)
 }
@@ -116,7 +121,8 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 // their Python package, whose place hvdrun does not know.
 func (s *System) findSidecar() error {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
-		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() || unix.Access(named, unix.X_OK) != nil {
+		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||
+			unix.Access(named, unix.X_OK) != nil {
 			return fmt.Errorf("%s is %q, which is not a program", config.SidecarBinaryVariable, named)
 		}
 		return nil
@@ -125,7 +131,8 @@ func (s *System) findSidecar() error {
 		return nil
 	}
 	if _, err := s.LookPath(sidecarName); err != nil {
-		return fmt.Errorf("no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName, config.SidecarBinaryVariable)
+		return fmt.Errorf("no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName,
+			config.SidecarBinaryVariable)
 	}
 	return nil
 }

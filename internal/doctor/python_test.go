@@ -24,34 +24,42 @@ func TestPythonPrograms(t *testing.T) {
 		want     []string
 		noPython bool
 	}{
-		"without Python":   {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + config.VersionText(), want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
+		"without Python": {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + config.VersionText(),
+			want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
 		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
 		"it prints rubbish": {
 			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
 		},
 		"Python is old": {
 			facts: `{"version": "3.8.1", "minor": 8, "error": "x", "absent": true}`,
-			want:  []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed", "ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only Python programs"},
+			want: []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed",
+				"ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only Python programs"},
 		},
 		"gohvd is broken": {
 			facts: `{"version": "3.12", "minor": 12, "torch": "2.4", "error": "SyntaxError: bad"}`,
-			want:  []string{"ok python", "ok torch: 2.4", "ok numpy", "warn gohvd: cannot import gohvd: SyntaxError: bad"},
+			want: []string{"ok python", "ok torch: 2.4", "ok numpy",
+				"warn gohvd: cannot import gohvd: SyntaxError: bad"},
 		},
 		"no hvdd": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
-			want:  []string{"ok python", "ok torch", "ok numpy", "ok gohvd: 0.6 at /p/gohvd", "fail hvdd: SidecarError: none on PATH"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd: 0.6 at /p/gohvd",
+				"fail hvdd: SidecarError: none on PATH"},
 		},
 		"no hvdd needed": {
-			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`, environ: []string{"HVD_SIDECAR=unix:///s"},
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "ok hvdd: HVD_SIDECAR is unix:///s, which is running already"},
+			facts:   `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
+			environ: []string{"HVD_SIDECAR=unix:///s"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
+				"ok hvdd: HVD_SIDECAR is unix:///s, which is running already"},
 		},
 		"hvdd does not run": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`,
-			want:  []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: /b/hvdd: exit status 1"},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
+				"fail hvdd: /b/hvdd: exit status 1"},
 		},
 		"hvdd is another": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
-			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd", "warn hvdd: /b/hvdd has version v0, and hvdrun has version " + config.VersionText()},
+			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
+				"warn hvdd: /b/hvdd has version v0, and hvdrun has version " + config.VersionText()},
 		},
 	} {
 		s := soundSystem()
@@ -84,18 +92,25 @@ func TestThisPython(t *testing.T) {
 		t.Fatal(err)
 	}
 	hvdd := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+config.VersionText()+"'\n"), 0o700); err != nil {
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+config.VersionText()+"'\n"),
+		0o700); err != nil {
 		t.Fatal(err)
 	}
-	s := Here(slices.DeleteFunc(os.Environ(), func(e string) bool { return strings.HasPrefix(e, "HVD_") || strings.HasPrefix(e, "PYTHON") }))
+	s := Here(slices.DeleteFunc(os.Environ(), func(e string) bool {
+		return strings.HasPrefix(e, "HVD_") ||
+			strings.HasPrefix(e, "PYTHON")
+	}))
 	s.Sidecar = hvdd
 	s.Environ = append(s.Environ, "PYTHONDONTWRITEBYTECODE=1", "PYTHONPATH="+checkout)
 	lines := python(t.Context(), s)
-	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+config.VersionText()+" at "+hvdd)
+	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+
+		config.VersionText()+" at "+hvdd)
 	s.Environ = append(s.Environ, config.SidecarBinaryVariable+"="+hvdd+".none")
 	lines = python(t.Context(), s)
-	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd", "fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
+	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd",
+		"fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
 	s.Environ = append(s.Environ, "PYTHONPATH=")
 	lines = python(t.Context(), s)
-	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+config.VersionText()+" at "+hvdd)
+	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+
+		config.VersionText()+" at "+hvdd)
 }

@@ -88,8 +88,9 @@ type Interface struct {
 func Here(environ []string) *System {
 	s := &System{
 		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
-		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(), GOMAXPROCS: runtime.GOMAXPROCS(0),
-		Build: Build{Go: runtime.Version()},
+		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
+		GOMAXPROCS: runtime.GOMAXPROCS(0),
+		Build:      Build{Go: runtime.Version()},
 		Rlimit: func(resource int) (r unix.Rlimit, err error) {
 			err = unix.Getrlimit(resource, &r)
 			return r, err
@@ -162,7 +163,8 @@ func netInterfaces() ([]Interface, error) {
 		}
 		all[i] = Interface{
 			Name: f.Name, MTU: f.MTU,
-			Up: f.Flags&net.FlagUp != 0, Running: f.Flags&net.FlagRunning != 0, Loopback: f.Flags&net.FlagLoopback != 0,
+			Up: f.Flags&net.FlagUp != 0, Running: f.Flags&net.FlagRunning != 0,
+			Loopback: f.Flags&net.FlagLoopback != 0,
 		}
 		for _, a := range addrs {
 			all[i].Addrs = append(all[i].Addrs, a.String())
@@ -206,7 +208,8 @@ func reach(ctx context.Context, argv []string) (stderr string, err error) {
 	var last tail
 	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
-		err = nil // the command succeeded; ssh with ControlPersist leaves a process that keeps standard error open
+		// the command succeeded; ssh with ControlPersist leaves a process that keeps standard error open
+		err = nil
 	}
 	return string(last), err
 }

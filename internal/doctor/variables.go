@@ -23,13 +23,17 @@ func launcher(_ context.Context, s *System) []Line {
 			}
 			lines = append(lines, ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where))
 		case l.Suspect && env == nil && err == nil:
-			lines = append(lines, warn(string(l.Kind), "start the ranks with srun, or set HVD_SIZE=1 if this process is a job of one rank", "%s", l.Why))
+			lines = append(lines,
+				warn(string(l.Kind),
+					"start the ranks with srun, or set HVD_SIZE=1 if this process is a job of one rank", "%s",
+					l.Why))
 		default:
 			lines = append(lines, ok(string(l.Kind), "%s", l.Why))
 		}
 	}
 	if err != nil {
-		lines = append(lines, fail("", "set the missing variables, start the process with a launcher that sets them, or set HVD_SIZE=1 for a job of one rank", "%v", err))
+		lines = append(lines,
+			fail("", "set the missing variables, start the process with a launcher that sets them, or set HVD_SIZE=1 for a job of one rank", "%v", err))
 	}
 	return lines
 }

@@ -268,7 +268,8 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 	wg.Wait()
 	if open > 0 {
-		t.Errorf("%d of %d connections that say nothing are still open after %v", open, len(conns), doorDeadline)
+		t.Errorf("%d of %d connections that say nothing are still open after %v", open, len(conns),
+			doorDeadline)
 	}
 }
 

@@ -109,9 +109,11 @@ func TestEndings(t *testing.T) {
 		report := j.err()
 		_, root, _ := strings.Cut(report, "Root cause")
 		root, _, _ = strings.Cut(root, "Other ranks")
-		if !strings.Contains(root, fmt.Sprintf("\n  rank %d: exit status %d\n", culprit, e.status)) || strings.Count(root, "\n  rank ") != 1 ||
+		if !strings.Contains(root, fmt.Sprintf("\n  rank %d: exit status %d\n", culprit, e.status)) ||
+			strings.Count(root, "\n  rank ") != 1 ||
 			!strings.Contains(root, e.reason) {
-			t.Errorf("%s of rank %d of %d: the root cause is not that one:\n%s", e.name, culprit, ranks, report)
+			t.Errorf("%s of rank %d of %d: the root cause is not that one:\n%s", e.name, culprit, ranks,
+				report)
 		}
 	}
 	each := func(t *testing.T, all []ending, command []string, env ...string) {

@@ -16,15 +16,18 @@ func TestFaults(t *testing.T) {
 	for _, negotiation := range []string{"event", "lockstep"} {
 		for name, fault := range map[string]func(t *testing.T, rng *rand.Rand, negotiation string){
 			"stopped": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				stopped(t, rng, drawProgram(rng), 3*time.Second, "failed: silent", "HVD_NEGOTIATION="+negotiation, "HVD_LIVENESS_SECONDS=3")
+				stopped(t, rng, drawProgram(rng), 3*time.Second, "failed: silent", "HVD_NEGOTIATION="+
+					negotiation, "HVD_LIVENESS_SECONDS=3")
 			},
 			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
 				// The program large is left out: on a busy machine one of its operations may take 5 s.
 				program := []string{"small", "steady"}[rng.IntN(2)]
-				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation, "HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
+				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation,
+					"HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
 			},
 			"cut": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				c := linkDown{drawProgram(rng), 2, 1 + rng.IntN(2), rng.IntN(2), rng.IntN(2) == 0, negotiation}
+				c := linkDown{drawProgram(rng), 2, 1 + rng.IntN(2), rng.IntN(2), rng.IntN(2) == 0,
+					negotiation}
 				t.Log(c.String())
 				c.run(t)
 			},

@@ -101,13 +101,15 @@ func TestHvdrunOverHosts(t *testing.T) {
 		t.Run(fmt.Sprintf("%dx%d/tls=%s", c.hosts, c.perHost, c.tls), func(t *testing.T) {
 			hosts := testnet.NewHosts(t, c.hosts)
 			m := mark(t)
-			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.perHost, false), "--agent", enterHost}, "checked", secondsVariable+"=0.5", m, "HVD_TLS="+c.tls)
+			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.perHost, false), "--agent",
+				enterHost}, "checked", secondsVariable+"=0.5", m, "HVD_TLS="+c.tls)
 			if status := j.wait(); status != 0 || j.err() != "" {
 				t.Errorf("hvdrun ended with status %d", status)
 			}
 			size := c.hosts * c.perHost
 			for r := range size {
-				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost, c.perHost, r/c.perHost, c.hosts)
+				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost,
+					c.perHost, r/c.perHost, c.hosts)
 				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
 					if !strings.Contains(j.out(), want) {
 						t.Errorf("rank %d did not say %q", r, want)
@@ -120,13 +122,15 @@ func TestHvdrunOverHosts(t *testing.T) {
 	}
 }
 
-var digitsResult = regexp.MustCompile(`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=\d+ test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
+var digitsResult = regexp.MustCompile(
+	`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=\d+ test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
 
 // buildDigits builds the example digits and returns the path of the binary.
 func buildDigits(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "digits")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", path, "github.com/gohvd/gohvd/examples/digits")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", path,
+		"github.com/gohvd/gohvd/examples/digits")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -145,7 +149,8 @@ func checkDigits(t *testing.T, output string) {
 		}
 	}
 	if len(seen) != 4 || len(hashes) != 1 {
-		t.Errorf("%d ranks have printed a result and %d different weights, want 4 and 1", len(seen), len(hashes))
+		t.Errorf("%d ranks have printed a result and %d different weights, want 4 and 1", len(seen),
+			len(hashes))
 	}
 }
 
@@ -153,7 +158,8 @@ func checkDigits(t *testing.T, output string) {
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
-	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 2, false), "--agent", enterHost, digits))
+	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 2, false), "--agent",
+		enterHost, digits))
 	if status := j.wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
 	}
@@ -165,7 +171,8 @@ func TestDigitsOverHosts(t *testing.T) {
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "small", m)
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "small",
+		m)
 	j.ready(4)
 	if err := j.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
@@ -185,7 +192,8 @@ func TestKillOverHosts(t *testing.T) {
 	if status := j.wait(); status != 137 {
 		t.Errorf("hvdrun ended with status %d, want 137", status)
 	}
-	for _, want := range []string{"Root cause (found by the surviving ranks)", "  rank 3: killed by SIGKILL", "    host: " + hosts[1].Name + "\n"} {
+	for _, want := range []string{"Root cause (found by the surviving ranks)", "  rank 3: killed by SIGKILL",
+		"    host: " + hosts[1].Name + "\n"} {
 		if !strings.Contains(j.err(), want) {
 			t.Errorf("the report lacks %q", want)
 		}
@@ -200,11 +208,13 @@ func TestKillOverHosts(t *testing.T) {
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 1, false), "--agent", enterHost, "--network-interfaces", "lo"}, "checked")
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 1, false), "--agent", enterHost,
+		"--network-interfaces", "lo"}, "checked")
 	if status := j.wait(); status != 1 {
 		t.Errorf("hvdrun ended with status %d, want 1", status)
 	}
-	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name + `: cannot reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: check for a firewall`)
+	want := regexp.MustCompile(`hvdrun: host ` + hosts[1].Name +
+		`: cannot reach the job's store on the launcher's host, at 127\.0\.0\.1:\d+.*: check for a firewall`)
 	if !want.MatchString(j.err()) {
 		t.Errorf("hvdrun does not say %s", want)
 	}
@@ -220,7 +230,8 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	if out, err := add.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 1, true), "--agent", "ip netns exec "+hosts[1].Name+" env AT={host}")
+	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 1, true), "--agent", "ip netns exec "+
+		hosts[1].Name+" env AT={host}")
 	j := startCommand(t, append(command, "sh", "-c", "echo at $HOROVOD_GLOO_RENDEZVOUS_ADDR"))
 	if status := j.wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
@@ -243,9 +254,11 @@ func TestTorchStoreOverHosts(t *testing.T) {
 		want  []string
 	}{
 		{nil, []string{"", "", ""}},
-		{[]string{"--torch-store", hosts[0].Addr.String() + ":0"}, []string{"0 3 0 2 0 2 10.77.0.1", "1 3 1 2 0 2 10.77.0.1", "2 3 0 1 1 2 10.77.0.1"}},
+		{[]string{"--torch-store", hosts[0].Addr.String() + ":0"}, []string{"0 3 0 2 0 2 10.77.0.1",
+			"1 3 1 2 0 2 10.77.0.1", "2 3 0 1 1 2 10.77.0.1"}},
 	} {
-		command := append(on(t, hosts[0]), hvdrunPath, "-np", "3", "-H", list(hosts, 2, false), "--agent", enterHost)
+		command := append(on(t, hosts[0]), hvdrunPath, "-np", "3", "-H", list(hosts, 2, false), "--agent",
+			enterHost)
 		j := startCommand(t, append(append(command, c.flags...), "sh", "-c", script))
 		if status := j.wait(); status != 0 {
 			t.Errorf("%v: hvdrun ended with status %d", c.flags, status)
@@ -286,7 +299,8 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		}
 	}
 	for _, key := range []string{"host", "user"} {
-		if out, err := exec.CommandContext(t.Context(), "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", at(key)).CombinedOutput(); err != nil {
+		if out, err := exec.CommandContext(t.Context(), "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
+			at(key)).CombinedOutput(); err != nil {
 			t.Fatalf("ssh-keygen: %v\n%s", err, out)
 		}
 	}
@@ -299,12 +313,14 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		fmt.Fprintf(&known, "[%s]:%s %s", h.Addr, sshdPort, public)
 	}
 	write("known_hosts", known.String())
-	write("ssh_config", "UserKnownHostsFile "+at("known_hosts")+"\nGlobalKnownHostsFile none\nStrictHostKeyChecking yes\nUser root\n")
+	write("ssh_config", "UserKnownHostsFile "+at("known_hosts")+
+		"\nGlobalKnownHostsFile none\nStrictHostKeyChecking yes\nUser root\n")
 	write("sshd_config", "Port "+sshdPort+"\nHostKey "+at("host")+"\nAuthorizedKeysFile "+at("user.pub")+
 		"\nPermitRootLogin yes\nUsePAM no\nStrictModes no\nPidFile none\n")
 	for _, h := range hosts[1:] {
 		// Each host has its own mounts, so this does not replace the machine's /run.
-		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`, "sh", sshd, "-D", "-e", "-f", at("sshd_config"))
+		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`,
+			"sh", sshd, "-D", "-e", "-f", at("sshd_config"))
 		// Standard error goes to a file: ssh sessions may outlive sshd and would keep a pipe open.
 		said, err := os.OpenFile(at("said"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 		if err != nil {
@@ -326,7 +342,8 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 	}
 	// ssh reads the configuration in the home directory that the password file names, whatever HOME is, and
 	// then this file.
-	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`, at("ssh_config"))
+	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`,
+		at("ssh_config"))
 	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
 }
 
@@ -351,7 +368,8 @@ func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	digits := buildDigits(t)
 	m := mark(t)
-	j := startCommand(t, append(append(append(command, hvdrunPath, "-H", list(hosts, 2, true)), flags...), digits), m)
+	j := startCommand(t, append(append(append(command, hvdrunPath, "-H", list(hosts, 2, true)), flags...),
+		digits), m)
 	if status := j.wait(); status != 0 || j.err() != "" {
 		t.Errorf("hvdrun ended with status %d", status)
 	}
@@ -383,7 +401,8 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)
 	m := mark(t)
-	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 2, true)), "mixed", fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()), m)
+	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 2, true)), "mixed",
+		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()), m)
 	j.ready(4)
 	hosts[1].SetLink(false)
 	cut := time.Now()
@@ -394,11 +413,13 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 		t.Errorf("hvdrun ended with status %d after %v, want a failure within %v", status, took, deadline)
 	}
 	for _, r := range []int{0, 1} {
-		if want := regexp.MustCompile(fmt.Sprintf(`\[%d\]<stdout>:error .*ranks? (2|3)`, r)); !want.MatchString(j.out()) {
+		if want := regexp.MustCompile(fmt.Sprintf(`\[%d\]<stdout>:error .*ranks? (2|3)`,
+			r)); !want.MatchString(j.out()) {
 			t.Errorf("rank %d does not name ranks 2 or 3", r)
 		}
 	}
-	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing for 3s", "  rank 2: ", "  rank 3: "} {
+	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing for 3s",
+		"  rank 2: ", "  rank 3: "} {
 		if !strings.Contains(j.err(), want) {
 			t.Errorf("the report lacks %q", want)
 		}
@@ -416,14 +437,19 @@ func TestHostsOutOfReach(t *testing.T) {
 		flags      []string
 		want       string
 	}{
-		{"wrong name", "no-such-host.invalid", nil, "host no-such-host.invalid: ssh: exit status 255: ssh: Could not resolve hostname no-such-host.invalid"},
-		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223"}, "exit status 255: ssh: connect to host"},
+		{"wrong name", "no-such-host.invalid", nil,
+			"host no-such-host.invalid: ssh: exit status 255: ssh: Could not resolve hostname no-such-host.invalid"},
+		{"no sshd", hosts[1].Addr.String(), []string{"--ssh-port", "2223"},
+			"exit status 255: ssh: connect to host"},
 		{"nobody there", "10.77.0.250", []string{"--start-timeout", "1"}, "host 10.77.0.250: "},
-		{"another key", hosts[1].Addr.String(), []string{"--ssh-identity-file", "/dev/null"}, "Permission denied"},
-		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"}, "found no hvdrun at /no such/hvdrun on that host: give its path with --remote-hvdrun"},
+		{"another key", hosts[1].Addr.String(), []string{"--ssh-identity-file", "/dev/null"},
+			"Permission denied"},
+		{"no hvdrun", hosts[1].Addr.String(), []string{"--remote-hvdrun", "/no such/hvdrun"},
+			"found no hvdrun at /no such/hvdrun on that host: give its path with --remote-hvdrun"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			j := startHvdrun(t, command, append(append(flags[:len(flags):len(flags)], "-H", c.host), c.flags...), "checked")
+			j := startHvdrun(t, command, append(append(flags[:len(flags):len(flags)], "-H", c.host),
+				c.flags...), "checked")
 			status := j.wait()
 			if status != 1 || !strings.Contains(j.err(), c.want) {
 				t.Errorf("hvdrun ended with status %d and does not say %q", status, c.want)

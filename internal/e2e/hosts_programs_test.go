@@ -98,7 +98,8 @@ func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
 	}
-	fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(), hvd.CrossSize())
+	fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(),
+		hvd.CrossSize())
 	seconds, err := strconv.ParseFloat(os.Getenv(secondsVariable), 64)
 	if err != nil {
 		return err
@@ -135,7 +136,8 @@ func checkRound(ctx context.Context, round int) error {
 	for _, i := range rand.Perm(30) {
 		// The values are whole numbers, so float32 sums are exact in any order.
 		numElems := []int{0, 1, 37 * i, 5000 * i}[i%4]
-		h, err := hvd.AllreduceAsync(ramp(numElems, me+round), hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint("sum", i)))
+		h, err := hvd.AllreduceAsync(ramp(numElems, me+round), hvd.Op(hvd.Sum),
+			hvd.Name(fmt.Sprint("sum", i)))
 		if err != nil {
 			return err
 		}
@@ -146,7 +148,8 @@ func checkRound(ctx context.Context, round int) error {
 		sums = append(sums, pending{h, want})
 	}
 	for _, check := range []func(ctx context.Context, round, me, n int) error{
-		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall, checkBarrier, checkGroups, checkProcessSet, checkJoin,
+		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall, checkBarrier,
+		checkGroups, checkProcessSet, checkJoin,
 	} {
 		if err := check(ctx, round, me, n); err != nil {
 			return err
@@ -236,8 +239,10 @@ func checkReductions(ctx context.Context, round, me, n int) error {
 		{hvd.Max, int64(6*round + 2*me), int64(6*round + 2*(n-1))},
 		{hvd.Product, int64(1 + (me+round)%3), product},
 	} {
-		got, err := hvd.Allreduce(ctx, slices.Repeat([]int64{c.x}, 1000), hvd.Op(c.op), hvd.Name(fmt.Sprint("reduction ", c.op)))
-		if err := check(fmt.Sprint("allreduce ", c.op), got, slices.Repeat([]int64{c.want}, 1000), err); err != nil {
+		got, err := hvd.Allreduce(ctx, slices.Repeat([]int64{c.x}, 1000), hvd.Op(c.op),
+			hvd.Name(fmt.Sprint("reduction ", c.op)))
+		if err := check(fmt.Sprint("allreduce ", c.op), got, slices.Repeat([]int64{c.want}, 1000),
+			err); err != nil {
 			return err
 		}
 	}
@@ -305,7 +310,8 @@ func checkGroups(ctx context.Context, round, me, n int) error {
 			together = append(together, ramp(l, r+round)...)
 		}
 		if err := errors.Join(
-			check("grouped allreduce", sums[i], want, nil), check("grouped allgather", gathered[i], together, nil),
+			check("grouped allreduce", sums[i], want, nil), check("grouped allgather", gathered[i], together,
+				nil),
 			check("grouped reducescatter", scattered[i], dealt(want, me, n), nil),
 		); err != nil {
 			return err
@@ -323,8 +329,10 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 		return err
 	}
 	if set.Included() {
-		got, err := hvd.Allreduce(ctx, ramp(3000, me+round), hvd.Op(hvd.Sum), hvd.Over(set), hvd.Name("of a set"))
-		if err := check("allreduce of a process set", got, sumOfRamps(3000, round, ranks...), err); err != nil {
+		got, err := hvd.Allreduce(ctx, ramp(3000, me+round), hvd.Op(hvd.Sum), hvd.Over(set),
+			hvd.Name("of a set"))
+		if err := check("allreduce of a process set", got, sumOfRamps(3000, round, ranks...),
+			err); err != nil {
 			return err
 		}
 		got, err = hvd.Broadcast(ctx, ramp(10, me), ranks[0], hvd.Over(set), hvd.Name("in a set"))
@@ -364,7 +372,8 @@ func checkBarrier(ctx context.Context, round, me, n int) error {
 	left := clock()
 	last, err := hvd.Allreduce(ctx, []int64{entered}, hvd.Op(hvd.Max), hvd.Name("entered"))
 	if err == nil && left < last[0] {
-		err = fmt.Errorf("barrier: rank %d left %v before the last rank entered", me, time.Duration(last[0]-left))
+		err = fmt.Errorf("barrier: rank %d left %v before the last rank entered", me,
+			time.Duration(last[0]-left))
 	}
 	return err
 }

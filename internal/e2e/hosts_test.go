@@ -180,7 +180,8 @@ func TestSeveralHosts(t *testing.T) {
 		// A user who starts ranks by hand sets none of these. The ranks learn hosts and local ranks from each
 		// other.
 		{"by hand", 2, 2, []string{
-			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=", "HOROVOD_CROSS_SIZE=",
+			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=",
+			"HOROVOD_CROSS_SIZE=",
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -191,7 +192,8 @@ func TestSeveralHosts(t *testing.T) {
 				t.Errorf("the ranks ended with statuses %v", got)
 			}
 			for r := range size {
-				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost, c.perHost, r/c.perHost, c.hosts)
+				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost,
+					c.perHost, r/c.perHost, c.hosts)
 				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
 					if !strings.Contains(s.out(), want) {
 						t.Errorf("rank %d did not say %q", r, want)
@@ -313,7 +315,8 @@ func (c *linkDown) run(t *testing.T) {
 		deadline = 30 * time.Second // to detect a hang: the verdict comes soon after the liveness limit
 	)
 	hosts := testnet.NewHosts(t, c.hosts)
-	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation, fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
+	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation,
+		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
 	size := c.hosts * c.perHost
 	s.ready(size)
 	setLink := func(up bool) {

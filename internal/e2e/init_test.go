@@ -77,7 +77,8 @@ func dies(ctx context.Context) int {
 			})
 		}
 	}
-	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(io.Discard), zap.DebugLevel)
+	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
+		zapcore.AddSync(io.Discard), zap.DebugLevel)
 	log := zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
 	if os.Getenv(gateVariable) != "" {
 		fmt.Println("up")
@@ -116,7 +117,8 @@ func TestDeathInInit(t *testing.T) {
 	for _, memory := range []string{"shm", "tcp"} {
 		for _, by := range []string{"hvdrun", "store", "tcp://"} {
 			for _, step := range initSteps {
-				deaths = append(deaths, death{by, memory, step, random.IntN(ranks), time.Duration(random.Int64N(int64(3 * time.Millisecond)))})
+				deaths = append(deaths, death{by, memory, step, random.IntN(ranks),
+					time.Duration(random.Int64N(int64(3 * time.Millisecond)))})
 			}
 		}
 	}
@@ -152,7 +154,8 @@ func (d death) String() string {
 
 func (d death) env() []string {
 	return []string{
-		victimVariable + "=" + strconv.Itoa(d.victim), stepVariable + "=" + d.step, delayVariable + "=" + d.delay.String(),
+		victimVariable + "=" + strconv.Itoa(d.victim), stepVariable + "=" + d.step, delayVariable + "=" +
+			d.delay.String(),
 		"HOROVOD_CPU_OPERATIONS=" + d.memory, fmt.Sprint("HVD_LIVENESS_SECONDS=", longTime.Seconds()),
 	}
 }
@@ -161,7 +164,8 @@ func (d death) env() []string {
 // joined or were waiting for a replacement.
 func (d death) run(t *testing.T) string {
 	if d.by == "hvdrun" {
-		j := start(t, ranks, "dies", append(d.env(), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", longTime.Seconds()))...)
+		j := start(t, ranks, "dies",
+			append(d.env(), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", longTime.Seconds()))...)
 		var lines []line
 		j.until("the death", func(l line) bool { lines = append(lines, l); return l.text == "dies" })
 		died := lines[len(lines)-1].at
@@ -178,7 +182,8 @@ func (d death) run(t *testing.T) string {
 			t.Errorf("hvdrun ended with status %d", status)
 		}
 		_, cause, _ := strings.Cut(j.err(), "Root cause")
-		if cause, _, _ = strings.Cut(cause, "Other ranks"); !strings.Contains(cause, fmt.Sprintf("rank %d: killed by SIGKILL", d.victim)) ||
+		if cause, _, _ = strings.Cut(cause, "Other ranks"); !strings.Contains(cause,
+			fmt.Sprintf("rank %d: killed by SIGKILL", d.victim)) ||
 			strings.Count(cause, "\n  rank ") != 1 {
 			t.Errorf("hvdrun gives as the cause: %s", cause)
 		}
@@ -282,7 +287,8 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 		case rank == d.victim:
 		case joined[rank]:
 			outcome = "had joined"
-			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) || took > noticeDeadline {
+			if took := l.at.Sub(died); !ended || !strings.HasPrefix(text, fmt.Sprintf("[%d] ", d.victim)) ||
+				took > noticeDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
 		case !ended && d.by == "hvdrun": // hvdrun has ended this rank.
@@ -298,10 +304,12 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 
 // isMissing reports whether an error says that the victim, and no other rank, has not come.
 func (d death) isMissing(text string) bool {
-	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") || strings.Contains(text, "the store of rank 0")) {
+	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") ||
+		strings.Contains(text, "the store of rank 0")) {
 		return true
 	}
-	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) || strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
+	return strings.Contains(text, fmt.Sprintf("waiting for rank %d: ", d.victim)) ||
+		strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
 }
 
 // A rank with too few file descriptors for Init fails at once with an error that says so, and every other
@@ -311,7 +319,8 @@ func TestFewDescriptors(t *testing.T) {
 		victim, limit int
 		memory        string
 	}{
-		{2, 12, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 16, "shm"}, {0, 20, "shm"}, {2, 10, "tcp"}, {0, 15, "tcp"},
+		{2, 12, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 16, "shm"}, {0, 20, "shm"}, {2, 10, "tcp"},
+		{0, 15, "tcp"},
 	} {
 		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
 			// The arguments of the shell are hvdrun, -np, 4 and the program. It lowers the limit for one rank
@@ -322,7 +331,8 @@ func TestFewDescriptors(t *testing.T) {
 			status := j.wait()
 			_, cause, _ := strings.Cut(j.err(), "Root cause")
 			cause, _, _ = strings.Cut(cause, "Other ranks")
-			for _, want := range []string{"too many open files", "ulimit -n", fmt.Sprintf("\n  rank %d: exit status 1", c.victim)} {
+			for _, want := range []string{"too many open files", "ulimit -n",
+				fmt.Sprintf("\n  rank %d: exit status 1", c.victim)} {
 				if !strings.Contains(cause, want) {
 					t.Errorf("no %q in the cause", want)
 				}

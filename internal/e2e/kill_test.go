@@ -34,14 +34,16 @@ func TestKill(t *testing.T) {
 			}
 			for _, negotiation := range []string{"event", "lockstep"} {
 				for victim := range ranks {
-					deaths = append(deaths, death{program, memory, negotiation, victim, time.Duration(random.IntN(50)) * time.Millisecond})
+					deaths = append(deaths, death{program, memory, negotiation, victim,
+						time.Duration(random.IntN(50)) * time.Millisecond})
 				}
 			}
 		}
 	}
 	for _, d := range sample(random, deaths, 16) {
 		t.Run(fmt.Sprintf("%s/%s/%s/%d", d.program, d.memory, d.negotiation, d.victim), func(t *testing.T) {
-			kill(t, d.program, d.victim, d.after, "HVD_NEGOTIATION="+d.negotiation, "HOROVOD_CPU_OPERATIONS="+d.memory)
+			kill(t, d.program, d.victim, d.after, "HVD_NEGOTIATION="+d.negotiation, "HOROVOD_CPU_OPERATIONS="+
+				d.memory)
 		})
 	}
 }
@@ -148,7 +150,8 @@ func TestInitAgain(t *testing.T) {
 		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
 	}
 	for r := range 3 {
-		if want := fmt.Sprintf("[%d]<stdout>:place %d 3 %d 3 0 1\n", r, r, r); !strings.Contains(j.out(), want) {
+		if want := fmt.Sprintf("[%d]<stdout>:place %d 3 %d 3 0 1\n", r, r, r); !strings.Contains(j.out(),
+			want) {
 			t.Errorf("got %q, want %q in it", j.out(), want)
 		}
 	}

@@ -30,10 +30,12 @@ func TestOtherLaunchers(t *testing.T) {
 		program, pkg string
 		args         []string
 	}{
-		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np", strconv.Itoa(n), self}},
+		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np",
+			strconv.Itoa(n), self}},
 		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
 		{testnet.Python, "python3-torch", slices.Concat(
-			[]string{"-m", "torch.distributed.run", "--nproc_per_node", strconv.Itoa(n)}, testnet.Standalone(t),
+			[]string{"-m", "torch.distributed.run", "--nproc_per_node", strconv.Itoa(n)}, testnet.Standalone(
+				t),
 			// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's
 			// Python.
 			[]string{"--redirects=9:1", "--tee=9:1", "--no_python", self},
@@ -59,7 +61,8 @@ func TestOtherLaunchers(t *testing.T) {
 				t.Fatalf("%v\n%s%s", err, &stdout, &stderr)
 			}
 			for r := range n {
-				if place := fmt.Sprintf("place %d %d %d %d 0 1\n", r, n, r, n); !strings.Contains(stdout.String(), place) {
+				if place := fmt.Sprintf("place %d %d %d %d 0 1\n", r, n, r, n); !strings.Contains(
+					stdout.String(), place) {
 					t.Errorf("nobody says %q:\n%s", place, &stdout)
 				}
 			}
@@ -80,7 +83,8 @@ func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, h
 		t.Errorf("the ranks ended with statuses %v", got)
 	}
 	for r := range size {
-		place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%perHost, perHost, r/perHost, len(hosts))
+		place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%perHost, perHost,
+			r/perHost, len(hosts))
 		if !strings.Contains(s.out(), place) {
 			t.Errorf("rank %d did not say %q", r, place)
 		}
@@ -108,8 +112,10 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 		list := hosts[0].Addr.String() + "," + hosts[1].Addr.String()
 		launched(t, hosts, 2, func(r, h, local int) []string {
 			return []string{
-				"SLURM_JOB_ID=77", "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=4", "SLURM_NTASKS=4", "SLURM_STEP_NODELIST=" + list,
-				"SLURM_STEP_TASKS_PER_NODE=2(x2)", "SLURM_PROCID=" + strconv.Itoa(r), "SLURM_NODEID=" + strconv.Itoa(h),
+				"SLURM_JOB_ID=77", "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=4", "SLURM_NTASKS=4",
+				"SLURM_STEP_NODELIST=" + list,
+				"SLURM_STEP_TASKS_PER_NODE=2(x2)", "SLURM_PROCID=" + strconv.Itoa(r), "SLURM_NODEID=" +
+					strconv.Itoa(h),
 				"SLURM_LOCALID=" + strconv.Itoa(local), file,
 			}
 		})
@@ -127,14 +133,16 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
 		launched(t, hosts, 2, func(r, _, _ int) []string {
 			return []string{
-				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + hosts[0].Addr.String(), "MASTER_PORT=29500", file,
+				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + hosts[0].Addr.String(),
+				"MASTER_PORT=29500", file,
 			}
 		})
 	})
 	t.Run("init method", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
 		launched(t, hosts, 2, func(r, _, _ int) []string {
-			return []string{methodVariable + fmt.Sprintf("=tcp://%s:4711?rank=%d&world_size=4", hosts[0].Addr, r), file}
+			return []string{methodVariable + fmt.Sprintf("=tcp://%s:4711?rank=%d&world_size=4", hosts[0].Addr,
+				r), file}
 		})
 	})
 	t.Run("no secret", func(t *testing.T) {
@@ -146,7 +154,8 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), secondsVariable + "=0.3",
 			}
 		}, func() {})
-		if got := s.end(); !slices.Equal(got, []int{1, 1}) || strings.Count(s.out(), "no secret: give all ranks the same file") != 2 {
+		if got := s.end(); !slices.Equal(got, []int{1, 1}) ||
+			strings.Count(s.out(), "no secret: give all ranks the same file") != 2 {
 			t.Errorf("without a secret the ranks ended with statuses %v", got)
 		}
 		s.tell()

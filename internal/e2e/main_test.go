@@ -27,7 +27,8 @@ var hvdrunPath string
 
 // The matrices of deaths are too large to run whole each time, so the tests run samples unless -whole is set.
 var (
-	whole    = flag.Int("whole", 0, "run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
+	whole = flag.Int("whole", 0,
+		"run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
@@ -116,7 +117,8 @@ func startHvdrun(t testing.TB, command, flags []string, program string, env ...s
 	if err != nil {
 		t.Fatal(err)
 	}
-	return startCommand(t, slices.Concat(command, []string{hvdrunPath}, flags, []string{self}), append([]string{programVariable + "=" + program}, env...)...)
+	return startCommand(t, slices.Concat(command, []string{hvdrunPath}, flags, []string{self}),
+		append([]string{programVariable + "=" + program}, env...)...)
 }
 
 // startCommand runs a command line that contains hvdrun and its arguments, and reads the output.

@@ -64,7 +64,8 @@ func TestNoSharedMemory(t *testing.T) {
 	} {
 		t.Run(fmt.Sprintf("%s/%d", c.operations, c.limit), func(t *testing.T) {
 			limit := fmt.Sprintf(`ulimit -f %d && exec "$@"`, c.limit)
-			j := startWith(t, []string{"bash", "-c", limit, "bash"}, 2, "sums", "HOROVOD_CPU_OPERATIONS="+c.operations)
+			j := startWith(t, []string{"bash", "-c", limit, "bash"}, 2, "sums", "HOROVOD_CPU_OPERATIONS="+
+				c.operations)
 			if status := j.wait(); status != c.want {
 				t.Errorf("hvdrun ended with status %d, want %d", status, c.want)
 			}
@@ -89,7 +90,8 @@ func TestNoArena(t *testing.T) {
 	if status := j.wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d, want 0", status)
 	}
-	if n := strings.Count(j.out(), ">:refused: "); n != 2 || !strings.Contains(j.out(), strconv.Itoa(64<<20)+" bytes") {
+	if n := strings.Count(j.out(), ">:refused: "); n != 2 ||
+		!strings.Contains(j.out(), strconv.Itoa(64<<20)+" bytes") {
 		t.Errorf("%d of 2 ranks were refused with the size", n)
 	}
 	if t.Failed() {
@@ -114,7 +116,9 @@ func TestNothingStaysBehind(t *testing.T) {
 	nothingNew := func() { // It waits, because files of other programs in /dev/shm come and go.
 		t.Helper()
 		testnet.Eventually(t, fmt.Sprintf("nothing is left but %s", before), func() bool {
-			return !slices.ContainsFunc(files(), func(name string) bool { return !slices.Contains(before, name) })
+			return !slices.ContainsFunc(files(), func(name string) bool {
+				return !slices.Contains(before, name)
+			})
 		})
 	}
 	for after := range 2 {

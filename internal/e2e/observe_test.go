@@ -87,7 +87,8 @@ func TestSlowRankIsNamed(t *testing.T) {
 			}
 		}
 		if share < 0.9 {
-			t.Errorf("signalled %v: rank 2 caused %.1f %% of the waiting by the verdict, want at least 90", signalled, 100*share)
+			t.Errorf("signalled %v: rank 2 caused %.1f %% of the waiting by the verdict, want at least 90",
+				signalled, 100*share)
 		}
 	}
 }
@@ -130,14 +131,16 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 	}
 	t.Logf("signalled %v, %s: %s", signalled, slow, r.Lateness.Verdict)
 	if signalled && (r.Cache.Hits == 0 || r.Cache.Misses > 4) {
-		t.Errorf("%d tensors were cached and %d not, want only the one at the end to be new, at four ranks", r.Cache.Hits, r.Cache.Misses)
+		t.Errorf("%d tensors were cached and %d not, want only the one at the end to be new, at four ranks",
+			r.Cache.Hits, r.Cache.Misses)
 	}
 
 	merged := filepath.Join(dir, "merged", "all.json")
 	if err := os.MkdirAll(filepath.Dir(merged), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.Command(hvdrunPath, "timeline", "--merge", merged, file).CombinedOutput(); err != nil {
+	if out, err := exec.Command(hvdrunPath, "timeline", "--merge", merged,
+		file).CombinedOutput(); err != nil {
 		t.Fatalf("merge: %v\n%s", err, out)
 	}
 	checkMerged(t, merged, 4)
@@ -241,7 +244,8 @@ func TestClocksSetApart(t *testing.T) {
 	dir := t.TempDir()
 	file, end := filepath.Join(dir, "t.json"), filepath.Join(dir, "end")
 	script := `HVD_HOSTID=h$HOROVOD_RANK exec unshare -T --monotonic $((HOROVOD_RANK * 1000)) "$0"`
-	j := startCommand(t, []string{hvdrunPath, "-np", "3", "--timeline-filename", file, "sh", "-c", script, self}, programVariable+"=steps", "E2E_END="+end)
+	j := startCommand(t, []string{hvdrunPath, "-np", "3", "--timeline-filename", file, "sh", "-c", script,
+		self}, programVariable+"=steps", "E2E_END="+end)
 	j.ready(3)
 	if err := os.WriteFile(end, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -254,7 +258,8 @@ func TestClocksSetApart(t *testing.T) {
 	for rank := 1; rank < 3; rank++ {
 		c := readClock(t, filepath.Join(dir, fmt.Sprintf("t.rank%d.json", rank)))
 		truth := c.start - zero.start
-		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset, c.bound)
+		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset,
+			c.bound)
 		// The 2 us allow for the two start times, which are in whole microseconds.
 		if c.measured == 0 || c.bound <= 0 || math.Abs(c.offset-truth) > c.bound+2 {
 			t.Errorf("rank %d: its clock is %.1f us from rank 0's, by the files %.1f within %.1f, measured %d times", rank, truth, c.offset, c.bound, c.measured)
@@ -271,12 +276,15 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	t.Parallel()
 	dumps := filepath.Join(t.TempDir(), "dumps")
 	addr := freeAddress(t)
-	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "1", "--metrics-addr", addr, "--dump-dir", dumps}, "stalls")
+	j := startHvdrun(t, nil, []string{"-np", "4", "--stall-check-warning-time-seconds", "1", "--metrics-addr",
+		addr, "--dump-dir", dumps}, "stalls")
 	pids := j.ready(4)
-	logged := regexp.MustCompile(`stalled: allreduce \\?"grad/7\\?" of process set 0 has waited \S+ for rank 2`)
+	logged := regexp.MustCompile(
+		`stalled: allreduce \\?"grad/7\\?" of process set 0 has waited \S+ for rank 2`)
 	j.untilError("line in the log", logged.MatchString)
 	named := func(text string) bool {
-		return strings.Contains(text, `Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 and 3 have waited`)
+		return strings.Contains(text,
+			`Rank 2 has not called allreduce "grad/7", for which ranks 0, 1 and 3 have waited`)
 	}
 	j.untilError("report by itself", named)
 	text := get(t, "http://"+addr+"/metrics")
@@ -284,7 +292,8 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 		t.Errorf("the metrics do not say that a tensor has stalled:\n%s", text)
 	}
 	for r := range 4 {
-		if !strings.Contains(text, fmt.Sprintf(`hvd_up{rank="%d"} 1`, r)) && !regexp.MustCompile(fmt.Sprintf(`(?m)^hvd_up\{[^}]*rank="%d"[^}]*\} 1$`, r)).MatchString(text) {
+		if !strings.Contains(text, fmt.Sprintf(`hvd_up{rank="%d"} 1`, r)) &&
+			!regexp.MustCompile(fmt.Sprintf(`(?m)^hvd_up\{[^}]*rank="%d"[^}]*\} 1$`, r)).MatchString(text) {
 			t.Errorf("the metrics do not say that rank %d is up", r)
 		}
 	}
@@ -316,12 +325,14 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 // When the stall inspector ends the job, the report names the tensor and the rank that did not submit it.
 func TestStallShutdownIsExplained(t *testing.T) {
 	t.Parallel()
-	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1", "--stall-check-shutdown-time-seconds", "2"}, "stalls")
+	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1",
+		"--stall-check-shutdown-time-seconds", "2"}, "stalls")
 	if status := j.wait(); status == 0 {
 		t.Error("exit status 0")
 	}
 	_, report, found := strings.Cut(j.err(), "what the ranks did when the job failed")
-	if !found || !strings.Contains(report, `Rank 2 has not called allreduce "grad/7", for which ranks 0 and 1 have waited for 2.0 s`) {
+	if !found || !strings.Contains(report,
+		`Rank 2 has not called allreduce "grad/7", for which ranks 0 and 1 have waited for 2.0 s`) {
 		t.Errorf("got\n%s", j.err())
 	}
 }

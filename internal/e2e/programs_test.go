@@ -101,7 +101,8 @@ func stalls(ctx context.Context) error {
 			if step == 2 && g == 7 && hvd.Rank() == 2 {
 				continue
 			}
-			h, err := hvd.AllreduceAsync(make([]float32, 100), hvd.Name(fmt.Sprintf("grad/%d", g)), hvd.InPlace())
+			h, err := hvd.AllreduceAsync(make([]float32, 100), hvd.Name(fmt.Sprintf("grad/%d", g)),
+				hvd.InPlace())
 			if err != nil {
 				return err
 			}
@@ -205,7 +206,8 @@ func small(ctx context.Context) error {
 		var handles [tensors]*hvd.Handle[float32]
 		for _, i := range rand.Perm(tensors) {
 			var err error
-			if handles[i], err = hvd.AllreduceAsync(make([]float32, 1+i), hvd.Name(fmt.Sprint("small", i, step%3))); err != nil {
+			if handles[i], err = hvd.AllreduceAsync(make([]float32, 1+i),
+				hvd.Name(fmt.Sprint("small", i, step%3))); err != nil {
 				return err
 			}
 		}
@@ -259,14 +261,16 @@ func mixed(ctx context.Context) error {
 		if _, err := hvd.Reducescatter(ctx, x, hvd.Name("reducescatter")); err != nil {
 			return err
 		}
-		if _, err := hvd.GroupedAllgather(ctx, [][]float32{x[:hvd.Rank()], x[:100]}, hvd.Name("allgathers")); err != nil {
+		if _, err := hvd.GroupedAllgather(ctx, [][]float32{x[:hvd.Rank()], x[:100]},
+			hvd.Name("allgathers")); err != nil {
 			return err
 		}
 		if _, err := hvd.Broadcast(ctx, x[:1000], step%n, hvd.Name("broadcast")); err != nil {
 			return err
 		}
 		if set.Included() {
-			if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Over(set), hvd.Name("adasum")); err != nil {
+			if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.Over(set),
+				hvd.Name("adasum")); err != nil {
 				return err
 			}
 		}
@@ -314,7 +318,8 @@ func sums(ctx context.Context) error {
 				x[k] = float32(1+step) / float32(3+7*hvd.Rank()+k)
 			}
 			var err error
-			if handles[i], err = hvd.AllreduceAsync(x, hvd.InPlace(), hvd.Name(fmt.Sprint("sum", i))); err != nil {
+			if handles[i], err = hvd.AllreduceAsync(x, hvd.InPlace(),
+				hvd.Name(fmt.Sprint("sum", i))); err != nil {
 				return err
 			}
 		}
@@ -376,7 +381,8 @@ func again(ctx context.Context) int {
 			return 1
 		}
 		if i == rounds-1 {
-			fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(), hvd.CrossSize())
+			fmt.Println("place", hvd.Rank(), hvd.Size(), hvd.LocalRank(), hvd.LocalSize(), hvd.CrossRank(),
+				hvd.CrossSize())
 		}
 		if err := hvd.Shutdown(ctx); err != nil {
 			fmt.Fprintln(os.Stderr, err)

@@ -34,7 +34,8 @@ func TestReadmeCommand(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s\n%s", err, out, stderr.String())
 	}
-	last := regexp.MustCompile(`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=(\d+) test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
+	last := regexp.MustCompile(
+		`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=(\d+) test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
 	found := last.FindAllStringSubmatch(string(out), -1)
 	seen := map[string]bool{}
 	for _, f := range found {
@@ -49,7 +50,8 @@ func TestReadmeCommand(t *testing.T) {
 	if len(found) != 4 || len(seen) != 4 {
 		t.Errorf("%d ranks printed their result, want 4:\n%s", len(found), out)
 	}
-	if epochs := strings.Count(string(out), "<stdout>:epoch "); len(found) > 0 && strconv.Itoa(epochs) != found[0][2] {
+	if epochs := strings.Count(string(out), "<stdout>:epoch "); len(found) > 0 &&
+		strconv.Itoa(epochs) != found[0][2] {
 		t.Errorf("%d lines of progress, want %s", epochs, found[0][2])
 	}
 }
@@ -86,7 +88,8 @@ func TestReadmeProgram(t *testing.T) {
 		t.Errorf("%v\n%s", err, together)
 	}
 	for r := range 4 {
-		if want := fmt.Sprintf("[%d]<stdout>:%d of 4 got [1.5] <nil>\n", r, r); !strings.Contains(string(together), want) {
+		if want := fmt.Sprintf("[%d]<stdout>:%d of 4 got [1.5] <nil>\n", r, r); !strings.Contains(
+			string(together), want) {
 			t.Errorf("got %q, want %q in it", together, want)
 		}
 	}

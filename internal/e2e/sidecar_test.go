@@ -26,7 +26,8 @@ import (
 // buildSidecar builds hvdd in the directory of hvdrun.
 var buildSidecar = sync.OnceValues(func() (path string, err error) {
 	path = filepath.Join(filepath.Dir(hvdrunPath), "hvdd")
-	if out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-o", path,
+		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput(); err != nil {
 		return "", fmt.Errorf("building hvdd: %w\n%s", err, out)
 	}
 	return path, nil
@@ -131,7 +132,8 @@ func sidecarRank(name string) int {
 			return err
 		} else if got != id || status != 0 {
 			a, err := c.TryReply(id)
-			return fmt.Errorf("status %d: class %d: %s, %w", status, a.GetError().GetClass(), a.GetError().GetText(), err)
+			return fmt.Errorf("status %d: class %d: %s, %w", status, a.GetError().GetClass(),
+				a.GetError().GetText(), err)
 		}
 		if want := float32(ready.Size * (ready.Size - 1) / 2); x[0] != want || x[len(x)-1] != want {
 			return fmt.Errorf("sum %v and %v, want %v", x[0], x[len(x)-1], want)
@@ -204,7 +206,8 @@ const hvddVariable = "GOHVD_E2E_HVDD"
 func TestSidecars(t *testing.T) {
 	const n = 3
 	j := start(t, n, "sidecar-sums", hvddVariable+"="+hvdd(t))
-	if status := j.wait(); status != 0 || strings.Count(j.out(), ">:done") != n || strings.Count(j.out(), fmt.Sprint(">:mapped ", n-1)) != n {
+	if status := j.wait(); status != 0 || strings.Count(j.out(), ">:done") != n ||
+		strings.Count(j.out(), fmt.Sprint(">:mapped ", n-1)) != n {
 		t.Errorf("status %d:\n%s\n%s", status, j.out(), j.err())
 	}
 }
@@ -215,13 +218,15 @@ func TestSidecars(t *testing.T) {
 func TestSidecarDeaths(t *testing.T) {
 	path := hvdd(t)
 	for _, c := range []struct{ name, program, victim string }{
-		{"sidecar", "sidecar-loop", "sidecar"}, {"client", "sidecar-loop", "pid"}, {"client with a fork", "sidecar-fork", "pid"},
+		{"sidecar", "sidecar-loop", "sidecar"}, {"client", "sidecar-loop", "pid"},
+		{"client with a fork", "sidecar-fork", "pid"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			const n, dies = 3, 1
 			j := start(t, n, c.program, hvddVariable+"="+path)
-			pids := map[string][]int{"pid": make([]int, n), "sidecar": make([]int, n), "child": make([]int, n)}
+			pids := map[string][]int{"pid": make([]int, n), "sidecar": make([]int, n),
+				"child": make([]int, n)}
 			ready := 0
 			j.until("all ranks were ready", func(l line) bool {
 				if what, pid, ok := strings.Cut(l.text, " "); ok && pids[what] != nil {
@@ -255,7 +260,8 @@ func TestSidecarDeaths(t *testing.T) {
 					continue
 				}
 				if err := syscall.Kill(pid, 0); err == nil {
-					if state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err == nil && !strings.Contains(string(state), ") Z ") {
+					if state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err == nil &&
+						!strings.Contains(string(state), ") Z ") {
 						t.Errorf("process %d is left: %s", pid, state)
 					}
 				}
@@ -324,8 +330,11 @@ func TestSidecarBesideHvdrun(t *testing.T) {
 	}
 	told := func(env ...string) string {
 		t.Helper()
-		cmd := exec.Command(hvdrun, "-np", "1", "--tag-output=false", "sh", "-c", `echo "$HVD_SIDECAR_BINARY"`)
-		cmd.Env = append(slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "HVD_SIDECAR_BINARY=") }), env...)
+		cmd := exec.Command(hvdrun, "-np", "1", "--tag-output=false", "sh", "-c",
+			`echo "$HVD_SIDECAR_BINARY"`)
+		cmd.Env = append(slices.DeleteFunc(os.Environ(), func(v string) bool {
+			return strings.HasPrefix(v, "HVD_SIDECAR_BINARY=")
+		}), env...)
 		out, err := cmd.Output()
 		if err != nil {
 			t.Fatal(err)

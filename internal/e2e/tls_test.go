@@ -21,7 +21,8 @@ import (
 func TestTLSResults(t *testing.T) {
 	hash := func(command []string, env ...string) string {
 		t.Helper()
-		j := startWith(t, command, 2, "sums", append(env, "HVD_DETERMINISTIC=1", "HOROVOD_CPU_OPERATIONS=tcp")...)
+		j := startWith(t, command, 2, "sums", append(env, "HVD_DETERMINISTIC=1",
+			"HOROVOD_CPU_OPERATIONS=tcp")...)
 		if status := j.wait(); status != 0 {
 			t.Fatalf("%v: status %d:\n%s\n%s", env, status, j.out(), j.err())
 		}
@@ -146,7 +147,8 @@ func TestTLSHidesTensors(t *testing.T) {
 			c := startCapture(t)
 			stop := filepath.Join(t.TempDir(), "stop")
 			host := fmt.Sprintf("host-of-%d", os.Getpid())
-			j := start(t, 2, "steady", stopVariable+"="+stop, "HOROVOD_CPU_OPERATIONS=tcp", "HVD_JOB_ID="+host, test.env)
+			j := start(t, 2, "steady", stopVariable+"="+stop, "HOROVOD_CPU_OPERATIONS=tcp", "HVD_JOB_ID="+
+				host, test.env)
 			pids := append(j.ready(2), j.cmd.Process.Pid)
 			ports := map[int]bool{}
 			for _, pid := range pids {
@@ -178,8 +180,10 @@ func TestTLSHidesTensors(t *testing.T) {
 					names++
 				}
 			}
-			t.Logf("%d bytes, %d hellos, %d packets with tensors, %d with names", heard, hellos, tensors, names)
-			if (tensors > 0) == test.encrypted || (names > 0) == test.encrypted || (hellos > 0) != test.encrypted {
+			t.Logf("%d bytes, %d hellos, %d packets with tensors, %d with names", heard, hellos, tensors,
+				names)
+			if (tensors > 0) == test.encrypted || (names > 0) == test.encrypted ||
+				(hellos > 0) != test.encrypted {
 				t.Errorf("%d packets with tensors, %d with names, %d hellos", tensors, names, hellos)
 			}
 		})
@@ -189,7 +193,8 @@ func TestTLSHidesTensors(t *testing.T) {
 // isClientHello reports whether data is a TLS ClientHello: a handshake record (type 22) with a message of
 // type 1.
 func isClientHello(data []byte) bool {
-	return len(data) > 5 && data[0] == 22 && data[1] == 3 && data[5] == 1 && int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
+	return len(data) > 5 && data[0] == 22 && data[1] == 3 && data[5] == 1 &&
+		int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
 }
 
 // hasRound reports whether data contains a tensor of the program steady: the int64 0, followed by the number
@@ -213,18 +218,22 @@ func TestTLSOfSome(t *testing.T) {
 		env   string // environment of hvdrun
 		who   string
 	}{
-		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1", "(the peer has)"},
-		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0", "(this process has)"},
+		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1",
+			"(the peer has)"},
+		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0",
+			"(this process has)"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			// The arguments of the shell are hvdrun, -np, 2 and the program.
-			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`, "sh"}
+			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`,
+				"sh"}
 			j := startWith(t, wrap, 2, "sums", test.env)
 			if status := j.wait(); status == 0 {
 				t.Error("the job has succeeded")
 			}
-			for _, want := range []string{"[1]<stderr>:", "only one side of the connection has HVD_TLS set", test.who} {
+			for _, want := range []string{"[1]<stderr>:", "only one side of the connection has HVD_TLS set",
+				test.who} {
 				if !strings.Contains(j.err(), want) {
 					t.Errorf("no %q in %s", want, j.err())
 				}

@@ -53,7 +53,8 @@ func TestTorchScript(t *testing.T) {
 			cmd := exec.CommandContext(ctx, hvdrunPath, "-np", fmt.Sprint(n), testnet.Python, script, method)
 			cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 			cmd.WaitDelay = 20 * time.Second
-			cmd.Env = append(os.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "MASTER_ADDR=not.here", "RANK=9")
+			cmd.Env = append(os.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
+				"MASTER_ADDR=not.here", "RANK=9")
 			out, err := cmd.CombinedOutput()
 			if err != nil || strings.Count(string(out), "is right") != n {
 				t.Fatalf("%v\n%s", err, out)

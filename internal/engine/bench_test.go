@@ -23,7 +23,8 @@ func overTCP(b testing.TB, n int) func(*engine.Config) {
 	}
 	return func(cfg *engine.Config) {
 		var mesh transport.Mesh
-		mesh, err := endpoints[cfg.Rank].Connect(tcp.Epoch{Job: "bench", Epoch: 1, Rank: cfg.Rank, Addrs: addrs})
+		mesh, err := endpoints[cfg.Rank].Connect(tcp.Epoch{Job: "bench", Epoch: 1, Rank: cfg.Rank,
+			Addrs: addrs})
 		if err != nil {
 			b.Error(err)
 		}

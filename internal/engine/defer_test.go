@@ -68,7 +68,8 @@ func TestNotifyOnceForMany(t *testing.T) {
 		}
 		// Heartbeats and clock probes may have caused turns in between.
 		if len(grants) > tensors/2 {
-			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors, len(grants), grants)
+			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors,
+				len(grants), grants)
 		}
 	})
 	c.shutdown()

@@ -17,32 +17,35 @@ import (
 // tensors of the given bytes that are in flight together, as the gradients of a training step are.
 func BenchmarkDeterministic(b *testing.B) {
 	for _, ranks := range []int{2, 4} {
-		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20}, {32, 64 << 10}} {
-			b.Run(fmt.Sprintf("ranks=%d/tensors=%d/bytes=%d", ranks, c.tensors, c.numBytes), func(b *testing.B) {
-				plain, deterministic := newStepper(b, ranks, c.tensors, c.numBytes, false), newStepper(b, ranks, c.tensors, c.numBytes, true)
-				plain.step()
-				deterministic.step()
-				var ratios []float64
-				var plainTime, deterministicTime time.Duration
-				b.ResetTimer()
-				for i := range b.N {
-					first, second := plain, deterministic
-					if i%2 == 1 {
-						first, second = second, first
+		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20},
+			{32, 64 << 10}} {
+			b.Run(fmt.Sprintf("ranks=%d/tensors=%d/bytes=%d", ranks, c.tensors, c.numBytes),
+				func(b *testing.B) {
+					plain, deterministic := newStepper(b, ranks, c.tensors, c.numBytes, false),
+						newStepper(b, ranks, c.tensors, c.numBytes, true)
+					plain.step()
+					deterministic.step()
+					var ratios []float64
+					var plainTime, deterministicTime time.Duration
+					b.ResetTimer()
+					for i := range b.N {
+						first, second := plain, deterministic
+						if i%2 == 1 {
+							first, second = second, first
+						}
+						first.took, second.took = first.step(), second.step()
+						plainTime += plain.took
+						deterministicTime += deterministic.took
+						ratios = append(ratios, float64(deterministic.took)/float64(plain.took))
 					}
-					first.took, second.took = first.step(), second.step()
-					plainTime += plain.took
-					deterministicTime += deterministic.took
-					ratios = append(ratios, float64(deterministic.took)/float64(plain.took))
-				}
-				b.StopTimer()
-				slices.Sort(ratios)
-				b.ReportMetric(ratios[len(ratios)/2], "cost-ratio")
-				b.ReportMetric(float64(plainTime.Microseconds())/float64(b.N), "plain-µs")
-				b.ReportMetric(float64(deterministicTime.Microseconds())/float64(b.N), "deterministic-µs")
-				plain.c.shutdown()
-				deterministic.c.shutdown()
-			})
+					b.StopTimer()
+					slices.Sort(ratios)
+					b.ReportMetric(ratios[len(ratios)/2], "cost-ratio")
+					b.ReportMetric(float64(plainTime.Microseconds())/float64(b.N), "plain-µs")
+					b.ReportMetric(float64(deterministicTime.Microseconds())/float64(b.N), "deterministic-µs")
+					plain.c.shutdown()
+					deterministic.c.shutdown()
+				})
 		}
 	}
 }
@@ -78,8 +81,9 @@ func (s *stepper) step() time.Duration {
 		for t, buf := range s.bufs[r] {
 			err := s.c.engines[r].Submit(&tensorqueue.Entry{
 				Request: message.Request{
-					Kind: message.Allreduce, Name: fmt.Sprint("gradient", t), DType: tensor.Float32, Shape: tensor.Shape{int64(len(buf) / 4)},
-					Op: tensor.Sum, Prescale: 1, Postscale: 1,
+					Kind: message.Allreduce, Name: fmt.Sprint("gradient", t), DType: tensor.Float32,
+					Shape: tensor.Shape{int64(len(buf) / 4)},
+					Op:    tensor.Sum, Prescale: 1, Postscale: 1,
 				},
 				Input: buf, Output: buf,
 				Done: func(err error) { done <- err },

@@ -69,7 +69,8 @@ func TestTimeNamespace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	domain, shown := childClock(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0], "-test.run=^TestClockOfAChild$"))
+	domain, shown := childClock(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0],
+		"-test.run=^TestClockOfAChild$"))
 	if domain == clockDomain() {
 		t.Errorf("both are in domain %s", domain)
 	}

@@ -169,7 +169,8 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.MaxResultBytes == 0 {
 		var host unix.Sysinfo_t
 		if err := unix.Sysinfo(&host); err != nil {
-			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err), cfg.Mesh.Close())
+			return nil, errors.Join(fmt.Errorf("engine: reading the memory size of the host: %w", err),
+				cfg.Mesh.Close())
 		}
 		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
@@ -180,7 +181,8 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		released: make(chan struct{}),
 		traced:   cfg.Log.Core().Enabled(logs.Trace),
 	}
-	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder, cfg.FusionThresholdBytes
+	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
+		cfg.FusionThresholdBytes
 	e.clock.Clock = newClock(e.start, e.log)
 	if cfg.ClockDomain != "" {
 		e.clock.Domain = cfg.ClockDomain
@@ -217,7 +219,9 @@ func (e *Engine) sets() []controller.Set {
 func (e *Engine) negotiate() {
 	sets := e.sets()
 	lockstep := e.cfg.Lockstep
-	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool { return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank) })
+	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool {
+		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
+	})
 	e.member = controller.NewMember(controller.MemberConfig{
 		Rank: e.cfg.Rank, Sets: own, LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
 	}, 0)
@@ -238,7 +242,8 @@ func (e *Engine) negotiate() {
 // plan chooses, for the coordinator, the backend and the algorithm of a response of numBytes. Rank 0 need not
 // be a member of the response's process set, so plan asks the lane of the global set: all lanes have the same
 // backends.
-func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
+	numBytes int64) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
@@ -252,7 +257,8 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response, numBytes int64) 
 // planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
 // one after another. All types must have the same backend. If their algorithms differ, planTypes chooses the
 // direct one, which has no preconditions.
-func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
+func planTypes(m *ops.Manager, r *message.Response,
+	numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
 	one.Parts = nil
 	for dt := range r.Parts.Types() {
@@ -264,7 +270,8 @@ func planTypes(m *ops.Manager, r *message.Response, numBytes int64) (backend mes
 		case backend == message.NoBackend:
 			backend, algorithm = b, a
 		case b != backend:
-			return message.NoBackend, message.NoAlgorithm, fmt.Errorf("no backend supports all element types of the group: got %v for %v, but %v for another type", b, dt, backend)
+			return message.NoBackend, message.NoAlgorithm,
+				fmt.Errorf("no backend supports all element types of the group: got %v for %v, but %v for another type", b, dt, backend)
 		case a != algorithm:
 			algorithm = message.Direct
 		}

@@ -71,7 +71,8 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 		if change != nil {
 			change(&cfg)
 		}
-		cfg.Backends = append(cfg.Backends, tcp.Register(cfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
+		cfg.Backends = append(cfg.Backends,
+			tcp.Register(cfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
 		e, err := engine.Start(ctx, cfg)
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
@@ -105,8 +106,9 @@ func (c *cluster) shutdown() {
 func sum(name string, buf []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{
-			Kind: message.Allreduce, Name: name, DType: tensor.Int64, Shape: tensor.Shape{int64(len(buf) / 8)},
-			Op: tensor.Sum, Prescale: 1, Postscale: 1,
+			Kind: message.Allreduce, Name: name, DType: tensor.Int64,
+			Shape: tensor.Shape{int64(len(buf) / 8)},
+			Op:    tensor.Sum, Prescale: 1, Postscale: 1,
 		},
 		Input: buf, Output: buf,
 	}
@@ -145,7 +147,9 @@ func both(t *testing.T, f func(t *testing.T, lockstep bool)) {
 
 func TestSums(t *testing.T) {
 	t.Run("without polling", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.Spin = -1 }) })
-	t.Run("with a processor each", func(t *testing.T) { sums(t, func(cfg *engine.Config) { cfg.LocalProcesses = 1 }) })
+	t.Run("with a processor each", func(t *testing.T) {
+		sums(t, func(cfg *engine.Config) { cfg.LocalProcesses = 1 })
+	})
 	both(t, func(t *testing.T, lockstep bool) {
 		sums(t, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 	})
@@ -170,7 +174,8 @@ func TestSubmitBehindAJoin(t *testing.T) {
 			joined := c.submit(r, join)
 			var misuse *engine.UsageError
 			const want = `hvd: allreduce "behind": this rank has joined process set 0: wait for the join to end`
-			if err := c.wait(c.allreduce(r, "behind", make([]byte, 8))); !errors.As(err, &misuse) || err.Error() != want {
+			if err := c.wait(c.allreduce(r, "behind", make([]byte, 8))); !errors.As(err, &misuse) ||
+				err.Error() != want {
 				t.Errorf("got error %v, want a UsageError: %s", err, want)
 			}
 			if err := c.wait(joined); err != nil {
@@ -270,7 +275,8 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{victim}) {
 				t.Errorf("rank %d: got error %v, want one that names rank %d", r, err, victim)
 			}
-			if !strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: allreduce %q: rank %d failed", name, victim)) {
+			if !strings.HasPrefix(err.Error(), fmt.Sprintf("hvd: allreduce %q: rank %d failed", name,
+				victim)) {
 				t.Errorf("rank %d: error %q does not name operation, tensor and rank", r, err)
 			}
 			return
@@ -353,7 +359,8 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 // gather returns an allgather of one byte, whose result is allocated by allocate.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
-		Request:  message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8, Shape: tensor.Shape{1}},
+		Request: message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8,
+			Shape: tensor.Shape{1}},
 		Input:    []byte{1},
 		Allocate: allocate,
 	}
@@ -401,7 +408,9 @@ func TestShutdownGivesUp(t *testing.T) {
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
-			c := startOn(t, mem.New(4), 4, func(cfg *engine.Config) { cfg.Lockstep, cfg.Spin = lockstep, time.Duration(-(i % 2)) })
+			c := startOn(t, mem.New(4), 4, func(cfg *engine.Config) {
+				cfg.Lockstep, cfg.Spin = lockstep, time.Duration(-(i % 2))
+			})
 			var outcomes [4][10]error
 			c.each(func(r int) {
 				var done [10]chan error
@@ -478,7 +487,8 @@ func TestSilence(t *testing.T) {
 				}
 			})
 			e, err := engine.Start(ctx, engine.Config{
-				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep, Spin: -1,
+				Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Lockstep: lockstep,
+				Spin: -1,
 			})
 			if err != nil {
 				t.Fatal(err)
@@ -486,7 +496,8 @@ func TestSilence(t *testing.T) {
 			silent.Wait()
 			<-e.Ended()
 			var peer *engine.PeerError
-			if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) || !strings.Contains(err.Error(), "silent for 10s") {
+			if err := e.Err(); !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{1}) ||
+				!strings.Contains(err.Error(), "silent for 10s") {
 				t.Errorf("ended with %v, want rank 1's silence", err)
 			}
 			if took := time.Since(began); took != 10*time.Second {
@@ -503,7 +514,9 @@ func TestSilence(t *testing.T) {
 // A job of one rank can be closed in the middle of an operation.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
-		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{}, Backends: ops.Registry{tcp.Register(transport.Alone{}, tcp.Config{})}, LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
+		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{},
+			Backends:        ops.Registry{tcp.Register(transport.Alone{}, tcp.Config{})},
+			LivenessTimeout: 10 * time.Second, Lockstep: lockstep})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -533,8 +546,9 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 		c.each(func(r int) {
 			for _, rows := range []int64{100, 600} {
 				err := c.wait(c.submit(r, &tensorqueue.Entry{
-					Request: message.Request{Kind: message.Allgather, Name: fmt.Sprint(rows), DType: tensor.Uint8, Shape: tensor.Shape{rows}},
-					Input:   make([]byte, rows),
+					Request: message.Request{Kind: message.Allgather, Name: fmt.Sprint(rows),
+						DType: tensor.Uint8, Shape: tensor.Shape{rows}},
+					Input: make([]byte, rows),
 					Allocate: func(n int) []byte {
 						if n > 1000 {
 							t.Errorf("rank %d: %d bytes are allocated", r, n)
@@ -543,7 +557,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 					},
 				}))
 				var refused *engine.MismatchError
-				if fits := 2*rows <= 1000; fits && err != nil || !fits && (!errors.As(err, &refused) || !strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
+				if fits := 2*rows <= 1000; fits && err != nil || !fits && (!errors.As(err, &refused) ||
+					!strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
 					t.Errorf("rank %d: %d rows: got error %v", r, rows, err)
 				}
 			}
@@ -570,7 +585,8 @@ func TestShutdownWithoutProgress(t *testing.T) {
 			_ = c.engines[1].Shutdown(t.Context(), engine.Departure{})
 		}()
 		err := c.engines[0].Shutdown(t.Context(), engine.Departure{})
-		if took := time.Since(began); took < 10*time.Second || took > 15*time.Second || !errors.Is(err, engine.ErrCutShort) {
+		if took := time.Since(began); took < 10*time.Second || took > 15*time.Second ||
+			!errors.Is(err, engine.ErrCutShort) {
 			t.Errorf("shutdown took %v and gave %v, want 10s and that it was cut short", took, err)
 		}
 		if err := <-zero; !errors.Is(err, engine.ErrShutDown) {

@@ -106,7 +106,8 @@ type OpError struct {
 func (e *OpError) Error() string {
 	text := e.Err.Error()
 	// Some causes already name the operation and the tensor, or say that ranks disagree about the operation.
-	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) || strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
+	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) ||
+		strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
 		return "hvd: " + text
 	}
 	return fmt.Sprintf("hvd: %s %q: %s", e.Op, e.Tensor, text)

@@ -210,7 +210,8 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 // maxResultBytes, so that it must not be allocated.
 func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	if k.Ragged() && numBytes > l.maxResultBytes {
-		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes, l.maxResultBytes)
+		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
+			l.maxResultBytes)
 	}
 	return nil
 }
@@ -235,7 +236,8 @@ func refuseSize(w *work, i int, numBytes int) {
 	if !e.InPlace {
 		place = "the output"
 	}
-	text := fmt.Sprintf("%v %q: the result has %d bytes, but %s has %d bytes: not all ranks contributed as many rows as this rank",
+	text := fmt.Sprintf(
+		"%v %q: the result has %d bytes, but %s has %d bytes: not all ranks contributed as many rows as this rank",
 		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output))
 	if rows := w.grant.Responses[i].FirstDims; rows != nil {
 		text += fmt.Sprintf(": rows by rank %v", rows)

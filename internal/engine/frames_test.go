@@ -97,10 +97,12 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 func TestFramesCutShort(t *testing.T) {
 	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
 	for _, short := range []int{1, 9, 10, 16} {
-		a := &arrivals{pieces: [][]byte{stream[:len(stream)-short]}, end: &transport.PeerError{Err: io.ErrUnexpectedEOF}}
+		a := &arrivals{pieces: [][]byte{stream[:len(stream)-short]},
+			end: &transport.PeerError{Err: io.ErrUnexpectedEOF}}
 		got, err := take(&frames{conn: a}, a)
 		if len(got) != 1 || got[0] != "whole" || !errors.Is(err, errPeerClosed) {
-			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err, errPeerClosed)
+			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err,
+				errPeerClosed)
 		}
 	}
 }
@@ -111,7 +113,8 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 		"too long":     binary.LittleEndian.AppendUint32(long, 1),
 		"wrong number": appendFrame(nil, 2, []byte("x")),
 	} {
-		a := &arrivals{pieces: [][]byte{append(appendFrame(nil, 0, []byte("good")), bad...), appendFrame(nil, 1, []byte("late"))}}
+		a := &arrivals{pieces: [][]byte{append(appendFrame(nil, 0, []byte("good")), bad...),
+			appendFrame(nil, 1, []byte("late"))}}
 		f := &frames{conn: a}
 		got, err := take(f, a)
 		if len(got) != 1 || !errors.Is(err, errFrame) {

@@ -159,7 +159,8 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	}
 	for i, n := range counts {
 		if n%row != 0 {
-			return nil, fmt.Errorf("alltoall %q: got %[3]d bytes from rank %[2]d, want a multiple of the row size of %[4]d bytes", r.Name, l.set.Ranks[i], n, row)
+			return nil, fmt.Errorf(
+				"alltoall %q: got %[3]d bytes from rank %[2]d, want a multiple of the row size of %[4]d bytes", r.Name, l.set.Ranks[i], n, row)
 		}
 		if !w.absent {
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
@@ -180,7 +181,8 @@ func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
 		if n != splitBytes {
-			return nil, fmt.Errorf("alltoall %q: got row counts of %v bytes, want %d bytes from each rank", x.work.grant.Responses[0].Name, counts, splitBytes)
+			return nil, fmt.Errorf("alltoall %q: got row counts of %v bytes, want %d bytes from each rank",
+				x.work.grant.Responses[0].Name, counts, splitBytes)
 		}
 	}
 	x.buf = make([]byte, splitBytes*len(counts))

@@ -67,8 +67,9 @@ type lane struct {
 	// voted finds submitted entries by their cache bits. The loop owns it.
 	voted votes
 
-	mu        sync.Mutex // guards the fields below; claimed and executing also decide who owns scratch and execution
-	changed   sync.Cond  // wakes run
+	// guards the fields below; claimed and executing also decide who owns scratch and execution
+	mu        sync.Mutex
+	changed   sync.Cond // wakes run
 	todo      []*work
 	executing bool  // run executes an operation
 	answering bool  // run has executed an operation, and has not answered all its tensors
@@ -80,7 +81,8 @@ type lane struct {
 // newLane returns a lane for a set in which this rank has position me.
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
-	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes, observer: &e.observer, manager: manager}
+	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes,
+		observer: &e.observer, manager: manager}
 	l.changed.L = &l.mu
 	return l, err
 }

@@ -32,13 +32,17 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 // over before the lane executes it: peers may still read the tensors.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
-	m, err := ops.NewManager(ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}},
+	m, err := ops.NewManager(
+		ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return b, nil
+		}}},
 		topo.Global, []topo.Rank{0, 1}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	l := &lane{
-		set: controller.Global(2), queue: tensorqueue.New(), manager: m, observer: &observer{start: time.Now()}, claimed: true,
+		set: controller.Global(2), queue: tensorqueue.New(), manager: m,
+		observer: &observer{start: time.Now()}, claimed: true,
 	}
 	l.changed.L = &l.mu
 	var answer error
@@ -53,7 +57,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	g := &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
-		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Op: tensor.Sum, Shape: tensor.Shape{1}, Prescale: 1, Postscale: 1,
+		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Op: tensor.Sum, Shape: tensor.Shape{1},
+		Prescale: 1, Postscale: 1,
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")

@@ -66,10 +66,12 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: got %d bytes, want at most %d: submit fewer tensors at once", errTooLarge, len(frame), message.MaxFrameBytes)
+		return fmt.Errorf("%w: got %d bytes, want at most %d: submit fewer tensors at once", errTooLarge,
+			len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxBacklogBytes {
-		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog, l.total-sent, maxBacklogBytes)
+		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog,
+			l.total-sent, maxBacklogBytes)
 	}
 	var buf []byte
 	if k := len(l.free); k > 0 {
@@ -92,7 +94,9 @@ func (l *link) flush() error { return l.conn.Flush() }
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
-		return 0, fmt.Errorf("%w: got frame number %d with %d bytes, want frame number %d with at most %d bytes", errFrame, got, n, seq, message.MaxFrameBytes)
+		return 0, fmt.Errorf(
+			"%w: got frame number %d with %d bytes, want frame number %d with at most %d bytes", errFrame,
+			got, n, seq, message.MaxFrameBytes)
 	}
 	return int(n), nil
 }

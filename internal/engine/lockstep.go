@@ -227,7 +227,8 @@ func (n *lockstep) decide(ups []*message.Up) {
 // heartbeats.
 func (n *lockstep) expire() {
 	n.deadline = never
-	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", 2*n.e.cfg.LivenessTimeout)
+	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats",
+		2*n.e.cfg.LivenessTimeout)
 	for _, r := range n.collectives.missing() {
 		if n.e.coordinator != nil {
 			n.e.coordinator.Fault(r, reason)
@@ -284,7 +285,8 @@ func (s *star) down(frame []byte) {
 
 func (s *star) missing() (ranks []topo.Rank) {
 	for r := range s.e.cfg.Size {
-		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering && s.e.cfg.Rank != 0 && r == 0
+		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering &&
+			s.e.cfg.Rank != 0 && r == 0
 		if waits && len(s.arrived[r]) == 0 {
 			ranks = append(ranks, topo.Rank(r))
 		}
@@ -342,7 +344,8 @@ func (s *star) take(from topo.Rank) []byte {
 func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch
-	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil && (len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
+	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil &&
+		(len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
 		err = fmt.Errorf("got vectors of %d and %d words, want %d and %d: HOROVOD_CACHE_CAPACITY must be the same at all ranks",
 			len(v.and), len(v.or), len(s.and), len(s.or))
 	}

@@ -44,7 +44,8 @@ func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame
 		})
 	}()
 	e, err := engine.Start(ctx, engine.Config{
-		Rank: 0, Size: 2, Mesh: net.Mesh(0), CacheCapacity: 4, LivenessTimeout: 10 * time.Second, Lockstep: true,
+		Rank: 0, Size: 2, Mesh: net.Mesh(0), CacheCapacity: 4, LivenessTimeout: 10 * time.Second,
+		Lockstep: true,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -72,9 +73,11 @@ func wantRank1(t *testing.T, err error, text string) {
 // In lock-step too, the verdict names the rank that breaks the protocol, not the rank that detects it.
 func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	q := message.Request{
-		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
+		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum,
+		Prescale: 1, Postscale: 1,
 	}
-	twice, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{q, q}}}})
+	twice, err := message.AppendUp(nil, &message.Up{Type: message.UpNews,
+		Sets: []message.UpSet{{Requests: []message.Request{q, q}}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,10 +86,14 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 		frames [][]byte
 		want   string
 	}{
-		"second request":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice}, "second request"},
-		"broken news":      {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}), twice[:len(twice)-1]}, "protocol error"},
-		"broken vectors":   {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]}, "protocol error"},
-		"another capacity": {[][]byte{message.AppendVectors(nil, []uint64{0, 0}, []uint64{0, 0, 0})}, "vectors of 2 and 3 words, want 1 and 2"},
+		"second request": {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}),
+			twice}, "second request"},
+		"broken news": {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{flagGather, 0}),
+			twice[:len(twice)-1]}, "protocol error"},
+		"broken vectors": {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]},
+			"protocol error"},
+		"another capacity": {[][]byte{message.AppendVectors(nil, []uint64{0, 0}, []uint64{0, 0, 0})},
+			"vectors of 2 and 3 words, want 1 and 2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			wantRank1(t, againstFrames(t, func(_ context.Context, send func([]byte) error) (err error) {

@@ -292,10 +292,12 @@ func (e *Engine) match(w *work) error {
 			l.voted.drop(entry)
 		}
 		if entry == nil {
-			return fmt.Errorf("rank 0 granted %v %q, which rank %d has not submitted", r.Kind, r.Name, e.cfg.Rank)
+			return fmt.Errorf("rank 0 granted %v %q, which rank %d has not submitted", r.Kind, r.Name,
+				e.cfg.Rank)
 		}
 		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, l.me) {
-			return fmt.Errorf("rank 0 granted %v %q with other parameters than rank %d submitted", r.Kind, r.Name, e.cfg.Rank)
+			return fmt.Errorf("rank 0 granted %v %q with other parameters than rank %d submitted", r.Kind,
+				r.Name, e.cfg.Rank)
 		}
 		if entry.Times.Granted.Load() != 0 {
 			return fmt.Errorf("rank 0 granted %v %q twice", r.Kind, r.Name)

@@ -100,7 +100,8 @@ func (w *work) enter(a activity) {
 // exchangeNames has the names of the activity exchanging, by backend and kind.
 var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
-		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST", message.Alltoall: "ALLTOALL",
+		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
+		message.Alltoall:      "ALLTOALL",
 		message.Reducescatter: "REDUCESCATTER",
 	}
 	for b, backend := range map[message.Backend]string{message.TCP: "TCP_", message.SHM: "SHM_"} {
@@ -132,7 +133,8 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	op := &o.op
 	g := w.grant
 	*op = trace.Operation{
-		Set: set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm, Absent: w.absent,
+		Set: set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
+		Absent:  w.absent,
 		Granted: w.granted, Begun: max(w.begun, w.granted), Ended: now, Failed: err,
 		Activities: op.Activities[:0], Tensors: op.Tensors[:0],
 	}
@@ -141,14 +143,16 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		if i+1 < len(w.marks) {
 			end = w.marks[i+1].at
 		}
-		op.Activities = append(op.Activities, trace.Activity{Name: m.name(g.Responses[0], g.Backend), Begun: m.at, End: end})
+		op.Activities = append(op.Activities, trace.Activity{Name: m.name(g.Responses[0], g.Backend),
+			Begun: m.at, End: end})
 	}
 	members := len(w.arrivals) / max(len(g.Responses), 1)
 	for i, e := range w.entries {
 		q := &e.Request
 		op.Kind = q.Kind // the response's kind may be Error
 		t := trace.Tensor{
-			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)), Cached: i < len(g.Bits),
+			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)),
+			Cached:    i < len(g.Bits),
 			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()), Parts: len(e.Parts),
 		}
 		switch {
@@ -314,13 +318,16 @@ func (e *Engine) Pending() []trace.Pending {
 			q, t := &entry.Request, &entry.Times
 			grant := t.Grant.Load()
 			all = append(all, trace.Pending{
-				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind, Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
-				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()), Begun: time.Duration(t.Begun.Load()),
+				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
+				Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
+				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()),
+				Begun: time.Duration(t.Begun.Load()),
 			})
 		})
 	}
 	slices.SortFunc(all, func(a, b trace.Pending) int {
-		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set), cmp.Compare(a.Name, b.Name))
+		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set),
+			cmp.Compare(a.Name, b.Name))
 	})
 	return all
 }
@@ -341,7 +348,8 @@ func (e *Engine) Stats() trace.Stats {
 			}
 			for d, n := range o.counts.moved[k][b] {
 				if n > 0 {
-					st.Moved = append(st.Moved, trace.Moved{Kind: message.Kind(k), Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
+					st.Moved = append(st.Moved, trace.Moved{Kind: message.Kind(k),
+						Backend: message.Backend(b), DType: tensor.DType(d), Bytes: n})
 				}
 			}
 		}

@@ -119,7 +119,8 @@ func TestOperationsAreTold(t *testing.T) {
 					if r == 0 {
 						numbers[k] = op.Number
 					} else if numbers[k] != op.Number {
-						t.Errorf("%v is in operation %d at rank 0 and in %d at rank %d", k, numbers[k], op.Number, r)
+						t.Errorf("%v is in operation %d at rank 0 and in %d at rank %d", k, numbers[k],
+							op.Number, r)
 					}
 					if cached := k.i > 0; tensor.Cached != cached {
 						t.Errorf("rank %d: %v is cached: %v", r, k, tensor.Cached)
@@ -140,10 +141,12 @@ func TestOperationsAreTold(t *testing.T) {
 				t.Errorf("rank %d received records of %v", r, times)
 			}
 			if len(timelines[r].operations()) == 0 || timelines[r].cycles == 0 {
-				t.Errorf("rank %d: the timeline received records of %d operations and %d cycles", r, len(timelines[r].ops), timelines[r].cycles)
+				t.Errorf("rank %d: the timeline received records of %d operations and %d cycles", r,
+					len(timelines[r].ops), timelines[r].cycles)
 			}
 			st := c.engines[r].Stats()
-			if st.CacheHits != 2*(steps-1) || st.CacheMisses != steps+3 || st.Refused != 1 || st.Negotiation.Count() != 3*steps+1 ||
+			if st.CacheHits != 2*(steps-1) || st.CacheMisses != steps+3 || st.Refused != 1 ||
+				st.Negotiation.Count() != 3*steps+1 ||
 				st.InFlight != 0 || st.Size != n || st.Rank != r {
 				t.Errorf("rank %d: stats are %+v", r, st)
 			}
@@ -161,16 +164,19 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	at := op.Begun
 	for _, a := range op.Activities {
 		if a.Name == "" || a.Begun < at || a.End < a.Begun || a.End > op.Ended {
-			t.Errorf("rank %d: operation %d from %v to %v has %+v", rank, op.Number, op.Begun, op.Ended, op.Activities)
+			t.Errorf("rank %d: operation %d from %v to %v has %+v", rank, op.Number, op.Begun, op.Ended,
+				op.Activities)
 		}
 		at = a.End
 	}
-	if op.Kind == message.Allreduce && op.Tensors[0].Refused == nil && len(op.Activities) == 0 && op.Number > 20 {
+	if op.Kind == message.Allreduce && op.Tensors[0].Refused == nil && len(op.Activities) == 0 &&
+		op.Number > 20 {
 		t.Errorf("rank %d: operation %d has no activities, although a timeline is on", rank, op.Number)
 	}
 	for i := range op.Tensors {
 		x := &op.Tensors[i]
-		if !(0 < x.Submitted && x.Submitted <= x.Sent && x.Sent <= op.Granted && op.Granted <= op.Begun && op.Begun <= op.Ended) {
+		if !(0 < x.Submitted && x.Submitted <= x.Sent && x.Sent <= op.Granted && op.Granted <= op.Begun &&
+			op.Begun <= op.Ended) {
 			t.Errorf("rank %d: %s was submitted at %v, sent at %v, granted at %v, begun at %v, ended at %v",
 				rank, x.Name, x.Submitted, x.Sent, op.Granted, op.Begun, op.Ended)
 		}
@@ -187,7 +193,8 @@ func TestPending(t *testing.T) {
 		first := c.allreduce(0, "w", make([]byte, 16))
 		for {
 			p := c.engines[0].Pending()
-			if len(p) != 1 || p[0].Name != "w" || p[0].Kind != message.Allreduce || p[0].Submitted <= 0 || p[0].Granted != 0 || p[0].Begun != 0 {
+			if len(p) != 1 || p[0].Name != "w" || p[0].Kind != message.Allreduce || p[0].Submitted <= 0 ||
+				p[0].Granted != 0 || p[0].Begun != 0 {
 				t.Fatalf("pending are %+v", p)
 			}
 			if p[0].Sent >= p[0].Submitted {
@@ -244,7 +251,8 @@ func TestPendingInAnOperation(t *testing.T) {
 		t.Fatalf("saw %+v", l.saw)
 	}
 	for i, p := range l.saw {
-		if p.Number != uint64(i+1) || p.Backend != message.TCP || !(0 < p.Sent && p.Sent <= p.Granted && p.Granted <= p.Begun) {
+		if p.Number != uint64(i+1) || p.Backend != message.TCP ||
+			!(0 < p.Sent && p.Sent <= p.Granted && p.Granted <= p.Begun) {
 			t.Errorf("operation %d was pending as %+v", i+1, p)
 		}
 	}
@@ -278,8 +286,10 @@ func TestClocks(t *testing.T) {
 				// The process has one clock, so the true offset is known.
 				truth := e.Clock().Start.Sub(c.engines[0].Clock().Start)
 				off := (o.Offset - truth).Abs()
-				if exact := same || r == 0; exact != (o.Error == 0) || !exact && off > o.Error || exact && off > time.Millisecond {
-					t.Errorf("rank %d, one domain: %v: the clock is %v off by %v, within %v", r, same, o.Offset, off, o.Error)
+				if exact := same || r == 0; exact != (o.Error == 0) || !exact && off > o.Error ||
+					exact && off > time.Millisecond {
+					t.Errorf("rank %d, one domain: %v: the clock is %v off by %v, within %v", r, same,
+						o.Offset, off, o.Error)
 				}
 			})
 			c.shutdown()
@@ -327,7 +337,8 @@ func TestCounts(t *testing.T) {
 		}
 		for r := range 2 {
 			st := c.engines[r].Stats()
-			if st.Refused != 1 || st.Failed != uint64(1-r) || st.FusionResponses != 1 || st.FusedBytes != 64 || len(st.Moved) != 1 ||
+			if st.Refused != 1 || st.Failed != uint64(1-r) || st.FusionResponses != 1 ||
+				st.FusedBytes != 64 || len(st.Moved) != 1 ||
 				st.Moved[0].Bytes != 800 || len(st.Operations) != 1 || st.Operations[0].Tensors != 1 {
 				t.Errorf("rank %d: %+v", r, st)
 			}
@@ -341,7 +352,8 @@ func TestGroupsAreTold(t *testing.T) {
 		logs := make([]log, 2)
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.Recorder = lockstep, &logs[cfg.Rank] })
 		c.each(func(r int) {
-			for _, types := range [][]tensor.DType{{tensor.Int64, tensor.Int64}, {tensor.Int64, tensor.Int8, tensor.Int64}} {
+			for _, types := range [][]tensor.DType{{tensor.Int64, tensor.Int64},
+				{tensor.Int64, tensor.Int8, tensor.Int64}} {
 				if err := c.wait(c.submit(r, group(types...))); err != nil {
 					t.Error(err)
 				}
@@ -349,7 +361,8 @@ func TestGroupsAreTold(t *testing.T) {
 		})
 		c.each(func(r int) {
 			var mismatch *engine.MismatchError
-			if err := c.wait(c.submit(r, group([]tensor.DType{tensor.Int8, tensor.Uint8}[r], tensor.Int8))); !errors.As(err, &mismatch) {
+			if err := c.wait(c.submit(r, group([]tensor.DType{tensor.Int8, tensor.Uint8}[r],
+				tensor.Int8))); !errors.As(err, &mismatch) {
 				t.Errorf("got %v, want a mismatch", err)
 			}
 		})
@@ -365,7 +378,8 @@ func TestGroupsAreTold(t *testing.T) {
 			for _, m := range st.Moved {
 				moved[fmt.Sprint(m.DType)] = m.Bytes
 			}
-			if len(moved) != 2 || moved["int64"] != 4*80 || moved["int8"] != 10 || st.FusedTensors != 5 || st.FusionResponses != 2 ||
+			if len(moved) != 2 || moved["int64"] != 4*80 || moved["int8"] != 10 || st.FusedTensors != 5 ||
+				st.FusionResponses != 2 ||
 				st.FusedBytes != 4*80+10 || len(st.Operations) != 1 || st.Operations[0].Tensors != 5 ||
 				st.Refused != 2 || st.Failed != uint64(2-2*r) {
 				t.Errorf("rank %d: %+v", r, st)
@@ -379,7 +393,8 @@ func TestGroupsAreTold(t *testing.T) {
 				{DType: tensor.Int64, Shape: tensor.Shape{20}, Bytes: 160, Parts: 2},
 				{DType: tensor.Invalid, Shape: tensor.Shape{30}, Bytes: 170, Parts: 3},
 			} {
-				if got := ops[i].Tensors[0]; len(ops[i].Tensors) != 1 || got.Name != "g" || got.DType != want.DType || !got.Shape.Equal(want.Shape) ||
+				if got := ops[i].Tensors[0]; len(ops[i].Tensors) != 1 || got.Name != "g" ||
+					got.DType != want.DType || !got.Shape.Equal(want.Shape) ||
 					got.Bytes != want.Bytes || got.Parts != want.Parts {
 					t.Errorf("rank %d received %+v, want %+v", r, got, want)
 				}
@@ -391,7 +406,8 @@ func TestGroupsAreTold(t *testing.T) {
 // group returns an in-place sum of tensors of ten elements that is one request.
 func group(types ...tensor.DType) *tensorqueue.Entry {
 	e := &tensorqueue.Entry{Request: message.Request{
-		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum, Prescale: 1, Postscale: 1,
+		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum,
+		Prescale: 1, Postscale: 1,
 	}}
 	for _, dt := range types {
 		buf := make([]byte, 10*dt.Size())

@@ -23,7 +23,8 @@ func (e *Engine) openPolled() {
 		e.polled = append(e.polled, &frames{peer: l.peer, conn: l.conn})
 	}
 	e.cfg.Mesh.OnNotify(e.sched.notify)
-	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0, e.cfg.Mesh.EntersKernel(), e.cfg.ForClient,
+	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0, e.cfg.Mesh.EntersKernel(),
+		e.cfg.ForClient,
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 

@@ -79,7 +79,8 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 // An operation that took longer than the poll budget is followed by some polling, because the next operation
 // is likely to follow soon.
 func TestPollsAfterALongOperation(t *testing.T) {
-	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 }) // every operation is longer than that
+	// every operation is longer than that
+	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 })
 	release := make(chan struct{})
 	var done [2]chan error
 	c.each(func(r int) {
@@ -280,7 +281,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 		once := func() {
 			for r, e := range entries {
 				*e = tensorqueue.Entry{Request: message.Request{
-					Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: noElements, Op: tensor.Sum, Prescale: 1, Postscale: 1,
+					Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: noElements,
+					Op: tensor.Sum, Prescale: 1, Postscale: 1,
 				}, Done: finish}
 				if err := c.engines[r].Submit(e); err != nil {
 					t.Error(err)
@@ -324,7 +326,8 @@ func TestManyFramesAtOnce(t *testing.T) {
 		var started sync.WaitGroup
 		started.Go(func() {
 			var err error
-			e, err = engine.Start(t.Context(), engine.Config{Rank: 0, Size: 2, Mesh: net.Mesh(0), LivenessTimeout: 10 * time.Second, Spin: -1})
+			e, err = engine.Start(t.Context(), engine.Config{Rank: 0, Size: 2, Mesh: net.Mesh(0),
+				LivenessTimeout: 10 * time.Second, Spin: -1})
 			if err != nil {
 				t.Error(err)
 			}
@@ -340,7 +343,8 @@ func TestManyFramesAtOnce(t *testing.T) {
 			t.Error(err)
 		}
 		<-e.Ended()
-		if took := time.Since(began); took != 0 || !strings.Contains(e.Err().Error(), "want frame number 500") {
+		if took := time.Since(began); took != 0 ||
+			!strings.Contains(e.Err().Error(), "want frame number 500") {
 			t.Errorf("ended after %v with %v", took, e.Err())
 		}
 		e.Close()

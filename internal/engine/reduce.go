@@ -127,7 +127,8 @@ func (l *lane) pack() (err error) {
 		err = s.before(x.buf)
 	}
 	x.one[0] = ops.Tensor{In: x.buf, Out: x.buf}
-	x.op.DType, x.op.Op, x.op.Tensors, x.op.Scaling = wire, r.Op.Base(), x.one[:], ops.Scaling{Pre: 1, Post: 1}
+	x.op.DType, x.op.Op, x.op.Tensors, x.op.Scaling = wire, r.Op.Base(), x.one[:],
+		ops.Scaling{Pre: 1, Post: 1}
 	if r.Op == tensor.Adasum {
 		x.op.Counts = b.counts
 	}
@@ -237,7 +238,9 @@ type lossKey struct {
 // losses returns the losses of the tensors of a type, in memory of the lane; nil if no tensor has error
 // feedback.
 func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
-	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool { return e.ErrorFeedback }) {
+	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool {
+		return e.ErrorFeedback
+	}) {
 		return nil
 	}
 	all := l.scratch.losses[:0]

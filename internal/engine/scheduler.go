@@ -122,7 +122,8 @@ type pollLimits struct {
 	backgroundPace, drivePace     pace
 	pinned                        bool // to a thread, so that only another thread can run a lane
 	oversubscribed                bool // a lane that executes needs the processor that polling would take
-	onlyAfterDrive                bool // BackgroundThreadLoop does not extend its polling because of its own work
+	// BackgroundThreadLoop does not extend its polling because of its own work
+	onlyAfterDrive bool
 }
 
 // pace is how often a goroutine that polls yields.
@@ -139,14 +140,16 @@ type pace struct {
 // forClient says that the program is another of these processes. If it has no processor of its own,
 // BackgroundThreadLoop polls only for a budget after a drive: a program that waits drives, and a program that
 // computes needs the processor.
-func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores, threads int) pollLimits {
+func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
+	threads int) pollLimits {
 	// Each process can keep two threads busy: the loop polls while a lane or the caller runs. If the caller
 	// drives, only one thread is busy.
 	busy := processes * min(2, threads)
 	// The kernel may put two threads on one processor although another is idle, so there are always some
 	// yields. Yielding to a goroutine may wake a thread for it, which is expensive if that thread has no
 	// processor of its own to look for work.
-	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
+	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient &&
+		processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
@@ -474,8 +477,9 @@ type deferred struct {
 	timer  *time.Timer
 	armed  atomic.Bool // the timer will notify
 
-	mu              sync.Mutex // guards the fields below
-	queued, periods int        // operations that were queued when the timer last fired, and how often it has deferred
+	mu sync.Mutex // guards the fields below
+	// operations that were queued when the timer last fired, and how often it has deferred
+	queued, periods int
 }
 
 // notifyLater notifies the loop, but not at once if that would delay the caller.

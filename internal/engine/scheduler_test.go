@@ -87,12 +87,14 @@ func (l *fakeLoop) took() []time.Duration {
 
 // scheduled calls test in a bubble with a scheduler that BackgroundThreadLoop runs. It compares the result of
 // run with want.
-func scheduled(t *testing.T, budget time.Duration, want error, test func(t *testing.T, s *scheduler, l *fakeLoop)) {
+func scheduled(t *testing.T, budget time.Duration, want error,
+	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &fakeLoop{start: time.Now()}
 		stop := make(chan struct{})
 		s := newScheduler(l, l.clock, stop)
-		limits := pollLimits{backgroundBudget: budget, driveBudget: budget, backgroundPace: pace{1 << 30, 1 << 30}, drivePace: pace{1 << 30, 1 << 30}}
+		limits := pollLimits{backgroundBudget: budget, driveBudget: budget,
+			backgroundPace: pace{1 << 30, 1 << 30}, drivePace: pace{1 << 30, 1 << 30}}
 		s.poll(l, limits)
 		var err error
 		var running sync.WaitGroup
@@ -328,10 +330,16 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 			}
 		}
 		s.notify()
-		until("BackgroundThreadLoop polls", func() bool { return turns.Load() == 1 && s.background.Load() && !s.parked.Load() })
+		until("BackgroundThreadLoop polls", func() bool {
+			return turns.Load() == 1 && s.background.Load() &&
+				!s.parked.Load()
+		})
 		var driver sync.WaitGroup
 		driver.Go(func() { s.drive(t.Context(), end.Load) })
-		until("the driver has the lock", func() bool { return turns.Load() == 2 && !s.background.Load() && !s.wanted.Load() })
+		until("the driver has the lock", func() bool {
+			return turns.Load() == 2 && !s.background.Load() &&
+				!s.wanted.Load()
+		})
 		if s.parked.Load() {
 			t.Error("parked while a driver polls")
 		}
@@ -409,7 +417,8 @@ func TestSchedulerDefers(t *testing.T) {
 		}
 		time.Sleep(time.Second)
 		if got := l.took(); len(got) < 2 || got[0] != at+deferralPeriods*deferralPeriod {
-			t.Errorf("queued from %v on: turns at %v, want the first after %d periods", at, got, deferralPeriods)
+			t.Errorf("queued from %v on: turns at %v, want the first after %d periods", at, got,
+				deferralPeriods)
 		}
 		at = l.clock()
 		queue()
@@ -446,20 +455,42 @@ func TestPollLimits(t *testing.T) {
 		ranks, cores, threads int
 		want                  pollLimits
 	}{
-		{"room for all", 0, false, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
-		{"polling enters the kernel", 0, false, true, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64}, drivePace: pace{1, 256}}},
-		{"room for one thread each", 0, false, false, false, 2, 4, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1}, drivePace: pace{16, 256}}},
-		{"alone on one processor", 0, false, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"as many ranks as processors", 0, false, false, false, 2, 2, 2, pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, oversubscribed: true, drivePace: pace{16, 256}}},
-		{"the same with a thread each", 0, false, false, false, 2, 2, 1, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
-		{"more ranks than processors", 0, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, oversubscribed: true, drivePace: pace{1, 64}}},
-		{"the program is another process", 0, false, false, true, 4, 2, 2, pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll, backgroundPace: pace{1, 1}, oversubscribed: true, onlyAfterDrive: true, drivePace: pace{1, 64}}},
-		{"the same with room for all", 0, false, false, true, 4, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
-		{"pinned", 0, true, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
-		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2, pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1}, oversubscribed: true, drivePace: pace{1, 64}}},
-		{"no budget", -1, false, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"room for all", 0, false, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll,
+			driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
+		{"polling enters the kernel", 0, false, true, false, 2, 16, 16,
+			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64},
+				drivePace: pace{1, 256}}},
+		{"room for one thread each", 0, false, false, false, 2, 4, 1,
+			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1},
+				drivePace: pace{16, 256}}},
+		{"alone on one processor", 0, false, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll,
+			driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
+		{"as many ranks as processors", 0, false, false, false, 2, 2, 2,
+			pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive,
+				backgroundPace: pace{1, 4}, oversubscribed: true, drivePace: pace{16, 256}}},
+		{"the same with a thread each", 0, false, false, false, 2, 2, 1,
+			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1},
+				drivePace: pace{16, 256}}},
+		{"more ranks than processors", 0, false, false, false, 4, 2, 2,
+			pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
+				backgroundPace: pace{1, 1}, oversubscribed: true, drivePace: pace{1, 64}}},
+		{"the program is another process", 0, false, false, true, 4, 2, 2,
+			pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
+				backgroundPace: pace{1, 1}, oversubscribed: true, onlyAfterDrive: true,
+				drivePace: pace{1, 64}}},
+		{"the same with room for all", 0, false, false, true, 4, 16, 16,
+			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64},
+				drivePace: pace{16, 256}}},
+		{"pinned", 0, true, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll,
+			driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
+		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2,
+			pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1},
+				oversubscribed: true, drivePace: pace{1, 64}}},
+		{"no budget", -1, false, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64},
+			drivePace: pace{16, 256}}},
 	} {
-		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores, test.threads); got != test.want {
+		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores,
+			test.threads); got != test.want {
 			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
 		}
 	}

@@ -35,7 +35,9 @@ func (t *laneTable) find(id topo.ProcessSetID) *lane {
 }
 
 func search(all []*lane, id topo.ProcessSetID) (int, bool) {
-	return slices.BinarySearchFunc(all, id, func(l *lane, id topo.ProcessSetID) int { return int(l.set.ID) - int(id) })
+	return slices.BinarySearchFunc(all, id, func(l *lane, id topo.ProcessSetID) int {
+		return int(l.set.ID) - int(id)
+	})
 }
 
 func (t *laneTable) add(l *lane) {

@@ -31,11 +31,13 @@ func over(set topo.ProcessSetID, e *tensorqueue.Entry) *tensorqueue.Entry {
 }
 
 func removal(set topo.ProcessSetID) *tensorqueue.Entry {
-	return &tensorqueue.Entry{Request: message.Request{Kind: message.RemoveProcessSet, Name: "remove", Set: set}}
+	return &tensorqueue.Entry{Request: message.Request{Kind: message.RemoveProcessSet, Name: "remove",
+		Set: set}}
 }
 
 func addition(ranks ...topo.Rank) *tensorqueue.Entry {
-	return &tensorqueue.Entry{Request: message.Request{Kind: message.AddProcessSet, Name: "add", Ranks: ranks}}
+	return &tensorqueue.Entry{Request: message.Request{Kind: message.AddProcessSet, Name: "add",
+		Ranks: ranks}}
 }
 
 // isDone reports whether an operation has ended.
@@ -77,7 +79,8 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 		} else if err := <-waits; !errors.Is(err, engine.ErrNoProcessSet) {
 			t.Errorf("what waits in a removed set: got error %v, want ErrNoProcessSet", err)
 		}
-		if err := c.wait(c.submit(1, over(1, gather("later", allocate)))); !errors.Is(err, engine.ErrNoProcessSet) {
+		if err := c.wait(c.submit(1, over(1, gather("later", allocate)))); !errors.Is(err,
+			engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
 		// Other sets continue meanwhile.
@@ -179,7 +182,8 @@ func TestSetsComeAndGo(t *testing.T) {
 					if err := c.wait(x); err != nil || buf[0] != 3 {
 						t.Errorf("rank %d: set %d: got %v and error %v", r, id, buf, err)
 					}
-				} else if err := c.wait(c.submit(r, over(id, sum("x", make([]byte, 8))))); !errors.Is(err, engine.ErrNoProcessSet) {
+				} else if err := c.wait(c.submit(r, over(id, sum("x", make([]byte, 8))))); !errors.Is(
+					err, engine.ErrNoProcessSet) {
 					t.Errorf("rank 2: set %d: got error %v, want ErrNoProcessSet", id, err)
 				}
 				if err := c.wait(c.submit(r, removal(id))); err != nil {
@@ -194,7 +198,8 @@ func TestSetsComeAndGo(t *testing.T) {
 				if err := c.wait(c.submit(r, e)); err != nil {
 					t.Errorf("rank %d: %v", r, err)
 				} else if q := e.Response; q.Set != id+1 || !slices.Equal(q.Ranks, []topo.Rank{0, 1}) {
-					t.Errorf("rank %d: got set %d of ranks %v, want set %d of ranks 0 and 1", r, q.Set, q.Ranks, id+1)
+					t.Errorf("rank %d: got set %d of ranks %v, want set %d of ranks 0 and 1", r, q.Set,
+						q.Ranks, id+1)
 				}
 			})
 			if t.Failed() {
@@ -282,7 +287,8 @@ func TestGroupThatCannotRun(t *testing.T) {
 		})
 		part := func(name string, rows int64) *tensorqueue.Entry {
 			return &tensorqueue.Entry{
-				Request:  message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8, Shape: tensor.Shape{rows}, Group: "g", GroupSize: 3},
+				Request: message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8,
+					Shape: tensor.Shape{rows}, Group: "g", GroupSize: 3},
 				Input:    make([]byte, rows),
 				Allocate: allocate,
 			}
@@ -296,7 +302,8 @@ func TestGroupThatCannotRun(t *testing.T) {
 				for range 3 {
 					err := c.wait(done)
 					var refused *engine.MismatchError
-					if round.fits && err != nil || !round.fits && (!errors.As(err, &refused) || !strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
+					if round.fits && err != nil || !round.fits && (!errors.As(err, &refused) ||
+						!strings.Contains(err.Error(), "1200 bytes, want at most 1000")) {
 						t.Errorf("rank %d: %d rows: got error %v", r, round.rows, err)
 					}
 				}
@@ -317,10 +324,12 @@ func TestSubmitManyOrNone(t *testing.T) {
 		dup *tensorqueue.DuplicateNameError
 		op  *engine.OpError
 	)
-	if err := c.engines[0].Submit(entries...); !errors.As(err, &op) || !errors.As(err, &dup) || dup.Name != "a" {
+	if err := c.engines[0].Submit(entries...); !errors.As(err, &op) || !errors.As(err, &dup) ||
+		dup.Name != "a" {
 		t.Errorf("got error %v, want a DuplicateNameError for a", err)
 	}
-	if err := c.engines[0].Submit(over(7, entries[0])); !errors.As(err, &op) || !errors.Is(err, engine.ErrNoProcessSet) || op.Tensor != "a" {
+	if err := c.engines[0].Submit(over(7, entries[0])); !errors.As(err, &op) ||
+		!errors.Is(err, engine.ErrNoProcessSet) || op.Tensor != "a" {
 		t.Errorf("got error %v, want ErrNoProcessSet", err)
 	}
 	if err := c.wait(c.allreduce(0, "a", make([]byte, 8))); err != nil {

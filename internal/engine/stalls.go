@@ -105,5 +105,6 @@ func (e *Engine) logStall(s *controller.Stall) {
 	for i, r := range s.Missing {
 		missing[i] = int(r)
 	}
-	e.log.Warn("stalled: "+s.String(), zap.String("tensor", s.Name), zap.Uint32("process_set", uint32(s.Set)), zap.Ints("missing", missing))
+	e.log.Warn("stalled: "+s.String(), zap.String("tensor", s.Name), zap.Uint32("process_set", uint32(s.Set)),
+		zap.Ints("missing", missing))
 }

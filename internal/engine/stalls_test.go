@@ -37,7 +37,8 @@ func (r *reports) attach(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
 		// Times are as precise as the cycles of lock-step.
 		const precision = 100 * time.Millisecond
-		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s, s.Waited.Truncate(precision)))
+		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s,
+			s.Waited.Truncate(precision)))
 	}
 }
 
@@ -76,8 +77,10 @@ func TestStallReports(t *testing.T) {
 					}
 				})
 				want := []string{
-					fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`, set),
-					fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`, set),
+					fmt.Sprintf(`2.3s: allreduce "x" of process set %d has waited 2.3s for rank 2 after 2.3s`,
+						set),
+					fmt.Sprintf(`4.6s: allreduce "x" of process set %d has waited 4.6s for rank 2 after 4.6s`,
+						set),
 				}
 				if got := r.take(); !slices.Equal(got, want) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
@@ -101,7 +104,8 @@ func TestManyStallsAreFewLines(t *testing.T) {
 		absent    time.Duration
 		explained bool
 		lines     int
-	}{{1500 * time.Millisecond, false, 10}, {500 * time.Millisecond, false, 10}, {1500 * time.Millisecond, true, 1}} {
+	}{{1500 * time.Millisecond, false, 10}, {500 * time.Millisecond, false, 10}, {1500 * time.Millisecond,
+		true, 1}} {
 		absent := q.absent
 		synctest.Test(t, func(t *testing.T) {
 			var r reports
@@ -139,11 +143,13 @@ func TestManyStallsAreFewLines(t *testing.T) {
 			}
 			var got []string
 			for _, entry := range logged.All() {
-				got = append(got, fmt.Sprintf("%v: %.8s, more: %v", entry.Time.Sub(r.began), entry.Message, entry.ContextMap()["tensors"]))
+				got = append(got, fmt.Sprintf("%v: %.8s, more: %v", entry.Time.Sub(r.began), entry.Message,
+					entry.ContextMap()["tensors"]))
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
 			// The number of the others follows at the end of the second, or of the job.
-			want = append(want, fmt.Sprintf("%v: stalled:, more: %d", min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
+			want = append(want, fmt.Sprintf("%v: stalled:, more: %d",
+				min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
 				t.Errorf("rank 1 comes %v after the stall: got %q\nwant %q", absent, got, want)
 			}
@@ -172,7 +178,8 @@ func TestStallReportsOfExecution(t *testing.T) {
 				}
 			}
 			got := r.take()
-			if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) || !strings.Contains(got[0], "to finish it") {
+			if len(got) == 0 || !strings.Contains(got[0], `tensor "gather" of process set 0 has waited `) ||
+				!strings.Contains(got[0], "to finish it") {
 				t.Errorf("got %q, want that the gather is not finished", got)
 			}
 			c.shutdown()
@@ -203,8 +210,10 @@ func TestStallShutdown(t *testing.T) {
 					t.Errorf("rank %d: took %v, want %v", r, took, testTimeout)
 				}
 				<-c.engines[r].Ended()
-				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) || err != c.engines[r].Err() {
-					t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r, c.engines[r].Err(), err)
+				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); !errors.As(err, &stall) ||
+					err != c.engines[r].Err() {
+					t.Errorf("rank %d: the epoch ended with %v and the shutdown with %v, want the stall", r,
+						c.engines[r].Err(), err)
 				}
 			})
 		})
@@ -222,7 +231,8 @@ func (c *cluster) late(r int, name string) chan error {
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
-	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) || !strings.Contains(peer.Reason, "timed out after 2.3s at rank "+fmt.Sprint(by)) {
+	if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{missing}) ||
+		!strings.Contains(peer.Reason, "timed out after 2.3s at rank "+fmt.Sprint(by)) {
 		t.Errorf("rank %d: got error %v, want a timeout at rank %d that names rank %d", r, err, by, missing)
 	}
 }
@@ -260,7 +270,9 @@ func TestOperationTimeout(t *testing.T) {
 					}
 					wantTimeout(t, r, c.wait(c.allreduce(r, "later", make([]byte, 8))), by, 2)
 				})
-				c.each(func(r int) { wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), by, 2) })
+				c.each(func(r int) {
+					wantTimeout(t, r, c.engines[r].Shutdown(c.ctx, engine.Departure{}), by, 2)
+				})
 			})
 		}
 	})
@@ -314,7 +326,8 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 				if r != 2 {
 					err := c.wait(done)
 					var peer *engine.PeerError
-					if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) || !strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
+					if !errors.As(err, &peer) || !slices.Contains(peer.Ranks, 2) ||
+						!strings.Contains(err.Error(), `tensor "gather" timed out after 2.3s at rank 0`) {
 						t.Errorf("rank %d: got error %v, want a timeout that names rank 2", r, err)
 					}
 					return
@@ -405,7 +418,8 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 			if r == 1 {
 				err := c.wait(done)
 				var peer *engine.PeerError
-				if !errors.As(err, &peer) || !strings.Contains(err.Error(), "timed out after 2.3s at rank 1") {
+				if !errors.As(err, &peer) ||
+					!strings.Contains(err.Error(), "timed out after 2.3s at rank 1") {
 					t.Errorf("rank 1: got error %v, want a timeout", err)
 				}
 				close(release)

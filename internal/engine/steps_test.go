@@ -14,7 +14,9 @@ import (
 // A driver that has started an operation of many steps, and stops because another rank is late for one of
 // them, leaves the remaining steps to the lane.
 func TestHelpLeavesSteps(t *testing.T) {
-	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) { cfg.Spin = time.Millisecond }}
+	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) {
+		cfg.Spin = time.Millisecond
+	}}
 	release := make(chan chan struct{}, 1) // blocks the lane of rank 1
 	testcluster.Run(t, o, func(r *testcluster.Rank) {
 		const numBytes = 128 << 10

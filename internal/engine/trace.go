@@ -43,6 +43,7 @@ func (e *Engine) traceGrant(g *controller.Grant) {
 // traceVectors logs the combined vectors of a cycle in lock-step.
 func (e *Engine) traceVectors(and, or message.Bits) {
 	if e.traced {
-		e.log.Log(logs.Trace, "vectors of all ranks", zap.String("and", and.String()), zap.String("or", or.String()))
+		e.log.Log(logs.Trace, "vectors of all ranks", zap.String("and", and.String()),
+			zap.String("or", or.String()))
 	}
 }

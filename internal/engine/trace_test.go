@@ -46,7 +46,9 @@ func TestTracedCycles(t *testing.T) {
 					want := []string{
 						"to the coordinator map[frame:up seen=", "request allreduce grad/7 int64[1]",
 						"from the coordinator map[frame:down n=", "grant allreduce grad/7 ", "put grad/7=0",
-						"granted map[algorithm:", "number:1 operation:allreduce process_set:0 tensors:[grad/7]", "number:2 operation:allreduce",
+						"granted map[algorithm:",
+						"number:1 operation:allreduce process_set:0 tensors:[grad/7]",
+						"number:2 operation:allreduce",
 						"grant bits=0",
 					}
 					if lockstep {
@@ -55,12 +57,17 @@ func TestTracedCycles(t *testing.T) {
 						want = append(want, "hits=1")
 					}
 					for _, part := range want {
-						found := slices.ContainsFunc(lines, func(l string) bool { return strings.Contains(l, part) })
+						found := slices.ContainsFunc(lines, func(l string) bool {
+							return strings.Contains(l, part)
+						})
 						if found != (level == logs.Trace) {
-							t.Errorf("%v, rank %d: %q found: %v in\n%s", level, r, part, found, strings.Join(lines, "\n"))
+							t.Errorf("%v, rank %d: %q found: %v in\n%s", level, r, part, found,
+								strings.Join(lines, "\n"))
 						}
 					}
-					if slices.ContainsFunc(lines, func(l string) bool { return strings.Contains(l, "heartbeat") }) {
+					if slices.ContainsFunc(lines, func(l string) bool {
+						return strings.Contains(l, "heartbeat")
+					}) {
 						t.Errorf("rank %d: heartbeats in %q", r, lines)
 					}
 				}

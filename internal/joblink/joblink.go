@@ -53,7 +53,8 @@ const (
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
-	// maxReports bounds the reports that the launcher has not taken yet: some of each rank of the largest job.
+	// maxReports bounds the reports that the launcher has not taken yet: some of each rank of the largest
+	// job.
 	maxReports = 16 << 10
 )
 
@@ -69,8 +70,8 @@ var ErrNoLauncher = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
 type Link interface {
-	// Report sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has read
-	// it.
+	// Report sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has
+	// read it.
 	Report(ctx context.Context, what string, body []byte) error
 	// ReportVerdict tells the launcher which ranks have failed.
 	ReportVerdict(ctx context.Context, v Verdict) error
@@ -119,7 +120,8 @@ func (l *link) HasListener(ctx context.Context) (bool, error) {
 }
 
 func (l *link) Report(ctx context.Context, what string, body []byte) error {
-	return l.failed("reporting to the launcher", l.send(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
+	return l.failed("reporting to the launcher",
+		l.send(ctx, keyReports, message{Rank: l.rank, What: what, Has: true, body: body}))
 }
 
 func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
@@ -194,8 +196,8 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 			return err
 		}
 	}
-	// The answer is too long, or the store has no room for it. An answer without a body tells the launcher that
-	// this rank has none.
+	// The answer is too long, or the store has no room for it. An answer without a body tells the launcher
+	// that this rank has none.
 	m.Has, m.body = false, nil
 	if text, err = m.encode(); err != nil {
 		return err
@@ -240,7 +242,8 @@ type inquiry struct {
 
 // Listen receives from the ranks of a job, at its store, until Close. One goroutine calls handle with
 // the reports of the ranks, except answers and verdicts. handle may call Ask.
-func Listen(kv *store.HashStore, ranks int, handle func(rank int, what string, body []byte)) (*Launcher, error) {
+func Listen(kv *store.HashStore, ranks int,
+	handle func(rank int, what string, body []byte)) (*Launcher, error) {
 	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{})}
 	if err := l.publish(); err != nil {
 		return nil, fmt.Errorf("joblink: listen: %w", err)
@@ -301,7 +304,8 @@ func (l *Launcher) take(m message) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if m.What == verdict {
-		if v, err := decodeVerdict(m.body); err == nil && (l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch) {
+		if v, err := decodeVerdict(m.body); err == nil && (l.verdict.Ranks == nil ||
+			v.Epoch > l.verdict.Epoch) {
 			if l.verdict.Ranks == nil {
 				close(l.decided)
 			}
@@ -334,7 +338,8 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.verdict.Ranks == nil {
-		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w", cmp.Or(l.err, store.ErrClosed))
+		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w",
+			cmp.Or(l.err, store.ErrClosed))
 	}
 	return l.verdict, nil
 }
@@ -404,7 +409,8 @@ func decodeVerdict(text []byte) (Verdict, error) {
 		return Verdict{}, fmt.Errorf("malformed verdict: %w", err)
 	}
 	if len(v.Ranks) == 0 || slices.Min(v.Ranks) < 0 || len(v.Reason) > MaxReasonBytes {
-		return Verdict{}, fmt.Errorf("malformed verdict: got ranks %d and a reason of %d bytes, want at least one rank, none negative, and at most %d bytes",
+		return Verdict{}, fmt.Errorf(
+			"malformed verdict: got ranks %d and a reason of %d bytes, want at least one rank, none negative, and at most %d bytes",
 			v.Ranks, len(v.Reason), MaxReasonBytes)
 	}
 	return v, nil
@@ -426,7 +432,8 @@ func (m *message) encode() ([]byte, error) {
 		return nil, err
 	}
 	if len(head) >= maxHeadBytes || len(m.body) > MaxBodyBytes {
-		return nil, fmt.Errorf("message %.64[2]q: got %[1]d bytes, want at most %[3]d", len(m.body), m.What, MaxBodyBytes)
+		return nil, fmt.Errorf("message %.64[2]q: got %[1]d bytes, want at most %[3]d", len(m.body), m.What,
+			MaxBodyBytes)
 	}
 	return append(append(head, '\n'), m.body...), nil
 }

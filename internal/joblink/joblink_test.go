@@ -47,7 +47,8 @@ func served(t *testing.T) (*store.HashStore, func() store.Store) {
 }
 
 // listen listens until the end of the test.
-func listen(t *testing.T, kv *store.HashStore, ranks int, hear func(rank int, what string, body []byte)) *Launcher {
+func listen(t *testing.T, kv *store.HashStore, ranks int,
+	hear func(rank int, what string, body []byte)) *Launcher {
 	t.Helper()
 	l, err := Listen(kv, ranks, hear)
 	if err != nil {
@@ -64,7 +65,8 @@ func listen(t *testing.T, kv *store.HashStore, ranks int, hear func(rank int, wh
 func deaf(int, string, []byte) {}
 
 // answers has ranks 0 to n-1 answer until the test ends, or the returned function was called.
-func answers(t *testing.T, n int, dial func() store.Store, handle func(rank int, what string) []byte) (end func()) {
+func answers(t *testing.T, n int, dial func() store.Store,
+	handle func(rank int, what string) []byte) (end func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	var wg sync.WaitGroup
@@ -130,7 +132,8 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// A rank that hangs is missing when the time is over, exactly then. Its late answer counts for no other question.
+// A rank that hangs is missing when the time is over, exactly then. Its late answer counts for no other
+// question.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -153,7 +156,8 @@ func TestDeadline(t *testing.T) {
 		defer stop()
 		begun := time.Now()
 		got, missing, err := l.Ask(limited, Dump)
-		if err != nil || !slices.Equal(missing, []int{2, 3}) || !slices.Equal(slices.Sorted(maps.Keys(got)), []int{0, 1}) {
+		if err != nil || !slices.Equal(missing, []int{2, 3}) ||
+			!slices.Equal(slices.Sorted(maps.Keys(got)), []int{0, 1}) {
 			t.Errorf("got answers of %v, %v missing, error %v", slices.Sorted(maps.Keys(got)), missing, err)
 		}
 		if took := time.Since(begun); took != 1500*time.Millisecond {
@@ -184,8 +188,10 @@ func TestNothingToSay(t *testing.T) {
 		return make([]byte, MaxBodyBytes)
 	})
 	got, missing, err := l.Ask(testnet.Context(t), Dump)
-	if err != nil || !slices.Equal(missing, []int{1, 2}) || len(got[0]) != MaxBodyBytes || got[3] == nil || len(got[3]) != 0 {
-		t.Errorf("got %d answers, %v missing, error %v, want all of 0, nothing of 3, and 1 and 2 missing", len(got), missing, err)
+	if err != nil || !slices.Equal(missing, []int{1, 2}) || len(got[0]) != MaxBodyBytes || got[3] == nil ||
+		len(got[3]) != 0 {
+		t.Errorf("got %d answers, %v missing, error %v, want all of 0, nothing of 3, and 1 and 2 missing",
+			len(got), missing, err)
 	}
 }
 
@@ -209,7 +215,8 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
-// The first answer of a rank counts, also if it comes back in a new epoch and answers again, and one of a rank that is not asked does not.
+// The first answer of a rank counts, also if it comes back in a new epoch and answers again, and one of a
+// rank that is not asked does not.
 func TestRepeatedAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -227,7 +234,8 @@ func TestRepeatedAnswers(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		got, missing, err := l.Ask(ctx, Dump)
-		if err != nil || !slices.Equal(missing, []int{1}) || !bytes.Equal(got[0], []byte{0}) || len(got) != 1 {
+		if err != nil || !slices.Equal(missing, []int{1}) || !bytes.Equal(got[0], []byte{0}) ||
+			len(got) != 1 {
 			t.Errorf("got %v, %v missing, error %v, want the first answer of rank 0", got, missing, err)
 		}
 		wg.Wait()
@@ -309,7 +317,8 @@ func TestVerdict(t *testing.T) {
 		{Verdict{3, []topo.Rank{1}, "first"}, Verdict{3, []topo.Rank{1}, "first"}},
 		{Verdict{3, []topo.Rank{0}, "second"}, Verdict{3, []topo.Rank{1}, "first"}},
 		{Verdict{2, []topo.Rank{0}, "old"}, Verdict{3, []topo.Rank{1}, "first"}},
-		{Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes)}, Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes/2)}},
+		{Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes)},
+			Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes/2)}},
 	} {
 		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
@@ -319,7 +328,8 @@ func TestVerdict(t *testing.T) {
 			return err == nil && n == 0 && kv.Waits() == 2
 		})
 		v, err := l.Verdict(ctx)
-		if err != nil || v.Epoch != step.want.Epoch || !slices.Equal(v.Ranks, step.want.Ranks) || v.Reason != step.want.Reason {
+		if err != nil || v.Epoch != step.want.Epoch || !slices.Equal(v.Ranks, step.want.Ranks) ||
+			v.Reason != step.want.Reason {
 			t.Errorf("got %v, %v, want %v", v, err, step.want)
 		}
 	}
@@ -344,7 +354,8 @@ func TestStoreGoesAway(t *testing.T) {
 	}
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := New(kv, 0).Answer(testnet.Context(t), func(string) []byte { return nil }); !errors.Is(err, store.ErrClosed) {
+		if err := New(kv, 0).Answer(testnet.Context(t), func(string) []byte { return nil }); !errors.Is(err,
+			store.ErrClosed) {
 			t.Errorf("answering: got %v", err)
 		}
 	})
@@ -377,7 +388,8 @@ func FuzzDecode(f *testing.F) {
 				return // a name that is longer with its escapes
 			}
 			again, err := decodeMessage(text)
-			if err != nil || again.Rank != m.Rank || again.Question != m.Question || !bytes.Equal(again.body, m.body) {
+			if err != nil || again.Rank != m.Rank || again.Question != m.Question ||
+				!bytes.Equal(again.body, m.body) {
 				t.Errorf("%q was read as %v and again as %v, %v", b, m, again, err)
 			}
 		}

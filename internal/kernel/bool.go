@@ -1,7 +1,7 @@
 package kernel
 
-// The elements of Bool are bytes here and not Go bools, because a peer may send any byte, and Go does not define
-// operations on a bool that is neither 0 nor 1. Every byte other than 0 is true.
+// The elements of Bool are bytes here and not Go bools, because a peer may send any byte, and Go does not
+// define operations on a bool that is neither 0 nor 1. Every byte other than 0 is true.
 
 // bools returns the row of Bool: Min is true if all elements are, Max if any element is.
 func bools() row {

@@ -133,9 +133,11 @@ func TestConvertOnce(t *testing.T) {
 			}
 			mid := low + (high-low)/2
 			up, down := math.Nextafter(mid, math.Inf(1)), math.Nextafter(mid, 0)
-			src = append(src, low, mid, up, down, -mid, -up, -down, math.Nextafter(low, -1), math.Nextafter(low, high))
+			src = append(src, low, mid, up, down, -mid, -up, -down, math.Nextafter(low, -1),
+				math.Nextafter(low, high))
 		}
-		src = append(src, math.MaxFloat64, 5e-324, -5e-324, 0x1p-149, 0x1p-150, math.MaxFloat32, math.Nextafter(math.MaxFloat32, math.Inf(1)))
+		src = append(src, math.MaxFloat64, 5e-324, -5e-324, 0x1p-149, 0x1p-150, math.MaxFloat32,
+			math.Nextafter(math.MaxFloat32, math.Inf(1)))
 		dst := make([]byte, len(src)*2)
 		mustConvert(t, to, tensor.Float64)(dst, tensor.Bytes(src))
 		got := decode(to, dst)
@@ -147,7 +149,8 @@ func TestConvertOnce(t *testing.T) {
 	}
 	// Rounded to float32, this is the middle between 1 and its neighbour, which is rounded to 1.
 	dst := make([]uint16, 1)
-	mustConvert(t, tensor.Float16, tensor.Float64)(tensor.Bytes(dst), tensor.Bytes([]float64{1 + 0x1p-11 + 0x1p-40}))
+	mustConvert(t, tensor.Float16, tensor.Float64)(tensor.Bytes(dst),
+		tensor.Bytes([]float64{1 + 0x1p-11 + 0x1p-40}))
 	if dst[0] != 0x3c01 {
 		t.Errorf("got %04x, want 3c01", dst[0])
 	}
@@ -172,7 +175,8 @@ func TestDot(t *testing.T) {
 			}
 			a, b := encode(dt, x)[dt.Size():], encode(dt, y)[dt.Size():]
 			if gotAB, gotAA, gotBB := dot(a, b); gotAB != ab || gotAA != aa || gotBB != bb {
-				t.Fatalf("%d of %v: got %v, %v and %v, want %v, %v and %v", n, dt, gotAB, gotAA, gotBB, ab, aa, bb)
+				t.Fatalf("%d of %v: got %v, %v and %v, want %v, %v and %v", n, dt, gotAB, gotAA, gotBB, ab,
+					aa, bb)
 			}
 			if gotAB, gotAA, gotBB := dot(a, a); gotAB != aa || gotAA != aa || gotBB != aa {
 				t.Fatalf("%d of %v with itself: got %v, %v and %v, want %v", n, dt, gotAB, gotAA, gotBB, aa)
@@ -184,7 +188,8 @@ func TestDot(t *testing.T) {
 // Sums of squares that exceed the range of a half-precision type, or of float32, do not exceed the range of
 // float64.
 func TestDotIsWide(t *testing.T) {
-	for dt, x := range map[tensor.DType]float64{tensor.Float16: 65504, tensor.BFloat16: 0x1p127, tensor.Float32: 0x1p-140} {
+	for dt, x := range map[tensor.DType]float64{tensor.Float16: 65504, tensor.BFloat16: 0x1p127,
+		tensor.Float32: 0x1p-140} {
 		dot, err := kernel.Dot(dt)
 		if err != nil {
 			t.Fatal(err)
@@ -204,7 +209,8 @@ func TestCombine(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, n := range lengths() {
-			a, b := encode(dt, floats[float64](r, n+1))[dt.Size():], encode(dt, floats[float64](r, n+1))[dt.Size():]
+			a, b := encode(dt, floats[float64](r, n+1))[dt.Size():],
+				encode(dt, floats[float64](r, n+1))[dt.Size():]
 			ca, cb := r.Float64(), r.Float64()
 			want := make([]float64, n)
 			x, y := decode(dt, a), decode(dt, b)

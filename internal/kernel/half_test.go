@@ -93,7 +93,8 @@ func TestEveryHalf(t *testing.T) {
 	t.Run("bfloat16", testEveryHalf(bfloat16Ref, half.BFloat16FromBits, 0x3f80, 0x7f80))
 }
 
-func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, a, b T) T, fromBits func(uint16) T, one, inf uint16) func(*testing.T) {
+func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, a, b T) T,
+	fromBits func(uint16) T, one, inf uint16) func(*testing.T) {
 	return func(t *testing.T) {
 		all, dst, src := make([]T, 1<<16), make([]T, 1<<16), make([]T, 1<<16)
 		for i := range all {
@@ -101,7 +102,8 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 		}
 		// The values are zeros, the least and greatest subnormal and normal numbers, one and its neighbours,
 		// infinities and NaNs.
-		others := []uint16{0, 0x8000, 1, 0x8001, one - 1, one, one + 1, 0x8000 | one, inf - 1, inf, 0x8000 | inf, inf + 1, 0xffff}
+		others := []uint16{0, 0x8000, 1, 0x8001, one - 1, one, one + 1, 0x8000 | one, inf - 1, inf,
+			0x8000 | inf, inf + 1, 0xffff}
 		r := rand.New(rand.NewPCG(5, 6))
 		for range 3 {
 			others = append(others, uint16(r.Uint32()))
@@ -122,7 +124,8 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 				reduce(tensor.Bytes(dst), tensor.Bytes(src))
 				for i := range dst {
 					if want := ref(op, all[i], src[i]); !sameBits(dst[i], want) {
-						t.Fatalf("%v of %04x and %04x (%v and %v): got %v, want %v", op, i, bits, all[i], src[i], dst[i], want)
+						t.Fatalf("%v of %04x and %04x (%v and %v): got %v, want %v", op, i, bits, all[i],
+							src[i], dst[i], want)
 					}
 				}
 			}

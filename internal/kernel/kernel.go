@@ -112,7 +112,9 @@ type level struct {
 }
 
 // plainLevel is the level that runs on any processor.
-var plainLevel = level{name: "none", vectorize: func(*table) {}, stream: func(dst, src []byte) { copy(dst, src) }}
+var plainLevel = level{name: "none", vectorize: func(*table) {}, stream: func(dst, src []byte) {
+	copy(dst, src)
+}}
 
 // table returns the functions of l, with plain Go for the operations that l lacks.
 func (l level) table() *table {
@@ -181,7 +183,8 @@ func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
 }
 
 func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
-	return fmt.Errorf("kernel: reduce: got %v of %v, want sum, min, max or product of a type that has it", op, dt)
+	return fmt.Errorf("kernel: reduce: got %v of %v, want sum, min, max or product of a type that has it", op,
+		dt)
 }
 
 // Scale returns the function that multiplies elements of dt by a factor, with Horovod's arithmetic

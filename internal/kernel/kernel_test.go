@@ -45,13 +45,15 @@ func TestReduce(t *testing.T) {
 	t.Run("bool", testReduceAs(tensor.Bool, boolRef, bools))
 }
 
-func testReduce[T tensor.Element](ref func(op tensor.ReduceOp, a, b T) T, values func(*rand.Rand, int) []T) func(*testing.T) {
+func testReduce[T tensor.Element](ref func(op tensor.ReduceOp, a, b T) T,
+	values func(*rand.Rand, int) []T) func(*testing.T) {
 	return testReduceAs(tensor.Of[T](), ref, values)
 }
 
 // testReduceAs compares results with ref by their bits, unless both are NaN, at all offsets within a larger
 // array, and checks that the rest of the array is unchanged.
-func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp, a, b T) T, values func(*rand.Rand, int) []T) func(*testing.T) {
+func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp, a, b T) T,
+	values func(*rand.Rand, int) []T) func(*testing.T) {
 	return func(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))
 		for _, op := range ops {
@@ -74,7 +76,8 @@ func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp
 					reduce(tensor.Bytes(dst[at:at+n]), tensor.Bytes(src[from:from+n]))
 					for i := range dst {
 						if !sameBits(dst[i], want[i]) {
-							t.Fatalf("%v of %d at %d: element %d is %v, want %v", op, n, at, i-at, dst[i], want[i])
+							t.Fatalf("%v of %d at %d: element %d is %v, want %v", op, n, at, i-at, dst[i],
+								want[i])
 						}
 					}
 					if !bytes.Equal(tensor.Bytes(src), tensor.Bytes(keep)) {
@@ -113,7 +116,8 @@ func integers[T integer](r *rand.Rand, n int) []T {
 }
 
 func floats[T float](r *rand.Rand, n int) []T {
-	special := []float64{0, math.Copysign(0, -1), math.Inf(1), math.Inf(-1), math.NaN(), math.MaxFloat64, 1e-45, 5e-324}
+	special := []float64{0, math.Copysign(0, -1), math.Inf(1), math.Inf(-1), math.NaN(), math.MaxFloat64,
+		1e-45, 5e-324}
 	v := make([]T, n)
 	for i := range v {
 		if r.IntN(3) == 0 {
@@ -254,7 +258,8 @@ func TestScaleInteger(t *testing.T) {
 	checkScale(t, []uint16{0, 1}, -3, []uint16{0, 0})
 	checkScale(t, []int16{-7, 7, -1 << 15}, -0.5, []int16{3, -3, 1 << 14})
 	checkScale(t, []int16{20000, -20000}, 2, []int16{1<<15 - 1, -1 << 15})
-	checkScale(t, []int32{-7, 7, math.MinInt32, math.MaxInt32}, 0.5, []int32{-3, 3, math.MinInt32 / 2, math.MaxInt32 / 2})
+	checkScale(t, []int32{-7, 7, math.MinInt32, math.MaxInt32}, 0.5, []int32{-3, 3, math.MinInt32 / 2,
+		math.MaxInt32 / 2})
 	checkScale(t, []int32{1 << 30, -1 << 30, 5}, 2, []int32{math.MaxInt32, math.MinInt32, 10})
 	checkScale(t, []int32{5, 0, -5}, math.NaN(), []int32{0, 0, 0})
 	checkScale(t, []int32{5, 0, -5}, math.Inf(1), []int32{math.MaxInt32, 0, math.MinInt32})
@@ -296,11 +301,13 @@ func TestTable(t *testing.T) {
 		for _, op := range ops {
 			_, err := kernel.Reduce(op, dt)
 			_, intoErr := kernel.ReduceInto(op, dt)
-			if want := tensor.CheckReduce(op, dt); (err == nil) != (want == nil) || (intoErr == nil) != (want == nil) {
+			if want := tensor.CheckReduce(op, dt); (err == nil) != (want == nil) ||
+				(intoErr == nil) != (want == nil) {
 				t.Errorf("%v of %v: got %v and %v, want %v", op, dt, err, intoErr, want)
 			}
 		}
-		for _, op := range []tensor.ReduceOp{tensor.NoReduce, tensor.Average, tensor.Adasum, tensor.AverageActive, 200} {
+		for _, op := range []tensor.ReduceOp{tensor.NoReduce, tensor.Average, tensor.Adasum,
+			tensor.AverageActive, 200} {
 			if _, err := kernel.Reduce(op, dt); err == nil {
 				t.Errorf("%v of %v was not refused", op, dt)
 			}
@@ -329,15 +336,18 @@ func TestTable(t *testing.T) {
 		_, combine := kernel.Combine(dt)
 		_, convert := kernel.Convert(dt, dt)
 		_, neutral := kernel.Neutral(tensor.Sum, dt)
-		if sum == nil || scale == nil || dot == nil || combine == nil || convert == nil || neutral == nil || kernel.Divide(dt) != nil {
-			t.Errorf("%v: sum %v, scale %v, dot %v, combine %v, convert %v, neutral %v", dt, sum, scale, dot, combine, convert, neutral)
+		if sum == nil || scale == nil || dot == nil || combine == nil || convert == nil || neutral == nil ||
+			kernel.Divide(dt) != nil {
+			t.Errorf("%v: sum %v, scale %v, dot %v, combine %v, convert %v, neutral %v", dt, sum, scale, dot,
+				combine, convert, neutral)
 		}
 	}
 }
 
 func TestBadLengthPanics(t *testing.T) {
 	b := tensor.Bytes(make([]int64, 64))
-	for _, dt := range []tensor.DType{tensor.Int32, tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Bool} {
+	for _, dt := range []tensor.DType{tensor.Int32, tensor.Float16, tensor.BFloat16, tensor.Float32,
+		tensor.Bool} {
 		size := dt.Size()
 		if maximum, err := kernel.Reduce(tensor.Max, dt); err != nil {
 			t.Error(err)
@@ -348,7 +358,8 @@ func TestBadLengthPanics(t *testing.T) {
 		if into, err := kernel.ReduceInto(tensor.Max, dt); err != nil {
 			t.Error(err)
 		} else {
-			for i, numElems := range [][3]int{{63, 64, 64}, {64, 63, 64}, {64, 64, 63}, {64, 65, 64}, {1, 2, 1}, {0, 1, 0}} {
+			for i, numElems := range [][3]int{{63, 64, 64}, {64, 63, 64}, {64, 64, 63}, {64, 65, 64},
+				{1, 2, 1}, {0, 1, 0}} {
 				x, y, z := numElems[0]*size, numElems[1]*size, numElems[2]*size
 				mustPanic(t, dt, fmt.Sprint("lengths ", i), func() { into(b[:x], b[:y], b[:z]) })
 			}
@@ -399,8 +410,12 @@ func TestBadLengthPanics(t *testing.T) {
 			}
 			mustPanic(t, dt, "conversion to fewer", func() { convert(b[:3*to.Size()], b[:4*size]) })
 			mustPanic(t, dt, "conversion to more", func() { convert(b[:5*to.Size()], b[:4*size]) })
-			mustPanic(t, dt, "conversion, not a multiple", func() { convert(b[:4*to.Size()], b[:4*size+size/2]) })
-			mustPanic(t, dt, "conversion to no multiple", func() { convert(b[:4*to.Size()+to.Size()/2], b[:4*size]) })
+			mustPanic(t, dt, "conversion, not a multiple", func() {
+				convert(b[:4*to.Size()], b[:4*size+size/2])
+			})
+			mustPanic(t, dt, "conversion to no multiple", func() {
+				convert(b[:4*to.Size()+to.Size()/2], b[:4*size])
+			})
 		}
 	}
 }
@@ -419,7 +434,8 @@ func mustPanic(t *testing.T, dt tensor.DType, what string, f func()) {
 // TestNoAllocation checks that the functions do not allocate, because they run once for each part of each
 // tensor.
 func TestNoAllocation(t *testing.T) {
-	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256))
+	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)),
+		tensor.Bytes(make([]int64, 256))
 	check := func(what string, dt tensor.DType, f func()) {
 		if n := testing.AllocsPerRun(10, f); n != 0 {
 			t.Errorf("%s of %v allocates %v times", what, dt, n)
@@ -448,7 +464,9 @@ func TestNoAllocation(t *testing.T) {
 		}
 		for _, to := range tensor.DTypes() {
 			if convert, err := kernel.Convert(to, dt); err == nil {
-				check("conversion to "+to.String(), dt, func() { convert(b[:32*to.Size()], a[:32*dt.Size()]) })
+				check("conversion to "+to.String(), dt, func() {
+					convert(b[:32*to.Size()], a[:32*dt.Size()])
+				})
 			}
 		}
 	}

@@ -64,7 +64,8 @@ func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testi
 			combine(tensor.Bytes(left), tensor.Bytes(want))
 			for i, w := range want {
 				if !sameBits(right[i], w) || !sameBits(left[i], w) {
-					t.Fatalf("%v of %v and %v: got %v and, the other way round, %v", op, w, neutral[i], right[i], left[i])
+					t.Fatalf("%v of %v and %v: got %v and, the other way round, %v", op, w, neutral[i],
+						right[i], left[i])
 				}
 			}
 		}

@@ -24,9 +24,9 @@ func arithmetic[T number]() row {
 	}}
 }
 
-// The compiler neither unrolls loops nor inlines a function argument into a loop. So the loops below are written out
-// for each operation, with four elements per iteration: slices of constant length cost one bounds check per iteration
-// and none per element.
+// The compiler neither unrolls loops nor inlines a function argument into a loop. So the loops below are
+// written out for each operation, with four elements per iteration: slices of constant length cost one bounds
+// check per iteration and none per element.
 
 func add[T number](d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]

@@ -11,7 +11,8 @@ import (
 // pages returns n bytes of memory between two pages that cannot be accessed.
 func pages(t *testing.T, n int) []byte {
 	page := syscall.Getpagesize()
-	all, err := syscall.Mmap(-1, 0, n+2*page, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+	all, err := syscall.Mmap(-1, 0, n+2*page, syscall.PROT_READ|syscall.PROT_WRITE,
+		syscall.MAP_PRIVATE|syscall.MAP_ANON)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +55,8 @@ func TestNothingBeyond(t *testing.T) {
 						copy(in[i], data[i])
 					}
 					what := func() string { return fmt.Sprintf("%s, at the end %v", s.name, end) }
-					faults(t, func() string { return fmt.Sprintf("%s of %d, %s", o.name, n, what()) }, func() { o.run(s, d, in) })
+					faults(t, func() string { return fmt.Sprintf("%s of %d, %s", o.name, n, what()) },
+						func() { o.run(s, d, in) })
 					o.check(t, what, d, o.apply(plainSet, in), in)
 				}
 			}

@@ -57,7 +57,8 @@ var reduceOps = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Pro
 // that is not a NaN when rounded to float32.
 var factors = []float64{
 	1, 0, math.Copysign(0, -1), -1, 0.5, 1.0 / 3, 2.5, -3.999, 1 - 0x1p-30, 1e10, -1e-10, 1e300, 5e-324,
-	math.Inf(1), math.Inf(-1), math.NaN(), float64(math.Float32frombits(0x7fffffff)), math.Float64frombits(0x7ff0000000000001),
+	math.Inf(1), math.Inf(-1), math.NaN(), float64(math.Float32frombits(0x7fffffff)),
+	math.Float64frombits(0x7ff0000000000001),
 }
 
 var divisors = []int64{1, 2, 3, 7, 255, 256, 1 << 31, 1<<31 - 1, math.MaxInt64, -1, -3, math.MinInt64}
@@ -69,38 +70,43 @@ func operations() []operation {
 		dt := tensor.DType(dt)
 		for _, op := range reduceOps {
 			if r.of(op) != nil {
-				all = append(all, operation{fmt.Sprintf("%v of %v", op, dt), dt, []tensor.DType{dt, dt}, func(s set, dst []byte, in [][]byte) {
-					s.table[dt].of(op)(dst, in[0], in[1])
-				}, false})
+				all = append(all, operation{fmt.Sprintf("%v of %v", op, dt), dt, []tensor.DType{dt, dt},
+					func(s set, dst []byte, in [][]byte) {
+						s.table[dt].of(op)(dst, in[0], in[1])
+					}, false})
 			}
 		}
 		for _, f := range factors {
 			if r.scale != nil {
-				all = append(all, operation{fmt.Sprintf("%v times %v", dt, f), dt, []tensor.DType{dt}, func(s set, dst []byte, in [][]byte) {
-					copy(dst, in[0])
-					s.table[dt].scale(dst, f)
-				}, f != 0.5})
+				all = append(all, operation{fmt.Sprintf("%v times %v", dt, f), dt, []tensor.DType{dt},
+					func(s set, dst []byte, in [][]byte) {
+						copy(dst, in[0])
+						s.table[dt].scale(dst, f)
+					}, f != 0.5})
 			}
 		}
 		for _, n := range divisors {
 			if r.divide != nil {
-				all = append(all, operation{fmt.Sprintf("%v by %v", dt, n), dt, []tensor.DType{dt}, func(s set, dst []byte, in [][]byte) {
-					copy(dst, in[0])
-					s.table[dt].divide(dst, n)
-				}, n != 3})
+				all = append(all, operation{fmt.Sprintf("%v by %v", dt, n), dt, []tensor.DType{dt},
+					func(s set, dst []byte, in [][]byte) {
+						copy(dst, in[0])
+						s.table[dt].divide(dst, n)
+					}, n != 3})
 			}
 		}
 		for from, f := range r.from {
 			if f != nil {
-				all = append(all, operation{fmt.Sprintf("%v to %v", tensor.DType(from), dt), dt, []tensor.DType{tensor.DType(from)}, func(s set, dst []byte, in [][]byte) {
-					s.table[dt].from[from](dst, in[0])
-				}, false})
+				all = append(all, operation{fmt.Sprintf("%v to %v", tensor.DType(from), dt), dt,
+					[]tensor.DType{tensor.DType(from)}, func(s set, dst []byte, in [][]byte) {
+						s.table[dt].from[from](dst, in[0])
+					}, false})
 			}
 		}
 	}
-	return append(all, operation{"stream", tensor.Uint8, []tensor.DType{tensor.Uint8}, func(s set, dst []byte, in [][]byte) {
-		s.stream(dst, in[0])
-	}, false})
+	return append(all, operation{"stream", tensor.Uint8, []tensor.DType{tensor.Uint8},
+		func(s set, dst []byte, in [][]byte) {
+			s.stream(dst, in[0])
+		}, false})
 }
 
 // layoutOperations returns the operations that are not variants.
@@ -134,7 +140,8 @@ func (o operation) check(t testing.TB, what func() string, got, want []byte, in 
 		for k, dt := range o.in {
 			operands = append(operands, in[k][i/size*dt.Size():][:dt.Size()])
 		}
-		t.Fatalf("%s, %s: element %d of %d is % x, want % x, from % x", o.name, what(), i/size, len(want)/size, g, w, operands)
+		t.Fatalf("%s, %s: element %d of %d is % x, want % x, from % x", o.name, what(), i/size,
+			len(want)/size, g, w, operands)
 	}
 }
 
@@ -158,17 +165,21 @@ func special(dt tensor.DType) []uint64 {
 	width := 8 * dt.Size()
 	top := uint64(1) << (width - 1)
 	if !dt.IsFloat() {
-		return []uint64{0, 1, 2, 3, 7, 15, 16, top - 1, top, top + 1, top >> 1, 2*top - 1, 2*top - 2, 0x80, 0x0100, 0xff}
+		return []uint64{0, 1, 2, 3, 7, 15, 16, top - 1, top, top + 1, top >> 1, 2*top - 1, 2*top - 2, 0x80,
+			0x0100, 0xff}
 	}
-	fraction := map[tensor.DType]int{tensor.Float16: 10, tensor.BFloat16: 7, tensor.Float32: 23, tensor.Float64: 52}[dt]
+	fraction := map[tensor.DType]int{tensor.Float16: 10, tensor.BFloat16: 7, tensor.Float32: 23,
+		tensor.Float64: 52}[dt]
 	unit := uint64(1) << fraction // the lowest bit of the exponent
 	inf := top - unit
 	one := inf / 2 &^ (unit - 1)
 	positive := []uint64{
 		0, 1, 2, unit - 1, unit, unit + 1, // subnormal to normal
-		one - 1, one, one + 1, one + unit, one + unit/2, one - unit, one + uint64(fraction)*unit, one + uint64(fraction+1)*unit,
+		one - 1, one, one + 1, one + unit, one + unit/2, one - unit, one + uint64(fraction)*unit,
+		one + uint64(fraction+1)*unit,
 		inf - unit, inf - 1, inf, // the largest, and infinity
-		inf + 1, inf + unit/2 - 1, inf + unit/2, inf + unit/2 + 1, inf + unit - 1, // NaNs, signalling and quiet
+		// NaNs, signalling and quiet
+		inf + 1, inf + unit/2 - 1, inf + unit/2, inf + unit/2 + 1, inf + unit - 1,
 	}
 	var all []uint64
 	for _, x := range positive {
@@ -262,9 +273,12 @@ func TestLengthsAndAlignments(t *testing.T) {
 						}
 					}
 					o.run(s, dst, args)
-					what := func() string { return fmt.Sprintf("%s, at %d of a line, destination %d", s.name, place*size, same) }
+					what := func() string {
+						return fmt.Sprintf("%s, at %d of a line, destination %d", s.name, place*size, same)
+					}
 					o.check(t, what, dst, want, in)
-					if !bytes.Equal(buffer[:before], blank[:before]) || !bytes.Equal(buffer[behind:], blank[behind:]) {
+					if !bytes.Equal(buffer[:before], blank[:before]) ||
+						!bytes.Equal(buffer[behind:], blank[behind:]) {
 						t.Fatalf("%s of %d, %s: wrote beside the destination", o.name, n, what())
 					}
 					for i := range in {
@@ -358,7 +372,8 @@ func TestBoundaries(t *testing.T) {
 				for _, inf := range []float64{math.Inf(1), math.Inf(-1)} {
 					next := math.Nextafter(x, inf)
 					next32 := float64(math.Nextafter32(float32(x), float32(inf)))
-					wide = append(wide, next, -next, next32, -next32, math.Nextafter(next32, -inf), math.Nextafter(next32, inf))
+					wide = append(wide, next, -next, next32, -next32, math.Nextafter(next32, -inf),
+						math.Nextafter(next32, inf))
 				}
 			}
 		}
@@ -369,10 +384,12 @@ func TestBoundaries(t *testing.T) {
 		for bits := uint64(0); bits < 1<<32; bits += 9973 {
 			narrow = append(narrow, math.Float32frombits(uint32(bits)))
 		}
-		for from, src := range map[tensor.DType][]byte{tensor.Float32: tensor.Bytes(narrow), tensor.Float64: tensor.Bytes(wide)} {
-			o := operation{fmt.Sprintf("%v to %v", from, to), to, []tensor.DType{from}, func(s set, dst []byte, in [][]byte) {
-				s.table[to].from[from](dst, in[0])
-			}, false}
+		for from, src := range map[tensor.DType][]byte{tensor.Float32: tensor.Bytes(narrow),
+			tensor.Float64: tensor.Bytes(wide)} {
+			o := operation{fmt.Sprintf("%v to %v", from, to), to, []tensor.DType{from},
+				func(s set, dst []byte, in [][]byte) {
+					s.table[to].from[from](dst, in[0])
+				}, false}
 			want := o.apply(plainSet, [][]byte{src})
 			for _, s := range sets {
 				o.check(t, s.named, o.apply(s, [][]byte{src}), want, [][]byte{src})
@@ -386,7 +403,8 @@ func TestBoundaries(t *testing.T) {
 func TestQuotients(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(5, 6))
-	for _, dt := range []tensor.DType{tensor.Uint8, tensor.Int8, tensor.Uint16, tensor.Int16, tensor.Int32, tensor.Int64} {
+	for _, dt := range []tensor.DType{tensor.Uint8, tensor.Int8, tensor.Uint16, tensor.Int16, tensor.Int32,
+		tensor.Int64} {
 		for range 300 {
 			n := int64(r.Uint32()>>r.IntN(32)) | 1
 			in := [][]byte{make([]byte, 200*dt.Size())}
@@ -394,14 +412,16 @@ func TestQuotients(t *testing.T) {
 				put(dt, in[0][i*dt.Size():], uint64(n*int64(r.Uint64()>>r.IntN(64))+int64(r.IntN(3)-1)))
 			}
 			for _, o := range []operation{
-				{fmt.Sprintf("%v by %d", dt, n), dt, []tensor.DType{dt}, func(s set, dst []byte, in [][]byte) {
-					copy(dst, in[0])
-					s.table[dt].divide(dst, n)
-				}, true},
-				{fmt.Sprintf("%v times 1/%d", dt, n), dt, []tensor.DType{dt}, func(s set, dst []byte, in [][]byte) {
-					copy(dst, in[0])
-					s.table[dt].scale(dst, 1/float64(n))
-				}, true},
+				{fmt.Sprintf("%v by %d", dt, n), dt, []tensor.DType{dt},
+					func(s set, dst []byte, in [][]byte) {
+						copy(dst, in[0])
+						s.table[dt].divide(dst, n)
+					}, true},
+				{fmt.Sprintf("%v times 1/%d", dt, n), dt, []tensor.DType{dt},
+					func(s set, dst []byte, in [][]byte) {
+						copy(dst, in[0])
+						s.table[dt].scale(dst, 1/float64(n))
+					}, true},
 			} {
 				want := o.apply(plainSet, in)
 				for _, s := range sets {
@@ -447,8 +467,8 @@ func TestLong(t *testing.T) {
 // longBytes is at least the number of bytes that are passed to one call of a function in assembly.
 const longBytes = 1 << 20
 
-// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources, one source after
-// another.
+// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources, one source
+// after another.
 func FuzzLevels(f *testing.F) {
 	all := operations()
 	for i, o := range all {
@@ -506,7 +526,8 @@ func TestStream(t *testing.T) {
 		for _, place := range []int{0, 1, 63, 64} {
 			buffer := make([]byte, n+2*fence)
 			Stream(buffer[place:place+n], src[7:7+n])
-			if !bytes.Equal(buffer[place:place+n], src[7:7+n]) || bytes.ContainsFunc(buffer[:place], nonZero) || bytes.ContainsFunc(buffer[place+n:], nonZero) {
+			if !bytes.Equal(buffer[place:place+n], src[7:7+n]) ||
+				bytes.ContainsFunc(buffer[:place], nonZero) || bytes.ContainsFunc(buffer[place+n:], nonZero) {
 				t.Errorf("%d bytes to %d: not copied, or more than that", n, place)
 			}
 		}
@@ -563,7 +584,8 @@ func BenchmarkStream(b *testing.B) {
 	for _, size := range []int{64 << 10, 64 << 20} {
 		dst, src := make([]byte, size), make([]byte, size)
 		fillWith(src, 1)
-		for name, f := range map[string]func(dst, src []byte){"stream": Stream, "copy": func(dst, src []byte) { copy(dst, src) }} {
+		for name, f := range map[string]func(dst, src []byte){"stream": Stream,
+			"copy": func(dst, src []byte) { copy(dst, src) }} {
 			b.Run(fmt.Sprintf("bytes=%d/%s", size, name), func(b *testing.B) {
 				b.SetBytes(int64(size))
 				for b.Loop() {

@@ -103,7 +103,8 @@ func standardLink() (*link, error) {
 			return nil, os.NewSyscallError("fcntl", err)
 		}
 	}
-	return &link{in: os.NewFile(uintptr(unix.Stdin), "orders"), out: os.NewFile(uintptr(unix.Stdout), "notices")}, nil
+	return &link{in: os.NewFile(uintptr(unix.Stdin), "orders"), out: os.NewFile(uintptr(unix.Stdout),
+		"notices")}, nil
 }
 
 // serveLauncher runs the ranks of this host for the launcher at the other end of l, and closes l. It returns
@@ -148,7 +149,8 @@ func (a *agent) accept() error {
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
 		return err
 	}
-	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 && len(o.Job.Secret) != 1 {
+	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 &&
+		len(o.Job.Secret) != 1 {
 		return errors.New("malformed first order: want a job with command, ranks and secret")
 	}
 	a.job = *o.Job
@@ -219,7 +221,8 @@ func (a *agent) killAll() error {
 	return errors.New("the launcher is gone; ranks are still alive after SIGKILL")
 }
 
-// handleOrders carries out orders until the launcher is gone, and returns the error that ended the connection.
+// handleOrders carries out orders until the launcher is gone, and returns the error that ended the
+// connection.
 func (a *agent) handleOrders() error {
 	for {
 		var o order
@@ -283,7 +286,8 @@ func (a *agent) startHelpers() error {
 	for _, env := range a.envs {
 		var mine []*os.File // in the order of the helper's descriptors from 1 on
 		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
-			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null, []bool{true, true, false, true})
+			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
+				[]bool{true, true, false, true})
 			return pid, err
 		}, a.family.killOrphans)
 		if err != nil {
@@ -355,7 +359,8 @@ func (a *agent) release() {
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
-			return &refusal{Text: fmt.Sprintf("cannot run the ranks in the launcher's working directory: %v", err)}
+			return &refusal{Text: fmt.Sprintf("cannot run the ranks in the launcher's working directory: %v",
+				err)}
 		}
 	}
 	env := a.environment()
@@ -434,5 +439,6 @@ func (a *agent) reachStore() (at netip.AddrPort, err error) {
 		}
 	}
 	return at, fmt.Errorf("cannot reach the job's store on the launcher's host, at %s: "+
-		"check for a firewall between the hosts, or choose another network with --network-interfaces (%w)", strings.Join(a.job.Stores, ", "), err)
+		"check for a firewall between the hosts, or choose another network with --network-interfaces (%w)",
+		strings.Join(a.job.Stores, ", "), err)
 }

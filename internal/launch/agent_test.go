@@ -37,14 +37,16 @@ func TestLauncherIsGoneAtBegin(t *testing.T) {
 		}
 		control, err := s.OpenStream()
 		if err == nil {
-			err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"}, Ranks: []words{{"A=1"}, {"A=2"}}}})
+			err = send(control, order{Job: &hostJob{Command: words{"sleep", "1000"},
+				Ranks: []words{{"A=1"}, {"A=2"}}}})
 		}
 		for range 4 {
 			_, openErr := s.OpenStream()
 			err = errors.Join(err, openErr)
 		}
 		var n notice
-		if err = errors.Join(err, receive(control, maxNoticeBytes, &n), send(control, order{Begin: true})); err != nil || !n.Ready {
+		if err = errors.Join(err, receive(control, maxNoticeBytes, &n),
+			send(control, order{Begin: true})); err != nil || !n.Ready {
 			t.Fatalf("got %+v and error %v, want a ready agent", n, err)
 		}
 		s.Close()

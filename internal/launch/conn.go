@@ -40,8 +40,9 @@ type agentConn struct {
 	stderr  *stream // standard error of the command
 	greeted bool    // the agent has said hello
 	status  unix.WaitStatus
-	ended   chan struct{} // closed when the command was reaped, or when the agent in this process has returned
-	silent  chan struct{} // closed when standard error was read to its end
+	// closed when the command was reaped, or when the agent in this process has returned
+	ended  chan struct{}
+	silent chan struct{} // closed when standard error was read to its end
 
 	// ready and over belong to the supervisor's goroutine: the agent can start its ranks, or no process of
 	// them is left.
@@ -85,7 +86,8 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		c.link = &link{in: mine, out: mine}
 		go func() {
 			defer close(c.ended)
-			// serveLauncher fails only if the launcher has closed the link, and then the launcher knows the reason.
+			// serveLauncher fails only if the launcher has closed the link, and then the launcher knows the
+			// reason.
 			_ = serveLauncher(&link{in: theirs, out: theirs}, 0, j.o.Env, &j.family)
 		}()
 		return nil
@@ -175,7 +177,8 @@ func (j *job) routes() []netip.Addr {
 		searches.Go(func() {
 			var d net.Dialer
 			// Connecting a datagram socket only looks up the route; it sends nothing.
-			conn, err := d.DialContext(ctx, "udp", net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
+			conn, err := d.DialContext(ctx, "udp",
+				net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
 			if err != nil {
 				return
 			}
@@ -295,7 +298,8 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			err := n.Refused.error(j, c)
 			j.post(func() { j.abort(err) })
 		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
-			return fmt.Errorf("malformed notice from the agent: report on rank index %d, want less than %d", n.Rank, len(c.ranks))
+			return fmt.Errorf("malformed notice from the agent: report on rank index %d, want less than %d",
+				n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
 				n.Report.At = time.Now().UnixNano() // the clock of that host may differ
@@ -354,8 +358,10 @@ func (j *job) explain(c *agentConn, err error) error {
 	if err != io.EOF { // from readHello, or in the middle of a frame
 		how = fmt.Sprintf("%v (%s)", err, how)
 	}
-	if !c.greeted && (c.status.ExitStatus() == statusNotFound || c.status.ExitStatus() == statusNotExecutable) {
-		return fmt.Errorf("found no hvdrun at %s on that host: give its path with --remote-hvdrun (%s)", j.o.AgentPath, how)
+	if !c.greeted && (c.status.ExitStatus() == statusNotFound ||
+		c.status.ExitStatus() == statusNotExecutable) {
+		return fmt.Errorf("found no hvdrun at %s on that host: give its path with --remote-hvdrun (%s)",
+			j.o.AgentPath, how)
 	}
 	return errors.New(how)
 }

@@ -37,8 +37,8 @@ type family struct {
 	mu sync.Mutex
 	// own holds the children that were started by this family and are not reaped.
 	own map[int]relative
-	// orphans returns the action for a child that is not in own, by its process ID and process group. If it is
-	// nil, all are ignored, and the family need not list the children.
+	// orphans returns the action for a child that is not in own, by its process ID and process group. If it
+	// is nil, all are ignored, and the family need not list the children.
 	orphans func(pid, pgrp int) orphanAction
 	// before holds the children that the process had when adopt was called.
 	before map[int]bool
@@ -101,7 +101,8 @@ func (f *family) killOrphans(status unix.WaitStatus) {
 
 // start starts a child of a batch that is not complete, by calling start with mu held. ended is called when
 // the child is reaped.
-func (f *family) start(b *batch, start func() (pid int, err error), ended func(unix.WaitStatus)) (pid int, err error) {
+func (f *family) start(b *batch, start func() (pid int, err error),
+	ended func(unix.WaitStatus)) (pid int, err error) {
 	f.mu.Lock() // the child must not be reaped before it is in own
 	defer f.mu.Unlock()
 	if pid, err = start(); err == nil {
@@ -245,7 +246,8 @@ func listChildren() ([]child, error) {
 			continue
 		}
 		stat, err := os.ReadFile("/proc/" + name + "/stat")
-		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) || errors.Is(err, os.ErrPermission) {
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) ||
+			errors.Is(err, os.ErrPermission) {
 			continue // the process has ended meanwhile, or belongs to another user
 		}
 		if err != nil {

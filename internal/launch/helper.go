@@ -22,7 +22,8 @@ const HelperArg = "__hvdrun-rank-helper"
 
 // The helper's file descriptors besides 0, 1 and 2, which are those of the rank.
 const (
-	orderFD  = 3 // the launcher's orders: signal numbers, a byte each; end of file means that the launcher is gone
+	// the launcher's orders: signal numbers, a byte each; end of file means that the launcher is gone
+	orderFD  = 3
 	reportFD = 4 // the helper's reports, as JSON
 )
 
@@ -87,7 +88,8 @@ func HelperMain(args, env []string) int {
 	}
 	// The launcher decides what a signal means. The helper catches the signals instead of ignoring them,
 	// because the command would inherit ignored signals.
-	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+		unix.SIGUSR2} {
 		if !signal.Ignored(s) {
 			signal.Notify(make(chan os.Signal, 1), s)
 		}

@@ -89,7 +89,8 @@ func cutHost(word string) (name, rest string, err error) {
 
 func checkHostName(name string) error {
 	strange := strings.IndexFunc(name, func(r rune) bool {
-		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune(".:-_%@", r)
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') &&
+			!strings.ContainsRune(".:-_%@", r)
 	})
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
 		return errors.New("want names or addresses of hosts")
@@ -176,7 +177,8 @@ func Slots(hosts []Host) (n int) {
 	return n
 }
 
-// Assignment is the host and the topology of one rank: its host and its topology. See topo.FromHosts for local and cross ranks.
+// Assignment is the host and the topology of one rank: its host and its topology. See topo.FromHosts for
+// local and cross ranks.
 type Assignment struct {
 	// Host is the index of the host in the list.
 	Host int
@@ -191,8 +193,9 @@ func Assign(hosts []Host, np int) ([]Assignment, error) {
 		for _, h := range hosts {
 			names = append(names, fmt.Sprintf("%s has %d", h.Name, h.Slots))
 		}
-		return nil, fmt.Errorf("got %d ranks for %d slots (%.200s): lower -np, or raise the number after a host "+
-			"in -H or --hostfile", np, have, strings.Join(names, ", "))
+		return nil, fmt.Errorf(
+			"got %d ranks for %d slots (%.200s): lower -np, or raise the number after a host "+
+				"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Assignment, 0, np)
 	var crossSize []int // by local rank: number of hosts that have it

@@ -22,9 +22,11 @@ func TestParseHosts(t *testing.T) {
 		{"h1", []launch.Host{{"h1", 1}}},
 		{"h1:2,h2:3", []launch.Host{{"h1", 2}, {"h2", 3}}},
 		{" h1:2 , h2 ", []launch.Host{{"h1", 2}, {"h2", 1}}},
-		{"10.0.0.1:4,[fe80::1%eth0]:2,fd00::7,[fd00::8]", []launch.Host{{"10.0.0.1", 4}, {"fe80::1%eth0", 2}, {"fd00::7", 1}, {"fd00::8", 1}}},
+		{"10.0.0.1:4,[fe80::1%eth0]:2,fd00::7,[fd00::8]", []launch.Host{{"10.0.0.1", 4}, {"fe80::1%eth0", 2},
+			{"fd00::7", 1}, {"fd00::8", 1}}},
 		{"me@h-1.a_b.example:2", []launch.Host{{"me@h-1.a_b.example", 2}}},
-		{"me@fd00::7,[me@fd00::8]:2,a:2::b:1", []launch.Host{{"me@fd00::7", 1}, {"me@fd00::8", 2}, {"a:2::b:1", 1}}},
+		{"me@fd00::7,[me@fd00::8]:2,a:2::b:1", []launch.Host{{"me@fd00::7", 1}, {"me@fd00::8", 2},
+			{"a:2::b:1", 1}}},
 		{"h1:65536", []launch.Host{{"h1", launch.MaxSlots}}},
 	} {
 		if got, err := launch.ParseHosts(c.list); err != nil || !slices.Equal(got, c.want) {
@@ -82,7 +84,8 @@ func TestParseHostFile(t *testing.T) {
 		}
 		return path
 	}
-	got, err := launch.ParseHostFile(write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
+	got, err := launch.ParseHostFile(
+		write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
 	want := []launch.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("got %v and error %v, want %v", got, err, want)
@@ -103,7 +106,8 @@ func TestParseHostFile(t *testing.T) {
 		{strings.Repeat("#", 1<<20+1), "more than 1048576 bytes"},
 	} {
 		path := write(c.text)
-		if got, err := launch.ParseHostFile(path); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) {
+		if got, err := launch.ParseHostFile(path); err == nil || !strings.Contains(err.Error(), c.want) ||
+			!strings.Contains(err.Error(), path) {
 			t.Errorf("%.80q: got %v and error %v, want one with %q and the path", c.text, got, err, c.want)
 		}
 	}
@@ -168,7 +172,8 @@ func ExampleAssign() {
 		panic(err)
 	}
 	for _, p := range places {
-		fmt.Println(hosts[p.Host].Name, p.Rank, "local", p.LocalRank, "of", p.LocalSize, "cross", p.CrossRank, "of", p.CrossSize)
+		fmt.Println(hosts[p.Host].Name, p.Rank, "local", p.LocalRank, "of", p.LocalSize, "cross", p.CrossRank,
+			"of", p.CrossSize)
 	}
 	// Output:
 	// a 0 local 0 of 2 cross 0 of 2

@@ -79,11 +79,14 @@ func byShell(script string) []string {
 
 func TestSeveralHosts(t *testing.T) {
 	t.Parallel()
-	mine := []string{"env", "USER=me", "SSH_TTY=mine", "HVD_HOSTID=mine", "CUDA_VISIBLE_DEVICES=mine", "HVD_CYCLE=mine"}
-	r := start(t, spec{NP: 4, Hosts: "h1:2,localhost,h2:3", NoPrefix: true, Set: []string{"A=1", "HOME=/set"}, wrap: mine, TorchStore: "192.0.2.1:7", Reach: []string{
-		"env", "-i", "{mark}", "AT={host}", "HOME=/home/{host}", "USER=me@{host}", "SSH_TTY={host}", "HVD_TYPO=1", "HVD_HOSTID={host}", "A=0",
-		"PATH=/nowhere", "RANK=9", "MASTER_ADDR=other", "CUDA_VISIBLE_DEVICES={host}",
-	}, Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
+	mine := []string{"env", "USER=me", "SSH_TTY=mine", "HVD_HOSTID=mine", "CUDA_VISIBLE_DEVICES=mine",
+		"HVD_CYCLE=mine"}
+	r := start(t, spec{NP: 4, Hosts: "h1:2,localhost,h2:3", NoPrefix: true, Set: []string{"A=1", "HOME=/set"},
+		wrap: mine, TorchStore: "192.0.2.1:7", Reach: []string{
+			"env", "-i", "{mark}", "AT={host}", "HOME=/home/{host}", "USER=me@{host}", "SSH_TTY={host}",
+			"HVD_TYPO=1", "HVD_HOSTID={host}", "A=0",
+			"PATH=/nowhere", "RANK=9", "MASTER_ADDR=other", "CUDA_VISIBLE_DEVICES={host}",
+		}, Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
 	if got := r.wait(); got != 0 {
 		t.Errorf("got exit status %d, want 0", got)
 	}
@@ -93,15 +96,21 @@ func TestSeveralHosts(t *testing.T) {
 		t.Fatal(err)
 	}
 	for rank, want := range [][]string{
-		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0", "HOROVOD_CROSS_SIZE=3", "AT=h1"},
-		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0", "HOROVOD_CROSS_SIZE=1", "USER=me@h1",
-			"SSH_TTY=h1", "HVD_HOSTID=h1", "CUDA_VISIBLE_DEVICES=h1", "RANK=1", "LOCAL_RANK=1", "GROUP_RANK=0", "GROUP_WORLD_SIZE=3",
+		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0",
+			"HOROVOD_CROSS_SIZE=3", "AT=h1"},
+		{"HOROVOD_HOSTNAME=h1", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0",
+			"HOROVOD_CROSS_SIZE=1", "USER=me@h1",
+			"SSH_TTY=h1", "HVD_HOSTID=h1", "CUDA_VISIBLE_DEVICES=h1", "RANK=1", "LOCAL_RANK=1",
+			"GROUP_RANK=0", "GROUP_WORLD_SIZE=3",
 			"MASTER_ADDR=192.0.2.1"},
-		{"HOROVOD_HOSTNAME=localhost", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=1", "HOROVOD_CROSS_SIZE=3", "USER=me",
+		{"HOROVOD_HOSTNAME=localhost", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=1",
+			"HOROVOD_CROSS_SIZE=3", "USER=me",
 			"SSH_TTY=mine", "HVD_HOSTID=mine"},
-		{"HOROVOD_HOSTNAME=h2", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=2", "HOROVOD_CROSS_SIZE=3", "AT=h2"},
+		{"HOROVOD_HOSTNAME=h2", "HOROVOD_LOCAL_RANK=0", "HOROVOD_LOCAL_SIZE=1", "HOROVOD_CROSS_RANK=2",
+			"HOROVOD_CROSS_SIZE=3", "AT=h2"},
 	} {
-		want = append(want, fmt.Sprint("HOROVOD_RANK=", rank), "HOROVOD_SIZE=4", "A=1", "HOME=/set", "HVD_CYCLE=mine", "PWD="+dir, markVariable+"="+r.mark,
+		want = append(want, fmt.Sprint("HOROVOD_RANK=", rank), "HOROVOD_SIZE=4", "A=1", "HOME=/set",
+			"HVD_CYCLE=mine", "PWD="+dir, markVariable+"="+r.mark,
 			"HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1")
 		for _, w := range want {
 			if !slices.Contains(lines, fmt.Sprintf("%d:%s", rank, w)) {
@@ -109,12 +118,14 @@ func TestSeveralHosts(t *testing.T) {
 			}
 		}
 	}
-	for _, unwanted := range []string{"0:HVD_TYPO=1", "0:PATH=/nowhere", "2:AT=localhost", "0:RANK=9", "3:MASTER_ADDR=other", "1:HOROVOD_RANK=77"} {
+	for _, unwanted := range []string{"0:HVD_TYPO=1", "0:PATH=/nowhere", "2:AT=localhost", "0:RANK=9",
+		"3:MASTER_ADDR=other", "1:HOROVOD_RANK=77"} {
 		if slices.Contains(lines, unwanted) {
 			t.Errorf("got %s", unwanted)
 		}
 	}
-	ids := regexp.MustCompile(`(?m)^\d:(HVD_JOB_ID|HVD_SECRET)=(\S+)$`).FindAllStringSubmatch(r.stdout.String(), -1)
+	ids := regexp.MustCompile(`(?m)^\d:(HVD_JOB_ID|HVD_SECRET)=(\S+)$`).FindAllStringSubmatch(
+		r.stdout.String(), -1)
 	seen := make(map[string]int)
 	for _, id := range ids {
 		seen[id[1]+id[2]]++
@@ -145,7 +156,8 @@ func TestStatusOverHosts(t *testing.T) {
 		report string
 	}{
 		{"success", "exit 0", 0, nil, ""},
-		{"failure", `[ $HOROVOD_RANK = 2 ] || exit 0; echo oops >&2; exit 3`, 3, []int{2}, "  rank 2: exit status 3\n    host: h2\n"},
+		{"failure", `[ $HOROVOD_RANK = 2 ] || exit 0; echo oops >&2; exit 3`, 3, []int{2},
+			"  rank 2: exit status 3\n    host: h2\n"},
 		{"killed", `[ $HOROVOD_RANK = 1 ] || exit 0; kill -9 $$`, 137, []int{1}, "    host: h1\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -155,7 +167,8 @@ func TestStatusOverHosts(t *testing.T) {
 				t.Errorf("got exit status %d, want %d", got, c.want)
 			}
 			res := r.outcome()
-			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != 4 || res.Ranks[1].Host != "h1" || res.Ranks[2].Host != "h2" {
+			if res.Status != c.want || !slices.Equal(res.Roots, c.roots) || len(res.Ranks) != 4 ||
+				res.Ranks[1].Host != "h1" || res.Ranks[2].Host != "h2" {
 				t.Errorf("got result %+v, want status %d, roots %v", res, c.want, c.roots)
 			}
 			if !strings.Contains(r.stderr.String(), c.report) || c.report == "" && r.stderr.String() != "" {
@@ -173,11 +186,13 @@ func TestStatusOverHosts(t *testing.T) {
 // TestReportNamesHosts checks that the report of a failure names the hosts of the other ranks that failed.
 func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10, Command: sh(`[ $HOROVOD_RANK = 1 ] && exit 3; sleep 1000`)})
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10,
+		Command: sh(`[ $HOROVOD_RANK = 1 ] && exit 3; sleep 1000`)})
 	if got := r.wait(); got != 3 {
 		t.Errorf("got exit status %d, want 3", got)
 	}
-	if !regexp.MustCompile(`  rank 0: killed by SIGTERM from hvdrun, pid \d+ on h1, at `).MatchString(r.stderr.String()) {
+	if !regexp.MustCompile(`  rank 0: killed by SIGTERM from hvdrun, pid \d+ on h1, at `).MatchString(
+		r.stderr.String()) {
 		t.Errorf("got %s", r.stderr.String())
 	}
 }
@@ -189,14 +204,16 @@ func TestSignalsOverHosts(t *testing.T) {
 	}{{unix.SIGINT, 130}, {unix.SIGTERM, 143}, {unix.SIGUSR1, 0}} {
 		t.Run(unix.SignalName(c.sent), func(t *testing.T) {
 			t.Parallel()
-			r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000, Command: []string{self(), "rank", "obey"}})
+			r := start(t, spec{NP: 3, Hosts: "h1:2,localhost", GraceMS: 600_000,
+				Command: []string{self(), "rank", "obey"}})
 			r.awaitOutput(&r.stdout, "ready", 3)
 			r.signal(c.sent)
 			if got := r.wait(); got != c.want {
 				t.Errorf("got exit status %d, want %d", got, c.want)
 			}
 			for rank := range 3 {
-				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, unix.SignalName(c.sent)); !strings.Contains(r.stdout.String(), want) {
+				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank,
+					unix.SignalName(c.sent)); !strings.Contains(r.stdout.String(), want) {
 					t.Errorf("missing %q", want)
 				}
 			}
@@ -220,7 +237,8 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 // whatever the ranks have started and however the launcher ends.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,localhost", Command: sh("trap '' INT TERM HUP; (setsid sh -c 'sleep 1000 & sleep 1000; true' &); sleep 1000; true")})
+	r := start(t, spec{NP: 2, Hosts: "h1,localhost",
+		Command: sh("trap '' INT TERM HUP; (setsid sh -c 'sleep 1000 & sleep 1000; true' &); sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 1+2*(1+2+3) })
 	r.signal(unix.SIGKILL)
 	r.cmd.Wait()
@@ -244,14 +262,16 @@ func (r *run) agentOf(host string) (pid int) {
 
 func TestAgentIsKilled(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50, Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
+	r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50,
+		Command: sh("(setsid sh -c 'sleep 1000; true' &); echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 3)
 	unix.Kill(r.agentOf("h2"), unix.SIGKILL)
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
 	res := r.outcome()
-	if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost || res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
+	if len(res.Roots) != 1 || res.Roots[0] == 0 || !res.Ranks[1].Lost || !res.Ranks[2].Lost ||
+		res.Ranks[0].Lost || res.Ranks[1].PID == 0 {
 		t.Errorf("got %+v, want ranks 1 and 2 lost", res)
 	}
 	if want := "lost host h2: env: killed by SIGKILL"; strings.Count(r.stderr.String(), want) < 2 {
@@ -263,7 +283,8 @@ func TestAgentIsKilled(t *testing.T) {
 // stopped, and that the end of the job does not wait for that agent.
 func TestAgentIsStopped(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, LivenessMS: 1, KillMS: 600_000, Command: sh("echo ready; sleep 1000; true")})
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, LivenessMS: 1, KillMS: 600_000,
+		Command: sh("echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.agentOf("h2"), unix.SIGSTOP)
 	if got := r.wait(); got != 137 {
@@ -279,7 +300,8 @@ func TestAgentIsStopped(t *testing.T) {
 func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	flood, orders, answers := filepath.Join(dir, "flood"), filepath.Join(dir, "orders"), filepath.Join(dir, "answers")
+	flood, orders, answers := filepath.Join(dir, "flood"), filepath.Join(dir, "orders"),
+		filepath.Join(dir, "answers")
 	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", NoticeMS: 50, LivenessMS: 6000,
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
@@ -341,12 +363,13 @@ func TestLostHostIsBlamed(t *testing.T) {
 	dir := t.TempDir()
 	files := []string{filepath.Join(dir, "word"), filepath.Join(dir, "end")}
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 60_000, LivenessMS: 3000,
-		Command: sh("echo ready; [ $HOROVOD_RANK = 0 ] || exec sleep 1000; " + laterScript(files[0]) + "echo word; " + laterScript(files[1]) + "exit 5")})
+		Command: sh("echo ready; [ $HOROVOD_RANK = 0 ] || exec sleep 1000; " + laterScript(files[0]) +
+			"echo word; " + laterScript(files[1]) + "exit 5")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	agent := r.agentOf("h2")
 	unix.Kill(agent, unix.SIGSTOP)
-	// The launcher has read everything that the agent sent before it stopped, because it reads the word of the
-	// other host after that.
+	// The launcher has read everything that the agent sent before it stopped, because it reads the word of
+	// the other host after that.
 	r.await("a stopped agent", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", agent))
 		return err == nil && strings.Contains(string(stat), ") T ")
@@ -379,14 +402,17 @@ func TestAgentThatObeysNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, GraceMS: 50, KillMS: 100, Command: c.command,
-				Reach: byShell(`[ $AT = h2 ] || exec "$@"; exec "$1" "fake agent" '{"Notices": ["{\"Ready\":true}"], "Lives": true}'`)})
+			r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, GraceMS: 50, KillMS: 100,
+				Command: c.command,
+				Reach:   byShell(`[ $AT = h2 ] || exec "$@"; exec "$1" "fake agent" '{"Notices": ["{\"Ready\":true}"], "Lives": true}'`)})
 			r.awaitOutput(&r.stdout, "ready", 1)
 			if name == "signal" {
 				r.signal(unix.SIGINT)
 			}
-			if got := r.wait(); got != c.want || !strings.Contains(r.stderr.String(), "processes of rank 1 are still alive after SIGKILL") {
-				t.Errorf("got exit status %d and %q, want %d and rank 1 named", got, r.stderr.String(), c.want)
+			if got := r.wait(); got != c.want ||
+				!strings.Contains(r.stderr.String(), "processes of rank 1 are still alive after SIGKILL") {
+				t.Errorf("got exit status %d and %q, want %d and rank 1 named", got, r.stderr.String(),
+					c.want)
 			}
 		})
 	}
@@ -412,15 +438,18 @@ func TestAgentThatEndsEarly(t *testing.T) {
 		{"before it says gone", []string{ready, started, ended}, 1, "env: exit status 7: bad line"},
 		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
 		{"without bye", []string{ready, started, ended, gone, over}, 1, "env: exit status 7: bad line"},
-		{"bye before the end", []string{ready, started, ended, gone, bye}, 1, "unexpected Bye from the agent before"},
+		{"bye before the end", []string{ready, started, ended, gone, bye}, 1,
+			"unexpected Bye from the agent before"},
 		{"all", []string{ready, started, ended, gone, over, bye}, 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"}, Reach: fake{Notices: c.notices, Print: "half"}.reach()})
+			r := start(t, spec{NP: 1, Hosts: "h1", Command: []string{"true"},
+				Reach: fake{Notices: c.notices, Print: "half"}.reach()})
 			got, said := r.wait(), r.stderr.String()
 			want := "launch: host h1: the last output was lost: " + c.want
-			if got != c.status || c.want != "" && !strings.Contains(said, want) || c.want == "" && strings.Contains(said, "lost") {
+			if got != c.status || c.want != "" && !strings.Contains(said, want) ||
+				c.want == "" && strings.Contains(said, "lost") {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
 			}
 			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
@@ -439,7 +468,8 @@ func TestAgentThatEndsEarly(t *testing.T) {
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "received")
-	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`), Command: []string{"true"}})
+	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`),
+		Command: []string{"true"}})
 	if got := r.wait(); got != 1 {
 		t.Errorf("got exit status %d, want 1", got)
 	}
@@ -450,7 +480,8 @@ func TestSecretIsForAgents(t *testing.T) {
 
 func TestHelperIsKilledOverHosts(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50,
+		Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.helper("1"), unix.SIGKILL)
 	if got := r.wait(); got != 137 {
@@ -465,7 +496,8 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 // order.
 func TestHelperIsStoppedOverHosts(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000, Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
+	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000,
+		Command: sh("setsid sleep 1000 & echo ready; sleep 1000; true")})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	unix.Kill(r.helper("0"), unix.SIGSTOP)
 	r.signal(unix.SIGINT)
@@ -487,28 +519,47 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		stderr  []string
 		exclude string
 	}{
-		{"no command", spec{Command: []string{"no-such-program"}}, 127, []string{`command "no-such-program" on host h`, "not found"}, ""},
+		{"no command", spec{Command: []string{"no-such-program"}}, 127,
+			[]string{`command "no-such-program" on host h`, "not found"}, ""},
 		{"not executable", spec{Command: []string{os.TempDir()}}, 126, []string{`on host h`}, ""},
-		{"no interpreter", spec{Command: []string{brokenScript(t)}}, 127, []string{`on host h`, "no such file"}, "Root cause"},
-		{"no reach", spec{Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: ", "not found"}, ""},
-		{"no reach, and this host", spec{Hosts: "h1:2,localhost:2", Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: "}, ""},
+		{"no interpreter", spec{Command: []string{brokenScript(t)}}, 127,
+			[]string{`on host h`, "no such file"}, "Root cause"},
+		{"no reach", spec{Reach: []string{"no-such-agent"}}, 1, []string{"host h1: no-such-agent: ",
+			"not found"}, ""},
+		{"no reach, and this host", spec{Hosts: "h1:2,localhost:2", Reach: []string{"no-such-agent"}}, 1,
+			[]string{"host h1: no-such-agent: "}, ""},
 		{"no hvdrun", spec{Reach: byShell(`[ $AT = h1 ] || exec /no/hvdrun; exec "$@"`)}, 1,
-			[]string{"host h2: found no hvdrun at " + self() + " on that host: give its path with --remote-hvdrun", "exit status 127", "/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
-		{"ends at once", spec{Reach: byShell(`[ $AT = h1 ] || { echo name unknown >&2; exit 255; }; exec "$@"`)}, 1,
+			[]string{"host h2: found no hvdrun at " + self() +
+				" on that host: give its path with --remote-hvdrun", "exit status 127",
+				"/no/hvdrun: not found", "hvdrun: host h2: "}, ""},
+		{"ends at once", spec{
+			Reach: byShell(`[ $AT = h1 ] || { echo name unknown >&2; exit 255; }; exec "$@"`)}, 1,
 			[]string{"launch: host h2: env: exit status 255: name unknown\n"}, ""},
 		{"is killed", spec{Reach: byShell(`kill -9 $$`)}, 1, []string{": env: killed by SIGKILL"}, ""},
-		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1, []string{`got "this is a menu", want the greeting of an hvdrun agent`}, ""},
-		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1, []string{"without the greeting of an hvdrun agent", "menu"}, ""},
-		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1, []string{"got version 7 of the agent protocol", "want version 2", "same hvdrun"}, ""},
-		{"no session", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\2\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1, []string{"invalid protocol version"}, ""},
-		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1, []string{"frame of 70000 bytes"}, ""},
+		{"says something else", spec{Reach: byShell(`echo this is a menu`)}, 1,
+			[]string{`got "this is a menu", want the greeting of an hvdrun agent`}, ""},
+		{"says without end", spec{Reach: []string{"sh", "-c", "yes menu"}}, 1,
+			[]string{"without the greeting of an hvdrun agent", "menu"}, ""},
+		{"another version", spec{Reach: byShell(`printf '` + helloText + `\0\0\0\7'; cat`)}, 1,
+			[]string{"got version 7 of the agent protocol", "want version 2", "same hvdrun"}, ""},
+		{"no session", spec{Reach: byShell(`printf '` + helloText +
+			`\0\0\0\2\377\377\377\377\377\377\377\377\377\377\377\377'; cat >/dev/null`)}, 1,
+			[]string{"invalid protocol version"}, ""},
+		{"bad frames", spec{Reach: fake{Notices: []string{strings.Repeat("x", 70_000)}}.reach()}, 1,
+			[]string{"frame of 70000 bytes"}, ""},
 		{"garbled", spec{Reach: fake{Notices: []string{"{"}}.reach()}, 1, []string{"malformed message"}, ""},
-		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()}, 1, []string{"malformed notice from the agent: report on rank index 256, want less than 2"}, ""},
-		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1, []string{"host h2: not ready within 3s"}, "h1:"},
-		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)}, 1, []string{"host h2: the agent closed its output, but env is still running"}, ""},
+		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()},
+			1, []string{"malformed notice from the agent: report on rank index 256, want less than 2"}, ""},
+		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1,
+			[]string{"host h2: not ready within 3s"}, "h1:"},
+		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)},
+			1, []string{"host h2: the agent closed its output, but env is still running"}, ""},
 		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,
-			[]string{"cannot reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: check for a firewall", "--network-interfaces"}, ""},
-		{"no directory", spec{dir: filepath.Join(t.TempDir(), "gone"), Reach: byShell(`rmdir "$PWD"; exec "$@"`)}, 1, []string{"working directory", "/gone: no such file"}, ""},
+			[]string{"cannot reach the job's store", "at 127.0.0.1:9, 127.0.0.1:7: check for a firewall",
+				"--network-interfaces"}, ""},
+		{"no directory", spec{dir: filepath.Join(t.TempDir(), "gone"),
+			Reach: byShell(`rmdir "$PWD"; exec "$@"`)}, 1,
+			[]string{"working directory", "/gone: no such file"}, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -556,9 +607,11 @@ func brokenScript(t *testing.T) string {
 // prints on standard error.
 func TestLoginThatPrints(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 1, Hosts: "h1", Reach: byShell(`printf 'Welcome!\n\0hvdrun host\n'; head -c 60000 /dev/zero; echo hear ye >&2; exec "$@"`),
+	r := start(t, spec{NP: 1, Hosts: "h1",
+		Reach:   byShell(`printf 'Welcome!\n\0hvdrun host\n'; head -c 60000 /dev/zero; echo hear ye >&2; exec "$@"`),
 		Command: []string{"echo", "works"}})
-	if got := r.wait(); got != 0 || r.stdout.String() != "[0]<stdout>:works\n" || r.stderr.String() != "hvdrun: host h1: hear ye\n" {
+	if got := r.wait(); got != 0 || r.stdout.String() != "[0]<stdout>:works\n" ||
+		r.stderr.String() != "hvdrun: host h1: hear ye\n" {
 		t.Errorf("got exit status %d, %q and %q", got, r.stdout.String(), r.stderr.String())
 	}
 }
@@ -566,8 +619,9 @@ func TestLoginThatPrints(t *testing.T) {
 // TestStoreAddresses checks that an agent chooses the first address of the store that works.
 func TestStoreAddresses(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 1, Hosts: "h1", StoreAddrs: []string{"127.0.0.1:9", "STORE", "[::1]:9"}, NoPrefix: true,
-		Command: sh("echo $HOROVOD_GLOO_RENDEZVOUS_ADDR; [ $HOROVOD_GLOO_RENDEZVOUS_PORT -gt 9 ]")})
+	r := start(t, spec{NP: 1, Hosts: "h1", StoreAddrs: []string{"127.0.0.1:9", "STORE", "[::1]:9"},
+		NoPrefix: true,
+		Command:  sh("echo $HOROVOD_GLOO_RENDEZVOUS_ADDR; [ $HOROVOD_GLOO_RENDEZVOUS_PORT -gt 9 ]")})
 	if got := r.wait(); got != 0 || r.stdout.String() != "127.0.0.1\n" {
 		t.Errorf("got exit status %d and %q", got, r.stdout.String())
 	}
@@ -577,17 +631,21 @@ func TestStoreAddresses(t *testing.T) {
 // wait for.
 func TestInterruptWhileHostsGetReady(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000, Reach: byShell(`echo hangs >&2; trap '' INT TERM; sleep 1000 & sleep 1000; true`), Command: []string{"true"}})
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000,
+		Reach:   byShell(`echo hangs >&2; trap '' INT TERM; sleep 1000 & sleep 1000; true`),
+		Command: []string{"true"}})
 	r.awaitOutput(&r.stderr, "hangs", 2)
 	r.signal(unix.SIGINT)
-	if got := r.wait(); got != 130 || !strings.Contains(r.stderr.String(), "SIGINT: stopping before any rank was started") {
+	if got := r.wait(); got != 130 ||
+		!strings.Contains(r.stderr.String(), "SIGINT: stopping before any rank was started") {
 		t.Errorf("got exit status %d and %q, want 130", got, r.stderr.String())
 	}
 }
 
 func TestContextEndsHostsThatGetReady(t *testing.T) {
 	t.Parallel()
-	r := start(t, spec{NP: 2, Hosts: "h1,h2", TimeoutMS: 200, Reach: byShell(`sleep 1000`), Command: []string{"true"}})
+	r := start(t, spec{NP: 2, Hosts: "h1,h2", TimeoutMS: 200, Reach: byShell(`sleep 1000`),
+		Command: []string{"true"}})
 	if got := r.wait(); got != 143 || !strings.Contains(r.stderr.String(), "deadline exceeded") {
 		t.Errorf("got exit status %d and %q, want 143", got, r.stderr.String())
 	}
@@ -598,7 +656,8 @@ func TestContextEndsHostsThatGetReady(t *testing.T) {
 func TestOutputOverHosts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", OutputDir: dir, Command: sh(`seq 300000; printf 'half '$HOROVOD_RANK >&2`)})
+	r := start(t, spec{NP: 3, Hosts: "h1:2,h2", OutputDir: dir,
+		Command: sh(`seq 300000; printf 'half '$HOROVOD_RANK >&2`)})
 	if got := r.wait(); got != 0 {
 		t.Errorf("got exit status %d, want 0", got)
 	}
@@ -611,7 +670,8 @@ func TestOutputOverHosts(t *testing.T) {
 		if err != nil || !bytes.Equal(got, all.Bytes()) {
 			t.Errorf("rank %d: got %d bytes and error %v, want %d", rank, len(got), err, all.Len())
 		}
-		if want := fmt.Sprintf("[%d]<stderr>:half %d\n", rank, rank); !strings.Contains(r.stderr.String(), want) {
+		if want := fmt.Sprintf("[%d]<stderr>:half %d\n", rank, rank); !strings.Contains(r.stderr.String(),
+			want) {
 			t.Errorf("missing %q", want)
 		}
 	}
@@ -643,7 +703,8 @@ func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 }
 
 func TestTooFewSlots(t *testing.T) {
-	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}}, Command: []string{"true"}})
+	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}},
+		Command: []string{"true"}})
 	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "got 4 ranks for 3 slots") {
 		t.Errorf("got error %v, want an OptionError", err)
 	}
@@ -655,8 +716,9 @@ func TestIsThisHost(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, want := range map[string]bool{
-		"localhost": true, "LocalHost": true, "127.0.0.1": true, "127.8.8.8": true, "::1": true, host: true, strings.ToUpper(host): true,
-		"192.0.2.1": false, "no-such-host": false, "": false, host + "x": false,
+		"localhost": true, "LocalHost": true, "127.0.0.1": true, "127.8.8.8": true, "::1": true, host: true,
+		strings.ToUpper(host): true,
+		"192.0.2.1":           false, "no-such-host": false, "": false, host + "x": false,
 	} {
 		if got := launch.IsThisHost(name); got != want {
 			t.Errorf("%q: got %v", name, got)

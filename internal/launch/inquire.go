@@ -28,8 +28,8 @@ type Inquiry struct {
 	Epilogue func(known []string, culprits []int) string
 }
 
-// handleQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one is
-// in progress; if not, the signal must be forwarded to the ranks.
+// handleQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one
+// is in progress; if not, the signal must be forwarded to the ranks.
 func (j *job) handleQuit() bool {
 	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < quitRepeat {
 		return false
@@ -53,7 +53,8 @@ func (j *job) survey(why string) {
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		j.surveyed <- struct{}{} // does not block: it has room for one, and there is only one survey at a time
+		// does not block: it has room for one, and there is only one survey at a time
+		j.surveyed <- struct{}{}
 	})
 }
 

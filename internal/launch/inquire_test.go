@@ -30,7 +30,8 @@ func TestQuitAsks(t *testing.T) {
 	if n := strings.Count(out, "surveyed for SIGQUIT\n"); n != 1 {
 		t.Errorf("%d surveys were printed, want 1", n)
 	}
-	if state := regexp.MustCompile(`asked for SIGQUIT: \["process \d+ is (sleeping|running)" "process \d+ is (sleeping|running)"\]`); !state.MatchString(out) {
+	if state := regexp.MustCompile(
+		`asked for SIGQUIT: \["process \d+ is (sleeping|running)" "process \d+ is (sleeping|running)"\]`); !state.MatchString(out) {
 		t.Errorf("got %q, want what is known of both processes", out)
 	}
 	if strings.Contains(out, "epilogue") {
@@ -44,7 +45,9 @@ func TestEpilogue(t *testing.T) {
 		t.Errorf("got exit status %d, want 3", got)
 	}
 	_, after, found := strings.Cut(r.stderr.String(), "Root cause")
-	if want := regexp.MustCompile(`-\nepilogue \["exit status 0, at [0-9:.]+" "exit status 3, at [0-9:.]+"\]\n$`); !found || !want.MatchString(after) {
+	if want := regexp.MustCompile(
+		`-\nepilogue \["exit status 0, at [0-9:.]+" "exit status 3, at [0-9:.]+"\]\n$`); !found ||
+		!want.MatchString(after) {
 		t.Errorf("got %q, want an epilogue behind the report", r.stderr.String())
 	}
 }

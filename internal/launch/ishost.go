@@ -36,7 +36,8 @@ func IsOfHost(name string) bool {
 		}
 	}
 	switch name {
-	case "HOSTNAME", "HVD_HOSTID", "DISPLAY", "TMPDIR", "TMP", "TEMP", "HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "_":
+	case "HOSTNAME", "HVD_HOSTID", "DISPLAY", "TMPDIR", "TMP", "TEMP", "HOME", "USER", "LOGNAME", "SHELL",
+		"MAIL", "PWD", "OLDPWD", "_":
 		return true
 	}
 	// Each host decides which devices a process may use. Horovod leaves CUDA_VISIBLE_DEVICES out too.

@@ -82,7 +82,8 @@ func TestCommandThatCannotRun(t *testing.T) {
 			if got := r.wait(); got != c.want {
 				t.Errorf("got exit status %d, want %d", got, c.want)
 			}
-			if out := r.stderr.String(); !strings.Contains(out, c.command) || strings.Contains(out, "Root cause") {
+			if out := r.stderr.String(); !strings.Contains(out, c.command) ||
+				strings.Contains(out, "Root cause") {
 				t.Errorf("got %q, want the command named and no report", out)
 			}
 		})
@@ -94,7 +95,8 @@ func TestCommandThatCannotRun(t *testing.T) {
 func TestScriptWithoutInterpreter(t *testing.T) {
 	dir := t.TempDir()
 	script := filepath.Join(dir, "a script")
-	if err := os.WriteFile(script, []byte("# no interpreter\necho \"$0:$#:$1:$2\"; exit $HOROVOD_RANK\n"), 0o700); err != nil {
+	if err := os.WriteFile(script, []byte("# no interpreter\necho \"$0:$#:$1:$2\"; exit $HOROVOD_RANK\n"),
+		0o700); err != nil {
 		t.Fatal(err)
 	}
 	empty := filepath.Join(dir, "empty")
@@ -107,7 +109,8 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 			t.Errorf("hosts %q: got exit status %d, want that of rank 1", hosts, got)
 		}
 		for rank := range 2 {
-			if want := fmt.Sprintf("[%d]<stdout>:%s:2:a b:\n", rank, script); !strings.Contains(r.stdout.String(), want) {
+			if want := fmt.Sprintf("[%d]<stdout>:%s:2:a b:\n", rank, script); !strings.Contains(
+				r.stdout.String(), want) {
 				t.Errorf("hosts %q: got %q, want %q", hosts, r.stdout.String(), want)
 			}
 		}
@@ -135,15 +138,18 @@ func TestEnvironment(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"HOROVOD_RANK=1", "HOROVOD_SIZE=2", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2", "HOROVOD_CROSS_RANK=0",
+		"HOROVOD_RANK=1", "HOROVOD_SIZE=2", "HOROVOD_LOCAL_RANK=1", "HOROVOD_LOCAL_SIZE=2",
+		"HOROVOD_CROSS_RANK=0",
 		"HOROVOD_CROSS_SIZE=1", "HOROVOD_HOSTNAME=" + host, "HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1",
-		"HOROVOD_GLOO_RENDEZVOUS_PORT=4711", "PYTHONUNBUFFERED=1", "A=2", "HOROVOD_CYCLE_TIME=3", markVariable + "=" + r.mark,
+		"HOROVOD_GLOO_RENDEZVOUS_PORT=4711", "PYTHONUNBUFFERED=1", "A=2", "HOROVOD_CYCLE_TIME=3",
+		markVariable + "=" + r.mark,
 	} {
 		if !slices.Contains(lines, want) {
 			t.Errorf("%s is missing", want)
 		}
 	}
-	ids := regexp.MustCompile(`(?m)^[01]:HVD_JOB_ID=([0-9a-f]{32})$`).FindAllStringSubmatch(r.stdout.String(), -1)
+	ids := regexp.MustCompile(`(?m)^[01]:HVD_JOB_ID=([0-9a-f]{32})$`).FindAllStringSubmatch(r.stdout.String(),
+		-1)
 	if len(ids) != 2 || ids[0][1] != ids[1][1] {
 		t.Errorf("got job ids %v, want one of 128 bits twice", ids)
 	}
@@ -189,7 +195,8 @@ func TestSignalsEndTheJob(t *testing.T) {
 				t.Errorf("got exit status %d, want %d", got, c.want)
 			}
 			for rank := range 3 {
-				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, c.seen); !strings.Contains(r.stdout.String(), want) {
+				if want := fmt.Sprintf("[%d]<stdout>:got %s\n", rank, c.seen); !strings.Contains(
+					r.stdout.String(), want) {
 					t.Errorf("missing %q", want)
 				}
 			}
@@ -199,7 +206,8 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		// A rank starts with the timeline signal ignored. If it installs a handler it receives that signal too.
+		// A rank starts with the timeline signal ignored. If it installs a handler it receives that signal
+		// too.
 		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
 			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
 				t.Parallel()
@@ -222,24 +230,28 @@ func TestSignalsAreForwarded(t *testing.T) {
 func TestTimelineSignalIsIgnored(t *testing.T) {
 	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
 	for _, hosts := range []string{"", "h1,localhost"} {
-		r := start(t, spec{NP: 2, Hosts: hosts, Set: []string{"HVD_TIMELINE_SIGNAL=SIGUSR2"}, Command: sh(script)})
+		r := start(t, spec{NP: 2, Hosts: hosts, Set: []string{"HVD_TIMELINE_SIGNAL=SIGUSR2"},
+			Command: sh(script)})
 		r.awaitOutput(&r.stdout, "ready", 2)
 		for range 2 {
 			r.signal(unix.SIGUSR2)
 		}
 		r.signal(unix.SIGUSR1) // signals come in the order in which they were sent
-		if got := r.wait(); got != 0 || strings.Count(r.stdout.String(), "slept") != 2 || strings.Contains(r.stdout.String(), "slept 140") {
+		if got := r.wait(); got != 0 || strings.Count(r.stdout.String(), "slept") != 2 ||
+			strings.Contains(r.stdout.String(), "slept 140") {
 			t.Errorf("hosts %q: got exit status %d and %q, want both ranks and what they run alive until SIGUSR1", hosts, got, r.stdout.String())
 		}
 	}
 	for value, want := range map[string]string{"": "0", "sigusr1": "1", "SIGUSR2": "2", "SIGTERM": "0"} {
-		r := start(t, spec{NP: 1, NoPrefix: true, Set: []string{"HVD_TIMELINE_SIGNAL=" + value}, Command: []string{"grep", "SigIgn", "/proc/self/status"}})
+		r := start(t, spec{NP: 1, NoPrefix: true, Set: []string{"HVD_TIMELINE_SIGNAL=" + value},
+			Command: []string{"grep", "SigIgn", "/proc/self/status"}})
 		got := r.wait()
 		_, mask, _ := strings.Cut(strings.TrimSpace(r.stdout.String()), "\t")
 		bits, err := strconv.ParseUint(mask, 16, 64)
 		ignored := strconv.FormatUint(bits>>(unix.SIGUSR1-1)&1|bits>>(unix.SIGUSR2-2)&2, 10)
 		if got != 0 || err != nil || ignored != want || bits>>(unix.SIGTERM-1)&1 != 0 {
-			t.Errorf("%q: got exit status %d and %q, want SIGUSR%s ignored", value, got, r.stdout.String(), want)
+			t.Errorf("%q: got exit status %d and %q, want SIGUSR%s ignored", value, got, r.stdout.String(),
+				want)
 		}
 	}
 }
@@ -278,17 +290,21 @@ func TestSignalThatComesTwice(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "later")
-			r := start(t, spec{NP: 1, GraceMS: 600_000, EchoMS: 600_000, Command: sh("trap 'echo user' USR1; trap : INT TERM; echo ready; " +
-				laterScript(file) + "echo saved")})
+			r := start(t, spec{NP: 1, GraceMS: 600_000, EchoMS: 600_000,
+				Command: sh("trap 'echo user' USR1; trap : INT TERM; echo ready; " +
+					laterScript(file) + "echo saved")})
 			r.awaitOutput(&r.stdout, "ready", 1)
-			r.signalTwice(s, func() bool { return strings.Contains(r.stderr.String(), "a second signal kills them") })
+			r.signalTwice(s, func() bool {
+				return strings.Contains(r.stderr.String(), "a second signal kills them")
+			})
 			r.signal(unix.SIGUSR1)
 			r.awaitOutput(&r.stdout, "user", 1)
 			if err := os.WriteFile(file, nil, 0o600); err != nil {
 				t.Fatal(err)
 			}
 			if got := r.wait(); got != 128+int(s) || !strings.Contains(r.stdout.String(), "saved") {
-				t.Errorf("got exit status %d and %q, want %d and what the rank says last", got, r.stdout.String(), 128+int(s))
+				t.Errorf("got exit status %d and %q, want %d and what the rank says last", got,
+					r.stdout.String(), 128+int(s))
 			}
 		})
 	}
@@ -313,8 +329,10 @@ func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	defer reader.Close()
 	const numBytes = 1 << 20
 	file := filepath.Join(t.TempDir(), "printed")
-	r := start(t, spec{NP: 1, GraceMS: 600_000, EchoMS: 600_000, NoPrefix: true, stdout: writer, Command: sh(fmt.Sprintf(
-		`trap 'exit 0' TERM; head -c %d /dev/zero; : >"%s"; while :; do sleep 0.01; done`, numBytes, file))})
+	r := start(t, spec{NP: 1, GraceMS: 600_000, EchoMS: 600_000, NoPrefix: true, stdout: writer,
+		Command: sh(fmt.Sprintf(
+			`trap 'exit 0' TERM; head -c %d /dev/zero; : >"%s"; while :; do sleep 0.01; done`, numBytes,
+			file))})
 	writer.Close()
 	r.await("printed output", func() bool { _, err := os.Stat(file); return err == nil })
 	r.signalTwice(unix.SIGTERM, func() bool { return len(r.processes()) == 0 })
@@ -359,7 +377,8 @@ func TestContextEndsTheJob(t *testing.T) {
 // TestGraceIsForTheWholeGroup checks that processes of a rank's group may clean up after SIGTERM although the
 // shell that started them has died at once. Processes that left the group got no signal and are killed.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
-	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() + `" rank tidy; true`)})
+	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() +
+		`" rank tidy; true`)})
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGTERM)
 	if got := r.wait(); got != 143 {
@@ -378,7 +397,9 @@ func TestRanksStartWithDefaultSignals(t *testing.T) {
 			t.Parallel()
 			r := start(t, spec{NP: 1, GraceMS: 600_000, Command: []string{"sleep", "1000"}})
 			r.await("the command", func() bool {
-				return slices.ContainsFunc(r.processes(), func(p process) bool { return p.command == "sleep 1000" })
+				return slices.ContainsFunc(r.processes(), func(p process) bool {
+					return p.command == "sleep 1000"
+				})
 			})
 			r.signal(s)
 			if got, want := r.wait(), 128+int(s); got != want {
@@ -491,7 +512,8 @@ func TestGoRunShowsItsOwnLines(t *testing.T) {
 }
 
 func TestHelperIsKilled(t *testing.T) {
-	r := start(t, spec{NP: 2, NoticeMS: 50, Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
+	r := start(t, spec{NP: 2, NoticeMS: 50,
+		Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 2*6 })
 	unix.Kill(r.helper("1"), unix.SIGKILL)
 	if got := r.wait(); got != 137 {
@@ -523,7 +545,8 @@ func TestCommandDiesWithItsHelper(t *testing.T) {
 func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{self(), "rank", "obey"}})
 	r.awaitOutput(&r.stdout, "ready", 1)
-	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2} {
+	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+		unix.SIGUSR2} {
 		unix.Kill(r.helper("0"), s)
 	}
 	r.signal(unix.SIGUSR1)
@@ -613,12 +636,17 @@ func TestRootCause(t *testing.T) {
 		status        int
 		report        []string
 	}{
-		{"first by time", "", []int{0}, 1, []string{"Root cause (first observed failure):\n  rank 0: exit status 1\n", "Other ranks that failed:\n  rank 2: killed by SIGKILL, not from hvdrun"}},
+		{"first by time", "", []int{0}, 1,
+			[]string{"Root cause (first observed failure):\n  rank 0: exit status 1\n",
+				"Other ranks that failed:\n  rank 2: killed by SIGKILL, not from hvdrun"}},
 		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, []int{2}, 137,
 			[]string{"Root cause (found by the surviving ranks): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
-		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1, []string{"  rank 0: exit", "  rank 2: killed"}},
-		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, []int{1}, 1, []string{"left early\n  rank 1: exit status 0\n"}},
-		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, []int{0}, 1, []string{"first observed failure"}},
+		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1,
+			[]string{"  rank 0: exit", "  rank 2: killed"}},
+		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, []int{1}, 1,
+			[]string{"left early\n  rank 1: exit status 0\n"}},
+		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, []int{0}, 1,
+			[]string{"first observed failure"}},
 		{"garbage", `{"epoch":1,"ranks":`, []int{0}, 1, []string{"first observed failure"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -650,12 +678,14 @@ func TestRootCause(t *testing.T) {
 }
 
 func TestReportShowsTheLastLines(t *testing.T) {
-	r := start(t, spec{NP: 1, Command: sh(`for i in $(seq 100 130); do echo line $i >&2; done; printf 'half' >&2; exit 1`)})
+	r := start(t, spec{NP: 1,
+		Command: sh(`for i in $(seq 100 130); do echo line $i >&2; done; printf 'half' >&2; exit 1`)})
 	if got := r.wait(); got != 1 {
 		t.Errorf("got exit status %d, want 1", got)
 	}
 	_, report, _ := strings.Cut(r.stderr.String(), "Root cause")
-	if strings.Contains(report, "line 111\n") || !strings.Contains(report, "      line 112\n") || !strings.Contains(report, "      line 130\n      half\n") {
+	if strings.Contains(report, "line 111\n") || !strings.Contains(report, "      line 112\n") ||
+		!strings.Contains(report, "      line 130\n      half\n") {
 		t.Errorf("got\n%s\nwant the last 20 lines, 112 to half", report)
 	}
 	if lines := r.outcome().Ranks[0].Stderr; len(lines) != 20 || lines[19] != "half" {
@@ -670,9 +700,12 @@ func TestPrefixes(t *testing.T) {
 		stdout string
 		stderr string
 	}{
-		{spec{}, "^\\[0\\]<stdout>:10%\r\\[0\\]<stdout>:50%\n\\[0\\]<stdout>:\n\\[0\\]<stdout>:last\n$", "^\\[0\\]<stderr>:oops\n$"},
+		{spec{}, "^\\[0\\]<stdout>:10%\r\\[0\\]<stdout>:50%\n\\[0\\]<stdout>:\n\\[0\\]<stdout>:last\n$",
+			"^\\[0\\]<stderr>:oops\n$"},
 		{spec{NoPrefix: true}, "^10%\r50%\n\nlast\n$", "^oops\n$"},
-		{spec{Timestamp: true}, "^[A-Z][a-z]{2} [A-Z][a-z]{2} [ 0-9]\\d \\d\\d:\\d\\d:\\d\\d \\d{4}\\[0\\]<stdout>:10%\r", "\\d{4}\\[0\\]<stderr>:oops\n$"},
+		{spec{Timestamp: true},
+			"^[A-Z][a-z]{2} [A-Z][a-z]{2} [ 0-9]\\d \\d\\d:\\d\\d:\\d\\d \\d{4}\\[0\\]<stdout>:10%\r",
+			"\\d{4}\\[0\\]<stderr>:oops\n$"},
 	} {
 		c.s.Command = sh(script)
 		r := start(t, c.s)
@@ -720,12 +753,14 @@ func TestLongLinesAreBrokenAndNotMixed(t *testing.T) {
 
 func TestOutputFiles(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "new", "logs")
-	r := start(t, spec{NP: 11, OutputDir: dir, Command: sh(`printf "a\rb $HOROVOD_RANK\n\nhalf"; echo e$HOROVOD_RANK >&2`)})
+	r := start(t, spec{NP: 11, OutputDir: dir,
+		Command: sh(`printf "a\rb $HOROVOD_RANK\n\nhalf"; echo e$HOROVOD_RANK >&2`)})
 	if got := r.wait(); got != 0 {
 		t.Errorf("got exit status %d, want 0", got)
 	}
 	for rank := range 11 {
-		for name, want := range map[string]string{"stdout": fmt.Sprintf("a\rb %d\n\nhalf", rank), "stderr": fmt.Sprintf("e%d\n", rank)} {
+		for name, want := range map[string]string{"stdout": fmt.Sprintf("a\rb %d\n\nhalf", rank),
+			"stderr": fmt.Sprintf("e%d\n", rank)} {
 			got, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank.%02d", rank), name))
 			if err != nil || string(got) != want {
 				t.Errorf("rank %d %s: got %q and error %v, want %q", rank, name, got, err, want)
@@ -778,7 +813,8 @@ func blockedTerminal(t *testing.T, hosts string) {
 		t.Fatal(err)
 	}
 	defer reader.Close()
-	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer, Command: []string{"yes", strings.Repeat("x", 100)}})
+	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer,
+		Command: []string{"yes", strings.Repeat("x", 100)}})
 	writer.Close()
 	// The ranks are blocked when their processor time no longer grows.
 	var before []string
@@ -786,7 +822,8 @@ func blockedTerminal(t *testing.T, hosts string) {
 	r.await("blocked ranks", func() bool {
 		var times []string
 		for _, p := range r.processes() {
-			if text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid)); err == nil && !p.isHelper() && !p.isAgent() {
+			if text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid)); err == nil && !p.isHelper() &&
+				!p.isAgent() {
 				times = append(times, strings.Join(strings.Fields(string(text))[13:15], "+"))
 			}
 		}

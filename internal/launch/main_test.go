@@ -45,7 +45,8 @@ func TestMain(m *testing.M) {
 			os.Exit(rankProgram(os.Args[2]))
 		}
 	}
-	// A shell may have started the tests in the background, with SIGINT ignored; the launcher would inherit that.
+	// A shell may have started the tests in the background, with SIGINT ignored; the launcher would inherit
+	// that.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
 	}
@@ -62,8 +63,8 @@ type spec struct {
 	NoPrefix, Timestamp, Verbose         bool
 	// Inquire makes each survey last until no rank is left to ask.
 	Inquire bool
-	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them, with {host} for its name
-	// and {mark} for the variable that marks the processes of the test.
+	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them, with {host} for its
+	// name and {mark} for the variable that marks the processes of the test.
 	Hosts               string
 	Reach               []string
 	TorchStore          string
@@ -102,7 +103,9 @@ func launcher(text string) int {
 		defer cancel()
 	}
 	ms := func(n int) time.Duration { return time.Duration(n) * time.Millisecond }
-	hosts := several{addrs: []netip.AddrPort{netip.MustParseAddrPort("127.0.0.1:4711")}, close: func() error { return nil }}
+	hosts := several{addrs: []netip.AddrPort{netip.MustParseAddrPort("127.0.0.1:4711")}, close: func() error {
+		return nil
+	}}
 	err := error(nil)
 	if s.Hosts != "" {
 		hosts, err = severalHosts(&s)
@@ -130,13 +133,15 @@ func launcher(text string) int {
 	}
 	res, err := launch.Run(ctx, launch.Options{
 		Inquiry:    inquiry,
-		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret, AgentPath: self(), Reach: hosts.reach,
+		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret,
+		AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
 		NP: s.NP, Command: s.Command, Env: os.Environ(), Set: s.Set,
 		Verdict: s.verdict,
 		Stdout:  os.Stdout, Stderr: os.Stderr,
 		NoPrefix: s.NoPrefix, Timestamp: s.Timestamp, OutputDir: s.OutputDir, Verbose: s.Verbose,
-		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS), Echo: ms(s.EchoMS),
+		Signals: signals, Notice: ms(s.NoticeMS), Grace: ms(s.GraceMS), Kill: ms(s.KillMS),
+		Echo: ms(s.EchoMS),
 	})
 	if err := hosts.close(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -322,7 +327,8 @@ func start(t *testing.T, s spec) *run {
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
 	// By default the race detector makes each process sleep for a second before it ends.
-	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark, "HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
+	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark,
+		"HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
 	r.cmd.Dir = s.dir
 	if s.stdout != nil {

@@ -244,7 +244,8 @@ func TestPipesAreNotInherited(t *testing.T) {
 		}
 		raw.Control(func(fd uintptr) {
 			for _, fd := range []uintptr{fd, uintptr(theirs)} {
-				if flags, err := unix.FcntlInt(fd, unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+				if flags, err := unix.FcntlInt(fd, unix.F_GETFD, 0); err != nil ||
+					flags&unix.FD_CLOEXEC == 0 {
 					t.Errorf("descriptor %d is inherited: flags %#x, error %v", fd, flags, err)
 				}
 			}
@@ -283,12 +284,17 @@ func TestJudge(t *testing.T) {
 		status int
 	}{
 		{"earliest", []Exit{ok, {Code: 5, At: at(3)}, {Code: 6, At: at(2)}}, nil, []int{2}, 6},
-		{"earliest of equals is the lowest", []Exit{{Code: 5, At: at(3)}, {Code: 6, At: at(3)}}, nil, []int{0}, 5},
-		{"a rank that was sent a signal is last", []Exit{{Signal: 15, Sent: 15, At: at(1)}, {Code: 6, At: at(2)}}, nil, []int{1}, 6},
-		{"all were sent a signal", []Exit{{Signal: 15, Sent: 15, At: at(2)}, {Signal: 9, Sent: 9, At: at(1)}}, nil, []int{1}, 137},
+		{"earliest of equals is the lowest", []Exit{{Code: 5, At: at(3)}, {Code: 6, At: at(3)}}, nil,
+			[]int{0}, 5},
+		{"a rank that was sent a signal is last", []Exit{{Signal: 15, Sent: 15, At: at(1)},
+			{Code: 6, At: at(2)}}, nil, []int{1}, 6},
+		{"all were sent a signal", []Exit{{Signal: 15, Sent: 15, At: at(2)}, {Signal: 9, Sent: 9, At: at(1)}},
+			nil, []int{1}, 137},
 		{"verdict", []Exit{{Code: 1, At: at(1)}, {Signal: 9, At: at(2)}}, names(1), []int{1}, 137},
-		{"verdict on two, the earlier counts", []Exit{{Code: 1, At: at(1)}, {Code: 8, At: at(3)}, {Code: 7, At: at(2)}}, names(2, 1), []int{1, 2}, 7},
-		{"verdict on one that hung", []Exit{{Code: 1, At: at(1)}, {Signal: 9, Sent: 9, At: at(9)}}, names(1), []int{1}, 137},
+		{"verdict on two, the earlier counts", []Exit{{Code: 1, At: at(1)}, {Code: 8, At: at(3)},
+			{Code: 7, At: at(2)}}, names(2, 1), []int{1, 2}, 7},
+		{"verdict on one that hung", []Exit{{Code: 1, At: at(1)}, {Signal: 9, Sent: 9, At: at(9)}}, names(1),
+			[]int{1}, 137},
 		{"verdict on one that ended well", []Exit{{Code: 4, At: at(1)}, ok}, names(1), []int{1}, 1},
 		{"verdict on a rank that is not there", []Exit{{Code: 4, At: at(1)}}, names(3), []int{0}, 4},
 	} {

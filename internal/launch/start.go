@@ -10,7 +10,8 @@ import (
 // startWithPipes starts a program with one pipe for each entry of reading as its descriptors, from 0 on, or
 // from 1 on if first is its descriptor 0. mine holds this process's ends of the pipes; reading[i] states that
 // this process reads from pipe i. On an error all pipes are closed.
-func startWithPipes(path string, argv, env []string, first *os.File, reading []bool) (mine []*os.File, pid int, err error) {
+func startWithPipes(path string, argv, env []string, first *os.File,
+	reading []bool) (mine []*os.File, pid int, err error) {
 	var theirs, files []uintptr
 	defer func() {
 		for _, fd := range theirs {

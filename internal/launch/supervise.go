@@ -56,8 +56,8 @@ const verdictWait = 100 * time.Millisecond
 type job struct {
 	o       Options
 	places  []Assignment // by rank
-	hosts   int     // number of hosts that have ranks
-	several bool    // not all ranks are on this host
+	hosts   int          // number of hosts that have ranks
+	several bool         // not all ranks are on this host
 	id      string
 	env     []string // environment of all ranks
 	policy  policy
@@ -254,18 +254,20 @@ func (j *job) consider(k *rank) {
 	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
 		j.failed = true
 		if alive > 0 && j.phase == running {
-			j.console.note("rank %d: %s; waiting %v for the other ranks to end", k.number, k.exit.describe(), j.o.Notice)
+			j.console.note("rank %d: %s; waiting %v for the other ranks to end", k.number, k.exit.describe(),
+				j.o.Notice)
 			j.enter(noticing, j.o.Notice)
 		}
 	}
 	if alive == 0 && j.phase < terminating {
-		// The helpers kill remaining processes by themselves. The deadline is for those that they cannot kill.
+		// The helpers kill remaining processes by themselves. The deadline is for those that they cannot
+		// kill.
 		j.kill()
 	}
 }
 
-// handleSignal handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards the
-// signal.
+// handleSignal handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards
+// the signal.
 func (j *job) handleSignal(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
 	switch {
@@ -288,7 +290,8 @@ func (j *job) handleSignal(s os.Signal) {
 			j.kill()
 			return
 		}
-		j.console.note("%s: waiting %v for the ranks to end; a second signal kills them", unix.SignalName(sig), j.o.Grace)
+		j.console.note("%s: waiting %v for the ranks to end; a second signal kills them",
+			unix.SignalName(sig), j.o.Grace)
 		if sig == unix.SIGINT {
 			j.end(unix.SIGINT)
 		} else {
@@ -397,7 +400,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 				left = append(left, r)
 			}
 		}
-		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", topo.FormatRanks(left)))
+		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL",
+			topo.FormatRanks(left)))
 		j.cutAll() // the output of remaining processes would never end
 	}
 	result := j.result(ctx)
@@ -443,7 +447,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 				result.Ranks[r].Stderr = k.streams[1].tail.lines
 				for _, s := range k.streams {
 					if s.fileErr != nil {
-						errs = append(errs, fmt.Errorf("launch: rank %d: output file is incomplete: %w", r, s.fileErr))
+						errs = append(errs, fmt.Errorf("launch: rank %d: output file is incomplete: %w", r,
+							s.fileErr))
 					}
 				}
 			}
@@ -458,6 +463,8 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		j.console.abandon()
 		j.cutAll()
 		errs = append(errs, j.awaitAgents(j.o.Kill))
-		return result, errors.Join(append(errs, errors.New("launch: output was lost: standard output or standard error was not read"))...)
+		return result, errors.Join(
+			append(errs, errors.New(
+				"launch: output was lost: standard output or standard error was not read"))...)
 	}
 }

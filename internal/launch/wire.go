@@ -206,7 +206,8 @@ type session struct {
 
 // newSession opens a session by yamux.Client or yamux.Server. The session ends if the peer is silent for
 // liveness; 0 means no such limit, for two ends in one process.
-func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link, liveness time.Duration) (*session, error) {
+func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link,
+	liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
 	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader without limit

@@ -20,13 +20,15 @@ import (
 // messages returns an order and a notice of each kind.
 func messages() (orders []order, notices []notice) {
 	job := hostJob{
-		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="}, Ranks: []words{{"R=0"}, nil},
+		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="},
+		Ranks:  []words{{"R=0"}, nil},
 		Stores: []string{"[::1]:7"}, Secret: words{"hush"}, TLS: true,
 	}
 	orders = []order{{Job: &job}, {Begin: true}, {Signal: unix.SIGKILL}, {Force: true}}
 	notices = []notice{
 		{Ready: true}, {Refused: &refusal{Text: "no", Command: "x", Status: 127}},
-		{Rank: 2, Report: &report{Ended: true, At: 5, Code: 255, Signal: 9, Sent: 15}}, {Rank: 1, Report: &report{Errno: unix.ENOEXEC}},
+		{Rank: 2, Report: &report{Ended: true, At: 5, Code: 255, Signal: 9, Sent: 15}},
+		{Rank: 1, Report: &report{Errno: unix.ENOEXEC}},
 		{Report: &report{PID: 7}}, {Rank: 3, Report: &report{Gone: true}}, {Over: true}, {Bye: true},
 	}
 	return orders, notices
@@ -37,20 +39,24 @@ func TestMessages(t *testing.T) {
 	orders, notices := messages()
 	for _, want := range orders {
 		var got order
-		if err := errors.Join(send(&b, want), receive(&b, maxOrderBytes, &got)); err != nil || !reflect.DeepEqual(got, want) {
+		if err := errors.Join(send(&b, want), receive(&b, maxOrderBytes, &got)); err != nil ||
+			!reflect.DeepEqual(got, want) {
 			t.Errorf("got %+v and error %v, want %+v", got, err, want)
 		}
 	}
 	for _, want := range notices {
 		var got notice
-		if err := errors.Join(send(&b, want), receive(&b, maxNoticeBytes, &got)); err != nil || !reflect.DeepEqual(got, want) {
+		if err := errors.Join(send(&b, want), receive(&b, maxNoticeBytes, &got)); err != nil ||
+			!reflect.DeepEqual(got, want) {
 			t.Errorf("got %+v and error %v, want %+v", got, err, want)
 		}
 	}
-	if err := send(&b, order{Job: &hostJob{Stores: []string{strings.Repeat("x", maxNoticeBytes)}}}); err != nil {
+	if err := send(&b, order{
+		Job: &hostJob{Stores: []string{strings.Repeat("x", maxNoticeBytes)}}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := receive(&b, maxNoticeBytes, new(notice)); err == nil || !strings.Contains(err.Error(), "want at most") {
+	if err := receive(&b, maxNoticeBytes, new(notice)); err == nil ||
+		!strings.Contains(err.Error(), "want at most") {
 		t.Errorf("a message above the limit: got error %v", err)
 	}
 }
@@ -72,8 +78,10 @@ func FuzzNotices(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
 		j := &job{
-			o: Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, policy: endAll, events: make(chan func()),
-			done: make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running, begun: true, several: true, open: 1,
+			o: Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, policy: endAll,
+			events: make(chan func()),
+			done:   make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running,
+			begun: true, several: true, open: 1,
 		}
 		c := &agentConn{host: "h", orders: make(chan order, maxOrders)}
 		for r := range 2 {
@@ -114,7 +122,8 @@ func TestHello(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"": "EOF", "menu": `got "menu", want the greeting`, helloMagic + "\x00\x00": "EOF", helloMagic + "\x00\x00\x00\x07": "got version 7",
+		"": "EOF", "menu": `got "menu", want the greeting`, helloMagic + "\x00\x00": "EOF", helloMagic +
+			"\x00\x00\x00\x07": "got version 7",
 		strings.Repeat("x", maxBannerBytes+1) + string(hello()): "without the greeting",
 	} {
 		if err := read(text); err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 500 {
@@ -170,10 +179,12 @@ func TestStreamThatNobodyReads(t *testing.T) {
 		if n, err := io.CopyN(io.Discard, mine[2], numBytes); n != numBytes || err != nil {
 			t.Fatalf("got %d bytes and error %v", n, err)
 		}
-		if err := errors.Join(send(mine[0], order{Begin: true}), receive(theirs[0], maxOrderBytes, new(order))); err != nil {
+		if err := errors.Join(send(mine[0], order{Begin: true}), receive(theirs[0], maxOrderBytes,
+			new(order))); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(send(theirs[0], notice{Bye: true}), receive(mine[0], maxNoticeBytes, new(notice))); err != nil {
+		if err := errors.Join(send(theirs[0], notice{Bye: true}), receive(mine[0], maxNoticeBytes,
+			new(notice))); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -254,12 +265,14 @@ type zeros struct{}
 func (zeros) Read(b []byte) (int, error) { return len(b), nil }
 
 func TestIsOfHost(t *testing.T) {
-	for _, name := range []string{"HOSTNAME", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "HVD_HOSTID", "_", "PWD"} {
+	for _, name := range []string{"HOSTNAME", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "HOME", "TMPDIR",
+		"CUDA_VISIBLE_DEVICES", "HVD_HOSTID", "_", "PWD"} {
 		if !IsOfHost(name) {
 			t.Errorf("%s travels", name)
 		}
 	}
-	for _, name := range []string{"PATH", "LD_LIBRARY_PATH", "HOROVOD_RANK", "HOROVOD_HOSTNAME", "HOMER", "PYTHONPATH", "", "VISIBLE_DEVICES_OF_MINE"} {
+	for _, name := range []string{"PATH", "LD_LIBRARY_PATH", "HOROVOD_RANK", "HOROVOD_HOSTNAME", "HOMER",
+		"PYTHONPATH", "", "VISIBLE_DEVICES_OF_MINE"} {
 		if IsOfHost(name) {
 			t.Errorf("%s does not travel", name)
 		}

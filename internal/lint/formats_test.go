@@ -61,11 +61,13 @@ func readFormats(t *testing.T, root string) (all []format) {
 			continue
 		}
 		all = append(all, format{
-			strings.TrimSpace(cells[1]), constantsIn(cells[2]), constantsIn(cells[3]), namesIn(cells[4]), namesIn(cells[5]),
+			strings.TrimSpace(cells[1]), constantsIn(cells[2]), constantsIn(cells[3]), namesIn(cells[4]),
+			namesIn(cells[5]),
 		})
 	}
 	if len(all) < 20 {
-		t.Fatalf("%s has %d formats, want 20 at least: has the form of its tables changed?", formatsPage, len(all))
+		t.Fatalf("%s has %d formats, want 20 at least: has the form of its tables changed?", formatsPage,
+			len(all))
 	}
 	return all
 }
@@ -102,7 +104,8 @@ func TestWalkthroughs(t *testing.T) {
 			steps++
 			for file, functions := range namesIn(cells[1]) {
 				for _, name := range functions {
-					if s := sources[filepath.Dir(file)]; s == nil || !s.functions[filepath.Base(file)+":"+name] {
+					if s := sources[filepath.Dir(file)]; s == nil ||
+						!s.functions[filepath.Base(file)+":"+name] {
 						t.Errorf("%s: %s has no function %s", title, file, name)
 					}
 				}
@@ -130,7 +133,8 @@ func readSources(t *testing.T, root string) map[string]*source {
 		if err != nil {
 			return err
 		}
-		if name := d.Name(); d.IsDir() && path != root && (strings.HasPrefix(name, ".") || name == "testdata" || name == "tools") {
+		if name := d.Name(); d.IsDir() && path != root && (strings.HasPrefix(name, ".") ||
+			name == "testdata" || name == "tools") {
 			return filepath.SkipDir
 		}
 		if !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, ".pb.go") {
@@ -147,7 +151,8 @@ func readSources(t *testing.T, root string) map[string]*source {
 		dir := filepath.Dir(file)
 		s := sources[dir]
 		if s == nil {
-			s = &source{make(map[string]string), make(map[string]bool), make(map[string]string), make(map[string]string)}
+			s = &source{make(map[string]string), make(map[string]bool), make(map[string]string),
+				make(map[string]string)}
 			sources[dir] = s
 		}
 		if strings.HasSuffix(file, "_test.go") {
@@ -201,7 +206,8 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 			decodes = slices.Contains(decoding[x.Name], sel.Sel.Name)
 		case *ast.SelectorExpr: // binary.LittleEndian.Uint32
 			p, ok := x.X.(*ast.Ident)
-			decodes = ok && p.Name == "binary" && strings.HasSuffix(x.Sel.Name, "Endian") && strings.HasPrefix(sel.Sel.Name, "Uint")
+			decodes = ok && p.Name == "binary" && strings.HasSuffix(x.Sel.Name, "Endian") &&
+				strings.HasPrefix(sel.Sel.Name, "Uint")
 		}
 		if decodes {
 			s.reads[file] = fset.Position(sel.Pos()).String()
@@ -337,7 +343,8 @@ func TestFormats(t *testing.T) {
 }
 
 // otherFuzzTests are fuzz tests of functions that decode nothing: they write or compute.
-var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter", "timeline.FuzzString"}
+var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter",
+	"timeline.FuzzString"}
 
 // onTheWire returns the bytes of a magic constant, given as a literal. For a number it returns them in both
 // byte orders, because some of the formats are little-endian.
@@ -351,6 +358,7 @@ func onTheWire(t *testing.T, at, literal string) []string {
 		return nil
 	}
 	return []string{
-		fmt.Sprintf("%c%c%c%c", byte(n>>24), byte(n>>16), byte(n>>8), byte(n)), fmt.Sprintf("%c%c%c%c", byte(n), byte(n>>8), byte(n>>16), byte(n>>24)),
+		fmt.Sprintf("%c%c%c%c", byte(n>>24), byte(n>>16), byte(n>>8), byte(n)),
+		fmt.Sprintf("%c%c%c%c", byte(n), byte(n>>8), byte(n>>16), byte(n>>24)),
 	}
 }

@@ -31,7 +31,8 @@ type pkg struct {
 }
 
 // listing is the output of go list for all packages of the module, without their tests.
-var listing = sync.OnceValues(exec.Command("go", "list", "-json=ImportPath,Dir,GoFiles,CgoFiles,Imports,IgnoredGoFiles", module+"/...").Output)
+var listing = sync.OnceValues(exec.Command("go", "list",
+	"-json=ImportPath,Dir,GoFiles,CgoFiles,Imports,IgnoredGoFiles", module+"/...").Output)
 
 func packages(t *testing.T) []pkg {
 	out, err := listing()
@@ -108,9 +109,11 @@ func TestImportsPointDownTheTable(t *testing.T) {
 // The packages of the negotiation use no network, clock, lock or goroutine. They must give the same outputs
 // for the same inputs, be testable without a network, and never wait.
 func TestTheCoreIsPure(t *testing.T) {
-	pure := []string{"controller", "responsecache", "fusion", "internal/message", "internal/tensor", "half", "internal/topo"}
+	pure := []string{"controller", "responsecache", "fusion", "internal/message", "internal/tensor", "half",
+		"internal/topo"}
 	// An entry stands for the packages below it too.
-	forbidden := []string{"net", "os", "sync", "log", "math/rand", "context", "runtime", "syscall", "unsafe", "reflect", "go.uber.org", "golang.org/x"}
+	forbidden := []string{"net", "os", "sync", "log", "math/rand", "context", "runtime", "syscall", "unsafe",
+		"reflect", "go.uber.org", "golang.org/x"}
 	for _, p := range packages(t) {
 		if !slices.Contains(pure, short(p.ImportPath)) {
 			continue
@@ -119,11 +122,15 @@ func TestTheCoreIsPure(t *testing.T) {
 			if (i == "unsafe" || i == "reflect") && short(p.ImportPath) == "internal/tensor" {
 				continue // It makes views of memory and finds the element types of Go types.
 			}
-			if slices.ContainsFunc(forbidden, func(f string) bool { return i == f || strings.HasPrefix(i, f+"/") }) {
+			if slices.ContainsFunc(forbidden, func(f string) bool {
+				return i == f ||
+					strings.HasPrefix(i, f+"/")
+			}) {
 				t.Errorf("%s imports %s", short(p.ImportPath), i)
 			}
 		}
-		for _, at := range uses(t, p, "time", "Now", "Since", "Sleep", "After", "NewTimer", "NewTicker", "Tick", "AfterFunc") {
+		for _, at := range uses(t, p, "time", "Now", "Since", "Sleep", "After", "NewTimer", "NewTicker",
+			"Tick", "AfterFunc") {
 			t.Errorf("%s uses the clock at %s", short(p.ImportPath), at)
 		}
 		for _, f := range p.GoFiles {
@@ -185,7 +192,8 @@ func TestNoExitsNoSleeps(t *testing.T) {
 func TestNoCgo(t *testing.T) {
 	for _, p := range packages(t) {
 		for _, f := range append(p.CgoFiles, p.IgnoredGoFiles...) {
-			parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(p.Dir, f), nil, parser.ImportsOnly)
+			parsed, err := parser.ParseFile(token.NewFileSet(), filepath.Join(p.Dir, f), nil,
+				parser.ImportsOnly)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -249,12 +257,14 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 			exported++
 			ast.Inspect(types, func(n ast.Node) bool {
 				field, ok := n.(*ast.Field)
-				if ok && what == "type" && field.Names != nil && !slices.ContainsFunc(field.Names, (*ast.Ident).IsExported) {
+				if ok && what == "type" && field.Names != nil &&
+					!slices.ContainsFunc(field.Names, (*ast.Ident).IsExported) {
 					return false
 				}
 				if s, ok := n.(*ast.SelectorExpr); ok {
 					if x, ok := s.X.(*ast.Ident); ok && internal[x.Name] {
-						t.Errorf("%s/%s: exported %s has the internal type %s.%s", pkgName, f, what, x.Name, s.Sel.Name)
+						t.Errorf("%s/%s: exported %s has the internal type %s.%s", pkgName, f, what, x.Name,
+							s.Sel.Name)
 					}
 				}
 				return true
@@ -270,7 +280,9 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 				for _, spec := range d.Specs {
 					switch spec := spec.(type) {
 					case *ast.TypeSpec:
-						if spec.Name.IsExported() && !(spec.Assign.IsValid() && (strings.HasSuffix(spec.Name.Name, "Error") || pkgName+"."+spec.Name.Name == "store.Secret")) {
+						if spec.Name.IsExported() &&
+							!(spec.Assign.IsValid() && (strings.HasSuffix(spec.Name.Name, "Error") ||
+								pkgName+"."+spec.Name.Name == "store.Secret")) {
 							check("type", spec.Type)
 						}
 					case *ast.ValueSpec:

@@ -146,7 +146,8 @@ func TestLinksResolve(t *testing.T) {
 		t.Fatal(err)
 	}
 	for file := range pages {
-		if name, ok := strings.CutPrefix(file, "docs/"); ok && name != "README.md" && !strings.Contains(string(index), "("+name+")") {
+		if name, ok := strings.CutPrefix(file, "docs/"); ok && name != "README.md" &&
+			!strings.Contains(string(index), "("+name+")") {
 			t.Errorf("docs/README.md does not link %s", name)
 		}
 	}
@@ -168,10 +169,12 @@ func TestPageWidth(t *testing.T) {
 			if line.code || utf8.RuneCountInString(text) <= maxColumns || strings.HasPrefix(text, "|") {
 				continue
 			}
-			if last := strings.LastIndexByte(strings.TrimSpace(text), ' '); last < 0 || strings.Contains(text[last:], "](") {
+			if last := strings.LastIndexByte(strings.TrimSpace(text), ' '); last < 0 ||
+				strings.Contains(text[last:], "](") {
 				continue // The line ends with a link, which cannot be broken.
 			}
-			t.Errorf("%s:%d: %d columns, want at most %d", file, line.number, utf8.RuneCountInString(text), maxColumns)
+			t.Errorf("%s:%d: %d columns, want at most %d", file, line.number, utf8.RuneCountInString(text),
+				maxColumns)
 		}
 	}
 }
@@ -228,7 +231,8 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 		inert := false
 		for _, line := range p.lines {
 			if strings.HasPrefix(line.text, "## ") {
-				inert = file == "docs/settings.md" && strings.HasPrefix(line.text, "## Names that have no effect")
+				inert = file == "docs/settings.md" &&
+					strings.HasPrefix(line.text, "## Names that have no effect")
 			}
 			if inert {
 				continue
@@ -250,7 +254,8 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 	}
 }
 
-var flagMethod = regexp.MustCompile(`^(String|Bool|Int|Int64|Uint|Duration|Float64|StringSlice|StringArray|Func|BoolFunc|Text)?(Var)?(P|PF)?$`)
+var flagMethod = regexp.MustCompile(
+	`^(String|Bool|Int|Int64|Uint|Duration|Float64|StringSlice|StringArray|Func|BoolFunc|Text)?(Var)?(P|PF)?$`)
 
 // definedFlags returns the flags that the Go programs of this module define, and those that its Python
 // programs read. It finds them by the calls and string literals in the source.
@@ -274,7 +279,8 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 			return filepath.SkipDir
 		case strings.HasSuffix(path, ".py"):
 			text, err := os.ReadFile(path)
-			for _, m := range regexp.MustCompile(`["']--([a-z][a-z0-9-]*)["']`).FindAllStringSubmatch(string(text), -1) {
+			for _, m := range regexp.MustCompile(`["']--([a-z][a-z0-9-]*)["']`).FindAllStringSubmatch(
+				string(text), -1) {
 				flags[m[1]] = true
 			}
 			return err
@@ -314,7 +320,8 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 }
 
 // pagePath matches a path from the root of the repository in code of a page.
-var pagePath = regexp.MustCompile("(^|[\\s`(])(\\./)?((bench|cmd|controller|deploy|examples|fusion|half|hvd|internal|ops|python|responsecache|scripts|store|tensorqueue|timeline)(/[A-Za-z0-9_.-]+)*)")
+var pagePath = regexp.MustCompile(
+	"(^|[\\s`(])(\\./)?((bench|cmd|controller|deploy|examples|fusion|half|hvd|internal|ops|python|responsecache|scripts|store|tensorqueue|timeline)(/[A-Za-z0-9_.-]+)*)")
 
 // Every file and package that a page names in code exists, also after files have been moved.
 func TestPathsExist(t *testing.T) {

@@ -50,7 +50,8 @@ func TestPictureNamesExist(t *testing.T) {
 	if names < 10 {
 		t.Errorf("found %d names in docs/architecture.svg, want at least 10", names)
 	}
-	for _, shown := range []string{"hvd.Allreduce", "controller.Coordinator", "ops/shm", "ops/tcp", "cmd/hvdd", "python/gohvd", "internal/arena"} {
+	for _, shown := range []string{"hvd.Allreduce", "controller.Coordinator", "ops/shm", "ops/tcp",
+		"cmd/hvdd", "python/gohvd", "internal/arena"} {
 		if !strings.Contains(string(text), ">"+shown+"<") {
 			t.Errorf("docs/architecture.svg does not show %s", shown)
 		}

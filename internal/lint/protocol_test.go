@@ -77,14 +77,16 @@ func TestProtocolNumbers(t *testing.T) {
 		{"process sets", fmt.Sprint(message.MaxSets)},
 		{"rank", "below " + power(message.MaxRanks)},
 	} {
-		if row := fmt.Sprintf("| %s | %s |\n", limit.name, limit.value); !strings.Contains(string(text), row) {
+		if row := fmt.Sprintf("| %s | %s |\n", limit.name, limit.value); !strings.Contains(string(text),
+			row) {
 			t.Errorf("docs/negotiation.md lacks %q", row)
 		}
 	}
 	// The rows of the frame types begin with their numbers.
 	for i, want := range []string{"up", "heartbeat", "bye", "suspect", "timeout", "released"} {
 		if got := message.UpType(i + 1).String(); got != want {
-			t.Errorf("frame %d to the coordinator is %q in the code, want %q: change docs/negotiation.md too", i+1, got, want)
+			t.Errorf("frame %d to the coordinator is %q in the code, want %q: change docs/negotiation.md too",
+				i+1, got, want)
 		}
 		name := want
 		if want == "up" {
@@ -107,7 +109,8 @@ func power(n int) string {
 }
 
 // retired matches words that pages do not use any more: the field has terms for them (docs/glossary.md).
-var retired = regexp.MustCompile(`(?i)\b(whoever|doorway|guest|letter|farewell|stirs?|heeds?|rouse|hurry|twin|since \d+ m?s)\b`)
+var retired = regexp.MustCompile(
+	`(?i)\b(whoever|doorway|guest|letter|farewell|stirs?|heeds?|rouse|hurry|twin|since \d+ m?s)\b`)
 
 // No page uses a retired word, because a reader could not look it up.
 func TestRetiredWords(t *testing.T) {

@@ -90,7 +90,8 @@ func newEncoder(console, withTime bool) zapcore.Encoder {
 	}
 	c := zap.NewProductionEncoderConfig()
 	c.EncodeLevel = withTrace("trace", c.EncodeLevel)
-	c.EncodeTime, c.EncodeDuration = zapcore.TimeEncoderOfLayout(time.RFC3339Nano), zapcore.StringDurationEncoder
+	c.EncodeTime, c.EncodeDuration = zapcore.TimeEncoderOfLayout(time.RFC3339Nano),
+		zapcore.StringDurationEncoder
 	if c.TimeKey = "time"; !withTime {
 		c.TimeKey = zapcore.OmitKey
 	}

@@ -50,7 +50,8 @@ func TestLevels(t *testing.T) {
 		word string
 		want string // first letters of the levels that are written: trace, debug, info, warn, error
 	}{
-		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"}, {"fatal", ""},
+		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"},
+		{"fatal", ""},
 	} {
 		var out bytes.Buffer
 		log := settings(t, "HOROVOD_LOG_LEVEL="+test.word).Logger(&out)
@@ -79,10 +80,12 @@ func TestLevels(t *testing.T) {
 func TestJSON(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out).Named("hvdd").With(zap.Int("rank", 3), zap.String("host", "h1"))
-	log.Warn("late", zap.String("tensor", "grad/\n7"), zap.Duration("pause", 250*time.Millisecond), zap.Error(errors.New("gone")))
+	log.Warn("late", zap.String("tensor", "grad/\n7"), zap.Duration("pause", 250*time.Millisecond),
+		zap.Error(errors.New("gone")))
 	got := objects(t, out.Bytes())[0]
 	for key, want := range map[string]any{
-		"level": "warn", "logger": "hvdd", "msg": "late", "rank": 3.0, "host": "h1", "tensor": "grad/\n7", "pause": "250ms", "error": "gone",
+		"level": "warn", "logger": "hvdd", "msg": "late", "rank": 3.0, "host": "h1", "tensor": "grad/\n7",
+		"pause": "250ms", "error": "gone",
 	} {
 		if got[key] != want {
 			t.Errorf("%s: got %v, want %v", key, got[key], want)
@@ -101,7 +104,8 @@ func TestJSON(t *testing.T) {
 
 func TestConsole(t *testing.T) {
 	var out bytes.Buffer
-	settings(t, "HVD_LOG_FORMAT=console", "HOROVOD_LOG_HIDE_TIME=1").Logger(&out).Warn("late", zap.Int("rank", 3))
+	settings(t, "HVD_LOG_FORMAT=console", "HOROVOD_LOG_HIDE_TIME=1").Logger(&out).Warn("late",
+		zap.Int("rank", 3))
 	if got, want := out.String(), "WARN\tlate\t{\"rank\": 3}\n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
@@ -126,7 +130,8 @@ func TestAuto(t *testing.T) {
 		from   *os.File
 		want   string
 	}{
-		{"auto", slave, master, "WARN"}, {"auto", w, r, "{"}, {"json", slave, master, "{"}, {"console", w, r, "WARN"},
+		{"auto", slave, master, "WARN"}, {"auto", w, r, "{"}, {"json", slave, master, "{"},
+		{"console", w, r, "WARN"},
 	} {
 		settings(t, "HVD_LOG_FORMAT="+test.format, "HOROVOD_LOG_HIDE_TIME=1").Logger(test.to).Warn("late")
 		b := make([]byte, 256)
@@ -157,7 +162,10 @@ func TestWhatPeersSay(t *testing.T) {
 				if len(l) > 4500 || !strings.Contains(l, "... (") || !strings.Contains(l, "grad") {
 					t.Errorf("%d bytes: %.200q", len(l), l)
 				}
-				if i := strings.IndexFunc(l, func(r rune) bool { return r < 0x20 && r != '\t' || strings.ContainsRune("\x7f\u009b\u202e", r) }); i >= 0 {
+				if i := strings.IndexFunc(l, func(r rune) bool {
+					return r < 0x20 && r != '\t' ||
+						strings.ContainsRune("\x7f\u009b\u202e", r)
+				}); i >= 0 {
 					t.Errorf("not escaped: %.20q", l[i:])
 				}
 			}
@@ -170,7 +178,8 @@ func TestBound(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
 	fits, long := strings.Repeat("a", 1024), strings.Repeat("a", 1025)
-	log.Warn("m", zap.String("fits", fits), zap.String("long", long), zap.String("split", strings.Repeat("a", 1023)+"é"))
+	log.Warn("m", zap.String("fits", fits), zap.String("long", long),
+		zap.String("split", strings.Repeat("a", 1023)+"é"))
 	got := objects(t, out.Bytes())[0]
 	if want := strings.Repeat("a", 1024) + "... (1025 bytes)"; got["fits"] != fits || got["long"] != want {
 		t.Errorf("got %v and %v", got["fits"], got["long"])
@@ -280,7 +289,8 @@ func TestQuietTwice(t *testing.T) {
 	if err := inner.Sync(); err != nil {
 		t.Error(err)
 	}
-	if got, want := lines(entries), strings.Repeat("w ", 20)+"repeated lines were left out of the log+5"; got != want {
+	if got, want := lines(entries), strings.Repeat("w ", 20)+
+		"repeated lines were left out of the log+5"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	logs.Quiet(nil).Warn("nobody hears")
@@ -301,7 +311,8 @@ func TestLevelsBelow(t *testing.T) {
 // If a line cannot be written, the logger's error output gets the error.
 func TestFullDisk(t *testing.T) {
 	var said bytes.Buffer
-	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(failing{}), zapcore.DebugLevel)
+	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
+		zapcore.AddSync(failing{}), zapcore.DebugLevel)
 	log := logs.Quiet(zap.New(bad, zap.ErrorOutput(zapcore.AddSync(&said))))
 	log.Warn("w")
 	if !strings.Contains(said.String(), "no room") {
@@ -350,10 +361,12 @@ func TestManyGoroutines(t *testing.T) {
 func ExampleNew() {
 	c := config.Defaults()
 	c.LogHideTime = true
-	log := c.Logger(os.Stdout).With(zap.Int("rank", 1), zap.Int("size", 4), zap.String("host", "h1"), zap.Uint64("epoch", 1))
+	log := c.Logger(os.Stdout).With(zap.Int("rank", 1), zap.Int("size", 4), zap.String("host", "h1"),
+		zap.Uint64("epoch", 1))
 	log.Warn("an operation failed", zap.String("tensor", "grad/7"))
 	log.Info("not at this level")
-	// Output: {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
+	// Output: {"level":"warn","msg":"an operation
+	// failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
 // Trace is a level with a name in each format, and its lines are complete, however many there are and however

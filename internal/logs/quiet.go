@@ -37,7 +37,8 @@ func Quiet(log *zap.Logger) *zap.Logger {
 				dropped.Add(1)
 			}
 		}
-		return sampled{zapcore.NewSamplerWithOptions(&core{c, dropped}, tick, perTick, 0, zapcore.SamplerHook(count))}
+		return sampled{zapcore.NewSamplerWithOptions(&core{c, dropped}, tick, perTick, 0,
+			zapcore.SamplerHook(count))}
 	}))
 }
 
@@ -93,7 +94,8 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {
-		err = c.Write(zapcore.Entry{Level: zapcore.WarnLevel, Time: time.Now(), Message: "repeated lines were left out of the log"}, nil)
+		err = c.Write(zapcore.Entry{Level: zapcore.WarnLevel, Time: time.Now(),
+			Message: "repeated lines were left out of the log"}, nil)
 	}
 	return errors.Join(err, c.Core.Sync())
 }

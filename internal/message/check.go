@@ -118,7 +118,8 @@ func (r *Response) check() error {
 	if err := q.Check(); err != nil {
 		return err
 	}
-	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter && len(r.Shape) == 0 {
+	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter &&
+		len(r.Shape) == 0 {
 		return fmt.Errorf("%v %q: got a response with shape %v", r.Kind, r.Name, r.Shape)
 	}
 	if r.Kind == AddProcessSet && r.Set == topo.Global {

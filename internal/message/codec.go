@@ -290,7 +290,8 @@ func (d *decoder) downSet(s *DownSet) {
 			return
 		}
 		if int64(p.Grant) >= int64(len(s.Grants)) || int64(p.Tensor) >= int64(len(s.Grants[p.Grant].Full)) {
-			d.fail(fmt.Errorf("assigns a cache bit to tensor %d of grant %d, which does not exist", p.Tensor, p.Grant))
+			d.fail(fmt.Errorf("assigns a cache bit to tensor %d of grant %d, which does not exist", p.Tensor,
+				p.Grant))
 			return
 		}
 	}
@@ -529,7 +530,8 @@ func (d *decoder) text() string {
 		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
-	return truncateText(string(d.take(n))) // truncates as appendText does, so that re-encoding gives the same bytes
+	// truncates as appendText does, so that re-encoding gives the same bytes
+	return truncateText(string(d.take(n)))
 }
 
 func (d *decoder) proto(m proto.Message) bool {
@@ -555,8 +557,10 @@ func (d *decoder) end() error {
 func requestToPB(r *Request) *messagepb.Request {
 	return &messagepb.Request{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
-		Group: r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
+		RootRank: int32(r.Root),
+		Group:    r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks),
+		ProcessSet: uint32(r.Set), Parts: r.Parts,
 	}
 }
 
@@ -569,7 +573,8 @@ func (d *decoder) request(r *Request) {
 		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
 		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks),
+		Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
 	}
 	if err := r.Check(); err != nil {
 		d.fail(err)
@@ -579,9 +584,11 @@ func (d *decoder) request(r *Request) {
 func responseToPB(r *Response) *messagepb.Response {
 	return &messagepb.Response{
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
-		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire), RootRank: int32(r.Root),
-		Group: r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set), Parts: r.Parts,
-		Text: truncateText(r.Text),
+		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
+		RootRank: int32(r.Root),
+		Group:    r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
+		Parts: r.Parts,
+		Text:  truncateText(r.Text),
 	}
 }
 
@@ -591,10 +598,12 @@ func (d *decoder) response(r *Response) {
 		return
 	}
 	*r = Response{
-		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape, FirstDims: pb.FirstDims,
-		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
+		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
+		FirstDims: pb.FirstDims,
+		Op:        tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks), Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks),
+		Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
 		Text: pb.Text,
 	}
 	if err := r.check(); err != nil {

@@ -24,8 +24,10 @@ func bitsOf(bs ...uint32) message.Bits {
 // floats and mixed are groups that are one request: floats has 10 elements of one type, mixed has 7 elements
 // of two types.
 var (
-	floats = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 3}).Append(tensor.Float32, nil).Append(tensor.Float32, tensor.Shape{3})
-	mixed  = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 2}).Append(tensor.Int64, tensor.Shape{0}).Append(tensor.Float32, nil).Append(tensor.Int64, tensor.Shape{2})
+	floats = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 3}).Append(tensor.Float32,
+		nil).Append(tensor.Float32, tensor.Shape{3})
+	mixed = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 2}).Append(tensor.Int64,
+		tensor.Shape{0}).Append(tensor.Float32, nil).Append(tensor.Int64, tensor.Shape{2})
 )
 
 func upSamples() []*message.Up {
@@ -40,13 +42,19 @@ func upSamples() []*message.Up {
 		{Type: message.UpNews, Seen: 2, Sets: []message.UpSet{
 			{Set: 0, Hits: bitsOf(0, 63, 64, 1000), Done: 3},
 			{Set: 9, Hits: message.Bits{}, Invalid: bitsOf(5), Requests: []message.Request{
-				{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32, Shape: tensor.Shape{4, 0, 3}, Op: tensor.Average, Prescale: 0.5, Postscale: 1},
+				{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32, Shape: tensor.Shape{4, 0, 3},
+					Op: tensor.Average, Prescale: 0.5, Postscale: 1},
 				{Kind: message.Broadcast, Name: "w\x00ü", DType: tensor.Int64, Root: 2},
 				{Kind: message.Barrier, Name: "b"},
-				{Kind: message.Allreduce, Name: "g1", DType: tensor.Float32, Shape: tensor.Shape{4}, Op: tensor.AverageActive, Prescale: 1, Postscale: 1, Wire: tensor.BFloat16, Group: "G", GroupSize: 3},
-				{Kind: message.Allreduce, Name: "G", DType: tensor.Float32, Shape: tensor.Shape{10}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: floats},
-				{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: mixed},
-				{Kind: message.Reducescatter, Name: "r", DType: tensor.Bool, Shape: tensor.Shape{4}, Op: tensor.Max, Prescale: 1, Postscale: 1},
+				{Kind: message.Allreduce, Name: "g1", DType: tensor.Float32, Shape: tensor.Shape{4},
+					Op: tensor.AverageActive, Prescale: 1, Postscale: 1, Wire: tensor.BFloat16, Group: "G",
+					GroupSize: 3},
+				{Kind: message.Allreduce, Name: "G", DType: tensor.Float32, Shape: tensor.Shape{10},
+					Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: floats},
+				{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1,
+					Postscale: 1, Parts: mixed},
+				{Kind: message.Reducescatter, Name: "r", DType: tensor.Bool, Shape: tensor.Shape{4},
+					Op: tensor.Max, Prescale: 1, Postscale: 1},
 				{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{5, 2}},
 				{Kind: message.Join, Name: "j", Empty: true},
 				{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{0, 2, message.MaxRanks - 1}},
@@ -67,17 +75,22 @@ func downSamples() []*message.Down {
 			{Set: 0, Grants: []message.Grant{
 				{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{4, 1, 70}},
 				{Backend: message.TCP, Algorithm: message.Ring, Bits: []uint32{2}, Full: []*message.Response{
-					{Kind: message.Allreduce, Name: "g1", DType: tensor.Float64, Shape: tensor.Shape{10}, Op: tensor.Sum, Prescale: 1, Postscale: 1},
-					{Kind: message.Allgather, Name: "rows", DType: tensor.Uint8, Shape: tensor.Shape{0, 3}, FirstDims: []int64{1, 0, 7}},
+					{Kind: message.Allreduce, Name: "g1", DType: tensor.Float64, Shape: tensor.Shape{10},
+						Op: tensor.Sum, Prescale: 1, Postscale: 1},
+					{Kind: message.Allgather, Name: "rows", DType: tensor.Uint8, Shape: tensor.Shape{0, 3},
+						FirstDims: []int64{1, 0, 7}},
 				}},
 				{Full: []*message.Response{{Kind: message.Error, Name: "bad", Text: "no agreement"}}},
 				{Absent: []topo.Rank{1, 3}, Full: []*message.Response{
-					{Kind: message.Allreduce, Name: "g2", DType: tensor.Float32, Op: tensor.Adasum, Prescale: 1, Postscale: 1, Wire: tensor.Float16, Group: "G", GroupSize: 1},
+					{Kind: message.Allreduce, Name: "g2", DType: tensor.Float32, Op: tensor.Adasum,
+						Prescale: 1, Postscale: 1, Wire: tensor.Float16, Group: "G", GroupSize: 1},
 					{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{0, 2}},
 				}},
-				{Full: []*message.Response{{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: mixed}}},
+				{Full: []*message.Response{{Kind: message.Allreduce, Name: "M", Shape: tensor.Shape{7},
+					Op: tensor.Sum, Prescale: 1, Postscale: 1, Parts: mixed}}},
 				{Full: []*message.Response{{Kind: message.Join, Name: "j", Root: 2}}},
-				{Full: []*message.Response{{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1}, Set: 7}}},
+				{Full: []*message.Response{{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{1},
+					Set: 7}}},
 				{Full: []*message.Response{{Kind: message.RemoveProcessSet, Name: "s", Set: 7}}},
 			}, Erase: []uint32{8, 9}, Puts: []message.Put{{Grant: 1, Tensor: 1, Bit: 8}}},
 			{Set: 4},
@@ -108,7 +121,8 @@ func normalDown(d *message.Down) message.Down {
 	n.Ranks = append([]topo.Rank(nil), d.Ranks...)
 	n.Sets = nil
 	for _, s := range d.Sets {
-		c := message.DownSet{Set: s.Set, Erase: append([]uint32(nil), s.Erase...), Puts: append([]message.Put(nil), s.Puts...)}
+		c := message.DownSet{Set: s.Set, Erase: append([]uint32(nil), s.Erase...),
+			Puts: append([]message.Put(nil), s.Puts...)}
 		for _, g := range s.Grants {
 			g.Bits = append([]uint32(nil), g.Bits...)
 			g.Absent = append([]topo.Rank(nil), g.Absent...)
@@ -185,7 +199,8 @@ func TestTruncatedAndTrailing(t *testing.T) {
 }
 
 func TestRequestCheck(t *testing.T) {
-	ok := message.Request{Kind: message.Allreduce, Name: "x", DType: tensor.Float32, Shape: tensor.Shape{2}, Op: tensor.Sum, Prescale: 1, Postscale: 1}
+	ok := message.Request{Kind: message.Allreduce, Name: "x", DType: tensor.Float32, Shape: tensor.Shape{2},
+		Op: tensor.Sum, Prescale: 1, Postscale: 1}
 	if err := ok.Check(); err != nil {
 		t.Fatal(err)
 	}
@@ -200,51 +215,77 @@ func TestRequestCheck(t *testing.T) {
 		{func(r *message.Request) { r.DType = 77 }, "unknown element type 77"},
 		{func(r *message.Request) { r.Op = 77 }, "ReduceOp(77), want a reduction"},
 		{func(r *message.Request) { r.DType = tensor.Bool }, "reduce bool: got sum"},
-		{func(r *message.Request) { r.DType, r.Op = tensor.Int32, tensor.Adasum }, "reduce with adasum: got int32"},
-		{func(r *message.Request) { r.DType, r.Op, r.Prescale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
-		{func(r *message.Request) { r.DType, r.Op, r.Postscale = tensor.Bool, tensor.Max, 2 }, "scale: got bool"},
-		{func(r *message.Request) { r.Kind, r.Op = message.Reducescatter, tensor.Adasum }, "reduction adasum is supported only by allreduce"},
-		{func(r *message.Request) { r.Kind, r.Wire = message.Reducescatter, tensor.Float16 }, "got compression to float16, which only allreduce supports"},
+		{func(r *message.Request) { r.DType, r.Op = tensor.Int32, tensor.Adasum },
+			"reduce with adasum: got int32"},
+		{func(r *message.Request) { r.DType, r.Op, r.Prescale = tensor.Bool, tensor.Max, 2 },
+			"scale: got bool"},
+		{func(r *message.Request) { r.DType, r.Op, r.Postscale = tensor.Bool, tensor.Max, 2 },
+			"scale: got bool"},
+		{func(r *message.Request) { r.Kind, r.Op = message.Reducescatter, tensor.Adasum },
+			"reduction adasum is supported only by allreduce"},
+		{func(r *message.Request) { r.Kind, r.Wire = message.Reducescatter, tensor.Float16 },
+			"got compression to float16, which only allreduce supports"},
 		{func(r *message.Request) { r.Wire = tensor.Float64 }, "compression of float32 to float64, want"},
-		{func(r *message.Request) { r.DType, r.Wire = tensor.Int32, tensor.Float16 }, "compression of int32 to float16, want"},
+		{func(r *message.Request) { r.DType, r.Wire = tensor.Int32, tensor.Float16 },
+			"compression of int32 to float16, want"},
 		{func(r *message.Request) { r.Group = "G" }, `group "G" of 0 tensors`},
 		{func(r *message.Request) { r.GroupSize = 2 }, `group "" of 2 tensors`},
 		{func(r *message.Request) { r.Group, r.GroupSize = "G", -1 }, `group "G" of -1 tensors`},
-		{func(r *message.Request) { r.Kind, r.Group, r.GroupSize = message.Barrier, "G", 1 }, `group "G" of 1 tensors`},
+		{func(r *message.Request) { r.Kind, r.Group, r.GroupSize = message.Barrier, "G", 1 },
+			`group "G" of 1 tensors`},
 		{func(r *message.Request) { r.Group, r.GroupSize = "bad\xff", 1 }, "not UTF-8"},
 		{func(r *message.Request) { r.Kind = message.AddProcessSet }, "without ranks"},
-		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{1, 1} }, "want ascending ranks"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{1, 1} },
+			"want ascending ranks"},
 		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{-1} }, "from 0 to"},
-		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{message.MaxRanks} }, "from 0 to"},
-		{func(r *message.Request) { r.Kind = message.RemoveProcessSet }, "the global process set cannot be removed"},
+		{func(r *message.Request) { r.Kind, r.Ranks = message.AddProcessSet, []topo.Rank{message.MaxRanks} },
+			"from 0 to"},
+		{func(r *message.Request) { r.Kind = message.RemoveProcessSet },
+			"the global process set cannot be removed"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{-1} }, "negative dimension"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 40, 1 << 40} }, "2^63-1"},
 		{func(r *message.Request) { r.Shape = tensor.Shape{1 << 62} }, "2^63-1 bytes"},
 		{func(r *message.Request) { r.Shape = make(tensor.Shape, message.MaxDims+1) }, "65 dimensions"},
 		{func(r *message.Request) { r.Prescale = math.NaN() }, "NaN"},
 		{func(r *message.Request) { r.Kind, r.Root = message.Broadcast, -1 }, "got root rank -1"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Reducescatter }, "got a group as one request, which only allreduce supports"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Barrier }, "got a group as one request, which only allreduce supports"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.Group, r.GroupSize = floats, tensor.Shape{10}, "G", 1 }, `got a group as one request inside group "G"`},
-		{func(r *message.Request) { r.Parts, r.Shape = floats, tensor.Shape{5, 2} }, "with shape [5 2], want one dimension"},
+		{func(r *message.Request) {
+			r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10},
+				message.Reducescatter
+		}, "got a group as one request, which only allreduce supports"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.Kind = floats, tensor.Shape{10}, message.Barrier },
+			"got a group as one request, which only allreduce supports"},
+		{func(r *message.Request) {
+			r.Parts, r.Shape, r.Group, r.GroupSize = floats, tensor.Shape{10}, "G",
+				1
+		}, `got a group as one request inside group "G"`},
+		{func(r *message.Request) { r.Parts, r.Shape = floats, tensor.Shape{5, 2} },
+			"with shape [5 2], want one dimension"},
 		{func(r *message.Request) { r.Parts = floats }, "the group has 10 elements, want 2"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Int32 }, "the group has element type float32, want int32"},
-		{func(r *message.Request) { r.Parts, r.Shape = mixed, tensor.Shape{7} }, "the group has element type DType(0), want float32"},
-		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Invalid }, "the group has element type float32, want DType(0)"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Int32 },
+			"the group has element type float32, want int32"},
+		{func(r *message.Request) { r.Parts, r.Shape = mixed, tensor.Shape{7} },
+			"the group has element type DType(0), want float32"},
+		{func(r *message.Request) { r.Parts, r.Shape, r.DType = floats, tensor.Shape{10}, tensor.Invalid },
+			"the group has element type float32, want DType(0)"},
 		{func(r *message.Request) { r.Parts = message.Parts{1} }, "tensor 1 of the group is truncated"},
-		{func(r *message.Request) { r.Parts = append(floats[:len(floats):len(floats)], 1, 2, 3) }, "tensor 4 of the group is truncated"},
+		{func(r *message.Request) { r.Parts = append(floats[:len(floats):len(floats)], 1, 2, 3) },
+			"tensor 4 of the group is truncated"},
 		{func(r *message.Request) { r.Parts = message.Parts{1, -1} }, "tensor 1 of the group is truncated"},
-		{func(r *message.Request) { r.Parts = message.Parts{1, math.MaxInt64, 1} }, "tensor 1 of the group is truncated"},
+		{func(r *message.Request) { r.Parts = message.Parts{1, math.MaxInt64, 1} },
+			"tensor 1 of the group is truncated"},
 		{func(r *message.Request) {
 			r.Parts = message.Parts{}.Append(tensor.Float32, make(tensor.Shape, message.MaxDims+1))
 		}, "tensor 1 of the group: got 65 dimensions"},
-		{func(r *message.Request) { r.Parts = message.Parts{-1, 0} }, "tensor 1 of the group: got unknown element type"},
-		{func(r *message.Request) { r.Parts = message.Parts{256 + int64(tensor.Float32), 0} }, "tensor 1 of the group: got unknown element type"},
+		{func(r *message.Request) { r.Parts = message.Parts{-1, 0} },
+			"tensor 1 of the group: got unknown element type"},
+		{func(r *message.Request) { r.Parts = message.Parts{256 + int64(tensor.Float32), 0} },
+			"tensor 1 of the group: got unknown element type"},
 		{func(r *message.Request) {
 			r.Parts = append(floats[:len(floats):len(floats)], int64(tensor.Float32), 1, -2)
 		}, "tensor 4 of the group: tensor: shape [-2] has a negative"},
 		{func(r *message.Request) {
-			r.Parts = message.Parts{}.Append(tensor.Float64, tensor.Shape{1 << 59}).Append(tensor.Float64, tensor.Shape{1 << 59})
+			r.Parts = message.Parts{}.Append(tensor.Float64, tensor.Shape{1 << 59}).Append(tensor.Float64,
+				tensor.Shape{1 << 59})
 			r.DType, r.Shape = tensor.Float64, tensor.Shape{1 << 60}
 		}, "more than 2^63-1 bytes"},
 		// The reduction, the scale factors and the compression must be valid for each type of the group.
@@ -262,7 +303,8 @@ func TestRequestCheck(t *testing.T) {
 			t.Errorf("%+v: got error %v, want %q", r, err, c.want)
 		}
 		// The decoder makes the same checks.
-		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews, Sets: []message.UpSet{{Requests: []message.Request{r}}}})
+		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews,
+			Sets: []message.UpSet{{Requests: []message.Request{r}}}})
 		var up message.Up
 		if message.DecodeUp(b, &up) == nil {
 			t.Errorf("%+v was decoded", r)
@@ -274,10 +316,12 @@ func TestRequestCheck(t *testing.T) {
 // fields.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	changes := map[string]func(*message.Request){
-		"kind":      func(q *message.Request) { q.Kind = message.Error },
-		"dtype":     func(q *message.Request) { q.DType = tensor.Int64 },
-		"dims":      func(q *message.Request) { q.Shape = append(q.Shape[:len(q.Shape):len(q.Shape)], 1) },
-		"first":     func(q *message.Request) { q.Shape = append(tensor.Shape{q.Shape[0] + 1}, q.Shape[1:]...) },
+		"kind":  func(q *message.Request) { q.Kind = message.Error },
+		"dtype": func(q *message.Request) { q.DType = tensor.Int64 },
+		"dims":  func(q *message.Request) { q.Shape = append(q.Shape[:len(q.Shape):len(q.Shape)], 1) },
+		"first": func(q *message.Request) {
+			q.Shape = append(tensor.Shape{q.Shape[0] + 1}, q.Shape[1:]...)
+		},
 		"second":    func(q *message.Request) { q.Shape = append(tensor.Shape{q.Shape[0]}, q.Shape[1]+1) },
 		"op":        func(q *message.Request) { q.Op = tensor.Max },
 		"prescale":  func(q *message.Request) { q.Prescale = 3 },
@@ -295,15 +339,21 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 		r       *message.Response
 		matters string
 	}{
-		{&message.Response{Kind: message.Allreduce, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2, Wire: tensor.Float16, Group: "G", GroupSize: 2},
+		{&message.Response{Kind: message.Allreduce, DType: tensor.Float32, Shape: shape, Op: tensor.Sum,
+			Prescale: 1, Postscale: 2, Wire: tensor.Float16, Group: "G", GroupSize: 2},
 			"dtype dims first second op prescale postscale wire"},
-		{&message.Response{Kind: message.Allreduce, Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1, Postscale: 2, Parts: mixed},
+		{&message.Response{Kind: message.Allreduce, Shape: tensor.Shape{7}, Op: tensor.Sum, Prescale: 1,
+			Postscale: 2, Parts: mixed},
 			"dtype dims first op prescale postscale wire"},
-		{&message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Shape: shape, Op: tensor.Sum, Prescale: 1, Postscale: 2},
+		{&message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Shape: shape, Op: tensor.Sum,
+			Prescale: 1, Postscale: 2},
 			"dtype dims first second op prescale postscale"},
-		{&message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 0, 9}}, "dtype dims first second"},
-		{&message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{0, 3}}, "dtype dims second"},
-		{&message.Response{Kind: message.Broadcast, DType: tensor.Uint8, Shape: shape, Root: 1}, "dtype dims first second root"},
+		{&message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{0, 3},
+			FirstDims: []int64{4, 0, 9}}, "dtype dims first second"},
+		{&message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{0, 3}},
+			"dtype dims second"},
+		{&message.Response{Kind: message.Broadcast, DType: tensor.Uint8, Shape: shape, Root: 1},
+			"dtype dims first second root"},
 		{&message.Response{Kind: message.Barrier}, ""},
 		{&message.Response{Kind: message.Join, Root: 2}, ""},
 		{&message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0, 1}, Set: 3}, "ranks"},
@@ -323,12 +373,14 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 				change(&other)
 				matters := slices.Contains(strings.Fields(c.matters+always), what)
 				if c.r.Matches(&other, i) == matters {
-					t.Errorf("%v: with another %s, which matters: %v, member %d's request %+v matches: %v", c.r.Kind, what, matters, i, other, !matters)
+					t.Errorf("%v: with another %s, which matters: %v, member %d's request %+v matches: %v",
+						c.r.Kind, what, matters, i, other, !matters)
 				}
 			}
 		}
 	}
-	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 5}}
+	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32,
+		Shape: tensor.Shape{0, 3}, FirstDims: []int64{4, 5}}
 	if q := ag.Request(0); ag.Matches(&q, 1) {
 		t.Error("member 0's rows match member 1")
 	}
@@ -341,15 +393,20 @@ func TestResponseCheck(t *testing.T) {
 		want string
 	}{
 		{message.Response{Kind: message.Allgather, DType: tensor.Int32}, "got a response with shape []"},
-		{message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{1}, FirstDims: []int64{1}}, "got a response with shape [1]"},
-		{message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{1, 2}}, "got a response with shape [1 2]"},
-		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Sum, Prescale: 1, Postscale: 1}, "got a response with shape []"},
-		{message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0}}, "got process set 0, want the number"},
+		{message.Response{Kind: message.Allgather, DType: tensor.Int32, Shape: tensor.Shape{1},
+			FirstDims: []int64{1}}, "got a response with shape [1]"},
+		{message.Response{Kind: message.Alltoall, DType: tensor.Int32, Shape: tensor.Shape{1, 2}},
+			"got a response with shape [1 2]"},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.Sum, Prescale: 1,
+			Postscale: 1}, "got a response with shape []"},
+		{message.Response{Kind: message.AddProcessSet, Ranks: []topo.Rank{0}},
+			"got process set 0, want the number"},
 		{message.Response{Kind: message.AddProcessSet, Set: 1}, "without ranks"},
 		{message.Response{Kind: message.RemoveProcessSet}, "cannot be removed"},
 	} {
 		c.r.Name = "x"
-		frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{&c.r}}}}}})
+		frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle,
+			Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{&c.r}}}}}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -372,11 +429,13 @@ func TestGrantsAreReusedEmpty(t *testing.T) {
 }
 
 func TestResponseSizes(t *testing.T) {
-	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3, 2}, FirstDims: []int64{4, 0, 1}}
+	ag := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32,
+		Shape: tensor.Shape{0, 3, 2}, FirstDims: []int64{4, 0, 1}}
 	if n := ag.NumBytes(); n != 5*3*2*4 {
 		t.Errorf("allgather result has %d bytes, want 120", n)
 	}
-	half := &message.Response{Kind: message.Allreduce, Name: "h", DType: tensor.Float64, Shape: tensor.Shape{3}, Wire: tensor.Float16}
+	half := &message.Response{Kind: message.Allreduce, Name: "h", DType: tensor.Float64,
+		Shape: tensor.Shape{3}, Wire: tensor.Float16}
 	if n := half.WireBytes(); n != 3*2 {
 		t.Errorf("3 float64 that travel as float16 have %d bytes, want 6", n)
 	}
@@ -395,11 +454,13 @@ func TestResponseSizes(t *testing.T) {
 		t.Errorf("uncompressed, %d bytes travel of %d", n, ag.NumBytes())
 	}
 	for _, dims := range [][]int64{{math.MaxInt64, 1}, {-1}, {math.MaxInt64 / 4}} {
-		r := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32, Shape: tensor.Shape{0, 3}, FirstDims: dims}
+		r := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32,
+			Shape: tensor.Shape{0, 3}, FirstDims: dims}
 		if n, err := r.NumElems(); err == nil {
 			t.Errorf("first dimensions %v give %d elements, want an error", dims, n)
 		}
-		b, _ := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{r}}}}}})
+		b, _ := message.AppendDown(nil, &message.Down{Type: message.DownCycle,
+			Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{r}}}}}})
 		var d message.Down
 		if message.DecodeDown(b, &d) == nil {
 			t.Errorf("first dimensions %v were decoded", dims)
@@ -417,13 +478,15 @@ func TestParts(t *testing.T) {
 	if n, dt := message.Parts(nil).Len(), message.Parts(nil).DType(); n != 0 || dt != tensor.Invalid {
 		t.Errorf("%d tensors of type %v in none", n, dt)
 	}
-	if got, want := slices.Collect(mixed.Types()), []tensor.DType{tensor.Float32, tensor.Int64}; !slices.Equal(got, want) {
+	if got, want := slices.Collect(mixed.Types()), []tensor.DType{tensor.Float32,
+		tensor.Int64}; !slices.Equal(got, want) {
 		t.Errorf("the types are %v, want %v", got, want)
 	}
 	for i, want := range []struct {
 		dt    tensor.DType
 		shape tensor.Shape
-	}{{tensor.Float32, tensor.Shape{2, 2}}, {tensor.Int64, tensor.Shape{0}}, {tensor.Float32, tensor.Shape{}}, {tensor.Int64, tensor.Shape{2}}, {tensor.Invalid, nil}} {
+	}{{tensor.Float32, tensor.Shape{2, 2}}, {tensor.Int64, tensor.Shape{0}}, {tensor.Float32, tensor.Shape{}},
+		{tensor.Int64, tensor.Shape{2}}, {tensor.Invalid, nil}} {
 		if dt, shape := mixed.At(i); dt != want.dt || !slices.Equal(shape, want.shape) {
 			t.Errorf("tensor %d is %v%v, want %v%v", i, dt, shape, want.dt, want.shape)
 		}
@@ -445,7 +508,8 @@ func TestParts(t *testing.T) {
 		{floats, changed(4, int64(tensor.Int32)), 1},
 		{floats, changed(8, 4), 2},
 		{floats, floats[:6], 2},
-		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0}, // the number of dimensions differs first
+		// the number of dimensions differs first
+		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0},
 	} {
 		if got := c.p.Difference(c.q); got != c.want {
 			t.Errorf("%v and %v differ at %d, want %d", c.p, c.q, got, c.want)
@@ -481,16 +545,20 @@ func TestVectors(t *testing.T) {
 // A text that is too long is cut and not refused, because it is only for people. It is cut between
 // characters.
 func TestLongReasonIsCut(t *testing.T) {
-	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" + strings.Repeat("世", message.MaxReasonBytes)}
-	frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{long}}}}}})
+	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" +
+		strings.Repeat("世", message.MaxReasonBytes)}
+	frame, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle,
+		Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{long}}}}}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	var d message.Down
-	if err := message.DecodeDown(frame, &d); err != nil || !strings.HasPrefix(long.Text, d.Sets[0].Grants[0].Full[0].Text) {
+	if err := message.DecodeDown(frame, &d); err != nil ||
+		!strings.HasPrefix(long.Text, d.Sets[0].Grants[0].Full[0].Text) {
 		t.Errorf("got error %v", err)
 	}
-	b, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect, Reason: strings.Repeat("x", 3*message.MaxReasonBytes)})
+	b, err := message.AppendUp(nil, &message.Up{Type: message.UpSuspect,
+		Reason: strings.Repeat("x", 3*message.MaxReasonBytes)})
 	if err != nil {
 		t.Fatal(err)
 	}

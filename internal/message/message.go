@@ -139,7 +139,9 @@ func (r *Response) NumElems() (int64, error) {
 	var rows int64
 	for _, n := range r.FirstDims {
 		if n < 0 || rows > math.MaxInt64-n {
-			return 0, fmt.Errorf("message: allgather %q: first dimensions %v: one is negative, or their sum is too large", r.Name, r.FirstDims)
+			return 0, fmt.Errorf(
+				"message: allgather %q: first dimensions %v: one is negative, or their sum is too large",
+				r.Name, r.FirstDims)
 		}
 		rows += n
 	}
@@ -148,7 +150,8 @@ func (r *Response) NumElems() (int64, error) {
 		return 0, err
 	}
 	if row > 0 && rows > math.MaxInt64/int64(r.DType.Size())/row {
-		return 0, fmt.Errorf("message: allgather %q: %d rows of %d elements have more than 2^63-1 bytes", r.Name, rows, row)
+		return 0, fmt.Errorf("message: allgather %q: %d rows of %d elements have more than 2^63-1 bytes",
+			r.Name, rows, row)
 	}
 	return rows * row, nil
 }

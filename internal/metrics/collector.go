@@ -36,7 +36,9 @@ type number struct {
 }
 
 func counter(name, help string, value func(*trace.Stats) uint64) number {
-	return number{desc(name, help), prometheus.CounterValue, func(s *trace.Stats) float64 { return float64(value(s)) }}
+	return number{desc(name, help), prometheus.CounterValue, func(s *trace.Stats) float64 {
+		return float64(value(s))
+	}}
 }
 
 func gauge(name, help string, value func(*trace.Stats) float64) number {
@@ -45,42 +47,66 @@ func gauge(name, help string, value func(*trace.Stats) float64) number {
 
 // These metrics are shown by every rank.
 var (
-	rankInfo = desc("hvd_rank_info", "1, with the rank and host of the process, to be joined with its other metrics.", labelRank, labelHost)
+	rankInfo = desc("hvd_rank_info",
+		"1, with the rank and host of the process, to be joined with its other metrics.", labelRank,
+		labelHost)
 
-	duration = desc("hvd_collective_duration_seconds", "Time that a fused response took, from the beginning of its execution to its end.", labelOp, labelBackend)
-	tensors  = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.", labelOp, labelBackend)
-	moved    = desc("hvd_collective_bytes_total", "Bytes that this rank contributed to operations or, for broadcasts, received.", labelOp, labelBackend, labelDType)
+	duration = desc("hvd_collective_duration_seconds",
+		"Time that a fused response took, from the beginning of its execution to its end.", labelOp,
+		labelBackend)
+	tensors = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.",
+		labelOp, labelBackend)
+	moved = desc("hvd_collective_bytes_total",
+		"Bytes that this rank contributed to operations or, for broadcasts, received.", labelOp, labelBackend,
+		labelDType)
 
-	negotiation = desc("hvd_negotiation_seconds", "Time from the submission of a tensor, or a grouped allreduce, until all ranks had submitted it and agreed to run it.")
-	queued      = desc("hvd_queue_seconds", "Time from the agreement to run a fused response to the beginning of its execution.")
+	negotiation = desc("hvd_negotiation_seconds",
+		"Time from the submission of a tensor, or a grouped allreduce, until all ranks had submitted it and agreed to run it.")
+	queued = desc("hvd_queue_seconds",
+		"Time from the agreement to run a fused response to the beginning of its execution.")
 
 	numbers = []number{
 		gauge("hvd_world_size", "Ranks in the job.", func(s *trace.Stats) float64 { return float64(s.Size) }),
-		gauge("hvd_epoch", "Number of the job's epoch, which grows with each Init; counters begin with it.", func(s *trace.Stats) float64 { return float64(s.Epoch) }),
-		gauge("hvd_queue_depth", "Tensors that were submitted and have not completed; a grouped allreduce counts as one.", func(s *trace.Stats) float64 { return float64(s.InFlight) }),
-		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.", func(s *trace.Stats) uint64 { return s.FusionResponses }),
-		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.", func(s *trace.Stats) uint64 { return s.FusedTensors }),
-		counter("hvd_fusion_bytes_total", "Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
-		gauge("hvd_fusion_buffer_bytes", "Largest number of bytes that are fused into one response; 0 if nothing is fused.",
+		gauge("hvd_epoch", "Number of the job's epoch, which grows with each Init; counters begin with it.",
+			func(s *trace.Stats) float64 { return float64(s.Epoch) }),
+		gauge("hvd_queue_depth",
+			"Tensors that were submitted and have not completed; a grouped allreduce counts as one.",
+			func(s *trace.Stats) float64 { return float64(s.InFlight) }),
+		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.",
+			func(s *trace.Stats) uint64 { return s.FusionResponses }),
+		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.",
+			func(s *trace.Stats) uint64 { return s.FusedTensors }),
+		counter("hvd_fusion_bytes_total",
+			"Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
+		gauge("hvd_fusion_buffer_bytes",
+			"Largest number of bytes that are fused into one response; 0 if nothing is fused.",
 			func(s *trace.Stats) float64 { return float64(s.FusionThresholdBytes) }),
-		counter("hvd_response_cache_hits_total", "Requests that were sent as a bit of the response cache.", func(s *trace.Stats) uint64 { return s.CacheHits }),
-		counter("hvd_response_cache_misses_total", "Requests that were sent in full.", func(s *trace.Stats) uint64 { return s.CacheMisses }),
-		counter("hvd_refused_tensors_total", "Tensors that completed with an error of their own, for example because ranks disagree on the shape.",
+		counter("hvd_response_cache_hits_total", "Requests that were sent as a bit of the response cache.",
+			func(s *trace.Stats) uint64 { return s.CacheHits }),
+		counter("hvd_response_cache_misses_total", "Requests that were sent in full.",
+			func(s *trace.Stats) uint64 { return s.CacheMisses }),
+		counter("hvd_refused_tensors_total",
+			"Tensors that completed with an error of their own, for example because ranks disagree on the shape.",
 			func(s *trace.Stats) uint64 { return s.Refused }),
-		counter("hvd_failed_tensors_total", "Tensors that completed with an error because the job failed or was shut down.", func(s *trace.Stats) uint64 { return s.Failed }),
-		counter("hvd_timeline_dropped_operations_total", "Operations that were dropped from the timeline because it could not be written fast enough, or at all.",
+		counter("hvd_failed_tensors_total",
+			"Tensors that completed with an error because the job failed or was shut down.",
+			func(s *trace.Stats) uint64 { return s.Failed }),
+		counter("hvd_timeline_dropped_operations_total",
+			"Operations that were dropped from the timeline because it could not be written fast enough, or at all.",
 			func(s *trace.Stats) uint64 { return s.TimelineDropped }),
 	}
 )
 
 // These metrics are shown if their values are known.
 var (
-	fill = gauge("hvd_fusion_fill_ratio", "How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
+	fill = gauge("hvd_fusion_fill_ratio",
+		"How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
 		func(s *trace.Stats) float64 {
 			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
 		})
 	clock = []number{
-		gauge("hvd_start_offset_seconds", "Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.",
+		gauge("hvd_start_offset_seconds",
+			"Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.",
 			func(s *trace.Stats) float64 { return s.ClockOffset.Seconds() }),
 		gauge("hvd_clock_error_seconds", "Largest error of hvd_start_offset_seconds, in either direction.",
 			func(s *trace.Stats) float64 { return s.ClockError.Seconds() }),
@@ -90,13 +116,19 @@ var (
 // These metrics are shown only by rank 0.
 var (
 	coordinator = []number{
-		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 { return s.Coordinator.Cycles }),
-		gauge("hvd_stalled_tensors", "Tensors that some ranks have waited for longer than the time of the stall warning.",
+		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 {
+			return s.Coordinator.Cycles
+		}),
+		gauge("hvd_stalled_tensors",
+			"Tensors that some ranks have waited for longer than the time of the stall warning.",
 			func(s *trace.Stats) float64 { return float64(s.Coordinator.Stalled) }),
-		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *trace.Stats) uint64 { return s.Coordinator.StallReports }),
+		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *trace.Stats) uint64 {
+			return s.Coordinator.StallReports
+		}),
 	}
 	last     = desc("hvd_rank_last_total", "Tensors that this rank was the last to request.", labelLate)
-	lateness = desc("hvd_rank_lateness_seconds_total", "Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.", labelLate)
+	lateness = desc("hvd_rank_lateness_seconds_total",
+		"Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.", labelLate)
 )
 
 // NewCollector returns a collector of the metrics in the result of get. get is called once per scrape, and
@@ -106,7 +138,8 @@ func NewCollector(get func() trace.Stats) prometheus.Collector { return &collect
 type collector struct{ get func() trace.Stats }
 
 func (c *collector) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc, last, lateness} {
+	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc,
+		last, lateness} {
 		to <- d
 	}
 	for _, group := range [][]number{numbers, clock, coordinator} {
@@ -182,14 +215,15 @@ func (h *histogram) Write(to *dto.Metric) error {
 	for i := range finite {
 		count += h.from.Buckets[i]
 		if i%classicEvery == 0 {
-			classic = append(classic, &dto.Bucket{UpperBound: new(trace.UpperBound(i)), CumulativeCount: new(count)})
+			classic = append(classic, &dto.Bucket{UpperBound: new(trace.UpperBound(i)),
+				CumulativeCount: new(count)})
 		}
 	}
 	count += h.from.Buckets[finite]
 
 	// Native bucket i of schema 0 counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram, which
-	// begins at 0, is the native zero bucket. The last one, which has no upper bound, counts as the first native
-	// bucket of its values.
+	// begins at 0, is the native zero bucket. The last one, which has no upper bound, counts as the first
+	// native bucket of its values.
 	native := h.from.Buckets[1:]
 	var spans []*dto.BucketSpan
 	var deltas []int64
@@ -201,7 +235,8 @@ func (h *histogram) Write(to *dto.Metric) error {
 		for native[end-1] == 0 {
 			end--
 		}
-		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + trace.MinExponent)), Length: new(uint32(end - begin))}}
+		spans = []*dto.BucketSpan{{Offset: new(int32(begin + 1 + trace.MinExponent)),
+			Length: new(uint32(end - begin))}}
 		previous := int64(0)
 		for _, n := range native[begin:end] {
 			deltas = append(deltas, int64(n)-previous)

@@ -37,7 +37,8 @@ func full() trace.Stats {
 	return trace.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
 		Operations: []trace.Operations{
-			{Kind: message.Allreduce, Backend: message.SHM, Durations: histogramOf(time.Millisecond, 2*time.Millisecond, 3*time.Hour), Tensors: 161},
+			{Kind: message.Allreduce, Backend: message.SHM, Durations: histogramOf(time.Millisecond,
+				2*time.Millisecond, 3*time.Hour), Tensors: 161},
 			{Kind: message.Broadcast, Backend: message.TCP, Durations: histogramOf(time.Second), Tensors: 1},
 		},
 		Moved: []trace.Moved{
@@ -50,7 +51,8 @@ func full() trace.Stats {
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
 		Coordinator: &trace.Coordinator{
-			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second}, {Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
+			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second},
+				{Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},
 	}
@@ -230,12 +232,16 @@ func TestNothingIsForgotten(t *testing.T) {
 			return
 		case reflect.Struct:
 			for i := range v.NumField() {
-				walk(path+"."+v.Type().Field(i).Name, func(s *trace.Stats) reflect.Value { return get(s).Field(i) })
+				walk(path+"."+v.Type().Field(i).Name, func(s *trace.Stats) reflect.Value {
+					return get(s).Field(i)
+				})
 			}
 			return
 		case reflect.Slice, reflect.Array:
 			for i := range v.Len() {
-				walk(fmt.Sprintf("%s[%d]", path, i), func(s *trace.Stats) reflect.Value { return get(s).Index(i) })
+				walk(fmt.Sprintf("%s[%d]", path, i), func(s *trace.Stats) reflect.Value {
+					return get(s).Index(i)
+				})
 			}
 			return
 		case reflect.String:
@@ -274,7 +280,8 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	s.Coordinator, s.ClockKnown, s.FusionResponses = nil, false, 0
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		switch f.GetName() {
-		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total", "hvd_stalled_tensors", "hvd_stall_reports_total",
+		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total",
+			"hvd_stalled_tensors", "hvd_stall_reports_total",
 			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
 			t.Errorf("%s is there: %v", f.GetName(), f)
 		}
@@ -294,24 +301,29 @@ func TestUnknownIsLeftOut(t *testing.T) {
 // bound.
 func TestHistogram(t *testing.T) {
 	for name, h := range map[string]trace.Histogram{
-		"nothing":   {},
-		"zero":      histogramOf(0, 0),
-		"one":       histogramOf(time.Second),
-		"gaps":      histogramOf(0, 3*time.Microsecond, 3*time.Microsecond, time.Millisecond, 2*time.Second, 64*time.Second),
-		"too long":  histogramOf(65*time.Second, 3*time.Hour),
-		"all":       {Buckets: [trace.NumBuckets]uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, Sum: time.Hour},
+		"nothing": {},
+		"zero":    histogramOf(0, 0),
+		"one":     histogramOf(time.Second),
+		"gaps": histogramOf(0, 3*time.Microsecond, 3*time.Microsecond, time.Millisecond, 2*time.Second,
+			64*time.Second),
+		"too long": histogramOf(65*time.Second, 3*time.Hour),
+		"all": {Buckets: [trace.NumBuckets]uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0,
+			1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, Sum: time.Hour},
 		"a bound":   histogramOf(time.Second / 4),
 		"above one": histogramOf(time.Second/4 + 1),
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got *dto.Histogram
-			for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return trace.Stats{Negotiation: h} })) {
+			for _, f := range gather(t, metrics.NewCollector(func() trace.Stats {
+				return trace.Stats{Negotiation: h}
+			})) {
 				if f.GetName() == "hvd_negotiation_seconds" {
 					got = f.Metric[0].Histogram
 				}
 			}
 			if got.GetSampleCount() != h.Count() || got.GetSampleSum() != h.Sum.Seconds() {
-				t.Errorf("got %d of sum %v, want %d of %v", got.GetSampleCount(), got.GetSampleSum(), h.Count(), h.Sum.Seconds())
+				t.Errorf("got %d of sum %v, want %d of %v", got.GetSampleCount(), got.GetSampleSum(),
+					h.Count(), h.Sum.Seconds())
 			}
 			var buckets [trace.NumBuckets]uint64
 			buckets[0] = got.GetZeroCount()
@@ -326,7 +338,8 @@ func TestHistogram(t *testing.T) {
 					index++
 				}
 			}
-			if buckets != h.Buckets || at != len(got.PositiveDelta) || got.GetSchema() != 0 || got.GetZeroThreshold() != trace.UpperBound(0) {
+			if buckets != h.Buckets || at != len(got.PositiveDelta) || got.GetSchema() != 0 ||
+				got.GetZeroThreshold() != trace.UpperBound(0) {
 				t.Errorf("got native buckets %v of %v, want %v", buckets, got, h.Buckets)
 			}
 			if n := len(got.PositiveDelta); n > 0 && (got.PositiveDelta[0] == 0 || count == 0) {
@@ -338,13 +351,15 @@ func TestHistogram(t *testing.T) {
 				for next = 0; trace.UpperBound(next) <= b.GetUpperBound(); next++ {
 					want += h.Buckets[next]
 				}
-				if next == 0 || trace.UpperBound(next-1) != b.GetUpperBound() || b.GetCumulativeCount() != want {
+				if next == 0 || trace.UpperBound(next-1) != b.GetUpperBound() ||
+					b.GetCumulativeCount() != want {
 					t.Errorf("got %d up to %v s, want %d", b.GetCumulativeCount(), b.GetUpperBound(), want)
 				}
 				bounds++
 			}
 			if bounds != 14 || next != trace.NumBuckets-1 {
-				t.Errorf("got %d classic buckets, want every second of ours from the first to 64 s: %v", bounds, got.Bucket)
+				t.Errorf("got %d classic buckets, want every second of ours from the first to 64 s: %v",
+					bounds, got.Bucket)
 			}
 		})
 	}
@@ -366,7 +381,8 @@ func TestNames(t *testing.T) {
 		}
 	}
 	// promtool finds a metric that breaks the rules, so it does check.
-	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n", "check", "metrics"); content {
+	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n",
+		"check", "metrics"); content {
 		t.Error("promtool accepts what it should not")
 	}
 }
@@ -387,16 +403,21 @@ func TestHandler(t *testing.T) {
 	h := metrics.Handler(full)
 	for _, c := range []struct{ accept, contentType, has string }{
 		{"", "text/plain; version=0.0.4", "hvd_world_size 4\n"},
-		{"application/openmetrics-text; version=1.0.0", "application/openmetrics-text; version=1.0.0", "# EOF\n"},
-		{"application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited", "application/vnd.google.protobuf", "hvd_world_size"},
+		{"application/openmetrics-text; version=1.0.0", "application/openmetrics-text; version=1.0.0",
+			"# EOF\n"},
+		{"application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited",
+			"application/vnd.google.protobuf", "hvd_world_size"},
 	} {
 		w := request(h, "/metrics", "Accept", c.accept, "Accept-Encoding", "gzip")
-		if w.Code != http.StatusOK || !strings.HasPrefix(w.Header().Get("Content-Type"), c.contentType) || !strings.Contains(w.Body.String(), c.has) {
-			t.Errorf("accept %q: got %d, %v and %d bytes, want %s with %q", c.accept, w.Code, w.Header(), w.Body.Len(), c.contentType, c.has)
+		if w.Code != http.StatusOK || !strings.HasPrefix(w.Header().Get("Content-Type"), c.contentType) ||
+			!strings.Contains(w.Body.String(), c.has) {
+			t.Errorf("accept %q: got %d, %v and %d bytes, want %s with %q", c.accept, w.Code, w.Header(),
+				w.Body.Len(), c.contentType, c.has)
 		}
 	}
 	body := request(h, "/metrics").Body.String()
-	for _, want := range []string{"go_goroutines ", "process_resident_memory_bytes ", `hvd_build_info{goversion="go`} {
+	for _, want := range []string{"go_goroutines ", "process_resident_memory_bytes ",
+		`hvd_build_info{goversion="go`} {
 		if !strings.Contains(body, "\n"+want) {
 			t.Errorf("%s is missing in %s", want, body)
 		}

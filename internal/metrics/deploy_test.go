@@ -135,14 +135,16 @@ func TestDeploy(t *testing.T) {
 		recorded = append(recorded, map[string]string{"record": fmt.Sprintf("query:%d", i), "expr": expr})
 	}
 	for _, args := range [][]string{
-		{"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}, {"check", "config", "prometheus.yml"},
+		{"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"},
+		{"check", "config", "prometheus.yml"},
 	} {
 		if out, content := testnet.Promtool(t, deploy, "", args...); !content {
 			t.Errorf("promtool %v: %s", args, out)
 		}
 	}
 	// promtool parses the dashboard's queries if they are written as rules.
-	text, err := json.Marshal(map[string]any{"groups": []map[string]any{{"name": "dashboard", "rules": recorded}}})
+	text, err := json.Marshal(
+		map[string]any{"groups": []map[string]any{{"name": "dashboard", "rules": recorded}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,9 +213,12 @@ func TestDashboardOfRanks(t *testing.T) {
 		}
 		server := httptest.NewServer(metrics.Handler(func() trace.Stats { return s }))
 		t.Cleanup(server.Close)
-		targets = append(targets, fmt.Sprintf("{targets: ['%s'], labels: {rank: '%d', host: h}}", server.Listener.Addr(), r))
+		targets = append(targets, fmt.Sprintf("{targets: ['%s'], labels: {rank: '%d', host: h}}",
+			server.Listener.Addr(), r))
 	}
-	prom := testnet.StartPrometheus(t, "global: {scrape_interval: 1s}\nscrape_configs: [{job_name: gohvd, static_configs: ["+strings.Join(targets, ", ")+"]}]\n", nil)
+	prom := testnet.StartPrometheus(t,
+		"global: {scrape_interval: 1s}\nscrape_configs: [{job_name: gohvd, static_configs: ["+
+			strings.Join(targets, ", ")+"]}]\n", nil)
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	query := func(expr string) []testnet.Sample {
 		samples, err := prom.Query(expr)
@@ -246,7 +251,8 @@ func TestDashboardOfRanks(t *testing.T) {
 				empty++
 			}
 		}
-		if told := strings.Contains(string(readme), `"`+title+`"`) && title != "Ranks" && title != "Running for"; told != (empty > 0) {
+		if told := strings.Contains(string(readme), `"`+title+`"`) && title != "Ranks" &&
+			title != "Running for"; told != (empty > 0) {
 			t.Errorf("%s: %d of %v are empty, and the README says so: %v", title, empty, all, told)
 		}
 		without += empty
@@ -275,7 +281,8 @@ func TestTemplates(t *testing.T) {
 	}
 	found := 0
 	for file, template := range map[string]*regexp.Regexp{
-		"grafana-dashboard.json": regexp.MustCompile(`\{\{(\w+)\}\}`), "alerts.yml": regexp.MustCompile(`\$labels\.(\w+)`),
+		"grafana-dashboard.json": regexp.MustCompile(`\{\{(\w+)\}\}`),
+		"alerts.yml":             regexp.MustCompile(`\$labels\.(\w+)`),
 	} {
 		text, err := os.ReadFile(filepath.Join(deploy, file))
 		if err != nil {
@@ -320,7 +327,8 @@ func TestPage(t *testing.T) {
 				labels = append(labels, "`"+l+"`")
 			}
 		}
-		want := fmt.Sprintf("| `%s` | %s | %s | %s |", name, strings.ToLower(f.GetType().String()), strings.Join(labels, ", "), f.GetHelp())
+		want := fmt.Sprintf("| `%s` | %s | %s | %s |", name, strings.ToLower(f.GetType().String()),
+			strings.Join(labels, ", "), f.GetHelp())
 		if listed[name] != want {
 			t.Errorf("docs/metrics.md has\n%s\nwant\n%s", listed[name], want)
 		}

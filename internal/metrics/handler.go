@@ -27,7 +27,8 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 // status 200. get is as for NewCollector.
 func Handler(get func() trace.Stats) http.Handler {
 	// The response is not compressed: it has about 20 KiB, and the rank's cores are busy with the job.
-	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true, DisableCompression: true}))
+	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true,
+		DisableCompression: true}))
 }
 
 // paths returns a handler that serves metrics at /metrics, and /healthz.

@@ -89,7 +89,8 @@ func (j *Job) Handler() http.Handler {
 
 func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	wait := scrapeTimeout
-	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 && s < scrapeTimeout.Seconds() {
+	if s, err := strconv.ParseFloat(r.Header.Get(timeoutHeader), 64); err == nil && s > 0 &&
+		s < scrapeTimeout.Seconds() {
 		wait = time.Duration(s * float64(time.Second))
 	}
 	families, err := j.gather(r.Context(), wait)
@@ -140,8 +141,8 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 	}
 	g := &gathering{begun: time.Now(), done: make(chan struct{})}
 	j.last = g
-	// The query does not use the context of a request: other requests wait for it too, also if the first one is
-	// cancelled.
+	// The query does not use the context of a request: other requests wait for it too, also if the first one
+	// is cancelled.
 	j.asking.Go(func() {
 		defer close(g.done)
 		ctx, cancel := context.WithTimeout(j.ctx, ask)
@@ -171,7 +172,8 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 		}
 		if err := m.add(rank, host, text); err != nil {
 			bad++
-			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank), zap.String("host", host), zap.Error(err))
+			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank),
+				zap.String("host", host), zap.Error(err))
 			continue
 		}
 		up[rank] = true

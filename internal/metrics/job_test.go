@@ -84,13 +84,16 @@ func wantLines(t *testing.T, text string, lines ...string) {
 
 func TestJob(t *testing.T) {
 	j, entries := jobOf(t, 4, map[int][]byte{
-		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *trace.Stats) { s.InFlight = 77 }), 3: textOf(t, 3, asIs),
+		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *trace.Stats) { s.InFlight = 77 }), 3: textOf(t, 3,
+			asIs),
 		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // the job has no ranks 4 and -1
 	})
 	text := shown(t, j)
 	wantLines(t, text,
-		`hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 1`, `hvd_up{host="a",rank="2"} 0`, `hvd_up{host="b",rank="3"} 1`,
-		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`, `hvd_queue_depth{host="b",rank="3"} 5`,
+		`hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 1`, `hvd_up{host="a",rank="2"} 0`,
+		`hvd_up{host="b",rank="3"} 1`,
+		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`,
+		`hvd_queue_depth{host="b",rank="3"} 5`,
 		// The launcher replaces the labels rank and host that the rank sent.
 		`hvd_rank_info{host="b",rank="3"} 1`,
 		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
@@ -98,7 +101,8 @@ func TestJob(t *testing.T) {
 		`hvd_collective_duration_seconds_sum{backend="shm",host="b",op="allreduce",rank="3"} 10800.003`,
 		`hvd_job_ranks 4`, `hvd_job_bad_answers_total 0`,
 	)
-	for _, want := range []string{"go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ", "hvd_job_start_time_seconds ", "hvd_job_build_info{"} {
+	for _, want := range []string{"go_goroutines{", "process_cpu_seconds_total{", "hvd_job_gather_seconds ",
+		"hvd_job_start_time_seconds ", "hvd_job_build_info{"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%s is missing", want)
 		}
@@ -126,11 +130,14 @@ func TestJob(t *testing.T) {
 	}
 
 	w := request(j.Handler(), "/metrics", "Accept", "application/openmetrics-text; version=1.0.0")
-	wantLines(t, w.Body.String(), `hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90.0`, `# TYPE hvd_rank_last counter`)
-	if !strings.HasPrefix(w.Header().Get("Content-Type"), "application/openmetrics-text") || !strings.HasSuffix(w.Body.String(), "# EOF\n") {
+	wantLines(t, w.Body.String(), `hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90.0`,
+		`# TYPE hvd_rank_last counter`)
+	if !strings.HasPrefix(w.Header().Get("Content-Type"), "application/openmetrics-text") ||
+		!strings.HasSuffix(w.Body.String(), "# EOF\n") {
 		t.Errorf("got %v and %d bytes, want OpenMetrics", w.Header(), w.Body.Len())
 	}
-	if w := request(j.Handler(), "/metrics", "Accept-Encoding", "gzip"); w.Header().Get("Content-Encoding") != "gzip" || w.Body.Len() > len(text)/5 {
+	if w := request(j.Handler(), "/metrics", "Accept-Encoding", "gzip"); w.Header().Get(
+		"Content-Encoding") != "gzip" || w.Body.Len() > len(text)/5 {
 		t.Errorf("got %d bytes of %d and %v, want them compressed", w.Body.Len(), len(text), w.Header())
 	}
 	if w := request(j.Handler(), "/healthz"); w.Code != http.StatusOK {
@@ -152,27 +159,34 @@ func TestBadAnswers(t *testing.T) {
 		text []byte
 		want string
 	}{
-		"nothing":            {nil, "no metrics"},
-		"only a comment":     {[]byte("# hello\n"), "no metrics"},
-		"garbage":            {[]byte("\x00\x01\x02"), "not in Prometheus's text format"},
-		"cut":                {textOf(t, 1, asIs)[:5000], "not in Prometheus's text format"},
-		"not UTF-8":          {[]byte("x{y=\"\xff\"} 1\n"), "UTF-8"},
-		"100 MiB":            {bytes.Repeat([]byte("x 1\n"), 25<<20), "got 104857600 bytes, want"},
-		"of another type":    {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"), `"hvd_epoch" of type COUNTER, but other ranks sent type GAUGE`},
-		"twice":              {[]byte("x{a=\"1\",b=\"2\"} 1\nx{b=\"2\",a=\"1\"} 1\n"), `"x" twice`},
-		"twice, a histogram": {[]byte("# TYPE x histogram\nx_sum{rank=\"1\"} 1\nx_count{rank=\"1\"} 1\nx_sum{rank=\"2\"} 1\nx_count{rank=\"2\"} 1\n"), `"x" twice`},
+		"nothing":        {nil, "no metrics"},
+		"only a comment": {[]byte("# hello\n"), "no metrics"},
+		"garbage":        {[]byte("\x00\x01\x02"), "not in Prometheus's text format"},
+		"cut":            {textOf(t, 1, asIs)[:5000], "not in Prometheus's text format"},
+		"not UTF-8":      {[]byte("x{y=\"\xff\"} 1\n"), "UTF-8"},
+		"100 MiB":        {bytes.Repeat([]byte("x 1\n"), 25<<20), "got 104857600 bytes, want"},
+		"of another type": {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"),
+			`"hvd_epoch" of type COUNTER, but other ranks sent type GAUGE`},
+		"twice": {[]byte("x{a=\"1\",b=\"2\"} 1\nx{b=\"2\",a=\"1\"} 1\n"), `"x" twice`},
+		"twice, a histogram": {
+			[]byte("# TYPE x histogram\nx_sum{rank=\"1\"} 1\nx_count{rank=\"1\"} 1\nx_sum{rank=\"2\"} 1\nx_count{rank=\"2\"} 1\n"), `"x" twice`},
 		"another's rank too": {[]byte("x{rank=\"1\"} 1\nx{rank=\"3\"} 1\n"), `"x" twice`},
 		"a label twice":      {[]byte("x{a=\"1\",a=\"2\"} 1\n"), "duplicate label"},
-		"a histogram's sum":  {[]byte("hvd_negotiation_seconds_sum 1\n"), `"hvd_negotiation_seconds_sum" and "hvd_negotiation_seconds"`},
-		"over a name":        {[]byte("x_bucket 1\n# TYPE x histogram\nx_sum 1\nx_count 1\n"), `"x_bucket"`},
-		"over another's":     {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"), `"go_gc" and "go_gc_count"`},
-		"the launcher's":     {[]byte("hvd_up{} 1\n"), `"hvd_up", a name that is reserved for the launcher`},
-		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"), `"hvd_job_ranks", a name that is reserved for the launcher`},
+		"a histogram's sum": {[]byte("hvd_negotiation_seconds_sum 1\n"),
+			`"hvd_negotiation_seconds_sum" and "hvd_negotiation_seconds"`},
+		"over a name": {[]byte("x_bucket 1\n# TYPE x histogram\nx_sum 1\nx_count 1\n"), `"x_bucket"`},
+		"over another's": {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"),
+			`"go_gc" and "go_gc_count"`},
+		"the launcher's": {[]byte("hvd_up{} 1\n"), `"hvd_up", a name that is reserved for the launcher`},
+		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"),
+			`"hvd_job_ranks", a name that is reserved for the launcher`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			j, entries := jobOf(t, 3, map[int][]byte{0: append(textOf(t, 0, asIs), "go_gc_count 1\n"...), 1: c.text, 2: textOf(t, 2, asIs)})
+			j, entries := jobOf(t, 3, map[int][]byte{0: append(textOf(t, 0, asIs), "go_gc_count 1\n"...),
+				1: c.text, 2: textOf(t, 2, asIs)})
 			text := shown(t, j)
-			wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`, `hvd_up{host="a",rank="2"} 1`,
+			wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
+				`hvd_up{host="a",rank="2"} 1`,
 				`hvd_epoch{host="a",rank="2"} 2`, `hvd_job_ranks 3`, `hvd_job_bad_answers_total 1`)
 			if n := strings.Count(text, `rank="1"}`); n != 1 {
 				t.Errorf("%d series of rank 1, want hvd_up alone", n)
@@ -185,7 +199,8 @@ func TestBadAnswers(t *testing.T) {
 	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
 	text := shown(t, j)
 	// The timestamp of the sample is left out.
-	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`, `late{host="a",rank="0"} 1`)
+	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`,
+		`late{host="a",rank="0"} 1`)
 }
 
 // The counter of bad answers counts those of all scrapes.
@@ -203,7 +218,8 @@ func TestLargestJobFits(t *testing.T) {
 	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
 		for r := range 4096 {
-			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r), Last: 1<<63 + uint64(r), Held: 123456789123456789})
+			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r),
+				Last: 1<<63 + uint64(r), Held: 123456789123456789})
 		}
 	}
 	text := textOf(t, 0, late)
@@ -249,7 +265,8 @@ func TestScrapesShareQuestions(t *testing.T) {
 		var all sync.WaitGroup
 		for range 10 {
 			all.Go(func() {
-				if w := request(h, "/metrics"); w.Code != http.StatusOK || !strings.Contains(w.Body.String(), `hvd_up{host="b",rank="1"} 1`) {
+				if w := request(h, "/metrics"); w.Code != http.StatusOK ||
+					!strings.Contains(w.Body.String(), `hvd_up{host="b",rank="1"} 1`) {
 					t.Errorf("got %d: %s", w.Code, w.Body)
 				}
 			})
@@ -281,8 +298,10 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 		header string
 		want   time.Duration
 	}{
-		{"", time.Second}, {"10", time.Second}, {"5", time.Second}, {"0.4", 300 * time.Millisecond}, {"1", 750 * time.Millisecond},
-		{"NaN", time.Second}, {"-1", time.Second}, {"0", time.Second}, {"1e300", time.Second}, {"soon", time.Second},
+		{"", time.Second}, {"10", time.Second}, {"5", time.Second}, {"0.4", 300 * time.Millisecond},
+		{"1", 750 * time.Millisecond},
+		{"NaN", time.Second}, {"-1", time.Second}, {"0", time.Second}, {"1e300", time.Second},
+		{"soon", time.Second},
 	} {
 		t.Run(c.header, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -290,7 +309,8 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 				begun := time.Now()
 				w := request(j.Handler(), "/metrics", "X-Prometheus-Scrape-Timeout-Seconds", c.header)
 				if w.Code != http.StatusOK || time.Since(begun) != c.want || a.limit != c.want {
-					t.Errorf("got %d after %v, ranks had %v, want %v", w.Code, time.Since(begun), a.limit, c.want)
+					t.Errorf("got %d after %v, ranks had %v, want %v", w.Code, time.Since(begun), a.limit,
+						c.want)
 				}
 				wantLines(t, w.Body.String(), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
 					fmt.Sprintf("hvd_job_gather_seconds %v", c.want.Seconds()),
@@ -319,7 +339,8 @@ func TestShortScrapeTimeout(t *testing.T) {
 				return
 			}
 			w := httptest.NewRecorder()
-			if h.ServeHTTP(w, r); w.Code != http.StatusServiceUnavailable || time.Since(begun) != 100*time.Millisecond {
+			if h.ServeHTTP(w, r); w.Code != http.StatusServiceUnavailable ||
+				time.Since(begun) != 100*time.Millisecond {
 				t.Errorf("the one that left: got %d after %v", w.Code, time.Since(begun))
 			}
 		})
@@ -332,8 +353,10 @@ func TestShortScrapeTimeout(t *testing.T) {
 		time.Sleep(100 * time.Millisecond)
 		leave()
 		w := request(h, "/metrics", "X-Prometheus-Scrape-Timeout-Seconds", "0.2")
-		if w.Code != http.StatusServiceUnavailable || time.Since(begun) != 300*time.Millisecond || !strings.Contains(w.Body.String(), "before the scrape timed out") {
-			t.Errorf("the scrape with a short timeout: got %d after %v: %s", w.Code, time.Since(begun), w.Body)
+		if w.Code != http.StatusServiceUnavailable || time.Since(begun) != 300*time.Millisecond ||
+			!strings.Contains(w.Body.String(), "before the scrape timed out") {
+			t.Errorf("the scrape with a short timeout: got %d after %v: %s", w.Code, time.Since(begun),
+				w.Body)
 		}
 		patient.Wait()
 		j.Close()
@@ -345,21 +368,24 @@ func TestShortScrapeTimeout(t *testing.T) {
 func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
-		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"}, Ask: func(ctx context.Context) (map[int][]byte, error) {
-			defer time.Sleep(time.Millisecond) // the question takes 1 ms to end
-			return a.ask(ctx)
-		}})
+		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"},
+			Ask: func(ctx context.Context) (map[int][]byte, error) {
+				defer time.Sleep(time.Millisecond) // the question takes 1 ms to end
+				return a.ask(ctx)
+			}})
 		h := j.Handler()
 		var scrape sync.WaitGroup
 		begun := time.Now()
 		scrape.Go(func() {
-			if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "over") {
+			if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable ||
+				!strings.Contains(w.Body.String(), "over") {
 				t.Errorf("got %d: %s", w.Code, w.Body)
 			}
 		})
 		synctest.Wait()
 		if err := j.Close(); err != nil || time.Since(begun) != time.Millisecond {
-			t.Errorf("Close took %v and gave %v, want it to wait for the question, and no longer", time.Since(begun), err)
+			t.Errorf("Close took %v and gave %v, want it to wait for the question, and no longer",
+				time.Since(begun), err)
 		}
 		scrape.Wait()
 		time.Sleep(time.Minute) // the last answers are too old to be shown again
@@ -382,7 +408,8 @@ func TestQuestionThatFails(t *testing.T) {
 		},
 	})
 	defer j.Close()
-	wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 0`, `hvd_up{host="a",rank="1"} 1`, `x{host="a",rank="1"} 1`)
+	wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 0`, `hvd_up{host="a",rank="1"} 1`,
+		`x{host="a",rank="1"} 1`)
 	if !testnet.Logged(entries, "asking the ranks for metrics failed", "store is closed") {
 		t.Errorf("got log %v", entries.All())
 	}
@@ -399,7 +426,8 @@ func FuzzAnswer(f *testing.F) {
 	f.Fuzz(func(t *testing.T, answer []byte) {
 		j, _ := jobOf(t, 2, map[int][]byte{0: []byte(good), 1: answer})
 		text := shown(t, j)
-		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`, `hvd_job_ranks 2`)
+		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`,
+			`hvd_job_ranks 2`)
 		// The scrape is itself a valid answer of a rank, once the metrics that are reserved for the launcher
 		// are left out.
 		var theirs []string
@@ -408,7 +436,8 @@ func FuzzAnswer(f *testing.F) {
 			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
 				// Rename the label rank. Otherwise the launcher would replace its values, and the series of
 				// the two ranks would be duplicates.
-				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1), `rank="1"`, `of="1"`, 1))
+				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1),
+					`rank="1"`, `of="1"`, 1))
 			}
 		}
 		again, entries := jobOf(t, 1, map[int][]byte{0: []byte(strings.Join(theirs, ""))})

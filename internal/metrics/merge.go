@@ -30,7 +30,8 @@ type merger struct {
 }
 
 func newMerger() *merger {
-	return &merger{families: map[string]*dto.MetricFamily{}, parser: expfmt.NewTextParser(model.LegacyValidation)}
+	return &merger{families: map[string]*dto.MetricFamily{},
+		parser: expfmt.NewTextParser(model.LegacyValidation)}
 }
 
 // add adds a rank's answer. If the answer is invalid, add returns an error and adds nothing.
@@ -56,7 +57,8 @@ func (m *merger) add(rank int, host string, text []byte) error {
 			return fmt.Errorf("got metric %.100q, a name that is reserved for the launcher", name)
 		}
 		if have := m.families[name]; have != nil && have.GetType() != f.GetType() {
-			return fmt.Errorf("got metric %.100q of type %v, but other ranks sent type %v", name, f.GetType(), have.GetType())
+			return fmt.Errorf("got metric %.100q of type %v, but other ranks sent type %v", name, f.GetType(),
+				have.GetType())
 		}
 		if with := m.clash(name, f, families); with != "" {
 			return fmt.Errorf("got metrics %.100q and %.100q, which share the name of a series", name, with)
@@ -97,7 +99,8 @@ func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.
 			if all[name+suffix] != nil && hasSuffixes(f) {
 				return name + suffix
 			}
-			if base, cut := strings.CutSuffix(name, suffix); cut && all[base] != nil && hasSuffixes(all[base]) {
+			if base, cut := strings.CutSuffix(name, suffix); cut && all[base] != nil &&
+				hasSuffixes(all[base]) {
 				return base
 			}
 		}
@@ -107,12 +110,15 @@ func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.
 
 // hasSuffixes reports whether the series of f have suffixes.
 func hasSuffixes(f *dto.MetricFamily) bool {
-	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM || f.GetType() == dto.MetricType_SUMMARY
+	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM ||
+		f.GetType() == dto.MetricType_SUMMARY
 }
 
 // keyOf sorts labels in place and returns a key that is equal for equal labels.
 func keyOf(labels []*dto.LabelPair) string {
-	slices.SortFunc(labels, func(a, b *dto.LabelPair) int { return strings.Compare(a.GetName(), b.GetName()) })
+	slices.SortFunc(labels, func(a, b *dto.LabelPair) int {
+		return strings.Compare(a.GetName(), b.GetName())
+	})
 	var key []byte
 	for _, l := range labels {
 		key = strconv.AppendQuote(append(append(key, l.GetName()...), '='), l.GetValue())

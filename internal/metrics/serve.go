@@ -45,7 +45,8 @@ func Address(addr string, plus int) (string, error) {
 		n += uint64(plus)
 	}
 	if n > 65535 {
-		return "", fmt.Errorf("metrics: address %q: the port of local rank %d is %d, want at most 65535", addr, plus, n)
+		return "", fmt.Errorf("metrics: address %q: the port of local rank %d is %d, want at most 65535",
+			addr, plus, n)
 	}
 	if host == "" {
 		host = "127.0.0.1"
@@ -86,9 +87,10 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	s := &Server{listener: &bounded{l, dial.NewLimiter(maxConns)}, cancel: cancel}
 	s.http = http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
-		ReadTimeout: scrapeTimeout, WriteTimeout: scrapeTimeout, IdleTimeout: 3 * time.Minute, MaxHeaderBytes: 8 << 10,
-		ErrorLog:    zap.NewStdLog(log),
-		BaseContext: func(net.Listener) context.Context { return ctx },
+		ReadTimeout: scrapeTimeout, WriteTimeout: scrapeTimeout, IdleTimeout: 3 * time.Minute,
+		MaxHeaderBytes: 8 << 10,
+		ErrorLog:       zap.NewStdLog(log),
+		BaseContext:    func(net.Listener) context.Context { return ctx },
 	}
 	s.running.Go(func() {
 		if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {

@@ -25,7 +25,8 @@ func TestAddress(t *testing.T) {
 		want string
 	}{
 		{"127.0.0.1:9100", 0, "127.0.0.1:9100"}, {"h1:9100", 3, "h1:9103"}, {"[::1]:9100", 1, "[::1]:9101"},
-		{":9100", 0, "127.0.0.1:9100"}, {"9100", 2, "127.0.0.1:9102"}, {"0.0.0.0:0", 5, "0.0.0.0:0"}, {"[::]:65530", 5, "[::]:65535"},
+		{":9100", 0, "127.0.0.1:9100"}, {"9100", 2, "127.0.0.1:9102"}, {"0.0.0.0:0", 5, "0.0.0.0:0"},
+		{"[::]:65530", 5, "[::]:65535"},
 	} {
 		if got, err := metrics.Address(c.addr, c.plus); got != c.want || err != nil {
 			t.Errorf("%q and %d: got %q and error %v, want %q", c.addr, c.plus, got, err, c.want)
@@ -36,7 +37,8 @@ func TestAddress(t *testing.T) {
 		plus int
 		want string
 	}{
-		{"", 0, "missing port"}, {"h1", 0, `"h1"`}, {"h1:", 0, `port ""`}, {":http", 0, `"http"`}, {":65536", 0, "65536"}, {":-1", 0, "-1"},
+		{"", 0, "missing port"}, {"h1", 0, `"h1"`}, {"h1:", 0, `port ""`}, {":http", 0, `"http"`},
+		{":65536", 0, "65536"}, {":-1", 0, "-1"},
 		{"::1", 0, "too many colons"}, {":65530", 6, "local rank 6 is 65536"}, {"70000", 0, "70000"},
 	} {
 		_, err := metrics.Address(c.addr, c.plus)
@@ -160,7 +162,8 @@ func TestCloseDuringScrapes(t *testing.T) {
 // closeDuringScrapes returns false if the machine was too slow for the quick answer to end before Close
 // cancelled it.
 func closeDuringScrapes(t *testing.T) bool {
-	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}), make(chan struct{})
+	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}),
+		make(chan struct{})
 	log, _ := testnet.Logs()
 	s, err := metrics.Serve("127.0.0.1:0", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		begun <- r.URL.Path

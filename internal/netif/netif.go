@@ -60,7 +60,8 @@ func parse(text string) (item, error) {
 		return item{network: netip.PrefixFrom(a, a.BitLen())}, nil
 	}
 	if len(text) > maxName || strings.ContainsAny(text, " \t:,") {
-		return item{}, fmt.Errorf("want a name of at most %d characters, an address, or a network as in 10.0.0.0/8", maxName)
+		return item{}, fmt.Errorf(
+			"want a name of at most %d characters, an address, or a network as in 10.0.0.0/8", maxName)
 	}
 	return item{name: text}, nil
 }
@@ -127,7 +128,8 @@ func (c Choice) Addresses() ([]netip.Addr, error) {
 		for _, o := range all {
 			have = append(have, o.name+" "+o.addr.String())
 		}
-		return nil, fmt.Errorf("network interfaces %s: none is up on this host, which has %s", c, strings.Join(have, ", "))
+		return nil, fmt.Errorf("network interfaces %s: none is up on this host, which has %s", c,
+			strings.Join(have, ", "))
 	}
 	return addrs, nil
 }
@@ -187,7 +189,8 @@ func (c Choice) Any() (netip.Addr, error) {
 		// These networks are reserved for documentation (RFC 5737 and 3849), so no route but the default one
 		// leads to them. Route sends nothing.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
-			if local, _, err := Route(context.Background(), far); err == nil && slices.Contains(addrs, local) {
+			if local, _, err := Route(context.Background(), far); err == nil &&
+				slices.Contains(addrs, local) {
 				return local, nil
 			}
 		}
@@ -211,7 +214,8 @@ func Route(ctx context.Context, target string) (local, remote netip.Addr, err er
 	from, ok := conn.LocalAddr().(*net.UDPAddr)
 	to, ok2 := conn.RemoteAddr().(*net.UDPAddr)
 	if !ok || !ok2 {
-		return local, remote, fmt.Errorf("route to %s: got a %T and a %T, want UDP addresses", target, conn.LocalAddr(), conn.RemoteAddr())
+		return local, remote, fmt.Errorf("route to %s: got a %T and a %T, want UDP addresses", target,
+			conn.LocalAddr(), conn.RemoteAddr())
 	}
 	return from.AddrPort().Addr().Unmap(), to.AddrPort().Addr().Unmap(), nil
 }

@@ -49,7 +49,8 @@ func TestInterfaces(t *testing.T) {
 	}
 	for _, args := range []string{
 		"link add down0 type veth peer name down1", "address add 10.99.0.1/24 dev down0",
-		"link add up0 type veth peer name up1", "address add 10.98.0.1/24 dev up0", "address add 169.254.1.1/16 dev up0", "link set up0 up",
+		"link add up0 type veth peer name up1", "address add 10.98.0.1/24 dev up0",
+		"address add 169.254.1.1/16 dev up0", "link set up0 up",
 	} {
 		sh("", "ip", strings.Fields(args)...)
 	}
@@ -72,7 +73,8 @@ func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
 
 func TestChoice(t *testing.T) {
 	have := []own{
-		{"lo", addr("127.0.0.1")}, {"lo", addr("::1")}, {"eth0", addr("10.1.2.3")}, {"eth0", addr("2001:db8::5")},
+		{"lo", addr("127.0.0.1")}, {"lo", addr("::1")}, {"eth0", addr("10.1.2.3")},
+		{"eth0", addr("2001:db8::5")},
 		{"ib0", addr("192.168.7.9")}, {"ib0", addr("10.1.2.3")},
 	}
 	for _, test := range []struct {
@@ -106,7 +108,8 @@ func TestChoice(t *testing.T) {
 }
 
 func TestParseRefuses(t *testing.T) {
-	for _, text := range []string{"10.0.0.0/33", "eth0/8", "an interface", "a:b", "sixteen-letters-", "10.0.0.0/8/8"} {
+	for _, text := range []string{"10.0.0.0/33", "eth0/8", "an interface", "a:b", "sixteen-letters-",
+		"10.0.0.0/8/8"} {
 		if c, err := Parse([]string{"eth0", text}); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("%q: got %v, %v, want an error with it", text, c, err)
 		}
@@ -144,7 +147,8 @@ func TestThisHost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := none.Any(); err == nil || !strings.Contains(err.Error(), "192.0.2.77/32,no-such-if") || !strings.Contains(err.Error(), "lo 127.0.0.1") {
+	if _, err := none.Any(); err == nil || !strings.Contains(err.Error(), "192.0.2.77/32,no-such-if") ||
+		!strings.Contains(err.Error(), "lo 127.0.0.1") {
 		t.Errorf("got %v, want what was chosen and what there is", err)
 	}
 	if _, err := none.Towards(t.Context(), "127.0.0.1:9"); err == nil {
@@ -154,7 +158,8 @@ func TestThisHost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for who, want := range map[string]bool{a.String(): true, "127.0.0.1": true, "127.0.1.1": true, "192.0.2.77": false} {
+	for who, want := range map[string]bool{a.String(): true, "127.0.0.1": true, "127.0.1.1": true,
+		"192.0.2.77": false} {
 		if is, err := IsOwn(addr(who)); is != want || err != nil {
 			t.Errorf("%s: own is %v, %v, want %v", who, is, err, want)
 		}

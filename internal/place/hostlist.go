@@ -8,7 +8,8 @@ import (
 	"strings"
 )
 
-// Bounds on lists of hosts: of a list's text, of the hosts that it stands for, of a name, and of the tasks on a host.
+// Bounds on lists of hosts: of a list's text, of the hosts that it stands for, of a name, and of the tasks on
+// a host.
 const (
 	MaxListBytes = 1 << 20
 	MaxHosts     = 1 << 16
@@ -129,7 +130,8 @@ func expandHost(item string, most int) ([]string, error) {
 }
 
 func notInNames(c rune) bool {
-	return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("-._", c))
+	return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' ||
+		strings.ContainsRune("-._", c))
 }
 
 func tooMany() error { return fmt.Errorf("more than %d hosts", MaxHosts) }

@@ -73,7 +73,8 @@ func TestExpandHostsRefuses(t *testing.T) {
 		}
 		testnet.WantError(t, err, "host list", part)
 	}
-	for _, list := range []string{"n[0-65535]", "n[0-255][0-255]", strings.TrimSuffix(strings.Repeat("n,", MaxHosts), ",")} {
+	for _, list := range []string{"n[0-65535]", "n[0-255][0-255]",
+		strings.TrimSuffix(strings.Repeat("n,", MaxHosts), ",")} {
 		if got, err := ExpandHosts(list); len(got) != MaxHosts || err != nil {
 			t.Errorf("%s: got %d names, %v, want %d", quote(list), len(got), err, MaxHosts)
 		}
@@ -82,7 +83,8 @@ func TestExpandHostsRefuses(t *testing.T) {
 
 func TestExpandHostsTakesLittleMemoryForWhatItRefuses(t *testing.T) {
 	for _, list := range []string{
-		"n[0-999999999999999999]", "n[0-65535][0-65535]", "n" + strings.Repeat("[0-1]", 80), "[0-65535]" + strings.Repeat("[1]", 255),
+		"n[0-999999999999999999]", "n[0-65535][0-65535]", "n" + strings.Repeat("[0-1]", 80), "[0-65535]" +
+			strings.Repeat("[1]", 255),
 	} {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
@@ -97,7 +99,8 @@ func TestExpandHostsTakesLittleMemoryForWhatItRefuses(t *testing.T) {
 }
 
 func FuzzExpandHosts(f *testing.F) {
-	for _, list := range []string{"node[01-03,7],gpu-[1-2]-x", "r[1-2]n[1-2]", "a,b", "n[0-65535]", "n[1-", "[[]", "x[9-10]y[00-01]z"} {
+	for _, list := range []string{"node[01-03,7],gpu-[1-2]-x", "r[1-2]n[1-2]", "a,b", "n[0-65535]", "n[1-",
+		"[[]", "x[9-10]y[00-01]z"} {
 		f.Add(list)
 	}
 	f.Fuzz(func(t *testing.T, list string) {

@@ -54,9 +54,11 @@ func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	ip := addr.Addr().Unmap()
 	switch {
 	case !ip.IsValid() || ip.IsUnspecified() || addr.Port() == 0:
-		return ID{}, fmt.Errorf("the store of the id would listen on %s, want an address that other ranks can dial", addr)
+		return ID{}, fmt.Errorf(
+			"the store of the id would listen on %s, want an address that other ranks can dial", addr)
 	case ip.Zone() != "":
-		return ID{}, fmt.Errorf("the store of the id would listen on %s, want an address without a zone: other hosts have other zones", addr)
+		return ID{}, fmt.Errorf(
+			"the store of the id would listen on %s, want an address without a zone: other hosts have other zones", addr)
 	}
 	var id ID
 	copy(id[:], idMagic)
@@ -160,14 +162,16 @@ const lateTime = 30 * time.Second
 
 // NewID serves a store on a free port of listenHost for the ranks of one job, and returns the id by which
 // they find it. The store ends 30 s after all ranks have met, or when ctx ends; served is closed then.
-func NewID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger) (id ID, served <-chan struct{}, err error) {
+func NewID(ctx context.Context, listenHost string, encrypt bool,
+	log *zap.Logger) (id ID, served <-chan struct{}, err error) {
 	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
 		err = fmt.Errorf("place: new id: %w", err)
 	}
 	return id, served, err
 }
 
-func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger, late time.Duration) (id ID, served <-chan struct{}, err error) {
+func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logger,
+	late time.Duration) (id ID, served <-chan struct{}, err error) {
 	if err := ctx.Err(); err != nil {
 		return ID{}, nil, err
 	}
@@ -220,7 +224,8 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 			return nil, fmt.Errorf("place: ids %d and %d are the same", first, i)
 		}
 		if stores[i] = s; s.encrypt != stores[0].encrypt {
-			return nil, fmt.Errorf("place: of ids 0 and %d only one is for encrypted connections, want both or neither", i)
+			return nil, fmt.Errorf(
+				"place: of ids 0 and %d only one is for encrypted connections, want both or neither", i)
 		}
 		names.Write(id[:])
 	}
@@ -248,7 +253,8 @@ func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	for _, s := range stores {
 		client, err := store.Dial(ctx, s.addr, store.Config{Secret: s.key})
 		if err != nil {
-			return errors.Join(fmt.Errorf("place: connecting to the process that made the id: %w", err), p.Close())
+			return errors.Join(fmt.Errorf("place: connecting to the process that made the id: %w", err),
+				p.Close())
 		}
 		p.onClose(client.Close)
 		all = append(all, client)
@@ -281,7 +287,8 @@ type rootSpreader struct {
 	others spread
 }
 
-func (s rootSpreader) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+func (s rootSpreader) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) (actual []byte, swapped bool, err error) {
 	actual, swapped, err = s.Store.CompareAndSet(ctx, key, expected, desired)
 	if err == nil && swapped {
 		err = s.others.set(ctx, key, desired)

@@ -55,7 +55,8 @@ func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 		})
 		wg.Go(func() {
 			sessions[rank], errs[rank] = rendezvous.Join(ctx, rendezvous.JoinConfig{
-				Store: p.Store, Job: p.JobID, Secret: p.Secret, Terms: p.Terms, Rank: topo.Rank(rank), Size: size, Self: rendezvous.Record{PID: rank},
+				Store: p.Store, Job: p.JobID, Secret: p.Secret, Terms: p.Terms, Rank: topo.Rank(rank),
+				Size: size, Self: rendezvous.Record{PID: rank},
 			})
 		})
 	}
@@ -154,7 +155,9 @@ func TestListsOfIDsDiffer(t *testing.T) {
 	ids := newIDs(t, 2, false)
 	_, errs := meetByIDs(t, ids, ids[:1])
 	for rank, err := range errs {
-		if refused, ok := errors.AsType[*rendezvous.RefusedError](err); !ok || refused.Reason != rendezvous.TermsDiffer || !strings.Contains(refused.Text, "the list of unique ids") {
+		if refused, ok := errors.AsType[*rendezvous.RefusedError](err); !ok ||
+			refused.Reason != rendezvous.TermsDiffer ||
+			!strings.Contains(refused.Text, "the list of unique ids") {
 			t.Errorf("rank %d: got %v, want that the lists of ids differ", rank, err)
 		}
 	}

@@ -196,7 +196,8 @@ func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 
 // newEnv returns a place of which only rank and size are known.
 func newEnv(rank, size int) *Env {
-	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1, node: -1}
+	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1,
+		node: -1}
 	if size == 1 {
 		e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, 0, 1
 	}
@@ -254,7 +255,8 @@ func findOpenMPI(v *variables) (*Env, string) {
 	if !ok {
 		return nil, "neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set"
 	}
-	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+		"OMPI_COMM_WORLD_LOCAL_SIZE")
 	// Open MPI 5.x names a job like prterun-host-pid@1, and 4.x numbers it.
 	e.JobID = v.getenv("PMIX_NAMESPACE")
 	if e.JobID == "" {
@@ -311,9 +313,12 @@ func (v *variables) master(e *Env) {
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
 		return // these settings take precedence, and one rank needs no address
 	}
-	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool { return v.getenv(name) != "" })
+	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool {
+		return v.getenv(name) != ""
+	})
 	if len(missing) > 0 {
-		v.fail("rank %d of %d does not know where the ranks meet: %s not set", e.Rank, e.Size, strings.Join(missing, " and "))
+		v.fail("rank %d of %d does not know where the ranks meet: %s not set", e.Rank, e.Size,
+			strings.Join(missing, " and "))
 	}
 }
 
@@ -327,8 +332,8 @@ func findPlain(v *variables) (*Env, string) {
 		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
 	}
 	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
-	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks follow from the hosts
-	// of all ranks.
+	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks follow from the
+	// hosts of all ranks.
 	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
 		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
 	}
@@ -346,13 +351,15 @@ func findSlurm(v *variables) (*Env, string) {
 	id := v.getenv("SLURM_STEP_ID")
 	if id == "" {
 		if _, ok := v.firstSet("SLURM_JOB_ID"); ok {
-			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() + ", but not a task of a step; start it with srun"
+			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() +
+				", but not a task of a step; start it with srun"
 		}
 		return nil, "SLURM_STEP_ID is not set"
 	}
 	step, err := strconv.ParseUint(id, 10, 32)
 	if err == nil && step >= firstSpecialStep {
-		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() + ", but not a task of a step; start it with srun"
+		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() +
+			", but not a task of a step; start it with srun"
 	}
 	if err != nil {
 		v.fail("SLURM_STEP_ID is %s, want a number", quote(id))
@@ -387,8 +394,8 @@ func (v *variables) slurmAllocation() string {
 	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
-// Where the ranks of a step of Slurm meet if the user chooses no port: ports below those that Linux gives out by
-// itself, from 32768 on.
+// Where the ranks of a step of Slurm meet if the user chooses no port: ports below those that Linux gives out
+// by itself, from 32768 on.
 const (
 	slurmPortFirst = 20000
 	slurmPortCount = 10000
@@ -488,12 +495,14 @@ func findKubernetes(v *variables) (*Env, string) {
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.port = KubernetesPort
-	// The controller of indexed jobs names the host of a pod <job>-<index>. With setHostnameAsFQDN a domain follows.
+	// The controller of indexed jobs names the host of a pod <job>-<index>. With setHostnameAsFQDN a domain
+	// follows.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
 	if !ok || job == "" {
-		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s", quote(host), quote(index), index)
+		v.fail("HOSTNAME is %s and JOB_COMPLETION_INDEX is %s, want a host name <job>-%s", quote(host),
+			quote(index), index)
 	}
 	e.JobID = job
 	domain := v.getenv("HVD_SUBDOMAIN")

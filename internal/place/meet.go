@@ -27,8 +27,9 @@ import (
 
 // ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave
 // none.
-var ErrNoSecret = errors.New("no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
-	"any process that can connect to the ports of the job")
+var ErrNoSecret = errors.New(
+	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
+		"any process that can connect to the ports of the job")
 
 // ErrMet is the error of a second Meet: what the launcher provides for it can be used only once.
 var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
@@ -78,7 +79,8 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 	if err != nil {
 		// The caller needs the cause, not an error of this clean-up.
 		_ = m.Close()
-		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size, e.Kind, err)
+		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size,
+			e.Kind, err)
 	}
 	return m, nil
 }
@@ -88,8 +90,8 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 		o.Port = e.port
 	}
 	if !o.Secret.IsZero() || o.Insecure {
-		// Other ranks may be on other hosts: older versions of Kubeflow give rank 0 the name localhost, and give
-		// the other ranks the name of its host.
+		// Other ranks may be on other hosts: older versions of Kubeflow give rank 0 the name localhost, and
+		// give the other ranks the name of its host.
 		e.loopback = false
 	}
 	switch {
@@ -130,14 +132,16 @@ func (e *Env) jobValue(m *Place) string {
 }
 
 // serve serves a store at host:port, which rank 0 uses directly.
-func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string, port int) (*store.Server, error) {
+func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
+	port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
 	m.Store = h
 	m.onClose(h.Close)
 	if err := h.Set(ctx, jobKey, []byte(e.jobValue(m))); err != nil {
 		return nil, err
 	}
-	server, err := store.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h, store.Config{Secret: m.Secret, Log: o.Log})
+	server, err := store.Serve(net.JoinHostPort(host, strconv.Itoa(port)), h,
+		store.Config{Secret: m.Secret, Log: o.Log})
 	if err != nil {
 		if errors.Is(err, syscall.EADDRINUSE) {
 			err = fmt.Errorf("%w: choose another port with HVD_RENDEZVOUS_PORT", err)
@@ -253,7 +257,8 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	}
 	if o.Log != nil {
 		o.Log.Warn("the store listens on all interfaces: the name that the other ranks dial resolves to no address of the chosen interfaces",
-			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces), zap.Error(err))
+			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces),
+			zap.Error(err))
 	}
 	return "", nil
 }
@@ -372,11 +377,13 @@ func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text s
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
-		return "", 0, "", fmt.Errorf("malformed announcement of rank 0: got %d bytes, want host:port,secret", len(text))
+		return "", 0, "", fmt.Errorf("malformed announcement of rank 0: got %d bytes, want host:port,secret",
+			len(text))
 	}
 	host, portText, err := net.SplitHostPort(at)
 	if err != nil || host == "" {
-		return "", 0, "", errors.New("malformed announcement of rank 0: got no address, want host:port,secret")
+		return "", 0, "", errors.New(
+			"malformed announcement of rank 0: got no address, want host:port,secret")
 	}
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
 		return "", 0, "", errors.New("malformed announcement of rank 0: got no port, want host:port,secret")
@@ -391,7 +398,8 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 			"HVD_RENDEZVOUS_HOST to the host of rank 0, or start the job with hvdrun -H", e.LocalSize, e.Size)
 	}
 	if !filepath.IsAbs(e.dir) {
-		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory", e.dir)
+		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory",
+			e.dir)
 	}
 	// Jobs that this job spawns share the directory, so the name of the file contains the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
@@ -562,8 +570,9 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
 	if err != nil {
-		return errors.Join(fmt.Errorf("rank 0 has published no address in the TCPStore at %s; if PyTorch serves it, all ranks must call "+
-			"init_process_group and Init in the same order: %w", master, err), client.Close())
+		return errors.Join(fmt.Errorf(
+			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves it, all ranks must call "+
+				"init_process_group and Init in the same order: %w", master, err), client.Close())
 	}
 	if err := client.Close(); err != nil {
 		return err
@@ -615,7 +624,8 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
 	}
 	m.removeWhenMet(func() error {
-		// PyTorch's store outlives this meeting, and these processes may meet there again, so the keys must go.
+		// PyTorch's store outlives this meeting, and these processes may meet there again, so the keys must
+		// go.
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
 		_, err := s.Delete(ctx, masterPlace)
@@ -630,7 +640,8 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 }
 
 // masterStore returns a TCPStore that it serves on a port, or the one that is served there already.
-func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s store.Store, release func() error, err error) {
+func masterStore(ctx context.Context, o MeetOptions, listen string,
+	port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})
 	server, err := c10d.Serve(net.JoinHostPort(listen, strconv.Itoa(port)), h, c10d.Config{Log: o.Log})
 	if err == nil {
@@ -651,9 +662,11 @@ func masterStore(ctx context.Context, o MeetOptions, listen string, port int) (s
 	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {
 		return nil, nil, err
 	}
-	client, err := c10d.Dial(ctx, net.JoinHostPort(cmp.Or(listen, loopback), strconv.Itoa(port)), c10d.Unknown)
+	client, err := c10d.Dial(ctx, net.JoinHostPort(cmp.Or(listen, loopback), strconv.Itoa(port)),
+		c10d.Unknown)
 	if err != nil {
-		return nil, nil, fmt.Errorf("MASTER_PORT is in use on this host, but not by a TCPStore of PyTorch: %w", err)
+		return nil, nil, fmt.Errorf(
+			"MASTER_PORT is in use on this host, but not by a TCPStore of PyTorch: %w", err)
 	}
 	return client, client.Close, nil
 }

@@ -64,13 +64,15 @@ func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 		n := strconv.Itoa
 		envs = append(envs, detect(t, slurmEnv.with("SLURM_PROCID", n(r), "SLURM_STEP_NUM_TASKS", "4",
 			"SLURM_LOCALID", n(r%(4/hosts)), "SLURM_NODEID", n(r/(4/hosts)),
-			"SLURM_STEP_NODELIST", fmt.Sprintf("node[1-%d]", hosts), "SLURM_STEP_TASKS_PER_NODE", fmt.Sprintf("%d(x%d)", 4/hosts, hosts))))
+			"SLURM_STEP_NODELIST", fmt.Sprintf("node[1-%d]", hosts), "SLURM_STEP_TASKS_PER_NODE",
+			fmt.Sprintf("%d(x%d)", 4/hosts, hosts))))
 	}
 	return envs
 }
 
 func TestSlurm(t *testing.T) {
-	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("node1")}
+	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t),
+		resolver: loopbackNames("node1")}
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
@@ -78,7 +80,8 @@ func TestSlurm(t *testing.T) {
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
 	// The user's host replaces the first host of the step.
-	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other", resolver: loopbackNames("other")}
+	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other",
+		resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
@@ -101,11 +104,14 @@ func TestInterfaces(t *testing.T) {
 		o       MeetOptions
 		onOther bool // loopback's other addresses are listened on
 	}{
-		"none chosen":              {MeetOptions{resolver: node1(loopback, nil)}, true},
-		"chosen":                   {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"), resolver: node1(loopback, nil)}, false},
+		"none chosen": {MeetOptions{resolver: node1(loopback, nil)}, true},
+		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
+			resolver: node1(loopback, nil)}, false},
 		"by the system's resolver": {MeetOptions{Interfaces: onLoopback(t), Host: loopback}, false},
-		"another than the name's":  {MeetOptions{Interfaces: onLoopback(t), resolver: node1("192.0.2.1", nil)}, true},
-		"no address":               {MeetOptions{Interfaces: onLoopback(t), resolver: node1("", errors.New("broken"))}, true},
+		"another than the name's": {MeetOptions{Interfaces: onLoopback(t),
+			resolver: node1("192.0.2.1", nil)}, true},
+		"no address": {MeetOptions{Interfaces: onLoopback(t), resolver: node1("", errors.New("broken"))},
+			true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m, port, err := meet(c.o)
@@ -142,7 +148,8 @@ func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
 	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want node 0")
-	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here", Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
+	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here",
+		Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,7 +162,8 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
 		n := strconv.Itoa(r)
-		envs = append(envs, detect(t, kubernetesEnv.with("JOB_COMPLETION_INDEX", n, "HOSTNAME", "train-"+n, "HVD_SUBDOMAIN", "ranks")))
+		envs = append(envs, detect(t, kubernetesEnv.with("JOB_COMPLETION_INDEX", n, "HOSTNAME", "train-"+n,
+			"HVD_SUBDOMAIN", "ranks")))
 	}
 	return envs
 }
@@ -179,7 +187,8 @@ func TestKubernetes(t *testing.T) {
 func TestSecretIsNeeded(t *testing.T) {
 	torch := torchrunEnv.with("MASTER_ADDR", loopback, "MASTER_PORT", strconv.Itoa(testnet.FreePort(t)))
 	for _, env := range []environment{
-		slurmEnv, slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "0"), kubernetesEnv, torch, torch.with("RANK", "0"),
+		slurmEnv, slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "0"), kubernetesEnv, torch,
+		torch.with("RANK", "0"),
 		torch.with("TORCHELASTIC_USE_AGENT_STORE", "False"),
 		plainEnv, plainEnv.with("RANK", "0"),
 	} {
@@ -194,7 +203,8 @@ func TestSecretIsNeeded(t *testing.T) {
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
-		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("train-0.ranks")}
+		o := MeetOptions{Secret: ours, Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
+			resolver: loopbackNames("train-0.ranks")}
 		envs := kubernetesRanks(t)
 		m, err := envs[0].Meet(t.Context(), o)
 		if err != nil {
@@ -217,7 +227,8 @@ func TestSecretDiffers(t *testing.T) {
 
 // Two jobs that chose one port, and have no secret to tell them apart.
 func TestAnotherJobsStore(t *testing.T) {
-	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
+	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
+		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
 	m, err := kubernetesRanks(t)[0].Meet(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
@@ -226,13 +237,15 @@ func TestAnotherJobsStore(t *testing.T) {
 	eval := kubernetesEnv.with("JOB_COMPLETION_INDEX", "1", "HOSTNAME", "eval-1")
 	_, err = detect(t, eval).Meet(testnet.Context(t), o)
 	testnet.WantError(t, err, "train", "eval", "HVD_RENDEZVOUS_PORT")
-	_, err = detect(t, eval.with("JOB_COMPLETION_INDEX", "0", "HOSTNAME", "eval-0")).Meet(testnet.Context(t), o)
+	_, err = detect(t, eval.with("JOB_COMPLETION_INDEX", "0", "HOSTNAME", "eval-0")).Meet(testnet.Context(t),
+		o)
 	testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
 	if !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v", err)
 	}
 	// A rank of the same job with another size is refused.
-	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t), o)
+	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t),
+		o)
 	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
 }
 
@@ -305,7 +318,8 @@ func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
 	dir = t.TempDir()
 	for r := range 4 {
 		n := strconv.Itoa(r)
-		envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", n, "OMPI_COMM_WORLD_LOCAL_RANK", n, "PMIX_SERVER_TMPDIR", dir,
+		envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", n, "OMPI_COMM_WORLD_LOCAL_RANK",
+			n, "PMIX_SERVER_TMPDIR", dir,
 			"PMIX_NAMESPACE", "prterun-h-1@1/../x")))
 	}
 	return envs, dir
@@ -349,14 +363,16 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	}
 	_, err = detect(t, openMPIEnv.with("PMIX_SERVER_TMPDIR", "")).Meet(soon(t), MeetOptions{})
 	testnet.WantError(t, err, "PMIX_SERVER_TMPDIR")
-	_, err = detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", "0", "PMIX_SERVER_TMPDIR", filepath.Join(t.TempDir(), "gone"))).Meet(soon(t), MeetOptions{})
+	_, err = detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", "0", "PMIX_SERVER_TMPDIR",
+		filepath.Join(t.TempDir(), "gone"))).Meet(soon(t), MeetOptions{})
 	testnet.WantError(t, err, "no such file")
 }
 
 // A secret given to one rank and not to another is no secret of the job.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
-	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not", false: "this rank was given a secret, but rank 0 was not"} {
+	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not",
+		false: "this rank was given a secret, but rank 0 was not"} {
 		envs, _ := openMPIRanks(t)
 		options := map[bool]MeetOptions{first: given, !first: {}}
 		m, err := envs[0].Meet(t.Context(), options[true])
@@ -375,7 +391,8 @@ func TestGivenToSome(t *testing.T) {
 func TestOpenMPIOnHosts(t *testing.T) {
 	ranks := func() (envs []*Env) {
 		for r := range 2 {
-			envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", strconv.Itoa(r), "OMPI_COMM_WORLD_SIZE", "2",
+			envs = append(envs, detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", strconv.Itoa(r),
+				"OMPI_COMM_WORLD_SIZE", "2",
 				"OMPI_COMM_WORLD_LOCAL_RANK", "0", "OMPI_COMM_WORLD_LOCAL_SIZE", "1")))
 		}
 		return envs
@@ -383,7 +400,8 @@ func TestOpenMPIOnHosts(t *testing.T) {
 	for _, err := range meetAll(soon(t), true, same(MeetOptions{}), ranks()...) {
 		testnet.WantError(t, err, "1 of 2 ranks are on this host", "hvdrun -H")
 	}
-	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Interfaces: onLoopback(t), resolver: loopbackNames("first")}
+	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Interfaces: onLoopback(t),
+		resolver: loopbackNames("first")}
 	for _, err := range meetAll(soon(t), true, same(o), ranks()...) {
 		testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
 	}
@@ -401,7 +419,8 @@ func TestPrivateFiles(t *testing.T) {
 		t.Errorf("got %q, %v", text, err)
 	}
 	// writePrivate replaces a file that exists, whatever its mode.
-	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644), writePrivate(path("old"), "new")); err != nil {
+	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644),
+		writePrivate(path("old"), "new")); err != nil {
 		t.Fatal(err)
 	}
 	if text, err := readPrivate(path("old")); text != "new" || err != nil {
@@ -418,7 +437,8 @@ func TestPrivateFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, part := range map[string]string{
-		"group": "want a file of mode 0600", "others": "want a file of mode 0600", "directory": "want a file", "pipe": "want a file",
+		"group": "want a file of mode 0600", "others": "want a file of mode 0600", "directory": "want a file",
+		"pipe": "want a file",
 		"link": "symbolic links", "long": "more than 4096 bytes",
 	} {
 		_, err := waitPrivate(testnet.Context(t), path(name))
@@ -449,7 +469,8 @@ func FuzzAnnouncement(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text string) {
 		host, port, word, err := parseAnnouncement(text)
 		if err != nil {
-			if _, secretText, _ := strings.Cut(text, ","); len(secretText) > 8 && strings.Contains(err.Error(), secretText) {
+			if _, secretText, _ := strings.Cut(text, ","); len(secretText) > 8 &&
+				strings.Contains(err.Error(), secretText) {
 				t.Errorf("%q: the error shows the word: %v", text, err)
 			}
 			return
@@ -457,8 +478,10 @@ func FuzzAnnouncement(f *testing.F) {
 		if host == "" || port < 1 || port > 65535 {
 			t.Fatalf("%q gives %q, %d", text, host, port)
 		}
-		if h, p, w, err := parseAnnouncement(net.JoinHostPort(host, strconv.Itoa(port)) + "," + word); h != host || p != port || w != word || err != nil {
-			t.Fatalf("%q gives %q, %d, %q, and written again %q, %d, %q, %v", text, host, port, word, h, p, w, err)
+		if h, p, w, err := parseAnnouncement(net.JoinHostPort(host, strconv.Itoa(port)) + "," +
+			word); h != host || p != port || w != word || err != nil {
+			t.Fatalf("%q gives %q, %d, %q, and written again %q, %d, %q, %v", text, host, port, word, h, p, w,
+				err)
 		}
 	})
 }
@@ -468,7 +491,8 @@ func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
 		n := strconv.Itoa
-		envs = append(envs, detect(t, torchrunEnv.with("RANK", n(r), "LOCAL_RANK", n(r%(4/hosts)), "LOCAL_WORLD_SIZE", n(4/hosts),
+		envs = append(envs, detect(t, torchrunEnv.with("RANK", n(r), "LOCAL_RANK", n(r%(4/hosts)),
+			"LOCAL_WORLD_SIZE", n(4/hosts),
 			"GROUP_RANK", n(r/(4/hosts)), "GROUP_WORLD_SIZE", n(hosts)).with(more...)))
 	}
 	return envs
@@ -493,9 +517,11 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one")...)
 	mustMeet(t, true, same(given), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "given")...)
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
-	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "insecure")...)
+	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
+		"insecure")...)
 	// After a restart the ranks find no keys of the previous run.
-	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one", "TORCHELASTIC_RESTART_COUNT", "3")...)
+	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
+		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
@@ -518,7 +544,8 @@ func TestTorchrunsStore(t *testing.T) {
 		if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(word)); err != nil {
 			t.Fatal(err)
 		}
-		_, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), o)
+		_, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
+			"bad")[1].Meet(testnet.Context(t), o)
 		testnet.WantError(t, err, part)
 		if strings.Contains(fmt.Sprint(err), word) && strings.Contains(word, "0123") {
 			t.Errorf("the error shows it: %v", err)
@@ -527,14 +554,16 @@ func TestTorchrunsStore(t *testing.T) {
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("none")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
+	if _, err := torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
+		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
 	// Ranks on other hosts cannot use a file on the host of rank 0.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
-	_, err = torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t), insecure)
+	_, err = torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t),
+		insecure)
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
@@ -542,10 +571,13 @@ func TestTorchrunsStore(t *testing.T) {
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
-		o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
-		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", strconv.Itoa(port), "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+		o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t),
+			resolver: loopbackNames("head")}
+		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", strconv.Itoa(port),
+			"TORCHELASTIC_USE_AGENT_STORE", "False")...)
 		o.Port = testnet.FreePort(t)
-		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", "1", "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+		mustMeet(t, true, same(o), torchRanks(t, hosts, "MASTER_PORT", "1", "TORCHELASTIC_USE_AGENT_STORE",
+			"False")...)
 	}
 }
 
@@ -553,7 +585,8 @@ func TestTorchrunWithoutStore(t *testing.T) {
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {
-		envs = append(envs, detect(t, plainEnv.with("RANK", strconv.Itoa(r), "WORLD_SIZE", strconv.Itoa(n)).with(more...)))
+		envs = append(envs, detect(t, plainEnv.with("RANK", strconv.Itoa(r), "WORLD_SIZE",
+			strconv.Itoa(n)).with(more...)))
 	}
 	return envs
 }
@@ -568,11 +601,13 @@ func TestPlain(t *testing.T) {
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
 	// MASTER_ADDR may be localhost at rank 0, and the name of its host at the others.
-	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{}, func(_ context.Context, host string) (string, error) {
-		return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
-	}
+	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{},
+		func(_ context.Context, host string) (string, error) {
+			return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
+		}
 	from := at()
-	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1], plainRanks(t, 3, from...)[1:]...)...)
+	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1],
+		plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
 	// The user's host and port replace those of the variables.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
@@ -606,8 +641,8 @@ func closeBoth(t *testing.T, met [2]*Place) {
 	}
 }
 
-// PyTorch in rank 0 may want MASTER_PORT as soon as any rank goes on: rank 0 gives it up, and the others wait for that. The
-// ranks keep their store.
+// PyTorch in rank 0 may want MASTER_PORT as soon as any rank goes on: rank 0 gives it up, and the others wait
+// for that. The ranks keep their store.
 func TestMasterPortIsGivenUp(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
@@ -635,8 +670,8 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 	}
 }
 
-// PyTorch in rank 0 may have served a store at MASTER_PORT before. It lives on, and gohvd leaves nothing there, so the ranks can
-// meet there once more; but not two jobs at a time.
+// PyTorch in rank 0 may have served a store at MASTER_PORT before. It lives on, and gohvd leaves nothing
+// there, so the ranks can meet there once more; but not two jobs at a time.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -646,7 +681,8 @@ func TestTorchWasHere(t *testing.T) {
 	}
 	defer server.Close()
 	_, port, _ := net.SplitHostPort(server.Addr())
-	mustMeet(t, true, same(MeetOptions{}), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_USE_AGENT_STORE", "False")...)
+	mustMeet(t, true, same(MeetOptions{}), torchRanks(t, 1, "MASTER_PORT", port,
+		"TORCHELASTIC_USE_AGENT_STORE", "False")...)
 	for range 2 {
 		ranks := func() []*Env { return plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port) }
 		met := meetBoth(t, ranks())
@@ -659,7 +695,8 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it until the timeout, and the log says why.
+// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it until the
+// timeout, and the log says why.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -675,11 +712,14 @@ func TestMasterOutOfOrder(t *testing.T) {
 	if _, err := torch.CountWorker(testnet.Context(t)); err != nil {
 		t.Error(err)
 	}
-	testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "PyTorch of another rank", "in the same order") })
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "PyTorch of another rank", "in the same order")
+	})
 	if err := errors.Join(torch.Close(), m.Close()); err != nil {
 		t.Error(err)
 	}
-	// If rank 0 is in init_process_group instead, the error of the other ranks says why they found no address.
+	// If rank 0 is in init_process_group instead, the error of the other ranks says why they found no
+	// address.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
@@ -696,18 +736,21 @@ func TestMasterOutOfOrder(t *testing.T) {
 	}()
 	testnet.Eventually(t, "that rank 1 waits", func() bool { return h.Waits() == 1 })
 	cancel()
-	testnet.WantError(t, <-failed, "rank 0 has published no address in the TCPStore at 127.0.0.1:"+port, "in the same order")
+	testnet.WantError(t, <-failed, "rank 0 has published no address in the TCPStore at 127.0.0.1:"+port,
+		"in the same order")
 }
 
 // Ranks of different sizes are no job.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(), MeetOptions{})
+	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
+		MeetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	_, err = plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[1].Meet(testnet.Context(t), MeetOptions{})
+	_, err = plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[1].Meet(testnet.Context(t),
+		MeetOptions{})
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
@@ -718,13 +761,16 @@ func TestMasterPortIsTaken(t *testing.T) {
 		io.Copy(io.Discard, conn)
 	})
 	_, port, _ := net.SplitHostPort(addr)
-	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore", "no connection to rank 0 at MASTER_ADDR and MASTER_PORT"} {
-		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[r].Meet(testnet.Context(t), MeetOptions{})
+	for r, part := range []string{"MASTER_PORT is in use on this host, but not by a TCPStore",
+		"no connection to rank 0 at MASTER_ADDR and MASTER_PORT"} {
+		_, err := plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT",
+			port)[r].Meet(testnet.Context(t), MeetOptions{})
 		testnet.WantError(t, err, part, "the server answered \"220 mail\", so it is not a TCPStore")
 	}
 }
 
-// Ranks meet under torchrun of Debian's PyTorch: with --standalone rank 0 serves the store, otherwise the agent does.
+// Ranks meet under torchrun of Debian's PyTorch: with --standalone rank 0 serves the store, otherwise the
+// agent does.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
@@ -733,9 +779,11 @@ func TestTorchrun(t *testing.T) {
 	} {
 		t.Run(secret, func(t *testing.T) {
 			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
-			// The redirect is for rank 9, which does not exist: the default, for all ranks, fails on Python 3.11.
+			// The redirect is for rank 9, which does not exist: the default, for all ranks, fails on Python
+			// 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
-			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]}, append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
+			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]},
+				append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
 		})
 	}
 }
@@ -743,7 +791,8 @@ func TestTorchrun(t *testing.T) {
 // Every meeting that cannot be ends with ctx.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t), resolver: func(context.Context, string) (string, error) { return loopback, nil }}
+	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t),
+		resolver: func(context.Context, string) (string, error) { return loopback, nil }}
 	o.Port = testnet.FreePort(t)
 	for _, env := range []environment{
 		torchrunEnv.with("MASTER_PORT", port),
@@ -756,7 +805,8 @@ func TestNobodyComes(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", e.Kind, err, context.DeadlineExceeded)
 		}
 	}
-	if _, err := Dial(soon(t), net.JoinHostPort(loopback, port), secret.Secret{}); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := Dial(soon(t), net.JoinHostPort(loopback, port), secret.Secret{}); !errors.Is(err,
+		context.DeadlineExceeded) {
 		t.Errorf("hvdrun: got %v, want %v", err, context.DeadlineExceeded)
 	}
 	o.resolver = func(_ context.Context, host string) (string, error) {

@@ -103,7 +103,8 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		}
 	}
 	if ways > 1 {
-		return fmt.Errorf("got %d ways to meet, want only one of a store, an init method and a unique id", ways)
+		return fmt.Errorf("got %d ways to meet, want only one of a store, an init method and a unique id",
+			ways)
 	}
 	if ways == 0 {
 		if err := m.bySettings(cfg); err != nil {
@@ -124,7 +125,8 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		err = m.byMethod(ctx, cfg, choice)
 	case m.Settings.Size > 1 && cfg.Store != nil:
 		err = m.choose(choice)
-	case m.Settings.Size > 1, m.Settings.Size == 1 && cfg.Store == nil && m.Settings.RendezvousAddr != "" && m.Settings.RendezvousPort != 0:
+	case m.Settings.Size > 1, m.Settings.Size == 1 && cfg.Store == nil && m.Settings.RendezvousAddr != "" &&
+		m.Settings.RendezvousPort != 0:
 		err = m.byLauncher(ctx, cfg, choice)
 	case m.Settings.Size == config.Unset && cfg.Store == nil:
 		err = m.byEnvironment(ctx, cfg, choice)
@@ -284,11 +286,13 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 		set.Rank, set.Size = 0, 1
 		return nil
 	}
-	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank), zap.Int("size", env.Size),
+	cfg.Log.Debug("found the launcher", zap.String("launcher", string(env.Kind)), zap.Int("rank", env.Rank),
+		zap.Int("size", env.Size),
 		zap.String("meeting", env.Where()))
 	p, err := env.Meet(ctx, MeetOptions{
-		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort, Interfaces: choice,
-		Log: cfg.Log,
+		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort,
+		Interfaces: choice,
+		Log:        cfg.Log,
 	})
 	if err != nil {
 		return err
@@ -307,7 +311,8 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 // byMethod meets by an init method.
 func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
-	if u, err := url.Parse(cfg.Method); err == nil && set.Size == config.Unset && u.Scheme != "env" && !u.Query().Has("rank") && !u.Query().Has("world_size") {
+	if u, err := url.Parse(cfg.Method); err == nil && set.Size == config.Unset && u.Scheme != "env" &&
+		!u.Query().Has("rank") && !u.Query().Has("world_size") {
 		if err := m.placeByLauncher(); err != nil {
 			return err
 		}
@@ -463,7 +468,8 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	nobody := []byte("nobody")
 	for r := range m.Settings.Size {
 		// This compare-and-set only reads, because no rank has the value nobody.
-		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody, nobody); err == nil && string(value) != counted {
+		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody,
+			nobody); err == nil && string(value) != counted {
 			missing = append(missing, r)
 		}
 	}
@@ -471,7 +477,8 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 		return nil, err
 	}
 	text := topo.FormatRanks(missing)
-	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 && s.Set(ctx, missingKey, []byte(text)) == nil {
+	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 &&
+		s.Set(ctx, missingKey, []byte(text)) == nil {
 		for read, err := s.Watch(ctx, readKey, nil); err == nil && string(read) != strconv.Itoa(others); {
 			read, err = s.Watch(ctx, readKey, read)
 		}
@@ -497,7 +504,8 @@ func HostID(set *config.Config) (string, error) {
 	}
 	netns, err := os.Readlink("/proc/self/ns/net")
 	if err != nil {
-		return "", fmt.Errorf("HVD_HOSTID is not set, and the network namespace of this host is not readable: %w", err)
+		return "", fmt.Errorf(
+			"HVD_HOSTID is not set, and the network namespace of this host is not readable: %w", err)
 	}
 	return topo.HostID("", set.Hostname, strings.TrimSpace(string(boot)), netns), nil
 }

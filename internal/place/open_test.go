@@ -68,7 +68,8 @@ func meets(t *testing.T, met []*Meeting, errs []error) {
 	}
 	for r, m := range met {
 		if m.Settings.Rank != r || m.Settings.Size != len(met) || m.Settings.JobID != met[0].Settings.JobID {
-			t.Errorf("rank %d: is rank %d of %d in job %q, want of %d in %q", r, m.Settings.Rank, m.Settings.Size, m.Settings.JobID,
+			t.Errorf("rank %d: is rank %d of %d in job %q, want of %d in %q", r, m.Settings.Rank,
+				m.Settings.Size, m.Settings.JobID,
 				len(met), met[0].Settings.JobID)
 		}
 		if m.Store == nil && len(met) == 1 {
@@ -117,21 +118,25 @@ func TestOpenAlone(t *testing.T) {
 func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
-		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": out, "HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
+		"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": out,
+		"HOROVOD_GLOO_RENDEZVOUS_PORT": "9",
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || !strings.Contains(err.Error(), "without a secret: set HVD_SECRET_FILE") {
+	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil ||
+		!strings.Contains(err.Error(), "without a secret: set HVD_SECRET_FILE") {
 		t.Errorf("got %v, want that there is no secret", err)
 	}
 	launched["HVD_INSECURE"] = "1"
-	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil || strings.Contains(err.Error(), "secret") {
+	if _, err := Open(ctx, Config{Settings: settings(t, launched)}); err == nil ||
+		strings.Contains(err.Error(), "secret") {
 		t.Errorf("got %v, want that nobody is there", err)
 	}
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	own := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_IFACE": out}
-	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil || !strings.Contains(err.Error(), "without a secret") {
+	if _, err := Open(ctx, Config{Settings: settings(t, own), Store: h}); err == nil ||
+		!strings.Contains(err.Error(), "without a secret") {
 		t.Errorf("a store of the program's own, on %s: got %v, want that there is no secret", out, err)
 	}
 }
@@ -174,9 +179,11 @@ func TestByMethod(t *testing.T) {
 	}{
 		"tcp":              {"tcp://" + free + "?rank=%d&world_size=3", nil},
 		"tcp, rank beside": {"tcp://" + free, map[string]string{"HOROVOD_RANK": "%d", "HOROVOD_SIZE": "3"}},
-		"env":              {"env://", map[string]string{"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": "%d", "WORLD_SIZE": "3"}},
-		"env, one":         {"env://", map[string]string{"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}},
-		"file":             {"file://" + t.TempDir() + "/f?rank=%d&world_size=3", nil},
+		"env": {"env://", map[string]string{"MASTER_ADDR": host, "MASTER_PORT": port,
+			"RANK": "%d", "WORLD_SIZE": "3"}},
+		"env, one": {"env://", map[string]string{"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": "0",
+			"WORLD_SIZE": "1"}},
+		"file": {"file://" + t.TempDir() + "/f?rank=%d&world_size=3", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var configs []Config
@@ -188,7 +195,8 @@ func TestByMethod(t *testing.T) {
 				for k, v := range test.vars {
 					vars[k] = strings.ReplaceAll(v, "%d", strconv.Itoa(r))
 				}
-				configs = append(configs, Config{Settings: settings(t, vars), Method: strings.ReplaceAll(test.url, "%d", strconv.Itoa(r))})
+				configs = append(configs, Config{Settings: settings(t, vars),
+					Method: strings.ReplaceAll(test.url, "%d", strconv.Itoa(r))})
 			}
 			met, errs := all(t, configs...)
 			meets(t, met, errs)
@@ -199,7 +207,8 @@ func TestByMethod(t *testing.T) {
 			}
 		})
 	}
-	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2", ID: &ByID{Size: 1}})
+	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2",
+		ID: &ByID{Size: 1}})
 	if errs[0] == nil || !strings.Contains(errs[0].Error(), "2 ways to meet") {
 		t.Errorf("two ways at once: got %v", errs[0])
 	}
@@ -213,14 +222,18 @@ func TestByMethod(t *testing.T) {
 func TestBySettings(t *testing.T) {
 	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
 	placed := map[string][2]string{
-		"HOROVOD_RANK": {"HOROVOD_RANK", "HOROVOD_SIZE"}, "mpirun": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "plain": {"RANK", "WORLD_SIZE"},
+		"HOROVOD_RANK": {"HOROVOD_RANK", "HOROVOD_SIZE"}, "mpirun": {"OMPI_COMM_WORLD_RANK",
+			"OMPI_COMM_WORLD_SIZE"}, "plain": {"RANK", "WORLD_SIZE"},
 	}
 	for by, names := range placed {
-		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(), "HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()} {
+		for name, value := range map[string]string{"HVD_INIT_METHOD": "tcp://" + free(),
+			"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()} {
 			t.Run(name+" by "+by, func(t *testing.T) {
 				var configs []Config
 				for r := range 2 {
-					configs = append(configs, Config{Settings: settings(t, map[string]string{name: value, names[0]: strconv.Itoa(r), names[1]: "2"})})
+					configs = append(configs,
+						Config{Settings: settings(t, map[string]string{name: value, names[0]: strconv.Itoa(r),
+							names[1]: "2"})})
 				}
 				met, errs := all(t, configs...)
 				meets(t, met, errs)
@@ -232,7 +245,8 @@ func TestBySettings(t *testing.T) {
 		at := free()
 		for r := range 2 {
 			// The init method also works if the plain environment lacks MASTER_ADDR.
-			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" + strconv.Itoa(r), "WORLD_SIZE": "2"}
+			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" +
+				strconv.Itoa(r), "WORLD_SIZE": "2"}
 			configs = append(configs, Config{Settings: settings(t, vars)})
 		}
 		met, errs := all(t, configs...)
@@ -242,26 +256,34 @@ func TestBySettings(t *testing.T) {
 		vars map[string]string
 		want string
 	}{
-		"both":      {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"}, "HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
-		"no id":     {map[string]string{"HVD_UNIQUE_ID": "private"}, "HVD_UNIQUE_ID: place: parse id: 7 characters, want 171"},
-		"no rank":   {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()}, "nothing says which rank this is"},
-		"half":      {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String(), "RANK": "1"}, "WORLD_SIZE is not set"},
+		"both": {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"},
+			"HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
+		"no id": {map[string]string{"HVD_UNIQUE_ID": "private"},
+			"HVD_UNIQUE_ID: place: parse id: 7 characters, want 171"},
+		"no rank": {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()},
+			"nothing says which rank this is"},
+		"half": {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String(), "RANK": "1"},
+			"WORLD_SIZE is not set"},
 		"no scheme": {map[string]string{"HVD_INIT_METHOD": "host:1"}, "init method"},
-		"size":      {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}, "world size parameter missing"},
+		"size": {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()},
+			"world size parameter missing"},
 	} {
 		_, errs := all(t, Config{Settings: settings(t, test.vars)})
-		if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) || strings.Contains(errs[0].Error(), "private") {
+		if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) ||
+			strings.Contains(errs[0].Error(), "private") {
 			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
 		}
 	}
 	// The program's id takes precedence over the settings.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
-	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}), ID: &ByID{IDs: newIDs(t, 1, false), Size: 1}})
+	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}),
+		ID: &ByID{IDs: newIDs(t, 1, false), Size: 1}})
 	meets(t, met, errs)
 }
 
-// Variables of a job that do not say the rank, or where the ranks meet, are errors. HVD_SIZE=1 makes the process a job of its own.
+// Variables of a job that do not say the rank, or where the ranks meet, are errors. HVD_SIZE=1 makes the
+// process a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -270,7 +292,8 @@ func TestNoWayToMeet(t *testing.T) {
 		"address":    {"MASTER_ADDR": "localhost"},
 		"pods":       {"HVD_SIZE": "3"},
 	} {
-		if _, errs := all(t, Config{Settings: settings(t, vars)}); errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE=1 makes this process a job of its own") {
+		if _, errs := all(t, Config{Settings: settings(t, vars)}); errs[0] == nil ||
+			!strings.Contains(errs[0].Error(), "HVD_SIZE=1 makes this process a job of its own") {
 			t.Errorf("%s: got %v", name, errs[0])
 		}
 		vars["HVD_SIZE"] = "1"
@@ -282,7 +305,8 @@ func TestNoWayToMeet(t *testing.T) {
 	met, errs := all(t, Config{Settings: settings(t, allocation), Log: log})
 	meets(t, met, errs)
 	if !testnet.Logged(entries, "this process is a job of its own", "SLURM_NTASKS=4", "start it with srun") {
-		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v", entries.All())
+		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v",
+			entries.All())
 	}
 	allocation["HVD_SIZE"] = "1"
 	log, entries = testnet.Logs()
@@ -299,7 +323,8 @@ func TestByID(t *testing.T) {
 		ids := newIDs(t, test.ids, false)
 		var configs []Config
 		for r := range test.size {
-			configs = append(configs, Config{Settings: settings(t, nil), ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
+			configs = append(configs, Config{Settings: settings(t, nil),
+				ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
 		}
 		met, errs := all(t, configs...)
 		if test.ids == 1 { // several have a store each, and rank 0 uses the first
@@ -331,11 +356,13 @@ func TestByIDRefused(t *testing.T) {
 		want    string
 	}{
 		"another place": {[]Config{
-			rank(t, ByID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}),
+			rank(t, ByID{IDs: ids[2:3], Rank: 0, Size: 2}, map[string]string{"HOROVOD_RANK": "1",
+				"HOROVOD_SIZE": "2"}),
 		}, "HOROVOD_RANK and HOROVOD_SIZE say rank 1 of 2"},
 		"no id": {[]Config{rank(t, ByID{Rank: 0, Size: 1}, nil)}, "0 ids"},
 		"TLS": {[]Config{
-			rank(t, ByID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}), rank(t, ByID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
+			rank(t, ByID{IDs: ids[3:4], Rank: 0, Size: 2}, map[string]string{"HVD_TLS": "1"}),
+			rank(t, ByID{IDs: ids[3:4], Rank: 1, Size: 2}, map[string]string{"HVD_TLS": "1"}),
 		}, "HVD_TLS"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -356,7 +383,8 @@ func TestAgree(t *testing.T) {
 		via  []string // how each rank reaches the store, empty for who serves it
 		want []string
 	}{
-		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"}, []string{loopback, loopback, loopback}},
+		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"},
+			[]string{loopback, loopback, loopback}},
 		"one on another":  {[]string{"", "127.0.0.1:9", out + ":9"}, []string{out, out, out}},
 		"all on others":   {[]string{out + ":9", out + ":9"}, []string{out, out}},
 		"nobody is on it": {[]string{"", out + ":9"}, []string{out, out}},
@@ -367,8 +395,10 @@ func TestAgree(t *testing.T) {
 			var wg sync.WaitGroup
 			for r, via := range test.via {
 				wg.Go(func() {
-					m := &Meeting{Place: &Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r, Size: len(test.via)}}
-					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil || m.Listen != test.want[r] {
+					m := &Meeting{Place: &Place{Store: h}, Listen: loopback, Settings: config.Config{Rank: r,
+						Size: len(test.via)}}
+					if err := m.agree(testnet.Context(t), via, netif.Choice{}); err != nil ||
+						m.Listen != test.want[r] {
 						t.Errorf("rank %d: listens on %s, %v, want %s", r, m.Listen, err, test.want[r])
 					}
 				})
@@ -380,10 +410,12 @@ func TestAgree(t *testing.T) {
 	defer h.Close()
 	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
 	// The other ranks reach this host at an address that none of its interfaces has.
-	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey, []byte("127.77.0.1")); err != nil {
+	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey,
+		[]byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
 	}
-	translated := &Meeting{Place: &Place{Store: store.NewPrefixStore("x", h)}, Settings: config.Config{Size: 3}}
+	translated := &Meeting{Place: &Place{Store: store.NewPrefixStore("x", h)},
+		Settings: config.Config{Size: 3}}
 	if err := translated.Store.Set(t.Context(), agreePrefix+"/"+hostKey, []byte("192.0.2.7")); err != nil {
 		t.Fatal(err)
 	}
@@ -401,13 +433,15 @@ func TestAgree(t *testing.T) {
 	for range 3 { // a rank that tries again is no other rank
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
-		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "all 3 ranks to connect on this host") {
+		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) ||
+			!strings.Contains(err.Error(), "all 3 ranks to connect on this host") {
 			t.Errorf("nobody else comes: got %v", err)
 		}
 	}
 }
 
-// When the time is over every rank names those that have not come, also if that of rank 0 ends first, which serves the store.
+// When the time is over every rank names those that have not come, also if that of rank 0 ends first, which
+// serves the store.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})
@@ -439,14 +473,17 @@ func TestMissingRanksAreNamed(t *testing.T) {
 			if first > 0 {
 				ranks[r].end()
 			}
-			if err := <-ranks[r].err; err == nil || !strings.Contains(err.Error(), ": rank 3 did not connect") {
-				t.Errorf("rank %d, when the time of rank %d ends first: got %v, want that rank 3 is missing", r, first, err)
+			if err := <-ranks[r].err; err == nil ||
+				!strings.Contains(err.Error(), ": rank 3 did not connect") {
+				t.Errorf("rank %d, when the time of rank %d ends first: got %v, want that rank 3 is missing",
+					r, first, err)
 			}
 		}
 	}
 }
 
-// Ranks that have only PyTorch's variables meet, also if MASTER_ADDR is localhost at one rank and the name of this host at another.
+// Ranks that have only PyTorch's variables meet, also if MASTER_ADDR is localhost at one rank and the name of
+// this host at another.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
@@ -464,7 +501,8 @@ func TestOpenPlain(t *testing.T) {
 			var configs []Config
 			for r, master := range test.masters {
 				configs = append(configs, Config{Settings: settings(t, map[string]string{
-					"RANK": strconv.Itoa(r), "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": port, "HVD_SECRET": test.secret,
+					"RANK": strconv.Itoa(r), "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": port,
+					"HVD_SECRET": test.secret,
 				})})
 			}
 			met, errs := all(t, configs...)
@@ -494,8 +532,10 @@ func TestByEnvironment(t *testing.T) {
 	}
 	torchrun := func(r int, run, tls string) Config {
 		return Config{Settings: settings(t, map[string]string{
-			"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r), "WORLD_SIZE": "2",
-			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port, "HVD_TLS": tls,
+			"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": strconv.Itoa(r),
+			"WORLD_SIZE": "2",
+			"LOCAL_RANK": strconv.Itoa(r), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port,
+			"HVD_TLS": tls,
 		})}
 	}
 	var configs []Config
@@ -506,14 +546,16 @@ func TestByEnvironment(t *testing.T) {
 	meets(t, met, errs)
 	for r, m := range met {
 		s := m.Settings
-		if !m.Once || m.Secret.IsZero() || s.LocalRank != r || s.LocalSize != 2 || s.JobID != "run/0" || m.Listen != loopback {
+		if !m.Once || m.Secret.IsZero() || s.LocalRank != r || s.LocalSize != 2 || s.JobID != "run/0" ||
+			m.Listen != loopback {
 			t.Errorf("rank %d: got %+v", r, m)
 		}
 		if err := m.Met(t.Context()); err != nil {
 			t.Error(err)
 		}
 		a := m.Again(settings(t, map[string]string{"HOROVOD_CACHE_CAPACITY": "7"}))
-		if a.Settings.Rank != r || a.Settings.Size != 2 || a.Settings.LocalRank != r || a.Settings.CacheCapacity != 7 || a.Store != m.Store {
+		if a.Settings.Rank != r || a.Settings.Size != 2 || a.Settings.LocalRank != r ||
+			a.Settings.CacheCapacity != 7 || a.Store != m.Store {
 			t.Errorf("rank %d: again: got %+v", r, a)
 		}
 		if err := a.Close(); err != nil {
@@ -541,18 +583,22 @@ func TestByEnvironment(t *testing.T) {
 	if !met[0].Secret.IsEncrypted() || !met[1].Secret.IsEncrypted() {
 		t.Error("with HVD_TLS the secret that rank 0 makes does not encrypt")
 	}
-	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "job-0"})})
+	_, errs = all(t, Config{Settings: settings(t, map[string]string{"JOB_COMPLETION_INDEX": "0",
+		"HOSTNAME": "job-0"})})
 	if errs[0] == nil || !strings.Contains(errs[0].Error(), "HVD_SIZE is not set") {
 		t.Errorf("a contradiction: got %v", errs[0])
 	}
 }
 
-// The store that rank 0 serves where another launcher has started the ranks is on the interface that was chosen.
+// The store that rank 0 serves where another launcher has started the ranks is on the interface that was
+// chosen.
 func TestChosenInterface(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := Open(testnet.Context(t), Config{Settings: settings(t, map[string]string{
-		"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-		"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "HVD_SECRET": given,
+		"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
+		"SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+		"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+		"HVD_SECRET":          given,
 		"HVD_RENDEZVOUS_HOST": loopback, "HVD_RENDEZVOUS_PORT": port, "HOROVOD_GLOO_IFACE": loopback,
 	})})
 	if err != nil {
@@ -576,7 +622,8 @@ func TestSecretOf(t *testing.T) {
 		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
 	} {
 		s, err := jobSecret(&set)
-		if err != nil || s.IsZero() != (set.Secret == "") || s.IsEncrypted() != (set.Secret != "" && set.TLS) {
+		if err != nil || s.IsZero() != (set.Secret == "") ||
+			s.IsEncrypted() != (set.Secret != "" && set.TLS) {
 			t.Errorf("%+v: got %v, encrypted: %v, %v", set, s, s.IsEncrypted(), err)
 		}
 	}

@@ -97,6 +97,7 @@ func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet,
 // removeWhenMet registers how to remove what this rank has left for the others.
 func (p *Place) removeWhenMet(remove func() error) {
 	remove = sync.OnceValue(remove)
-	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }}, p.atMet...)
+	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }},
+		p.atMet...)
 	p.onClose(remove)
 }

@@ -82,7 +82,8 @@ func (p *pmi) start() error {
 func (p *pmi) put(key, value string) error {
 	// The launcher's bounds include the zero byte at the end of the text.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
-		return fmt.Errorf("pmi: put: key of %d bytes and value of %d, want less than %d and %d", len(key), len(value),
+		return fmt.Errorf("pmi: put: key of %d bytes and value of %d, want less than %d and %d", len(key),
+			len(value),
 			p.maxKey, p.maxValue)
 	}
 	_, err := p.call("cmd=put kvsname="+p.space+" key="+key+" value="+value, "put_result")
@@ -132,10 +133,12 @@ func (p *pmi) call(request, want string) (map[string]string, error) {
 		return nil, fmt.Errorf("pmi: %s: %w", name, err)
 	}
 	if answer["cmd"] != want {
-		return nil, fmt.Errorf("pmi: %s: the launcher answered cmd=%s, want %s", name, quote(answer["cmd"]), want)
+		return nil, fmt.Errorf("pmi: %s: the launcher answered cmd=%s, want %s", name, quote(answer["cmd"]),
+			want)
 	}
 	if rc, ok := answer["rc"]; ok && rc != "0" {
-		return nil, fmt.Errorf("pmi: %s: the launcher refused: rc=%s msg=%s", name, quote(rc), quote(answer["msg"]))
+		return nil, fmt.Errorf("pmi: %s: the launcher refused: rc=%s msg=%s", name, quote(rc),
+			quote(answer["msg"]))
 	}
 	return answer, nil
 }

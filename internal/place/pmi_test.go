@@ -16,9 +16,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. A request without an entry in answers closes
-// the connection. A request whose answer is empty gets no answer, and fakePMI calls silent. fd is the rank's end; asked returns
-// the requests once fd is closed.
+// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. A request without an
+// entry in answers closes the connection. A request whose answer is empty gets no answer, and fakePMI calls
+// silent. fd is the rank's end; asked returns the requests once fd is closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -74,7 +74,8 @@ func goodPMI(value string) map[string]string {
 
 func pmiRank(t *testing.T, rank, fd int) *Env {
 	t.Helper()
-	return detect(t, pmiEnv.with("PMI_RANK", fmt.Sprint(rank), "PMI_FD", fmt.Sprint(fd), "PMI_SIZE", "2", "MPI_LOCALRANKID", fmt.Sprint(rank)))
+	return detect(t, pmiEnv.with("PMI_RANK", fmt.Sprint(rank), "PMI_FD", fmt.Sprint(fd), "PMI_SIZE", "2",
+		"MPI_LOCALRANKID", fmt.Sprint(rank)))
 }
 
 func TestPMIConversation(t *testing.T) {
@@ -112,8 +113,8 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts rank 0 is where its host's name is, or what the user says: a host, or an interface, on which alone it
-// listens then.
+// On several hosts rank 0 is where its host's name is, or what the user says: a host, or an interface, on
+// which alone it listens then.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -128,7 +129,8 @@ func TestPMIOnHosts(t *testing.T) {
 		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
 		{MeetOptions{Host: "192.0.2.1", Interfaces: onLoopback(t)}, "192.0.2.1", true},
 		{MeetOptions{Interfaces: onLoopback(t)}, loopback, false},
-		{MeetOptions{Host: "first", Interfaces: onLoopback(t), resolver: loopbackNames("first")}, "first", false},
+		{MeetOptions{Host: "first", Interfaces: onLoopback(t), resolver: loopbackNames("first")}, "first",
+			false},
 	} {
 		fd, asked := fakePMI(t, goodPMI(""))
 		e := detect(t, pmiEnv.with("PMI_RANK", "0", "PMI_FD", fmt.Sprint(fd)))
@@ -156,22 +158,29 @@ func TestPMIRefuses(t *testing.T) {
 		rank        int
 		parts       []string
 	}{
-		{"init", "cmd=response_to_init pmi_version=2 pmi_subversion=0 rc=0\n", 1, []string{`version "2" of PMI, want 1`}},
+		{"init", "cmd=response_to_init pmi_version=2 pmi_subversion=0 rc=0\n", 1,
+			[]string{`version "2" of PMI, want 1`}},
 		{"init", "cmd=response_to_init rc=-1 msg=no\n", 1, []string{"pmi: init", `rc="-1" msg="no"`}},
 		{"init", "HTTP/1.1 400 Bad Request\n", 1, []string{`cmd="", want response_to_init`}},
 		{"init", strings.Repeat("x", maxPMILine+1), 1, []string{"more than 8192 bytes"}},
 		{"get_maxes", "cmd=maxes keylen_max=64\n", 1, []string{"get_maxes: vallen_max"}},
 		{"get_maxes", "cmd=maxes keylen_max=-1 vallen_max=5\n", 1, []string{"get_maxes: keylen_max"}},
-		{"get_maxes", "cmd=maxes keylen_max=64 vallen_max=20\n", 0, []string{"pmi: put", "less than 64 and 20"}},
-		{"get_maxes", "cmd=maxes keylen_max=10 vallen_max=1024\n", 0, []string{"pmi: put", "less than 10 and 1024"}},
+		{"get_maxes", "cmd=maxes keylen_max=64 vallen_max=20\n", 0,
+			[]string{"pmi: put", "less than 64 and 20"}},
+		{"get_maxes", "cmd=maxes keylen_max=10 vallen_max=1024\n", 0,
+			[]string{"pmi: put", "less than 10 and 1024"}},
 		{"get_my_kvsname", "cmd=my_kvsname kvsname=\n", 1, []string{"gave no name"}},
 		{"put", "cmd=put_result rc=-1 msg=duplicate_key\n", 0, []string{"pmi: put", "duplicate_key"}},
 		{"barrier_in", "cmd=barrier_out rc=1 msg=died\n", 1, []string{"pmi: barrier_in", "died"}},
-		{"get", "cmd=get_result rc=-1 msg=key_gohvd-meet_not_found value=unknown\n", 1, []string{"pmi: get", "not_found"}},
+		{"get", "cmd=get_result rc=-1 msg=key_gohvd-meet_not_found value=unknown\n", 1,
+			[]string{"pmi: get", "not_found"}},
 		{"get", "cmd=get_result rc=0\n", 1, []string{"no value for gohvd-meet"}},
-		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1, []string{"announcement of rank 0: got 18 bytes"}},
-		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1, []string{"announcement of rank 0: got no address"}},
-		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1, []string{"announcement of rank 0: got no port"}},
+		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1,
+			[]string{"announcement of rank 0: got 18 bytes"}},
+		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1,
+			[]string{"announcement of rank 0: got no address"}},
+		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1,
+			[]string{"announcement of rank 0: got no port"}},
 		{"get", "cmd=get_result rc=0 value=h:1,secret\n", 1, []string{"a secret of 6 bytes"}},
 		{"finalize", "cmd=finalize_nack\n", 0, []string{"pmi: finalize"}},
 	} {

@@ -57,7 +57,9 @@ func readPrivate(path string) (text string, err error) {
 	}
 	mode := st.Mode & unix.S_IFMT
 	if mode != unix.S_IFREG || st.Mode&0o077 != 0 || int(st.Uid) != os.Geteuid() {
-		return "", fmt.Errorf("%s has mode %#o and belongs to user %d, want a file of mode 0600 that belongs to user %d", path, st.Mode, st.Uid,
+		return "", fmt.Errorf(
+			"%s has mode %#o and belongs to user %d, want a file of mode 0600 that belongs to user %d", path,
+			st.Mode, st.Uid,
 			os.Geteuid())
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxPrivateBytes+1))

@@ -21,7 +21,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// A process of the test binary with this variable is a rank, started by a real launcher. Its value says what to do.
+// A process of the test binary with this variable is a rank, started by a real launcher. Its value says what
+// to do.
 const rankVariable = "PLACE_TEST_RANK"
 
 // givenVariable holds the text of a secret that the user gives the ranks.
@@ -64,11 +65,13 @@ func rankMain(what string) error {
 		return err
 	}
 	// The line is one write, so that the launcher does not mix it with lines of other ranks.
-	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank, e.LocalSize, m.JobID)
+	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank,
+		e.LocalSize, m.JobID)
 	return nil
 }
 
-// twice returns what a program does that starts over: the second time there is no connection to the launcher any more.
+// twice returns what a program does that starts over: the second time there is no connection to the launcher
+// any more.
 func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
@@ -84,8 +87,8 @@ func twice(ctx context.Context, first *Place) error {
 	return nil
 }
 
-// work is what ranks do where they have met, and the end of the meeting: they count themselves, read each other's values, and,
-// if there is a secret, show each other that it is one. None leaves before all are done.
+// work is what ranks do where they have met, and the end of the meeting: they count themselves, read each
+// other's values, and, if there is a secret, show each other that it is one. None leaves before all are done.
 func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
@@ -200,7 +203,8 @@ func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	}
 	slices.Sort(got)
 	if !slices.Equal(got, want) {
-		t.Errorf("got\n%s\nwant\n%s\nand on standard error\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"), &stderr)
+		t.Errorf("got\n%s\nwant\n%s\nand on standard error\n%s", strings.Join(got, "\n"),
+			strings.Join(want, "\n"), &stderr)
 	}
 }
 
@@ -215,7 +219,8 @@ func self(t *testing.T) string {
 
 const userSecret = "a secret of the user"
 
-var bothSecrets = map[string]string{"secret made": givenVariable + "=", "secret given": givenVariable + "=" + userSecret}
+var bothSecrets = map[string]string{"secret made": givenVariable + "=", "secret given": givenVariable + "=" +
+	userSecret}
 
 func TestOpenMPI(t *testing.T) {
 	needLauncher(t, "mpirun.openmpi", "openmpi-bin")

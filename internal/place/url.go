@@ -71,7 +71,8 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	fail := func(err error) (*Place, error) { return nil, &MethodError{u.Scheme, err} }
 	method := m[u.Scheme]
 	if method == nil {
-		return fail(fmt.Errorf("no handler for %q, want one of the schemes %s", rawURL, strings.Join(slices.Sorted(maps.Keys(m)), ", ")))
+		return fail(fmt.Errorf("no handler for %q, want one of the schemes %s", rawURL,
+			strings.Join(slices.Sorted(maps.Keys(m)), ", ")))
 	}
 	q, err := url.ParseQuery(u.RawQuery)
 	if err != nil {
@@ -226,7 +227,8 @@ func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error
 		return nil, err
 	}
 	if u.Host != "" {
-		return nil, fmt.Errorf("%q is not a path of this host: want three slashes before the path", u.Host+u.Path)
+		return nil, fmt.Errorf("%q is not a path of this host: want three slashes before the path",
+			u.Host+u.Path)
 	}
 	s, err := store.NewFileStore(ctx, u.Path, size)
 	if err != nil {

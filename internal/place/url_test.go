@@ -61,7 +61,8 @@ func TestMethods(t *testing.T) {
 		"file": func(t *testing.T) func(rank int) (string, MethodOptions) {
 			path := filepath.Join(t.TempDir(), "with space")
 			return func(rank int) (string, MethodOptions) {
-				u := url.URL{Scheme: "file", Path: path, RawQuery: fmt.Sprintf("rank=%d&world_size=%d", rank, n)}
+				u := url.URL{Scheme: "file", Path: path, RawQuery: fmt.Sprintf("rank=%d&world_size=%d", rank,
+					n)}
 				return u.String(), unknown(nil)
 			}
 		},
@@ -69,7 +70,8 @@ func TestMethods(t *testing.T) {
 			port := freePort(t)
 			return func(rank int) (string, MethodOptions) {
 				return "env://", unknown(map[string]string{
-					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": fmt.Sprint(rank), "WORLD_SIZE": fmt.Sprint(n),
+					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": fmt.Sprint(rank),
+					"WORLD_SIZE": fmt.Sprint(n),
 				})
 			}
 		},
@@ -77,7 +79,8 @@ func TestMethods(t *testing.T) {
 			port := freePort(t)
 			return func(rank int) (string, MethodOptions) {
 				return fmt.Sprintf("env://?rank=%d", rank), unknown(map[string]string{
-					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "77", "WORLD_SIZE": fmt.Sprint(n),
+					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "77",
+					"WORLD_SIZE": fmt.Sprint(n),
 				})
 			}
 		},
@@ -85,7 +88,8 @@ func TestMethods(t *testing.T) {
 			port := torchrun(t)
 			return func(rank int) (string, MethodOptions) {
 				return "env://", unknown(map[string]string{
-					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": fmt.Sprint(rank), "WORLD_SIZE": fmt.Sprint(n),
+					"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": fmt.Sprint(rank),
+					"WORLD_SIZE":                   fmt.Sprint(n),
 					"TORCHELASTIC_USE_AGENT_STORE": "True",
 				})
 			}
@@ -133,7 +137,8 @@ func TestMethods(t *testing.T) {
 }
 
 func TestMethodErrors(t *testing.T) {
-	master := map[string]string{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+	master := map[string]string{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0",
+		"WORLD_SIZE": "1"}
 	lack := func(name string) MethodOptions {
 		env := make(map[string]string)
 		for k, v := range master {
@@ -149,7 +154,8 @@ func TestMethodErrors(t *testing.T) {
 		o    MethodOptions
 		want string
 	}{
-		{"mpi://", unknown(nil), `init method mpi://: no handler for "mpi://", want one of the schemes env, file, tcp`},
+		{"mpi://", unknown(nil),
+			`init method mpi://: no handler for "mpi://", want one of the schemes env, file, tcp`},
 		{"nothing", unknown(nil), "init method: no handler"},
 		{"tcp://[", unknown(nil), "missing ']'"},
 		{"tcp://127.0.0.1?rank=0&world_size=1", unknown(nil), "init method tcp://: port number missing"},
@@ -179,7 +185,8 @@ func TestMethodErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	testMethodError(t, "tcp://127.0.0.1:"+port, MethodOptions{Rank: 0, Size: 2}, "address already in use: the store of gohvd needs a port that init_process_group and other jobs do not use")
+	testMethodError(t, "tcp://127.0.0.1:"+port, MethodOptions{Rank: 0, Size: 2},
+		"address already in use: the store of gohvd needs a port that init_process_group and other jobs do not use")
 }
 
 func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) {

@@ -35,7 +35,8 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		hvdrun, hvdd = filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")
-		build := exec.Command("go", "build", "-o", dir, "github.com/gohvd/gohvd/cmd/hvdrun", "github.com/gohvd/gohvd/cmd/hvdd")
+		build := exec.Command("go", "build", "-o", dir, "github.com/gohvd/gohvd/cmd/hvdrun",
+			"github.com/gohvd/gohvd/cmd/hvdd")
 		if out, err := build.CombinedOutput(); err != nil {
 			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
 			return 1
@@ -67,7 +68,8 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
 	// The start timeout is this long because a rank may wait for another that still runs tests of its own.
-	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()), testnet.Python}
+	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()),
+		testnet.Python}
 	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
@@ -95,7 +97,8 @@ func TestPython(t *testing.T) {
 				}
 				modules = append(modules, module)
 			}
-			cmd := job(t, n, append([]string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}, modules...)...)
+			cmd := job(t, n, append([]string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"},
+				modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
 			out, err := cmd.CombinedOutput()
 			if err != nil || strings.Count(string(out), ":Ran ") != n {
@@ -162,7 +165,8 @@ func TestPythonKilled(t *testing.T) {
 				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
 			}
 			// This time does not include the imports, which take long on a busy machine.
-			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text, -1) {
+			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text,
+				-1) {
 				if s, err := strconv.ParseFloat(after[1], 64); err != nil || s > 30 {
 					t.Errorf("a rank heard of it after %s s\n%s", after[1], text)
 				}

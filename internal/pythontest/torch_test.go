@@ -69,7 +69,8 @@ func TestBesideTorch(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 				t.Cleanup(cancel)
 				cmd := exec.CommandContext(ctx, testnet.Python, append(args, script, test.order)...)
-				cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
+				cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1",
+					"OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
 					"HVD_SIDECAR_BINARY="+hvdd)
 				cmd.WaitDelay = 10 * time.Second
 				return cmd
@@ -110,7 +111,8 @@ func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
 	var wg sync.WaitGroup
 	for r := range outs {
 		cmd := command()
-		cmd.Env = append(cmd.Env, "RANK="+strconv.Itoa(r), "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port)
+		cmd.Env = append(cmd.Env, "RANK="+strconv.Itoa(r), "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
+			"MASTER_PORT="+port)
 		wg.Go(func() { outs[r], errs[r] = cmd.CombinedOutput() })
 	}
 	wg.Wait()

@@ -36,7 +36,8 @@ const (
 
 func (o Option) String() string {
 	return [...]string{
-		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "CompressFP16 or CompressBF16", "ErrorFeedback", "Empty", "Timeout", "Over", "On",
+		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "CompressFP16 or CompressBF16",
+		"ErrorFeedback", "Empty", "Timeout", "Over", "On",
 	}[o]
 }
 
@@ -142,7 +143,8 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	given := make([]int64, n)
 	if splits == nil {
 		if rows%int64(n) != 0 {
-			return nil, c.Misuse("got %d rows, which cannot be split evenly between %d ranks: pass splits", rows, n)
+			return nil, c.Misuse("got %d rows, which cannot be split evenly between %d ranks: pass splits",
+				rows, n)
 		}
 		for i := range given {
 			given[i] = rows / int64(n)
@@ -155,7 +157,9 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	left := rows
 	for i, s := range splits {
 		if s < 0 || int64(s) > left {
-			return nil, c.Misuse("got splits %v, want non-negative numbers with a sum of at most %d, the number of rows", splits, rows)
+			return nil, c.Misuse(
+				"got splits %v, want non-negative numbers with a sum of at most %d, the number of rows",
+				splits, rows)
 		}
 		left -= int64(s)
 		given[i] = int64(s)
@@ -165,9 +169,11 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 
 // Fill sets the fields of e that all entries of c share.
 func (c *Call) Fill(e *tensorqueue.Entry) {
-	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace, c.ErrorFeedback
+	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace,
+		c.ErrorFeedback
 	q := &e.Request
-	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.Kind, c.DType, c.Op, c.Prescale, c.Postscale, c.Wire
+	q.Kind, q.DType, q.Op, q.Prescale, q.Postscale, q.Wire = c.Kind, c.DType, c.Op, c.Prescale, c.Postscale,
+		c.Wire
 }
 
 // Submit names e, which is an operation or a group that is one request, and queues it. The caller calls

@@ -56,7 +56,8 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	}
 	return func() (ops []*testcluster.Op) {
 		for _, g := range all {
-			ops = append(ops, testcluster.Allreduce(g.name, tensor.Float32, tensor.Shape{g.n}, tensor.Sum, g.buf))
+			ops = append(ops, testcluster.Allreduce(g.name, tensor.Float32, tensor.Shape{g.n}, tensor.Sum,
+				g.buf))
 		}
 		return ops
 	}
@@ -90,7 +91,8 @@ func BenchmarkCost(b *testing.B) {
 				if way == "timeline" {
 					var err error
 					if t, err = timeline.Start(timeline.Config{
-						Path: filepath.Join(dir, fmt.Sprintf("t%d.json", r.Rank)), Rank: int(r.Rank), Size: ranks,
+						Path: filepath.Join(dir, fmt.Sprintf("t%d.json", r.Rank)), Rank: int(r.Rank),
+						Size:  ranks,
 						Clock: r.Engine.Clock(), MaxBytes: 512 << 20,
 					}); err != nil {
 						b.Error(err)
@@ -124,7 +126,8 @@ func BenchmarkCost(b *testing.B) {
 								b.Error(err)
 							}
 						case way == "metrics" && scrape:
-							handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest("GET", "/metrics", nil))
+							handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest("GET", "/metrics",
+								nil))
 						}
 						r.Do(testcluster.Barrier("turn"))
 					}

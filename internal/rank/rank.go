@@ -70,7 +70,8 @@ func (o *Options) Read() (config.Config, error) {
 
 // meet finds where the ranks meet.
 func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
-	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" && cfg.UniqueID == "" && cfg.Size == config.Unset
+	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" &&
+		cfg.UniqueID == "" && cfg.Size == config.Unset
 	if byLauncher && o.Kept != nil && *o.Kept != nil {
 		return (*o.Kept).Again(cfg), nil
 	}
@@ -148,14 +149,18 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	r.Epoch = o.LastEpoch + 1
 	ecfg := engine.Config{
 		Rank: topo.Rank(rank), Size: size, Sets: sets, Mesh: transport.Alone{},
-		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes, DisableGroupFusion: cfg.DisableGroupFusion,
-		CycleTime: cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep, Deterministic: cfg.Deterministic,
-		StallWarning: cfg.StallWarning, StallShutdown: cfg.StallShutdown,
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
+		DisableGroupFusion: cfg.DisableGroupFusion,
+		CycleTime:          cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
+		Deterministic: cfg.Deterministic,
+		StallWarning:  cfg.StallWarning, StallShutdown: cfg.StallShutdown,
 		OnVerdict: r.publish, OnStall: o.OnStall,
 	}
 	if size > 1 {
 		r.session, err = OpenSession(ctx, SessionConfig{
-			At: r.meeting, LastEpoch: o.LastEpoch, Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device, SharesDevice: o.SharesDevice, Log: log,
+			At: r.meeting, LastEpoch: o.LastEpoch,
+			Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device,
+			SharesDevice: o.SharesDevice, Log: log,
 		})
 		if err != nil {
 			return r.failed(err)
@@ -165,15 +170,19 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		defer stop()
 		ecfg.Ready = r.session.Ready
 		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
-		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize), o.ForClient
+		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
+			o.ForClient
 		if r.session.Memory != nil {
-			ecfg.Backends = append(ecfg.Backends, shm.Register(r.session.Memory, shm.Config{Oversubscribed: shm.Oversubscribed(ecfg.LocalProcesses)}))
+			ecfg.Backends = append(ecfg.Backends,
+				shm.Register(r.session.Memory,
+					shm.Config{Oversubscribed: shm.Oversubscribed(ecfg.LocalProcesses)}))
 		}
 	}
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	ecfg.Backends = append(ecfg.Backends, tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
+	ecfg.Backends = append(ecfg.Backends,
+		tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
 	if r.session != nil {
 		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(b ops.Registration) bool {
 			ranks, _ := r.session.Lacking(b.ID)
@@ -197,7 +206,8 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
 	}
 	r.Watch = NewWatch(WatchConfig{
-		Settings: &cfg, Rank: rank, Size: size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname, Epoch: r.Epoch,
+		Settings: &cfg, Rank: rank, Size: size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname,
+		Epoch:    r.Epoch,
 		Launcher: r.launcher(), Sets: r.members, Log: log,
 	})
 	r.Watch.Configure(&ecfg)
@@ -236,8 +246,10 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 // reports it to the launcher.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
-	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused && refused.Reason == rendezvous.RootFailed {
-		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}, r.meeting.Settings.Rank != 0
+	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused &&
+		refused.Reason == rendezvous.RootFailed {
+		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text},
+			r.meeting.Settings.Rank != 0
 	}
 	if !ok {
 		return err

@@ -117,7 +117,8 @@ func (s *Session) Close() error {
 func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	at := cfg.At
 	set := &at.Settings
-	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(at.Listen, "0"), DialTimeout: set.StartTimeout, Secret: at.Secret, Log: cfg.Log})
+	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(at.Listen, "0"),
+		DialTimeout: set.StartTimeout, Secret: at.Secret, Log: cfg.Log})
 	if err != nil {
 		return err
 	}
@@ -144,7 +145,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		Store: at.Store, Job: set.JobID, Rank: topo.Rank(set.Rank), Size: set.Size,
 		LastEpoch: cfg.LastEpoch, ListenHost: at.Listen, Secret: at.Secret, Terms: terms,
 		Self: rendezvous.Record{
-			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(), Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),
+			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(),
+			Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),
 			Device: cfg.Device, SharesDevice: cfg.SharesDevice,
 		},
 		RingAbove: cfg.ringAbove,
@@ -177,10 +179,13 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}
-		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s", strings.Join(s.Hosts, ", ")))
+		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s",
+			strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
-		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why + ": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size: // on several hosts, each host decides for itself
+		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +
+			": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
+	// on several hosts, each host decides for itself
+	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
 		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {
 			return abandon(s.Fail(err))
@@ -245,12 +250,14 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
 	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.joined.Agree}
 	for _, rec := range s.joined.Records {
-		epoch.Hosts, epoch.Offers = append(epoch.Hosts, rec.HostID), append(epoch.Offers, shm.Offer(rec.Memory))
+		epoch.Hosts, epoch.Offers = append(epoch.Hosts, rec.HostID),
+			append(epoch.Offers, shm.Offer(rec.Memory))
 	}
 	if s.LocalSize == set.Size {
 		// Reserve the segment of the set of all ranks now, while the ranks can still choose TCP if that
 		// fails.
-		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(set.Size, opsshm.Config{})}
+		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(
+			set.Size, opsshm.Config{})}
 	}
 	shared, err := local.Connect(ctx, epoch)
 	if err != nil {
@@ -282,7 +289,8 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		return nil
 	}
-	return &memoryError{mesh.UnsharedRanks(), fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
+	return &memoryError{mesh.UnsharedRanks(),
+		fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
 // listenShared opens the socket by which this rank passes file descriptors, if memory is to be shared. If it

@@ -29,7 +29,8 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 }
 
 // openLacking returns open with ranks that cannot share memory, for the reasons given.
-func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, lacks map[int]string) ([]*Session, []error) {
+func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
+	lacks map[int]string) ([]*Session, []error) {
 	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -38,7 +39,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, la
 	var wg sync.WaitGroup
 	for r, host := range hosts {
 		settings := map[string]string{
-			"HVD_JOB_ID": "job", "HOROVOD_RANK": string(rune('0' + r)), "HOROVOD_SIZE": string(rune('0' + len(hosts))),
+			"HVD_JOB_ID": "job", "HOROVOD_RANK": string(rune('0' + r)),
+			"HOROVOD_SIZE":     string(rune('0' + len(hosts))),
 			"HOROVOD_HOSTNAME": host, "HVD_HOSTID": host,
 		}
 		for name, value := range set[r] {
@@ -58,7 +60,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, la
 			if why := lacks[r]; why != "" {
 				capabilities["shm"] = why
 			}
-			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2, Capabilities: capabilities})
+			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2,
+				Capabilities: capabilities})
 		})
 	}
 	wg.Wait()
@@ -81,7 +84,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string, la
 // Every rank learns where all are, and those of one host share memory.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
-		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"}, "four": {"a", "b", "b", "c"},
+		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
+		"four": {"a", "b", "b", "c"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sessions, errs := open(t, hosts, nil)
@@ -102,7 +106,8 @@ func TestOpen(t *testing.T) {
 						t.Errorf("rank %d: rank %d says %q of the device", r, i, why)
 					}
 				}
-				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != (local == len(hosts)) {
+				if s.LocalSize != local || s.Epoch != sessions[0].Epoch ||
+					(s.Memory != nil) != (local == len(hosts)) {
 					t.Errorf("rank %d: local size %d, epoch %d, memory %v", r, s.LocalSize, s.Epoch, s.Memory)
 				}
 			}
@@ -130,9 +135,12 @@ func TestOpenWithoutMemory(t *testing.T) {
 		set   map[int]map[string]string
 		says  string // in the errors; empty if there are none
 	}{
-		"disabled":                          {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp}, ""},
-		"several hosts, required":           {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only}, "several hosts: a, b"},
-		"several hosts in a ring, required": {[]string{"a", "b", "a", "b", "a"}, map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
+		"disabled": {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp},
+			""},
+		"several hosts, required": {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only},
+			"several hosts: a, b"},
+		"several hosts in a ring, required": {[]string{"a", "b", "a", "b", "a"},
+			map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
 		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp},
 			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0, tcp at rank 1"},
 	} {
@@ -172,7 +180,8 @@ func TestOneRankLacksABackend(t *testing.T) {
 			t.Errorf("rank %d: %v", r, errs[r])
 			continue
 		}
-		if ranks, why := s.Lacking(message.SHM); s.Memory != nil || !slices.Equal(ranks, []topo.Rank{1}) || why != "rank 1 cannot use the backend shm: no memory today" {
+		if ranks, why := s.Lacking(message.SHM); s.Memory != nil || !slices.Equal(ranks, []topo.Rank{1}) ||
+			why != "rank 1 cannot use the backend shm: no memory today" {
 			t.Errorf("rank %d: memory %v, ranks %v lack shm: %q", r, s.Memory, ranks, why)
 		}
 		if ranks, why := s.Lacking(message.TCP); len(ranks) > 0 || why != "" {
@@ -205,7 +214,8 @@ func TestShare(t *testing.T) {
 	}{
 		{"all", &sharer{group: []topo.Rank{0, 1}}, nil},
 		{"some on another host", &sharer{group: []topo.Rank{0}}, nil},
-		{"impossible", &sharer{group: []topo.Rank{0}, why: "rank 1: no memory"}, []config.SharedMemory{config.SharedByHost, config.SharedAlways}},
+		{"impossible", &sharer{group: []topo.Rank{0}, why: "rank 1: no memory"},
+			[]config.SharedMemory{config.SharedByHost, config.SharedAlways}},
 	} {
 		for _, mode := range modes {
 			s := &Session{Hosts: []string{"a", "b"}}

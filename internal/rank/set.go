@@ -174,7 +174,9 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 		}
 		for _, other := range sets {
 			if slices.Equal(other.Ranks, set) {
-				return nil, fmt.Errorf("process set %d is a duplicate of process set %d: both have the ranks %v", k+1, other.ID, set)
+				return nil, fmt.Errorf(
+					"process set %d is a duplicate of process set %d: both have the ranks %v", k+1, other.ID,
+					set)
 			}
 		}
 		sets = append(sets, controller.Set{ID: topo.ProcessSetID(k + 1), Ranks: set})

@@ -26,7 +26,8 @@ func TestStallsAreExplainedByAWatcher(t *testing.T) {
 				}
 				defer launcher.Close()
 			}
-			r := NewWatch(WatchConfig{Settings: &config.Config{}, Launcher: joblink.New(kv, 0), Log: zap.NewNop()})
+			r := NewWatch(WatchConfig{Settings: &config.Config{}, Launcher: joblink.New(kv, 0),
+				Log: zap.NewNop()})
 			var e engine.Config
 			r.Configure(&e)
 			r.running.Go(r.forwardStalls)

@@ -20,7 +20,8 @@ import (
 )
 
 // observed has f watch each rank of a job, in an epoch.
-func observed(t *testing.T, ranks int, set config.Config, epoch uint64, f func(r *testcluster.Rank, o *Watch)) {
+func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
+	f func(r *testcluster.Rank, o *Watch)) {
 	t.Helper()
 	testcluster.Run(t, testcluster.Options{Ranks: ranks}, func(r *testcluster.Rank) {
 		o := NewWatch(WatchConfig{
@@ -46,8 +47,10 @@ func TestFilesOfEpochs(t *testing.T) {
 		fromStart bool
 		want      []string
 	}{
-		"signals alone":  {false, []string{"hvd-timeline-2.json", "hvd-timeline.epoch2-2.json", "hvd-timeline.epoch2.json", "hvd-timeline.json"}},
-		"from the start": {true, []string{"t-1.json", "t-2.json", "t.epoch2-1.json", "t.epoch2-2.json", "t.epoch2.json", "t.json"}},
+		"signals alone": {false, []string{"hvd-timeline-2.json", "hvd-timeline.epoch2-2.json",
+			"hvd-timeline.epoch2.json", "hvd-timeline.json"}},
+		"from the start": {true, []string{"t-1.json", "t-2.json", "t.epoch2-1.json", "t.epoch2-2.json",
+			"t.epoch2.json", "t.json"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Chdir(t.TempDir())
@@ -77,7 +80,9 @@ func TestFilesOfEpochs(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				all = slices.DeleteFunc(all, func(name string) bool { return strings.Contains(name, ".rank1") != (rank == 1) })
+				all = slices.DeleteFunc(all, func(name string) bool {
+					return strings.Contains(name, ".rank1") != (rank == 1)
+				})
 				slices.Sort(want)
 				if slices.Sort(all); !slices.Equal(all, want) {
 					t.Errorf("rank %d: got files %v, want %v", rank, all, want)
@@ -129,16 +134,18 @@ func TestSignalsAndDevices(t *testing.T) {
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {
-		observed(t, 2, config.Config{Timeline: config.TimelineDynamic}, 1, func(r *testcluster.Rank, o *Watch) {
-			if int(r.Rank) < ranks {
-				if err := o.StartTimeline(path, false); err != nil {
-					t.Error(err)
+		observed(t, 2, config.Config{Timeline: config.TimelineDynamic}, 1,
+			func(r *testcluster.Rank, o *Watch) {
+				if int(r.Rank) < ranks {
+					if err := o.StartTimeline(path, false); err != nil {
+						t.Error(err)
+					}
 				}
-			}
-			for range 3 {
-				r.Do(testcluster.Allreduce("x", tensor.Float32, tensor.Shape{1}, tensor.Sum, make([]byte, 4)))
-			}
-		})
+				for range 3 {
+					r.Do(testcluster.Allreduce("x", tensor.Float32, tensor.Shape{1}, tensor.Sum,
+						make([]byte, 4)))
+				}
+			})
 	}
 	check := func(missing []int, problems ...string) {
 		t.Helper()

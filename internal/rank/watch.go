@@ -118,7 +118,8 @@ func (r *Watch) Attach(e *engine.Engine) error {
 		}
 	}
 	if set.Timeline != "" && set.Timeline != config.TimelineDynamic {
-		if err := r.StartTimeline(pathOfEpoch(set.Timeline, r.cfg.Epoch), set.TimelineMarkCycles); err != nil {
+		if err := r.StartTimeline(pathOfEpoch(set.Timeline, r.cfg.Epoch),
+			set.TimelineMarkCycles); err != nil {
 			r.cfg.Log.Warn("starting the timeline failed", zap.Error(err))
 		}
 	}
@@ -216,8 +217,9 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	}
 	r.mu.Unlock()
 	about := recorder.About{
-		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch, Version: config.Version(),
-		Why: why, Now: time.Now(), Sets: r.cfg.Sets(), Stalls: stalls,
+		Rank: r.cfg.Rank, Size: r.cfg.Size, Host: r.cfg.Host, PID: os.Getpid(), Epoch: r.cfg.Epoch,
+		Version: config.Version(),
+		Why:     why, Now: time.Now(), Sets: r.cfg.Sets(), Stalls: stalls,
 	}
 	if e != nil {
 		about.Clock, about.Pending = e.Clock(), e.Pending()
@@ -307,7 +309,10 @@ func (r *Watch) forwardStalls() {
 		case stall = <-r.stalls:
 		}
 		r.mu.Lock()
-		r.reported = slices.DeleteFunc(r.reported, func(w reportedStall) bool { return w.Set == stall.Set && w.Name == stall.Name })
+		r.reported = slices.DeleteFunc(r.reported, func(w reportedStall) bool {
+			return w.Set == stall.Set &&
+				w.Name == stall.Name
+		})
 		if len(r.reported) == maxStalls {
 			r.reported = slices.Delete(r.reported, 0, 1)
 		}

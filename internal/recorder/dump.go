@@ -78,10 +78,12 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy()
 	d := &analysis.Snapshot{
 		Format: format, Version: cut(about.Version, maxNameBytes), Why: cut(about.Why, maxTextBytes),
-		Rank: about.Rank, Size: about.Size, Host: cut(about.Host, maxNameBytes), PID: about.PID, Epoch: about.Epoch,
-		Time: about.Now.Round(0), At: about.At,
-		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes), Monotonic: about.Clock.Monotonic,
-		Measured: about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
+		Rank: about.Rank, Size: about.Size, Host: cut(about.Host, maxNameBytes), PID: about.PID,
+		Epoch: about.Epoch,
+		Time:  about.Now.Round(0), At: about.At,
+		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes),
+		Monotonic: about.Clock.Monotonic,
+		Measured:  about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
 		Recorded: total, Operations: make([]analysis.Record, 0, len(slots)),
 		NotShown: max(len(about.Pending)-maxPending, 0),
 	}
@@ -92,7 +94,8 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	d.Pending = make([]analysis.Record, 0, len(about.Pending)-d.NotShown)
 	for _, p := range about.Pending[:len(about.Pending)-d.NotShown] {
 		d.Pending = append(d.Pending, analysis.Record{
-			Set: uint32(p.Set), Number: p.Number, Kind: p.Kind.String(), Name: cut(p.Name, maxNameBytes), DType: word(p.DType.String(), p.DType.Valid()),
+			Set: uint32(p.Set), Number: p.Number, Kind: p.Kind.String(), Name: cut(p.Name, maxNameBytes),
+			DType: word(p.DType.String(), p.DType.Valid()),
 			Shape: p.Shape[:min(len(p.Shape), maxDims)], Backend: word(p.Backend.String(), p.Backend != 0),
 			Submitted: p.Submitted, Sent: p.Sent, Granted: p.Granted, Begun: p.Begun,
 		})
@@ -100,8 +103,10 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	for i := range slots {
 		s := &slots[i]
 		o := analysis.Record{
-			Set: uint32(s.set), Number: s.number, Kind: s.kind.String(), Name: cut(s.name, maxNameBytes), DType: word(s.dtype.String(), s.dtype.Valid()),
-			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes, Backend: word(s.backend.String(), s.backend != 0),
+			Set: uint32(s.set), Number: s.number, Kind: s.kind.String(), Name: cut(s.name, maxNameBytes),
+			DType: word(s.dtype.String(), s.dtype.Valid()),
+			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes, Backend: word(s.backend.String(),
+				s.backend != 0),
 			Cached: s.cached, Absent: s.absent,
 			Submitted: s.submitted, Sent: s.sent, Granted: s.granted, Begun: s.begun, Ended: s.ended,
 		}
@@ -159,7 +164,8 @@ func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 			}
 		}
 		if n == 0 {
-			return nil, fmt.Errorf("recorder: dump of rank %d: got %d bytes without operations, %d compressed, want at most %d compressed", d.Rank, len(plain), b.Len(), most)
+			return nil, fmt.Errorf(
+				"recorder: dump of rank %d: got %d bytes without operations, %d compressed, want at most %d compressed", d.Rank, len(plain), b.Len(), most)
 		}
 	}
 }
@@ -179,7 +185,8 @@ func pack(b *bytes.Buffer, plain []byte) error {
 // returns ErrMalformed for invalid input.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
-		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text), MaxBytes)
+		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text),
+			MaxBytes)
 	}
 	z, err := gzip.NewReader(bytes.NewReader(text))
 	if err != nil {
@@ -190,7 +197,8 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 		return nil, fmt.Errorf("recorder: %w: %w", ErrMalformed, err)
 	}
 	if len(plain) > maxPlainBytes {
-		return nil, fmt.Errorf("recorder: %w: got more than %d uncompressed bytes", ErrMalformed, maxPlainBytes)
+		return nil, fmt.Errorf("recorder: %w: got more than %d uncompressed bytes", ErrMalformed,
+			maxPlainBytes)
 	}
 	d := new(analysis.Snapshot)
 	if err := json.Unmarshal(plain, d); err != nil {
@@ -225,7 +233,8 @@ func check(d *analysis.Snapshot) error {
 	case len(d.Stalls) > maxStalls:
 		return fmt.Errorf("got %d stalls, want at most %d", len(d.Stalls), maxStalls)
 	case len(d.Sets) > maxSets || members > maxMembers:
-		return fmt.Errorf("got %d process sets with %d members, want at most %d with %d", len(d.Sets), members, maxSets, maxMembers)
+		return fmt.Errorf("got %d process sets with %d members, want at most %d with %d", len(d.Sets),
+			members, maxSets, maxMembers)
 	}
 	return nil
 }
@@ -252,7 +261,8 @@ func EncodeStall(s Stall) ([]byte, error) {
 func DecodeStall(text []byte) (s Stall, err error) {
 	// A byte of text takes at most 6 bytes in JSON.
 	if most := 6*(maxNameBytes+maxTextBytes) + 64; len(text) > most {
-		return Stall{}, fmt.Errorf("recorder: %w: got a stall of %d bytes, want at most %d", ErrMalformed, len(text), most)
+		return Stall{}, fmt.Errorf("recorder: %w: got a stall of %d bytes, want at most %d", ErrMalformed,
+			len(text), most)
 	}
 	if err := json.Unmarshal(text, &s); err != nil {
 		return Stall{}, fmt.Errorf("recorder: %w: stall: %w", ErrMalformed, err)

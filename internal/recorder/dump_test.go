@@ -28,11 +28,13 @@ func full() *analysis.Snapshot {
 	r.Record(operation(1, 5*ms, "a", "b\"\n\x1b[2J", "\xff"))
 	start := time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)
 	return r.Dump(About{
-		Rank: 1, Size: 4, Host: "h1", PID: 77, Epoch: 3, Version: "v1", Why: "SIGQUIT", Now: start.Add(time.Minute), At: time.Minute,
+		Rank: 1, Size: 4, Host: "h1", PID: 77, Epoch: 3, Version: "v1", Why: "SIGQUIT",
+		Now: start.Add(time.Minute), At: time.Minute,
 		Clock:  trace.Clock{Start: start, Domain: "boot", Monotonic: time.Hour},
 		Offset: trace.Offset{At: time.Second, Offset: -5 * ms, Error: 7},
 		Pending: []trace.Pending{{
-			Set: 2, Kind: message.Broadcast, Name: "p", DType: tensor.Int64, Shape: tensor.Shape{4}, Submitted: 1, Sent: 2, Granted: 3, Begun: 4, Number: 9,
+			Set: 2, Kind: message.Broadcast, Name: "p", DType: tensor.Int64, Shape: tensor.Shape{4},
+			Submitted: 1, Sent: 2, Granted: 3, Begun: 4, Number: 9,
 			Backend: message.TCP,
 		}},
 		Sets:   map[topo.ProcessSetID][]topo.Rank{2: {1, 3}, 1: {0}},
@@ -51,13 +53,17 @@ func TestDumpTravels(t *testing.T) {
 		t.Errorf("got %+v, error %v, want %+v", got, err, d)
 	}
 	want := analysis.Record{
-		Set: 2, Number: 9, Kind: "broadcast", Name: "p", DType: "int64", Shape: []int64{4}, Backend: "tcp", Submitted: 1, Sent: 2, Granted: 3, Begun: 4,
+		Set: 2, Number: 9, Kind: "broadcast", Name: "p", DType: "int64", Shape: []int64{4}, Backend: "tcp",
+		Submitted: 1, Sent: 2, Granted: 3, Begun: 4,
 	}
-	if !reflect.DeepEqual(got.Pending, []analysis.Record{want}) || !reflect.DeepEqual(got.Sets, []analysis.Set{{ID: 1, Ranks: []int{0}}, {ID: 2, Ranks: []int{1, 3}}}) {
+	if !reflect.DeepEqual(got.Pending, []analysis.Record{want}) ||
+		!reflect.DeepEqual(got.Sets, []analysis.Set{{ID: 1, Ranks: []int{0}}, {ID: 2, Ranks: []int{1, 3}}}) {
 		t.Errorf("got %+v and %+v", got.Pending, got.Sets)
 	}
-	if got.Domain != "boot" || got.Monotonic != time.Hour || got.Measured != time.Second || got.Offset != -5*ms || got.OffsetError != 7 ||
-		!got.Start.Equal(time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)) || got.At != time.Minute || !got.Time.Equal(got.Start.Add(time.Minute)) {
+	if got.Domain != "boot" || got.Monotonic != time.Hour || got.Measured != time.Second ||
+		got.Offset != -5*ms || got.OffsetError != 7 ||
+		!got.Start.Equal(time.Date(2026, 1, 2, 3, 4, 5, 6, time.UTC)) || got.At != time.Minute ||
+		!got.Time.Equal(got.Start.Add(time.Minute)) {
 		t.Errorf("got the clock %+v", got)
 	}
 	if got.Operations[2].Name != "\uFFFD" {
@@ -78,7 +84,8 @@ func TestEncodeBounds(t *testing.T) {
 		r.Record(operation(n, 5*ms, name))
 	}
 	d := r.Dump(About{Size: 1})
-	for _, c := range []struct{ wanted, least, most int }{{0, 0, 0}, {1, 1, 1}, {10, 10, 10}, {500, 20, 100}} {
+	for _, c := range []struct{ wanted, least, most int }{{0, 0, 0}, {1, 1, 1}, {10, 10, 10},
+		{500, 20, 100}} {
 		text, err := encodeWithin(d, c.wanted, most)
 		if err != nil || len(text) > most {
 			t.Fatalf("%d bytes, error %v", len(text), err)
@@ -87,7 +94,8 @@ func TestEncodeBounds(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n := len(got.Operations); n < c.least || n > c.most || n > 0 && got.Operations[n-1].Number != recorded-1 {
+		if n := len(got.Operations); n < c.least || n > c.most ||
+			n > 0 && got.Operations[n-1].Number != recorded-1 {
 			t.Errorf("%d wanted: got %d operations", c.wanted, n)
 		}
 		if got.Recorded != recorded {
@@ -106,7 +114,8 @@ func TestEncodeBounds(t *testing.T) {
 	}
 	_, err = encodeWithin(d, 500, 100)
 	testnet.WantError(t, err, "dump of rank 0", "want at most 100")
-	if OperationsOf(1) != DefaultOperations || OperationsOf(0) != DefaultOperations || OperationsOf(4) != 5000 || OperationsOf(4096) != 16 {
+	if OperationsOf(1) != DefaultOperations || OperationsOf(0) != DefaultOperations ||
+		OperationsOf(4) != 5000 || OperationsOf(4096) != 16 {
 		t.Errorf("got %d, %d and %d", OperationsOf(1), OperationsOf(4), OperationsOf(4096))
 	}
 }
@@ -120,11 +129,13 @@ func TestDumpBounds(t *testing.T) {
 	op.Failed = errors.New(long)
 	r.Record(op)
 	about := About{
-		Size: 1 << 17, Version: long, Host: long, Why: long, Clock: trace.Clock{Domain: long}, Sets: make(map[topo.ProcessSetID][]topo.Rank),
+		Size: 1 << 17, Version: long, Host: long, Why: long, Clock: trace.Clock{Domain: long},
+		Sets:    make(map[topo.ProcessSetID][]topo.Rank),
 		Pending: make([]trace.Pending, maxPending+3), Stalls: make([]string, maxStalls+1),
 	}
 	for i := range about.Pending {
-		about.Pending[i] = trace.Pending{Name: long[:min(len(long), 1<<16>>i)], Shape: make(tensor.Shape, 1000>>i)}
+		about.Pending[i] = trace.Pending{Name: long[:min(len(long), 1<<16>>i)],
+			Shape: make(tensor.Shape, 1000>>i)}
 	}
 	for i := range about.Stalls {
 		about.Stalls[i] = long
@@ -133,9 +144,12 @@ func TestDumpBounds(t *testing.T) {
 		about.Sets[i] = make([]topo.Rank, maxMembers/maxSets)
 	}
 	d := r.Dump(about)
-	if d.NotShown != 3 || len(d.Version)+len(d.Host)+len(d.Domain)+len(d.Operations[0].Name) != 4*maxNameBytes || len(d.Why)+len(d.Operations[0].Error) != 2*maxTextBytes ||
+	if d.NotShown != 3 ||
+		len(d.Version)+len(d.Host)+len(d.Domain)+len(d.Operations[0].Name) != 4*maxNameBytes ||
+		len(d.Why)+len(d.Operations[0].Error) != 2*maxTextBytes ||
 		len(d.Operations[0].Shape)+len(d.Pending[0].Shape) != 2*maxDims {
-		t.Errorf("got %d not shown, and lengths %d, %d, %d", d.NotShown, len(d.Version), len(d.Why), len(d.Operations[0].Shape))
+		t.Errorf("got %d not shown, and lengths %d, %d, %d", d.NotShown, len(d.Version), len(d.Why),
+			len(d.Operations[0].Shape))
 	}
 	text, err := Encode(d, DefaultOperations)
 	if err != nil {
@@ -145,7 +159,8 @@ func TestDumpBounds(t *testing.T) {
 		t.Error(err)
 	}
 	// Sets whose members exceed the limit are left out.
-	about.Sets = map[topo.ProcessSetID][]topo.Rank{1: make([]topo.Rank, 10), 2: make([]topo.Rank, maxMembers), 3: {1}}
+	about.Sets = map[topo.ProcessSetID][]topo.Rank{1: make([]topo.Rank, 10), 2: make([]topo.Rank, maxMembers),
+		3: {1}}
 	if text, err = Encode(r.Dump(about), 0); err != nil {
 		t.Fatal(err)
 	}
@@ -178,22 +193,38 @@ func TestDecodeRefuses(t *testing.T) {
 		return packed(t, text)
 	}
 	for want, text := range map[string][]byte{
-		"EOF":                                   nil,
-		"invalid header":                        []byte("not packed at all"),
-		"invalid character":                     packed(t, []byte("x")),
-		"unexpected end":                        packed(t, nil),
-		"format 0":                              packed(t, []byte("{}")),
-		"format 2":                              with(func(d *analysis.Snapshot) { d.Format = 2 }),
-		"rank 4 of 4":                           with(func(d *analysis.Snapshot) { d.Rank = 4 }),
-		"rank -1 of 4":                          with(func(d *analysis.Snapshot) { d.Rank = -1 }),
-		"rank 0 of 0":                           with(func(d *analysis.Snapshot) { d.Size, d.Rank, d.Sets = 0, 0, nil }),
-		"16385 pending":                         with(func(d *analysis.Snapshot) { d.Pending = make([]analysis.Record, maxPending+1) }),
-		"10001 operations":                      with(func(d *analysis.Snapshot) { d.Operations = make([]analysis.Record, DefaultOperations+1) }),
-		"257 stalls":                            with(func(d *analysis.Snapshot) { d.Stalls = make([]string, maxStalls+1) }),
-		"257 process sets":                      with(func(d *analysis.Snapshot) { d.Sets = make([]analysis.Set, maxSets+1) }),
-		"with 65537 members":                    with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 1, Ranks: make([]int, maxMembers+1)}} }),
-		"process set 7 has rank 4":              with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 7, Ranks: []int{4}}} }),
-		"process set 7 has rank -1":             with(func(d *analysis.Snapshot) { d.Sets = []analysis.Set{{ID: 7, Ranks: []int{-1}}} }),
+		"EOF":               nil,
+		"invalid header":    []byte("not packed at all"),
+		"invalid character": packed(t, []byte("x")),
+		"unexpected end":    packed(t, nil),
+		"format 0":          packed(t, []byte("{}")),
+		"format 2":          with(func(d *analysis.Snapshot) { d.Format = 2 }),
+		"rank 4 of 4":       with(func(d *analysis.Snapshot) { d.Rank = 4 }),
+		"rank -1 of 4":      with(func(d *analysis.Snapshot) { d.Rank = -1 }),
+		"rank 0 of 0": with(func(d *analysis.Snapshot) {
+			d.Size, d.Rank, d.Sets = 0, 0, nil
+		}),
+		"16385 pending": with(func(d *analysis.Snapshot) {
+			d.Pending = make([]analysis.Record, maxPending+1)
+		}),
+		"10001 operations": with(func(d *analysis.Snapshot) {
+			d.Operations = make([]analysis.Record, DefaultOperations+1)
+		}),
+		"257 stalls": with(func(d *analysis.Snapshot) {
+			d.Stalls = make([]string, maxStalls+1)
+		}),
+		"257 process sets": with(func(d *analysis.Snapshot) {
+			d.Sets = make([]analysis.Set, maxSets+1)
+		}),
+		"with 65537 members": with(func(d *analysis.Snapshot) {
+			d.Sets = []analysis.Set{{ID: 1, Ranks: make([]int, maxMembers+1)}}
+		}),
+		"process set 7 has rank 4": with(func(d *analysis.Snapshot) {
+			d.Sets = []analysis.Set{{ID: 7, Ranks: []int{4}}}
+		}),
+		"process set 7 has rank -1": with(func(d *analysis.Snapshot) {
+			d.Sets = []analysis.Set{{ID: 7, Ranks: []int{-1}}}
+		}),
 		"cannot unmarshal":                      packed(t, []byte(`{"format":"x"}`)),
 		"more than 16777216 uncompressed bytes": packed(t, make([]byte, maxPlainBytes+1)),
 		"7340033 bytes, want at most":           make([]byte, MaxBytes+1),
@@ -291,13 +322,15 @@ func FuzzDecode(f *testing.F) {
 			return // JSON cannot express one of the times
 		}
 		decoded, err := Decode(again)
-		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) || !reflect.DeepEqual(decoded.Operations, d.Operations) {
+		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) ||
+			!reflect.DeepEqual(decoded.Operations, d.Operations) {
 			t.Fatalf("got %+v, error %v, want %+v", decoded, err, d)
 		}
 		other := full()
 		other.Size = d.Size
 		report := analysis.Analyse([]*analysis.Snapshot{d, other}, min(d.Size, 8), nil).Text()
-		if lines := strings.Split(report, "\n"); len(lines) > 400 || strings.ContainsAny(report, "\x00\x1b\r\x7f") {
+		if lines := strings.Split(report, "\n"); len(lines) > 400 ||
+			strings.ContainsAny(report, "\x00\x1b\r\x7f") {
 			t.Errorf("got %d lines: %q", len(lines), report)
 		}
 	})
@@ -315,7 +348,8 @@ func FuzzDecodeStall(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if decoded, err := DecodeStall(again); err != nil || decoded.Set != s.Set || !strings.HasPrefix(s.Name, decoded.Name) {
+		if decoded, err := DecodeStall(again); err != nil || decoded.Set != s.Set ||
+			!strings.HasPrefix(s.Name, decoded.Name) {
 			t.Errorf("%+v was read again as %+v, %v", s, decoded, err)
 		}
 	})

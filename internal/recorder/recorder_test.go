@@ -26,11 +26,13 @@ const ms = time.Millisecond
 // operation returns the operation of grant n of set 0: an allreduce of the named tensors that ended at ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
-		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms, Ended: ended,
+		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms,
+		Ended: ended,
 	}
 	for _, name := range names {
 		op.Tensors = append(op.Tensors, trace.Tensor{
-			Name: name, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: ended - 4*ms, Sent: ended - 3*ms, Cached: n > 1,
+			Name: name, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: ended - 4*ms,
+			Sent: ended - 3*ms, Cached: n > 1,
 		})
 	}
 	return op
@@ -49,20 +51,25 @@ func TestRecord(t *testing.T) {
 	d := r.Dump(About{Size: 1})
 	want := []analysis.Record{
 		{
-			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm",
+			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
+			Backend:   "shm",
 			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
 		},
 		{
-			Number: 1, Kind: "allreduce", Name: "b", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm", Error: "ranks disagree",
+			Number: 1, Kind: "allreduce", Name: "b", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
+			Backend: "shm", Error: "ranks disagree",
 			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
 		},
 		{
-			Set: 5, Number: 2, Kind: "allreduce", Name: "c", DType: "float32", Shape: []int64{2, 3}, Bytes: 24, Backend: "shm", Cached: true, Absent: true,
-			Error: "rank 3 is dead", Submitted: 196 * ms, Sent: 197 * ms, Granted: 198 * ms, Begun: 199 * ms, Ended: 200 * ms,
+			Set: 5, Number: 2, Kind: "allreduce", Name: "c", DType: "float32", Shape: []int64{2, 3},
+			Bytes: 24, Backend: "shm", Cached: true, Absent: true,
+			Error: "rank 3 is dead", Submitted: 196 * ms, Sent: 197 * ms, Granted: 198 * ms, Begun: 199 * ms,
+			Ended: 200 * ms,
 		},
 		{Number: 3, Kind: "barrier", Ended: 300 * ms},
 	}
-	if got, want := fmt.Sprintf("%+v", d.Operations), fmt.Sprintf("%+v", want); got != want || d.Recorded != 4 {
+	if got, want := fmt.Sprintf("%+v", d.Operations), fmt.Sprintf("%+v", want); got != want ||
+		d.Recorded != 4 {
 		t.Errorf("of %d got\n%s\nwant of 4\n%s", d.Recorded, got, want)
 	}
 }
@@ -85,7 +92,8 @@ func TestOldestGoesFirst(t *testing.T) {
 			got = append(got, fmt.Sprint(o.Number, o.Name, o.Error, o.Bytes, len(o.Shape), o.Cached))
 		}
 		for n := range 20 {
-			want = append(want, fmt.Sprint(n+2, "x", "", 24, 2, true), fmt.Sprint(n+2, "y", "", 24, 2, true), fmt.Sprint(100+n, "", "", 0, 0, false))
+			want = append(want, fmt.Sprint(n+2, "x", "", 24, 2, true), fmt.Sprint(n+2, "y", "", 24, 2, true),
+				fmt.Sprint(100+n, "", "", 0, 0, false))
 		}
 		want = want[len(want)-max(size, 1):]
 		if !slices.Equal(got, want) || d.Recorded != 61 {

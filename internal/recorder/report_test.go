@@ -25,7 +25,8 @@ type rankAt struct {
 func job(size int) []*rankAt {
 	var all []*rankAt
 	for r := range size {
-		k := &rankAt{New(100), About{Rank: r, Size: size, Host: fmt.Sprintf("h%d", r/2), PID: 100 + r, Epoch: 1, At: 20 * time.Second}}
+		k := &rankAt{New(100), About{Rank: r, Size: size, Host: fmt.Sprintf("h%d", r/2), PID: 100 + r,
+			Epoch: 1, At: 20 * time.Second}}
 		k.Record(operation(1, 500*ms, "grad/0", "grad/1"))
 		k.Record(operation(2, 1000*ms, "grad/0", "grad/1"))
 		all = append(all, k)
@@ -44,7 +45,8 @@ func (k *rankAt) waits(since time.Duration, names ...string) {
 // rank is executing it.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	k.Pending = append(k.Pending, trace.Pending{
-		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms, Begun: begun, Number: number,
+		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms,
+		Begun: begun, Number: number,
 	})
 }
 
@@ -89,8 +91,9 @@ func TestReport(t *testing.T) {
 			for _, r := range []int{0, 2, 3} {
 				j[r].waits(time.Duration(r+2)*time.Second, "grad/0")
 			}
-		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
-			"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
+		}, nil, nil,
+			"Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
+				"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
 
 		{"two ranks at different names", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "a")
@@ -122,8 +125,9 @@ func TestReport(t *testing.T) {
 			j[1].Recorder = New(100)
 			j[1].Record(operation(2, time.Second, "grad/0", "grad/1"))
 			j[0].waits(2*time.Second, "grad/0", "grad/1")
-		}, nil, nil, "Rank 1 has not called allreduce \"grad/0\", \"grad/1\", for which rank 0 has waited for 18.0 s.\n" +
-			"  rank 1 called \"grad/0\" once before; the last call ended 19.0 s ago" + where1},
+		}, nil, nil,
+			"Rank 1 has not called allreduce \"grad/0\", \"grad/1\", for which rank 0 has waited for 18.0 s.\n" +
+				"  rank 1 called \"grad/0\" once before; the last call ended 19.0 s ago" + where1},
 
 		{"a recorder that does not go back", 2, func(j []*rankAt) {
 			j[1].Recorder = New(1)
@@ -145,22 +149,27 @@ func TestReport(t *testing.T) {
 			j[3].waits(2*time.Second, "x")
 		}, []int{0, 1, 3}, map[int]string{2: "killed by SIGKILL", 4: "killed by SIGKILL"},
 			"Rank 0 has not called allreduce \"x\", for which ranks 1 and 3 have waited for 18.0 s; ranks 2 and 4 did not answer and may be missing too.\n" +
-				"  rank 0 never called it in this epoch" + where1 + "Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
+				"  rank 0 never called it in this epoch" + where1 +
+				"Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
 
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
-		}, []int{0, 1}, nil, "Rank 0 has joined and rank 1 has not, for 17.0 s; rank 2 did not answer and may be missing too.\n" +
-			"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
+		}, []int{0, 1}, nil,
+			"Rank 0 has joined and rank 1 has not, for 17.0 s; rank 2 did not answer and may be missing too.\n" +
+				"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
 
-		{"no rank answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended", 2: "it has ended"},
+		{"no rank answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended",
+			2: "it has ended"},
 			"Ranks 0, 3 and 4 did not answer.\nRanks 1 and 2 did not answer: it has ended.\n"},
 
-		{"nothing happens", 2, func([]*rankAt) {}, nil, nil, "No rank that answered waits for an operation.\n"},
+		{"nothing happens", 2, func([]*rankAt) {}, nil, nil,
+			"No rank that answered waits for an operation.\n"},
 
 		{"all have asked", 2, func(j []*rankAt) {
 			j[0].waits(20*time.Second-5*ms, "x")
 			j[1].waits(20*time.Second-4*ms, "x")
-		}, nil, nil, "Ranks 0 and 1 have called allreduce \"x\", which has not been granted for 5 ms: the grant is in progress, or other tensors of its group are missing.\n"},
+		}, nil, nil,
+			"Ranks 0 and 1 have called allreduce \"x\", which has not been granted for 5 ms: the grant is in progress, or other tensors of its group are missing.\n"},
 
 		{"executing, queued, not granted, completed", 5, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 3*time.Second, 3, "x")
@@ -168,21 +177,24 @@ func TestReport(t *testing.T) {
 			j[2].runs(3*time.Second, 0, 3, "x")
 			j[3].waits(4*time.Second, "x")
 			j[4].Record(operation(3, 3*time.Second, "x"))
-		}, nil, nil, "Ranks 0 and 1 are executing allreduce \"x\" (tcp), submitted 18.0 s ago; rank 2: not started; rank 3: not granted yet; rank 4: completed.\n"},
+		}, nil, nil,
+			"Ranks 0 and 1 are executing allreduce \"x\" (tcp), submitted 18.0 s ago; rank 2: not started; rank 3: not granted yet; rank 4: completed.\n"},
 
 		{"queued alone", 2, func(j []*rankAt) {
 			j[0].runs(2*time.Second, 0, 0, "x")
 			j[1].runs(2*time.Second, 0, 0, "x")
 			j[0].runs(2*time.Second, 0, 0, "y")
 			j[1].runs(2*time.Second, 0, 0, "y")
-		}, nil, nil, "No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
+		}, nil, nil,
+			"No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
 
 		// The dumps are taken at different moments. Rank 1's is later, and in it rank 1 has completed the
 		// operation once more.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
 			j[1].Record(operation(3, 3*time.Second, "grad/0"))
-		}, nil, nil, "No rank is executing allreduce \"grad/0\", submitted 18.0 s ago; rank 0: not granted yet; rank 1: completed.\n"},
+		}, nil, nil,
+			"No rank is executing allreduce \"grad/0\", submitted 18.0 s ago; rank 0: not granted yet; rank 1: completed.\n"},
 
 		{"a rank has joined", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
@@ -210,30 +222,35 @@ func TestReport(t *testing.T) {
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
-		}, nil, nil, "Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
-			"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and 1 more; " +
-			"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
-			"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
-			func() (lines string) {
-				for r := 1; r < 4; r++ {
-					more := 2
-					if r == 3 {
-						more = 1
+		}, nil, nil,
+			"Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
+				"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and 1 more; " +
+				"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
+				"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
+				func() (lines string) {
+					for r := 1; r < 4; r++ {
+						more := 2
+						if r == 3 {
+							more = 1
+						}
+						lines += fmt.Sprintf(
+							"  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and %d more; "+
+								"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
 					}
-					lines += fmt.Sprintf("  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and %d more; "+
-						"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
-				}
-				return lines
-			}() +
-			"Ranks 1-3 are executing allreduce \"inside\" (tcp), submitted 15.0 s ago.\n" +
-			"No rank is executing allreduce \"queued\" (tcp), submitted 16.0 s ago; ranks 1-3: not started.\n"},
+					return lines
+				}() +
+				"Ranks 1-3 are executing allreduce \"inside\" (tcp), submitted 15.0 s ago.\n" +
+				"No rank is executing allreduce \"queued\" (tcp), submitted 16.0 s ago; ranks 1-3: not started.\n"},
 
 		{"a process set, of which some is known", 5, func(j []*rankAt) {
 			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
-			j[1].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 2 * time.Second}}
-			j[4].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b", Submitted: 3 * time.Second}}
-		}, nil, nil, "Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1 and 4 have waited for 18.0 s.\n" +
-			"  rank 2 never called it in this epoch" + where1},
+			j[1].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b",
+				Submitted: 2 * time.Second}}
+			j[4].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b",
+				Submitted: 3 * time.Second}}
+		}, nil, nil,
+			"Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1 and 4 have waited for 18.0 s.\n" +
+				"  rank 2 never called it in this epoch" + where1},
 
 		{"a process set, of which nothing is known", 5, func(j []*rankAt) {
 			for _, r := range []int{1, 3} {
@@ -241,23 +258,28 @@ func TestReport(t *testing.T) {
 				op.Set = 3
 				j[r].Record(op)
 			}
-			j[3].Pending = []trace.Pending{{Set: 3, Kind: message.Allreduce, Name: "s", Submitted: 2 * time.Second}}
-		}, nil, nil, "Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
-			"  rank 1 called it once before; the last call ended 18.8 s ago; no operation is pending; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
+			j[3].Pending = []trace.Pending{{Set: 3, Kind: message.Allreduce, Name: "s",
+				Submitted: 2 * time.Second}}
+		}, nil, nil,
+			"Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
+				"  rank 1 called it once before; the last call ended 18.8 s ago; no operation is pending; its last operation was allreduce \"s\" of process set 3, which ended 18.8 s ago\n"},
 
 		{"epochs", 3, func(j []*rankAt) {
 			j[0].Epoch, j[2].Epoch = 2, 2
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "old")
-		}, nil, map[int]string{1: "unknown"}, "Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
-			"  rank 2 never called it in this epoch" + where1 + "Rank 1 did not answer: it is still in epoch 1, other ranks are in epoch 2.\n"},
+		}, nil, map[int]string{1: "unknown"},
+			"Rank 2 has not called allreduce \"x\", for which rank 0 has waited for 18.0 s; rank 1 did not answer and may be missing too.\n" +
+				"  rank 2 never called it in this epoch" + where1 +
+				"Rank 1 did not answer: it is still in epoch 1, other ranks are in epoch 2.\n"},
 
 		{"stalls, and names of all sorts", 2, func(j []*rankAt) {
 			j[0].Stalls = []string{"allreduce \"\\n\" has waited\n\x1b[2J"}
 			j[0].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
 			j[1].waits(2*time.Second, "a\n\x1b[2J\"\u202e")
-		}, nil, nil, "Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", which has not been granted for 18.0 s: the grant is in progress, or other tensors of its group are missing.\n" +
-			"Stalls that the coordinator reports:\n  allreduce \"\\n\" has waited??[2J\n"},
+		}, nil, nil,
+			"Ranks 0 and 1 have called allreduce \"a\\n\\x1b[2J\\\"\\u202e\", which has not been granted for 18.0 s: the grant is in progress, or other tensors of its group are missing.\n" +
+				"Stalls that the coordinator reports:\n  allreduce \"\\n\" has waited??[2J\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			j := job(c.size)
@@ -276,7 +298,10 @@ func TestReport(t *testing.T) {
 				t.Errorf("got\n%s\nwant\n%s", got, c.want)
 			}
 			f := analysis.Analyse(all, c.size, c.absent)
-			if want := len(j[0].Stalls) > 0 || slices.ContainsFunc(who, func(k *rankAt) bool { return len(k.Pending) > 0 }); f.HasEntries() != want {
+			if want := len(j[0].Stalls) > 0 ||
+				slices.ContainsFunc(who, func(k *rankAt) bool {
+					return len(k.Pending) > 0
+				}); f.HasEntries() != want {
 				t.Errorf("the report has entries: %v, want %v", f.HasEntries(), want)
 			}
 			text, err := json.Marshal(f)
@@ -343,15 +368,18 @@ func TestBlame(t *testing.T) {
 		dumps []*analysis.Snapshot
 		want  string
 	}{
-		{dumps(t, ranks[1], ranks[2]), `Rank 2 has waited for allreduce "grad/0" for 10 ms: perhaps for rank 0, which did not answer.`},
-		{dumps(t, ranks...), `Rank 0 has not called allreduce "grad/0", for which rank 2 has waited for 10 ms.`},
+		{dumps(t, ranks[1], ranks[2]),
+			`Rank 2 has waited for allreduce "grad/0" for 10 ms: perhaps for rank 0, which did not answer.`},
+		{dumps(t, ranks...),
+			`Rank 0 has not called allreduce "grad/0", for which rank 2 has waited for 10 ms.`},
 	} {
 		f := analysis.Analyse(c.dumps, 3, map[int]string{0: "exit status 0"})
 		f.Blame([]int{0})
 		if got, _, _ := strings.Cut(f.Text(), "\n"); got != c.want {
 			t.Errorf("got %s\nwant %s", got, c.want)
 		}
-		if text := analysis.Analyse(c.dumps, 3, nil).Text(); !strings.HasPrefix(text, "Rank 1 has not") && !strings.HasPrefix(text, "Ranks 0 and 1 have not") {
+		if text := analysis.Analyse(c.dumps, 3, nil).Text(); !strings.HasPrefix(text, "Rank 1 has not") &&
+			!strings.HasPrefix(text, "Ranks 0 and 1 have not") {
 			t.Errorf("got %s, want that of ranks whose job goes on", text)
 		}
 	}

@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// maxTriedBytes bounds the text of a rank's failure in Agree. maxTriedRanks bounds how many failed ranks of
-	// a host are named.
+	// maxTriedBytes bounds the text of a rank's failure in Agree. maxTriedRanks bounds how many failed ranks
+	// of a host are named.
 	maxTriedBytes = 512
 	maxTriedRanks = 100
 )
@@ -62,7 +62,8 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 //
 // All ranks of the host call it, once, before Ready. If a rank fails for good, or ctx ends, there is no
 // outcome: the error is a *FailedError, or that of ctx.
-func (s *Session) Agree(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error) {
+func (s *Session) Agree(ctx context.Context,
+	try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
 	defer unwatch()
 	a := s.member.tries
@@ -111,7 +112,8 @@ func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, sys
 // its own may be told to stop before it has reported the failure, because its peers notice that it has closed
 // its connections.
 func isConsequence(err error) bool {
-	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) || err != nil && mayPass(err)
+	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) ||
+		err != nil && mayPass(err)
 }
 
 // noteTried records how the try of a rank has ended. The first failure on a host stops its other ranks. They
@@ -144,7 +146,8 @@ func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	outcome := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TRIED, Tried: make(map[int32]string)}
 	for _, mayPass := range []bool{false, true} {
 		for rank, report := range reports {
-			if report.GetText() != "" && report.GetMayPass() == mayPass && len(outcome.Tried) < maxTriedRanks {
+			if report.GetText() != "" && report.GetMayPass() == mayPass &&
+				len(outcome.Tried) < maxTriedRanks {
 				outcome.Tried[int32(rank)] = cut(report.GetText(), maxTriedBytes)
 			}
 		}

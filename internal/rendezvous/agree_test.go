@@ -40,7 +40,8 @@ func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 }
 
 // agree has ranks try; those without a try do nothing.
-func agree(ctx context.Context, sessions []result, try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
+func agree(ctx context.Context, sessions []result,
+	try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
 	failed, errs = make([]map[topo.Rank]string, len(sessions)), make([]error, len(sessions))
 	var wg sync.WaitGroup
 	for rank, s := range sessions {
@@ -82,16 +83,29 @@ func testAgree(t *testing.T, key secret.Secret) {
 		tries []func(context.Context) error
 		want  []map[topo.Rank]string
 	}{
-		"all succeed":                     {"aaa", []func(context.Context) error{succeeds, succeeds, succeeds}, []map[topo.Rank]string{{}, {}, {}}},
-		"one fails":                       {"aaa", []func(context.Context) error{waits, succeeds, fails(errors.New("no memory"))}, []map[topo.Rank]string{{2: "no memory"}, {2: "no memory"}, {2: "no memory"}}},
-		"rank 0 fails":                    {"aaa", []func(context.Context) error{fails(errors.New("no memory")), waits, waits}, []map[topo.Rank]string{{0: "no memory"}, {0: "no memory"}, {0: "no memory"}}},
-		"stopped before it could say why": {"aa", []func(context.Context) error{fails(syscall.ECONNRESET), stoppedAfter(syscall.EMFILE)}, []map[topo.Rank]string{{1: "too many open files"}, {1: "too many open files"}}},
-		"stopped by a stop":               {"aa", []func(context.Context) error{fails(syscall.ECONNRESET), stoppedAfter(syscall.ENOENT)}, []map[topo.Rank]string{{0: "connection reset by peer"}, {0: "connection reset by peer"}}},
-		"another host is fine":            {"abab", []func(context.Context) error{succeeds, waits, succeeds, fails(errors.New("x"))}, []map[topo.Rank]string{{}, {3: "x"}, {}, {3: "x"}}},
-		"the consequence does not count": {"aaa", []func(context.Context) error{fails(syscall.ECONNREFUSED), fails(errors.New("no memory")), fails(syscall.ENOENT)},
+		"all succeed": {"aaa", []func(context.Context) error{succeeds, succeeds,
+			succeeds}, []map[topo.Rank]string{{}, {}, {}}},
+		"one fails": {"aaa", []func(context.Context) error{waits, succeeds,
+			fails(errors.New("no memory"))}, []map[topo.Rank]string{{2: "no memory"}, {2: "no memory"},
+			{2: "no memory"}}},
+		"rank 0 fails": {"aaa",
+			[]func(context.Context) error{fails(errors.New("no memory")), waits,
+				waits}, []map[topo.Rank]string{{0: "no memory"}, {0: "no memory"}, {0: "no memory"}}},
+		"stopped before it could say why": {"aa", []func(context.Context) error{fails(syscall.ECONNRESET),
+			stoppedAfter(syscall.EMFILE)}, []map[topo.Rank]string{{1: "too many open files"},
+			{1: "too many open files"}}},
+		"stopped by a stop": {"aa", []func(context.Context) error{fails(syscall.ECONNRESET),
+			stoppedAfter(syscall.ENOENT)}, []map[topo.Rank]string{{0: "connection reset by peer"},
+			{0: "connection reset by peer"}}},
+		"another host is fine": {"abab", []func(context.Context) error{succeeds, waits, succeeds,
+			fails(errors.New("x"))}, []map[topo.Rank]string{{}, {3: "x"}, {}, {3: "x"}}},
+		"the consequence does not count": {"aaa", []func(context.Context) error{fails(syscall.ECONNREFUSED),
+			fails(errors.New("no memory")), fails(syscall.ENOENT)},
 			[]map[topo.Rank]string{{1: "no memory"}, {1: "no memory"}, {1: "no memory"}}},
-		"only consequences":    {"aa", []func(context.Context) error{fails(syscall.ECONNREFUSED), waits}, []map[topo.Rank]string{{0: "connection refused"}, {0: "connection refused"}}},
-		"a long text":          {"aa", []func(context.Context) error{fails(errors.New(long)), waits}, []map[topo.Rank]string{{0: long[:maxTriedBytes]}, {0: long[:maxTriedBytes]}}},
+		"only consequences": {"aa", []func(context.Context) error{fails(syscall.ECONNREFUSED), waits},
+			[]map[topo.Rank]string{{0: "connection refused"}, {0: "connection refused"}}},
+		"a long text": {"aa", []func(context.Context) error{fails(errors.New(long)), waits},
+			[]map[topo.Rank]string{{0: long[:maxTriedBytes]}, {0: long[:maxTriedBytes]}}},
 		"a host without a try": {"baa", []func(context.Context) error{nil, succeeds, waits}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -110,7 +124,8 @@ func testAgree(t *testing.T, key secret.Secret) {
 				}
 				return
 			}
-			got, errs := agree(testnet.Context(t), onHosts(t, key, test.hosts), func(rank int) func(context.Context) error { return test.tries[rank] })
+			got, errs := agree(testnet.Context(t), onHosts(t, key, test.hosts),
+				func(rank int) func(context.Context) error { return test.tries[rank] })
 			for rank, failed := range got {
 				if errs[rank] != nil || !maps.Equal(failed, test.want[rank]) {
 					t.Errorf("rank %d: got %v, %v, want %v", rank, failed, errs[rank], test.want[rank])
@@ -163,7 +178,8 @@ func FuzzStatusAndAnswer(f *testing.F) {
 		f.Add(b)
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		if s, err := readStatus(bytes.NewReader(b)); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
+		if s, err := readStatus(bytes.NewReader(b)); err == nil &&
+			(s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
 			t.Errorf("%x was read as %v", b, s)
 		}
 		a, err := readAnswer(bytes.NewReader(b))

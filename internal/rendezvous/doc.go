@@ -35,10 +35,10 @@
 //
 // # Which root is the right one
 //
-// A process that Inits again may find the root of the epoch it has just left, because rank 0 is still in it; a
-// process that was just started may find the root of an epoch it never was in. Numbers do not tell an old root
-// from a new one (the store may have been restarted and count from 1 again), so a rank always asks the root, and
-// the root knows its own state:
+// A process that Inits again may find the root of the epoch it has just left, because rank 0 is still in it;
+// a process that was just started may find the root of an epoch it never was in. Numbers do not tell an old
+// root from a new one (the store may have been restarted and count from 1 again), so a rank always asks the
+// root, and the root knows its own state:
 //
 //   - forming: it takes the rank in;
 //   - complete: it answers "epoch N is complete". The rank cannot know whether it is one process too many or the
@@ -52,8 +52,9 @@
 //     it is "stale" because the token differs. The rank dials again with backoff, and changes to a newer root as soon
 //     as the store has one.
 //
-// A rank 0 that finds a root published before its own asks that one first, as a duplicate of its rank 0. If it is
-// forming, both fail with the same error. If it is complete with an epoch that the new rank 0 knows (LastEpoch is at
-// least N), it is replaced; if not, its job is running: the new rank 0 waits until it is gone. If there is no answer,
-// it is replaced. A forming root watches its key, so it learns of its replacement even then.
+// A rank 0 that finds a root published before its own asks that one first, as a duplicate of its rank 0. If
+// it is forming, both fail with the same error. If it is complete with an epoch that the new rank 0 knows
+// (LastEpoch is at least N), it is replaced; if not, its job is running: the new rank 0 waits until it is
+// gone. If there is no answer, it is replaced. A forming root watches its key, so it learns of its
+// replacement even then.
 package rendezvous

@@ -26,7 +26,8 @@ func Example() {
 			var err error
 			sessions[rank], err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 				Store: kv, Job: "example", Rank: topo.Rank(rank), Size: size,
-				Self: rendezvous.Record{Addr: fmt.Sprintf("10.0.0.%d:4000", rank), Host: "node", PID: 100 + rank},
+				Self: rendezvous.Record{Addr: fmt.Sprintf("10.0.0.%d:4000", rank), Host: "node",
+					PID: 100 + rank},
 			})
 			if err != nil {
 				fmt.Println(err)

@@ -159,7 +159,8 @@ func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
 	}
 	s, err := join(ctx, &cfg)
 	if err != nil {
-		return nil, fmt.Errorf("rendezvous: join %.64q as rank %d of %d: %w", cfg.Job, cfg.Rank, cfg.Size, err)
+		return nil, fmt.Errorf("rendezvous: join %.64q as rank %d of %d: %w", cfg.Job, cfg.Rank, cfg.Size,
+			err)
 	}
 	return s, nil
 }
@@ -251,7 +252,8 @@ func (r *Record) check() error {
 	if len(m.Token) > MaxNameBytes {
 		return fmt.Errorf("memory token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
 	}
-	return errors.Join(checkName("memory socket", m.Socket), checkName("reason not to share memory", m.Reason))
+	return errors.Join(checkName("memory socket", m.Socket), checkName("reason not to share memory",
+		m.Reason))
 }
 
 // checkName checks a string that is sent as protobuf, which requires UTF-8.
@@ -267,7 +269,8 @@ func checkName(what, name string) error {
 
 func checkRank(rank int64, size int) error {
 	if rank < 0 || rank >= int64(size) {
-		return &RefusedError{RankOutOfRange, fmt.Sprintf("rank %d is out of range, want 0 to %d", rank, size-1)}
+		return &RefusedError{RankOutOfRange, fmt.Sprintf("rank %d is out of range, want 0 to %d", rank,
+			size-1)}
 	}
 	return nil
 }

@@ -30,8 +30,10 @@ import (
 // recordOf returns the record of the incarnation-th process of rank.
 func recordOf(rank, incarnation int) Record {
 	return Record{
-		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2), PID: 100*rank + incarnation,
-		HostID: fmt.Sprintf("id%d", rank/2), Capabilities: map[string]string{"tcp": "", "shm": fmt.Sprintf("not at rank %d", rank)},
+		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2),
+		PID:    100*rank + incarnation,
+		HostID: fmt.Sprintf("id%d", rank/2), Capabilities: map[string]string{"tcp": "",
+			"shm": fmt.Sprintf("not at rank %d", rank)},
 		Memory: Memory{UID: uint32(rank), Token: []byte{byte(rank)}, Socket: fmt.Sprint("/tmp/", rank)},
 	}
 }
@@ -71,7 +73,9 @@ func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn
 
 func same(a, b Record) bool {
 	return a.Addr == b.Addr && a.Host == b.Host && a.HostID == b.HostID && a.PID == b.PID &&
-		maps.Equal(a.Capabilities, b.Capabilities) && a.Memory.UID == b.Memory.UID && bytes.Equal(a.Memory.Token, b.Memory.Token) && a.Memory.Socket == b.Memory.Socket && a.Memory.Reason == b.Memory.Reason
+		maps.Equal(a.Capabilities, b.Capabilities) && a.Memory.UID == b.Memory.UID &&
+		bytes.Equal(a.Memory.Token, b.Memory.Token) && a.Memory.Socket == b.Memory.Socket &&
+		a.Memory.Reason == b.Memory.Reason
 }
 
 type result struct {
@@ -205,8 +209,10 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 		cfg.LastEpoch = maxEpoch - 1
 		cfg.Self = Record{
 			Addr: strings.Repeat("a", MaxNameBytes), Host: strings.Repeat("ü", MaxNameBytes/2), PID: -1,
-			HostID: strings.Repeat("i", MaxNameBytes), Capabilities: map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes-3)},
-			Memory: Memory{Token: make([]byte, MaxNameBytes), Socket: strings.Repeat("s", MaxNameBytes), Reason: strings.Repeat("r", MaxNameBytes)},
+			HostID:       strings.Repeat("i", MaxNameBytes),
+			Capabilities: map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes-3)},
+			Memory: Memory{Token: make([]byte, MaxNameBytes), Socket: strings.Repeat("s", MaxNameBytes),
+				Reason: strings.Repeat("r", MaxNameBytes)},
 		}
 		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 	}
@@ -222,14 +228,24 @@ func TestJoinChecksConfig(t *testing.T) {
 		"size is 0, want 1 to 65536": func(c *JoinConfig) { c.Size = 0 },
 		"size is 65537":              func(c *JoinConfig) { c.Size = 65537 },
 		"no store is given, which a job of more than 1 rank needs": func(c *JoinConfig) { c.Store = nil },
-		"last epoch is 4611686018427387905":                        func(c *JoinConfig) { c.LastEpoch = 1<<62 + 1 },
-		"listen host is 0.0.0.0, want an address":                  func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
-		"listen host is ::, want an address":                       func(c *JoinConfig) { c.ListenHost = "::" },
-		"opening the root":                                         func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
-		"data address has 257 bytes":                               func(c *JoinConfig) { c.Self.Addr = strings.Repeat("a", 257) },
-		"host has 257 bytes":                                       func(c *JoinConfig) { c.Self.Host = strings.Repeat("h", 257) },
-		"token has 257 bytes, want at most 256":                    func(c *JoinConfig) { c.Self.Memory.Token = make([]byte, MaxNameBytes+1) },
-		"reason not to share memory has 257 bytes":                 func(c *JoinConfig) { c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1) },
+		"last epoch is 4611686018427387905": func(c *JoinConfig) {
+			c.LastEpoch = 1<<62 + 1
+		},
+		"listen host is 0.0.0.0, want an address": func(c *JoinConfig) { c.ListenHost = "0.0.0.0" },
+		"listen host is ::, want an address":      func(c *JoinConfig) { c.ListenHost = "::" },
+		"opening the root":                        func(c *JoinConfig) { c.ListenHost = "192.0.2.1" },
+		"data address has 257 bytes": func(c *JoinConfig) {
+			c.Self.Addr = strings.Repeat("a", 257)
+		},
+		"host has 257 bytes": func(c *JoinConfig) {
+			c.Self.Host = strings.Repeat("h", 257)
+		},
+		"token has 257 bytes, want at most 256": func(c *JoinConfig) {
+			c.Self.Memory.Token = make([]byte, MaxNameBytes+1)
+		},
+		"reason not to share memory has 257 bytes": func(c *JoinConfig) {
+			c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1)
+		},
 		"capabilities have 4099 bytes, want at most 4096": func(c *JoinConfig) {
 			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
 		},
@@ -278,11 +294,13 @@ func TestContradictions(t *testing.T) {
 		{"size 1 too small, 5 ranks", 5, map[int]func(*JoinConfig){4: is(4, 6, 0)}, 1,
 			SizeMismatch, []string{"rank 4 says size 6, rank 0 says size 5"}},
 		{"duplicate", 3, map[int]func(*JoinConfig){3: is(1, 3, 9)}, 2,
-			DuplicateRank, []string{"rank 1 joined twice", `pid 100 on host "host0" at 10.0.0.1:7`, `pid 109 on host "host0" at 10.0.0.1:7`}},
+			DuplicateRank, []string{"rank 1 joined twice", `pid 100 on host "host0" at 10.0.0.1:7`,
+				`pid 109 on host "host0" at 10.0.0.1:7`}},
 		{"duplicate in one process", 5, map[int]func(*JoinConfig){5: is(3, 5, 0)}, 4,
 			DuplicateRank, []string{"rank 3 joined twice"}},
 		{"out of range", 4, map[int]func(*JoinConfig){3: is(7, 4, 0)}, 2,
-			RankOutOfRange, []string{`pid 700 on host "host3" at 10.0.0.7:7`, "rank 7 is out of range, want 0 to 3"}},
+			RankOutOfRange, []string{`pid 700 on host "host3" at 10.0.0.7:7`,
+				"rank 7 is out of range, want 0 to 3"}},
 		{"negative", 2, map[int]func(*JoinConfig){1: is(-1, 2, 0)}, 0,
 			RankOutOfRange, []string{"rank -1 is out of range, want 0 to 1"}},
 		{"two rank 0, 2 ranks", 2, map[int]func(*JoinConfig){2: is(0, 2, 9)}, 1,
@@ -315,7 +333,9 @@ func TestContradictions(t *testing.T) {
 				}
 			}
 			if test.last != 0 {
-				testnet.Eventually(t, "failure", func() bool { return testnet.Logged(entries, "root failed") })
+				testnet.Eventually(t, "failure", func() bool {
+					return testnet.Logged(entries, "root failed")
+				})
 				begin(test.last)
 			}
 			var text string
@@ -351,7 +371,8 @@ func TestTermsDiffer(t *testing.T) {
 	var cfgs []JoinConfig
 	for rank := range 4 {
 		cfg := config(kv, rank, 4)
-		cfg.Terms = map[string]string{"equal": "1", "one": "a", "each": fmt.Sprint(rank), "empty": "", "late": "x"}
+		cfg.Terms = map[string]string{"equal": "1", "one": "a", "each": fmt.Sprint(rank), "empty": "",
+			"late": "x"}
 		switch rank {
 		case 2:
 			cfg.Terms["one"] = "b"
@@ -373,8 +394,8 @@ func TestTermsDiffer(t *testing.T) {
 	}
 }
 
-// A rank that has heard of the failure and comes back, while the failed root still answers those who have not, is there
-// for the next epoch.
+// A rank that has heard of the failure and comes back, while the failed root still answers those who have
+// not, is there for the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -404,8 +425,8 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
-// A failed root sends its failure again to a call of Join that has had it, because the first answer may be lost. Another call of
-// the same process has to wait for the next root.
+// A failed root sends its failure again to a call of Join that has had it, because the first answer may be
+// lost. Another call of the same process has to wait for the next root.
 func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	cfg := config(newStore(t), 0, 3)
 	cfg.Log, _ = testnet.Logs()
@@ -521,9 +542,12 @@ func TestLatecomer(t *testing.T) {
 			late.Log = lateLog
 			r := start(t, ctx, late)
 			testnet.Eventually(t, "rank 0's log", func() bool {
-				return testnet.Logged(entries, "joined too late: the epoch is complete", fmt.Sprintf("pid %d ", late.Self.PID))
+				return testnet.Logged(entries, "joined too late: the epoch is complete",
+					fmt.Sprintf("pid %d ", late.Self.PID))
 			})
-			testnet.Eventually(t, "the latecomer's log", func() bool { return testnet.Logged(lateEntries, "waiting for a") })
+			testnet.Eventually(t, "the latecomer's log", func() bool {
+				return testnet.Logged(lateEntries, "waiting for a")
+			})
 			cancel()
 			err := (<-r).err
 			if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late {
@@ -562,7 +586,8 @@ func TestLateWhileAsking(t *testing.T) {
 	})
 	publishRoot(t, kv, addr, 1)
 	_, err := Join(ctx, config(kv, 0, 2))
-	if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late || !errors.Is(err, context.Canceled) {
+	if refused, ok := errors.AsType[*RefusedError](err); !ok || refused.Reason != Late ||
+		!errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that it was late, and stopped", err)
 	}
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
@@ -585,7 +610,9 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 			fresh.Self = recordOf(dead, 1)
 			records[dead] = fresh.Self
 			r := start(t, ctx, fresh)
-			testnet.Eventually(t, "rank 0 sees the replacement", func() bool { return testnet.Logged(entries, "joined too late", "pid") })
+			testnet.Eventually(t, "rank 0 sees the replacement", func() bool {
+				return testnet.Logged(entries, "joined too late", "pid")
+			})
 
 			old[0].Close()
 			again := make([]result, 3)
@@ -607,8 +634,8 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 	}
 }
 
-// A process that was in the old epoch need not wait for its root to go: the ranks may be numbered differently, and the old rank 0 is
-// the last to notice that the epoch has ended.
+// A process that was in the old epoch need not wait for its root to go: the ranks may be numbered
+// differently, and the old rank 0 is the last to notice that the epoch has ended.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -619,7 +646,8 @@ func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first session is still open
 }
 
-// An epoch exceeds what any rank has seen, and so does the counter, also when the store has forgotten everything.
+// An epoch exceeds what any rank has seen, and so does the counter, also when the store has forgotten
+// everything.
 func TestEpochExceedsAll(t *testing.T) {
 	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
 		ctx := testnet.Context(t)
@@ -672,25 +700,30 @@ func TestEpochExceedsReplacement(t *testing.T) {
 	<-held.held
 	cancel()
 	<-gone
-	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before all ranks had joined") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool {
+		return testnet.Logged(entries, "left before all ranks had joined")
+	})
 	one.LastEpoch = 50
 	again := start(t, ctx, one)
-	testnet.Eventually(t, "rank 1 is back", func() bool { return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2 })
+	testnet.Eventually(t, "rank 1 is back", func() bool {
+		return len(entries.FilterMessage("rendezvous: rank has joined").All()) == 2
+	})
 	close(held.release)
 	if epoch := formed(t, []result{<-r, <-again}, recordOf(0, 0), recordOf(1, 0)); epoch != 51 {
 		t.Errorf("got epoch %d, want 51", epoch)
 	}
 }
 
-// Ranks leave and rejoin at their own pace: most meet the root of the epoch they have left, because rank 0 is last to
-// leave, or find no root at all, because it was first.
+// Ranks leave and rejoin at their own pace: most meet the root of the epoch they have left, because rank 0 is
+// last to leave, or find no root at all, because it was first.
 func TestManyEpochs(t *testing.T) {
 	const size, epochs = 4, 20
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
 	var seen [size][]uint64
-	var left [epochs]chan struct{} // gets one element from each rank that leaves an epoch before the slowest does
+	// gets one element from each rank that leaves an epoch before the slowest does
+	var left [epochs]chan struct{}
 	for i := range left {
 		left[i] = make(chan struct{}, size)
 	}
@@ -750,14 +783,18 @@ func testRankBreaksOff(t *testing.T, key secret.Secret) {
 
 	short, cancel := context.WithCancel(ctx)
 	gone := start(t, short, keyed(kv, 1, 3, key))
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "pid 100 ") })
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "pid 100 ")
+	})
 	cancel()
 	err := (<-gone).err
 	testnet.WantError(t, err, "waiting for rank 2: context canceled", rootOf(t, kv).GetAddr())
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want that the context ended", err)
 	}
-	testnet.Eventually(t, "rank 1 is forgotten", func() bool { return testnet.Logged(entries, "left before all ranks had joined", "pid 100 ") })
+	testnet.Eventually(t, "rank 1 is forgotten", func() bool {
+		return testnet.Logged(entries, "left before all ranks had joined", "pid 100 ")
+	})
 
 	one := keyed(kv, 1, 3, key)
 	one.Self = recordOf(1, 1)
@@ -800,9 +837,11 @@ func TestDeadlines(t *testing.T) {
 	brief := func() context.Context { return within(500 * time.Millisecond) }
 	// The previous root is closed, which the rank finds out by an attempt.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
-	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded", "connection refused")
+	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded",
+		"connection refused")
 	_, err = Join(brief(), config(newStore(t), 2, 5))
-	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`, "deadline exceeded")
+	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`,
+		"deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 9, 5))
 	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "reporting this to rank 0 failed")
 	_, err = Join(brief(), config(newStore(t), 0, 100))
@@ -856,15 +895,22 @@ func closedPort(t *testing.T) string {
 	return ln.Addr().String()
 }
 
-// A root that a dead job has left in the store stops no rank, whether its port is closed or belongs to another server.
+// A root that a dead job has left in the store stops no rank, whether its port is closed or belongs to
+// another server.
 func TestLeftovers(t *testing.T) {
 	hangUp := func(net.Conn) {}
 	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
 	for name, leave := range map[string]func(t *testing.T, kv store.Store){
 		"closed port": func(t *testing.T, kv store.Store) { publishRoot(t, kv, closedPort(t), 1) },
-		"hangs up":    func(t *testing.T, kv store.Store) { publishRoot(t, kv, testnet.FakeServer(t, hangUp), 1) },
-		"web server":  func(t *testing.T, kv store.Store) { publishRoot(t, kv, testnet.FakeServer(t, web), 1) },
-		"not a root":  func(t *testing.T, kv store.Store) { kv.Set(t.Context(), "gohvd/job/root", []byte("garbage")) },
+		"hangs up": func(t *testing.T, kv store.Store) {
+			publishRoot(t, kv, testnet.FakeServer(t, hangUp), 1)
+		},
+		"web server": func(t *testing.T, kv store.Store) {
+			publishRoot(t, kv, testnet.FakeServer(t, web), 1)
+		},
+		"not a root": func(t *testing.T, kv store.Store) {
+			kv.Set(t.Context(), "gohvd/job/root", []byte("garbage"))
+		},
 		"another job's root": func(t *testing.T, kv store.Store) {
 			other := config(newStore(t), 0, 2)
 			ctx, cancel := context.WithCancel(t.Context())
@@ -881,7 +927,10 @@ func TestLeftovers(t *testing.T) {
 			one := config(kv, 1, 2)
 			one.Log = log
 			r := start(t, ctx, one)
-			testnet.Eventually(t, "rank 1 has looked", func() bool { return kv.Waits() == 1 || testnet.Logged(entries, "waiting for a newer root") })
+			testnet.Eventually(t, "rank 1 has looked", func() bool {
+				return kv.Waits() == 1 ||
+					testnet.Logged(entries, "waiting for a newer root")
+			})
 			zero := start(t, ctx, config(kv, 0, 2))
 			formed(t, []result{<-zero, <-r}, recordOf(0, 0), recordOf(1, 0))
 		})
@@ -893,7 +942,8 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 	t.Helper()
 	record := recordOf(rank, 0)
 	frame, err := appendMessage(nil, &rendezvouspb.JoinRequest{
-		Job: "job", Token: root.GetToken(), Nonce: nonce, Rank: int32(rank), Size: int64(size), Record: recordToProto(&record),
+		Job: "job", Token: root.GetToken(), Nonce: nonce, Rank: int32(rank), Size: int64(size),
+		Record: recordToProto(&record),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -901,8 +951,8 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 	return frame
 }
 
-// A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even when the
-// epoch was completed meanwhile.
+// A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even
+// when the epoch was completed meanwhile.
 func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
 
 func testRankAsksAgain(t *testing.T, key secret.Secret) {
@@ -914,7 +964,8 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	r := start(t, ctx, zero)
 	root := rootOf(t, kv)
 	ask := func(nonce []byte) net.Conn {
-		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion), rootRequest(t, root, nonce, 1, 3))
+		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion),
+			rootRequest(t, root, nonce, 1, 3))
 		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
@@ -948,7 +999,9 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	}
 	nonce := newToken()
 	broken := ask(nonce)
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1") })
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "peer:1")
+	})
 	again := ask(nonce)
 	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
 		t.Errorf("the first connection: got %v, want EOF", err)
@@ -1006,8 +1059,8 @@ func TestJoinerTriesAgain(t *testing.T) {
 	}
 }
 
-// A table that is on its way when the store has a newer root already is not lost: the old root was closed because its
-// epoch is complete, and all others are in it.
+// A table that is on its way when the store has a newer root already is not lost: the old root was closed
+// because its epoch is complete, and all others are in it.
 func TestTableIsLateButValid(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -1047,12 +1100,15 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	r := start(t, ctx, zero)
 	one := start(t, ctx, keyed(kv, 1, 4, key))
 	root := rootOf(t, kv)
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1") })
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "peer:1")
+	})
 
 	hello := dial.Greeting(rootMagic, rootVersion)
 	request := rootRequest(t, root, newToken(), 2, 4)
 	shortNonce := rootRequest(t, root, []byte("short"), 2, 4)
-	early, err := appendMessage(nil, &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: "too early"})
+	early, err := appendMessage(nil, &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED,
+		Text: "too early"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1063,23 +1119,28 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 	}{
 		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
 		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
-		{"another version", [][]byte{dial.Greeting(rootMagic, 1)}, fmt.Sprintf("version 1 of the protocol, want %d", rootVersion)},
+		{"another version", [][]byte{dial.Greeting(rootMagic, 1)},
+			fmt.Sprintf("version 1 of the protocol, want %d", rootVersion)},
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
 		{"not protobuf", [][]byte{hello, dial.SealFrame(append(dial.NewFrame(2), 0xff, 0xff))}, "proto"},
 		{"empty", [][]byte{hello, dial.SealFrame(dial.NewFrame(0))}, "token has 0 bytes"},
 		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
 		{"two requests", [][]byte{hello, request, request}, "reading a status"},
-		{"a failure before the table", [][]byte{hello, request, early}, "reading a status: got FAILED before all ranks have joined"},
+		{"a failure before the table", [][]byte{hello, request, early},
+			"reading a status: got FAILED before all ranks have joined"},
 	} {
 		conn := say(t, key, root.GetAddr(), test.parts...)
 		io.Copy(io.Discard, conn)
-		testnet.Eventually(t, test.name, func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
+		testnet.Eventually(t, test.name, func() bool {
+			return testnet.Logged(entries, "closed a connection", test.reason)
+		})
 	}
 	// This client sends half a request and then nothing.
 	say(t, key, root.GetAddr(), hello, request[:10])
 
 	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
-	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0), recordOf(3, 0))
+	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0),
+		recordOf(3, 0))
 }
 
 // More clients than the root shakes hands with do not hold a rank up: the oldest has to go.
@@ -1104,8 +1165,10 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
-	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2)) // part of its own limit has passed already
-	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.ErrUnexpectedEOF) {
+	// part of its own limit has passed already
+	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2))
+	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) &&
+		!errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Errorf("the oldest client: got %v, want a closed connection", err)
 	}
 	clients[maxHandshakes-1].SetReadDeadline(time.Now().Add(10 * time.Millisecond))
@@ -1114,7 +1177,8 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A rank with another secret, or the only one that encrypts, is refused and learns why; the other ranks are not affected.
+// A rank with another secret, or the only one that encrypts, is refused and learns why; the other ranks are
+// not affected.
 func TestSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	key, _ := secret.New()
@@ -1134,7 +1198,8 @@ func TestSecret(t *testing.T) {
 			for _, wrong := range []struct {
 				key  secret.Secret
 				want error
-			}{{other, nil}, {other.Encrypted(), nil}, {secret.Secret{}, secret.ErrNeeded}, {mixed, secret.ErrMixed}} {
+			}{{other, nil}, {other.Encrypted(), nil}, {secret.Secret{}, secret.ErrNeeded}, {mixed,
+				secret.ErrMixed}} {
 				conn, err := dial.Greet(ctx, root.GetAddr(), wrong.key, rootMagic, rootVersion)
 				if err == nil {
 					conn.Close()
@@ -1143,7 +1208,9 @@ func TestSecret(t *testing.T) {
 					t.Errorf("%v: got %v, want %v", wrong, err, wrong.want)
 				}
 			}
-			testnet.Eventually(t, "the log", func() bool { return testnet.Logged(entries, "closed a connection", "HVD_TLS") })
+			testnet.Eventually(t, "the log", func() bool {
+				return testnet.Logged(entries, "closed a connection", "HVD_TLS")
+			})
 			one := start(t, ctx, keyed(kv, 1, 2, own))
 			formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
 		})
@@ -1168,7 +1235,8 @@ func testCloseDeliversTables(t *testing.T, key secret.Secret) {
 }
 
 func FuzzDecodeRoot(f *testing.F) {
-	for _, root := range []*rendezvouspb.Root{{}, {Attempt: 1, Token: make([]byte, tokenBytes), Addr: "127.0.0.1:1", Host: "h", Pid: -1}} {
+	for _, root := range []*rendezvouspb.Root{{}, {Attempt: 1, Token: make([]byte, tokenBytes),
+		Addr: "127.0.0.1:1", Host: "h", Pid: -1}} {
 		value, err := proto.Marshal(root)
 		if err != nil {
 			f.Fatal(err)
@@ -1194,7 +1262,8 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 	record := recordOf(2, 0)
 	for _, q := range []*rendezvouspb.JoinRequest{
 		{},
-		{Job: "j", Token: newToken(), Nonce: newToken(), Rank: -1, Size: 1 << 40, LastEpoch: maxEpoch, Record: recordToProto(&record)},
+		{Job: "j", Token: newToken(), Nonce: newToken(), Rank: -1, Size: 1 << 40, LastEpoch: maxEpoch,
+			Record: recordToProto(&record)},
 	} {
 		body, err := proto.Marshal(q)
 		if err != nil {
@@ -1207,14 +1276,16 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if err := q.record.check(); err != nil || q.GetLastEpoch() > maxEpoch || len(q.GetNonce()) != tokenBytes {
+		if err := q.record.check(); err != nil || q.GetLastEpoch() > maxEpoch ||
+			len(q.GetNonce()) != tokenBytes {
 			t.Fatalf("%v was accepted: %v", q.JoinRequest, err)
 		}
 		again, err := proto.Marshal(q.JoinRequest)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if same, err := decodeJoinRequest(again); err != nil || !proto.Equal(q.JoinRequest, same.JoinRequest) {
+		if same, err := decodeJoinRequest(again); err != nil ||
+			!proto.Equal(q.JoinRequest, same.JoinRequest) {
 			t.Fatalf("%v is decoded again as %v, %v", q, same, err)
 		}
 	})

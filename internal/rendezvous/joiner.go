@@ -46,7 +46,8 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 				cfg.Log.Warn("rendezvous: the epoch is complete without this process, waiting for a newer root",
 					zap.String("job", cfg.Job), zap.Error(err))
 			}
-		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || dial.IsExhausted(err) || ctx.Err() != nil {
+		} else if isAnswer(err) && !errors.Is(err, errStale) || isVersion(err) || dial.IsExhausted(err) ||
+			ctx.Err() != nil {
 			return nil, err
 		}
 		why = err
@@ -60,8 +61,8 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// askUntilNewer asks root, which was published as value, again while it cannot be reached, until it answers or the
-// store has a newer one.
+// askUntilNewer asks root, which was published as value, again while it cannot be reached, until it answers
+// or the store has a newer one.
 func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // until there is a newer root
 	var lost error                            // why the store was lost; read once watched is closed

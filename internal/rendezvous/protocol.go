@@ -17,9 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once followed by
-// records. Behind the table it sends Statuses, and gets Answers: how the try of its host goes (Agree), and last that all ranks are
-// ready, or which have failed. Each message is a protobuf in a frame.
+// The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once
+// followed by records. Behind the table it sends Statuses, and gets Answers: how the try of its host goes
+// (Agree), and last that all ranks are ready, or which have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
 	rootVersion = 3
@@ -54,7 +54,8 @@ func appendMessage(frames []byte, m proto.Message) ([]byte, error) {
 func recordToProto(r *Record) *rendezvouspb.Record {
 	return &rendezvouspb.Record{
 		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities,
-		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket, Reason: r.Memory.Reason},
+		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket,
+			Reason: r.Memory.Reason},
 		Device: r.Device, SharesDevice: r.SharesDevice,
 	}
 }
@@ -62,9 +63,10 @@ func recordToProto(r *Record) *rendezvouspb.Record {
 func recordFromProto(m *rendezvouspb.Record) (Record, error) {
 	shared := m.GetMemory()
 	r := Record{
-		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()), Capabilities: m.GetCapabilities(),
-		Memory: Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
-		Device: m.GetDevice(), SharesDevice: m.GetSharesDevice(),
+		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()),
+		Capabilities: m.GetCapabilities(),
+		Memory:       Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
+		Device:       m.GetDevice(), SharesDevice: m.GetSharesDevice(),
 	}
 	return r, r.check()
 }
@@ -104,7 +106,8 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 		return nil, err
 	}
 	if len(q.GetToken()) != tokenBytes || len(q.GetNonce()) != tokenBytes {
-		return nil, fmt.Errorf("token has %d bytes and nonce %d, want %d", len(q.GetToken()), len(q.GetNonce()), tokenBytes)
+		return nil, fmt.Errorf("token has %d bytes and nonce %d, want %d", len(q.GetToken()),
+			len(q.GetNonce()), tokenBytes)
 	}
 	if q.GetLastEpoch() > maxEpoch {
 		return nil, fmt.Errorf("last epoch is %d, want at most %d", q.GetLastEpoch(), uint64(maxEpoch))
@@ -118,7 +121,8 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 }
 
 func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
-	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason), Text: cut(e.Text, maxTextBytes)}
+	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason),
+		Text: cut(e.Text, maxTextBytes)}
 }
 
 // cut shortens text to at most the given number of bytes, so that it fits into a message.
@@ -128,7 +132,8 @@ func cut(text string, most int) string {
 }
 
 // errStale and completeError, like *RefusedError, are answers of a root that does not admit the rank.
-var errStale = errors.New("the root at this address is not the published one, or has already answered this process")
+var errStale = errors.New(
+	"the root at this address is not the published one, or has already answered this process")
 
 type completeError struct{ epoch uint64 }
 
@@ -154,7 +159,8 @@ const missingGrace = time.Second
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {
-		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", root.GetAddr(), root.GetAttempt(), err)
+		return nil, fmt.Errorf("joining at the root of rank 0, %s (attempt %d): %w", root.GetAddr(),
+			root.GetAttempt(), err)
 	}
 	return s, nil
 }
@@ -244,9 +250,11 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 
 func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, error) {
 	if a.GetEpoch() <= c.cfg.LastEpoch {
-		return nil, fmt.Errorf("the root formed epoch %d, want an epoch greater than %d", a.GetEpoch(), c.cfg.LastEpoch)
+		return nil, fmt.Errorf("the root formed epoch %d, want an epoch greater than %d", a.GetEpoch(),
+			c.cfg.LastEpoch)
 	}
-	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(), Records: make([]Record, c.cfg.Size)}
+	s := &Session{Epoch: a.GetEpoch(), rank: c.cfg.Rank, ring: a.GetRing(),
+		Records: make([]Record, c.cfg.Size)}
 	s.Records[s.rank] = c.cfg.Self
 	for _, i := range sentWith(int(s.rank), c.cfg.Size, s.ring) {
 		body, err := dial.ReadFrame(in, maxRecordBytes)

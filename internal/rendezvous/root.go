@@ -28,11 +28,12 @@ const (
 	maxHandshakes    = 1024 // connections whose request has not arrived
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	suspicionTime    = 300 * time.Millisecond // wait after the first report for the connection of a dead rank to end
-	probeTimeout     = 5 * time.Second        // limit for an older root to answer a new rank 0
-	windDown         = 2 * time.Second        // how long a failed root keeps answering
-	maxAnswered      = 4096                   // processes remembered as having been answered
-	maxAnswers       = 4                      // answers that a caller gets
+	// wait after the first report for the connection of a dead rank to end
+	suspicionTime = 300 * time.Millisecond
+	probeTimeout  = 5 * time.Second // limit for an older root to answer a new rank 0
+	windDown      = 2 * time.Second // how long a failed root keeps answering
+	maxAnswered   = 4096            // processes remembered as having been answered
+	maxAnswers    = 4               // answers that a caller gets
 )
 
 type rootState uint8
@@ -75,13 +76,14 @@ type root struct {
 	ring      bool          // once complete: members get the records of their neighbours only
 	table     []byte        // once complete, unless ring: frames for the members
 	failure   *RefusedError // once failed
-	// answered has the nonces of processes: once failed, of those that were sent the failure; once complete, of
-	// the latecomers that are in the log.
+	// answered has the nonces of processes: once failed, of those that were sent the failure; once complete,
+	// of the latecomers that are in the log.
 	answered      map[process][]byte
-	answeredRanks map[topo.Rank]struct{}                  // ranks that have received the failure
-	ready         map[int]bool                            // once complete: the ranks that are ready
-	tried         map[string]map[int]*rendezvouspb.Status // once complete: how the tries of ranks have ended, by host
-	reports       []report                                // once complete: failures that live ranks have reported
+	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
+	ready         map[int]bool           // once complete: the ranks that are ready
+	// once complete: how the tries of ranks have ended, by host
+	tried   map[string]map[int]*rendezvouspb.Status
+	reports []report // once complete: failures that live ranks have reported
 }
 
 // caller is a connection to the root.
@@ -119,7 +121,8 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		r.close() // the listener's error would only hide err
 		return nil, err
 	}
-	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r, member: newMember(r.own, bufio.NewReader(r.own))}, nil
+	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r,
+		member: newMember(r.own, bufio.NewReader(r.own))}, nil
 }
 
 // openRoot starts to answer. Nobody knows the address yet, except that rank 0 itself may find it in the store
@@ -295,7 +298,8 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		running, ok := errors.AsType[*completeError](err)
 		switch {
 		case err == nil:
-			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr()) // the nonce is new
+			// the nonce is new
+			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr())
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
 				r.log.Warn("rendezvous: waiting for an older root to close",
@@ -333,11 +337,13 @@ func (r *root) watch(ctx context.Context, value []byte) error {
 	}
 	by := "a malformed root"
 	if other, err := decodeRoot(newer); err == nil {
-		by = fmt.Sprintf("pid %d on host %q with its root at %s", other.GetPid(), other.GetHost(), other.GetAddr())
+		by = fmt.Sprintf("pid %d on host %q with its root at %s", other.GetPid(), other.GetHost(),
+			other.GetAddr())
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.fail(&RefusedError{DuplicateRank, fmt.Sprintf("rank 0 joined twice: %v was replaced by %s", r.cfg.Self, by)})
+	r.fail(&RefusedError{DuplicateRank, fmt.Sprintf("rank 0 joined twice: %v was replaced by %s", r.cfg.Self,
+		by)})
 	return nil
 }
 
@@ -411,7 +417,8 @@ func (r *root) disagreement() *RefusedError {
 	if differ == nil {
 		return nil
 	}
-	return &RefusedError{TermsDiffer, "settings that must be the same at all ranks differ: " + strings.Join(differ, "; ")}
+	return &RefusedError{TermsDiffer, "settings that must be the same at all ranks differ: " +
+		strings.Join(differ, "; ")}
 }
 
 // complete ends forming with epoch, if all ranks are there and it is greater than every epoch they have seen.
@@ -447,7 +454,8 @@ func (r *root) complete(epoch uint64) (bool, error) {
 func (r *root) admitSelf() {
 	var conn net.Conn
 	r.own, conn = net.Pipe()
-	g := &caller{conn: conn, over: conn, q: &joinRequest{record: r.cfg.Self}, out: make(chan []byte, maxAnswers)}
+	g := &caller{conn: conn, over: conn, q: &joinRequest{record: r.cfg.Self},
+		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
 		_ = r.converse(g) // ends when the Session does, whose calls return the error
@@ -464,7 +472,8 @@ func (r *root) tableOf(rank int) []byte {
 		return r.table
 	}
 	// Encoding cannot fail: all texts are UTF-8.
-	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch, Ring: r.ring})
+	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch,
+		Ring: r.ring})
 	for _, i := range sentWith(rank, len(r.records), r.ring) {
 		table, _ = appendMessage(table, recordToProto(&r.records[i]))
 	}
@@ -483,8 +492,9 @@ func deviceTwice(records []Record) *RefusedError {
 		case !taken:
 			owner[d] = rank
 		case !r.SharesDevice || !records[first].SharesDevice:
-			return &RefusedError{DuplicateDevice, fmt.Sprintf("rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
-				first, records[first], rank, r, r.Device)}
+			return &RefusedError{DuplicateDevice,
+				fmt.Sprintf("rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
+					first, records[first], rank, r, r.Device)}
 		}
 	}
 	return nil
@@ -667,7 +677,8 @@ func (r *root) admit(g *caller) (member bool) {
 	rank := int(g.q.GetRank())
 	switch {
 	case r.state == forming:
-	case r.state == complete && rank > 0 && rank < len(r.members) && bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
+	case r.state == complete && rank > 0 && rank < len(r.members) &&
+		bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
 		// This is the same call of Join, after its connection broke before the table arrived.
 		if old := r.members[rank]; !old.finished {
 			old.conn.Close()
@@ -733,7 +744,8 @@ func (r *root) verdict(g *caller) {
 	nonce, known := r.answered[g.q.process()]
 	switch {
 	case r.state == failed && known && !bytes.Equal(nonce, g.q.GetNonce()):
-		// The process has had the failure and joins again. If the nonce were the same, its answer would be lost.
+		// The process has had the failure and joins again. If the nonce were the same, its answer would be
+		// lost.
 		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
 		return
 	case r.state == failed:
@@ -742,7 +754,8 @@ func (r *root) verdict(g *caller) {
 	}
 	if !known && g.q.GetLastEpoch() < r.epoch {
 		r.remember(g.q)
-		r.log.Warn("rendezvous: a process joined too late: the epoch is complete", zap.Uint64("epoch", r.epoch),
+		r.log.Warn("rendezvous: a process joined too late: the epoch is complete",
+			zap.Uint64("epoch", r.epoch),
 			zap.Int32("peer", g.q.GetRank()), zap.Stringer("process", g.q.record))
 	}
 	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})

@@ -25,7 +25,8 @@ import (
 // same at all ranks.
 type FailedError struct {
 	Epoch uint64
-	// Ranks are the ranks that failed, at least one. If it is unknown which of two ranks failed, Ranks has both.
+	// Ranks are the ranks that failed, at least one. If it is unknown which of two ranks failed, Ranks has
+	// both.
 	Ranks []topo.Rank
 	// Reason is what was observed, or what the rank reported.
 	Reason string
@@ -216,7 +217,8 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	if err != nil {
 		return s, err
 	}
-	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT || s.GetKind() > rendezvouspb.Status_TRIED) {
+	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT ||
+		s.GetKind() > rendezvouspb.Status_TRIED) {
 		err = fmt.Errorf("unknown kind %v", s.GetKind())
 	}
 	if err != nil {
@@ -326,7 +328,9 @@ func (r *root) noteReady(rank int) {
 // the root waits a little: if the cause is a death, the connection of that rank ends. r is locked and
 // complete.
 func (r *root) noteReport(p report) {
-	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool { return q.rank == p.rank }) {
+	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
+		return q.rank == p.rank
+	}) {
 		return
 	}
 	r.reports = append(r.reports, p)

@@ -82,11 +82,15 @@ func testReady(t *testing.T, key secret.Secret) {
 				t.Errorf("without rank %d, rank %d: got %v, want that the context ended", last, rank, err)
 			}
 		}
-		if err := errors.Join(each(sessions, -1, func(_ int, s *Session) error { return s.Ready(ctx) })...); err != nil {
+		if err := errors.Join(each(sessions, -1, func(_ int, s *Session) error {
+			return s.Ready(ctx)
+		})...); err != nil {
 			t.Error(err)
 		}
 		sessions[last].Close()
-		if err := errors.Join(each(sessions, last, func(_ int, s *Session) error { return s.Ready(ctx) })...); err != nil || watched.Err() != nil {
+		if err := errors.Join(each(sessions, last, func(_ int, s *Session) error {
+			return s.Ready(ctx)
+		})...); err != nil || watched.Err() != nil {
 			t.Errorf("after rank %d was closed: got %v, %v", last, err, watched.Err())
 		}
 		failure := errors.New("later")
@@ -140,7 +144,8 @@ func (r *root) kill() {
 	}
 }
 
-// A rank that cannot go on says why, and the others name it, or the suspects, or those of which nothing is heard.
+// A rank that cannot go on says why, and the others name it, or the suspects, or those of which nothing is
+// heard.
 func TestFailure(t *testing.T) {
 	own := fmt.Errorf("accept: %w", syscall.EMFILE)
 	peer := errors.New("no connection")
@@ -153,16 +158,20 @@ func TestFailure(t *testing.T) {
 	}{
 		{"itself", map[int][]topo.Rank{2: {2}}, []int{1}, []topo.Rank{2}, "accept: too many open files"},
 		{"itself, rank 0", map[int][]topo.Rank{0: {0}}, nil, []topo.Rank{0}, "accept: too many open files"},
-		{"itself, and another complains", map[int][]topo.Rank{1: {1, 2}, 2: {2}}, nil, []topo.Rank{2}, "accept: too many open files"},
+		{"itself, and another complains", map[int][]topo.Rank{1: {1, 2}, 2: {2}}, nil, []topo.Rank{2},
+			"accept: too many open files"},
 		{"one of two", map[int][]topo.Rank{1: {1, 2}}, nil, []topo.Rank{1, 2}, "no connection"},
-		{"one rank reports nothing", map[int][]topo.Rank{0: nil, 1: nil, 3: nil}, nil, []topo.Rank{2}, "not ready when rank"},
-		{"another one is ready", map[int][]topo.Rank{0: nil}, []int{1, 3}, []topo.Rank{2}, "not ready when rank 0 gave up: no connection"},
+		{"one rank reports nothing", map[int][]topo.Rank{0: nil, 1: nil, 3: nil}, nil, []topo.Rank{2},
+			"not ready when rank"},
+		{"another one is ready", map[int][]topo.Rank{0: nil}, []int{1, 3}, []topo.Rank{2},
+			"not ready when rank 0 gave up: no connection"},
 		{"nobody else", map[int][]topo.Rank{3: nil}, []int{0, 1, 2}, []topo.Rank{3}, "no connection"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			ctx := testnet.Context(t)
-			sessions := meetWith(t, 4, secret.Secret{}, time.Second) // all complain in this time, half of what Fail waits
+			// all complain in this time, half of what Fail waits
+			sessions := meetWith(t, 4, secret.Secret{}, time.Second)
 			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
 				watched, stop := s.Watch(ctx)
 				defer stop()
@@ -220,13 +229,17 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	r = start(t, long, zero)
 	short, cancel = context.WithCancel(ctx)
 	one = start(t, short, config(kv, 1, 5))
-	testnet.Eventually(t, "rank 1", func() bool { return testnet.Logged(entries, "rank has joined", "peer:1", "missing:3") })
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "peer:1", "missing:3")
+	})
 	cancel()
 	<-one
 	for rank := 2; rank < 5; rank++ {
 		start(t, ctx, config(kv, rank, 5))
 	}
-	testnet.Eventually(t, "the others", func() bool { return testnet.Logged(entries, "rank has joined", "missing:1") })
+	testnet.Eventually(t, "the others", func() bool {
+		return testnet.Logged(entries, "rank has joined", "missing:1")
+	})
 	end()
 	testnet.WantError(t, (<-r).err, "waiting for rank 1 to come back: context canceled")
 }

@@ -18,8 +18,8 @@ const (
 	tableLane = transport.Lane(math.MaxUint32)
 )
 
-// sentWith returns the ranks whose records the root sends to rank with the table: all, or its neighbours in the
-// ring.
+// sentWith returns the ranks whose records the root sends to rank with the table: all, or its neighbours in
+// the ring.
 func sentWith(rank, size int, ring bool) []int {
 	if ring {
 		return []int{(rank + size - 1) % size, (rank + 1) % size}

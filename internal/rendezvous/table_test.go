@@ -115,13 +115,20 @@ func TestDeviceOfTwo(t *testing.T) {
 		gpus [4]gpu
 		want string // in the error, "" for none
 	}{
-		"one each":       {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"b", "1", false}}, ""},
-		"none":           {[4]gpu{{"a", "", false}, {"a", "", false}, {"a", "", false}, {"a", "", false}}, ""},
-		"same":           {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"a", "1", false}}, `rank 1 (pid 100 on host "host0" at 10.0.0.1:7) and rank 3 (pid 300`},
-		"shared":         {[4]gpu{{"a", "0", true}, {"a", "0", true}, {"a", "0", true}, {"b", "0", false}}, ""},
-		"first shares":   {[4]gpu{{"a", "0", true}, {"a", "0", false}, {"a", "2", true}, {"b", "0", false}}, "rank 0 (pid 0"},
-		"second shares":  {[4]gpu{{"a", "0", false}, {"a", "0", true}, {"a", "2", true}, {"b", "0", false}}, "and rank 1 (pid 100"},
-		"third does not": {[4]gpu{{"a", "0", true}, {"a", "0", true}, {"a", "0", false}, {"b", "0", false}}, "and rank 2 (pid 200"},
+		"one each": {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"b", "1", false}},
+			""},
+		"none": {[4]gpu{{"a", "", false}, {"a", "", false}, {"a", "", false}, {"a", "", false}},
+			""},
+		"same": {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"a", "1", false}},
+			`rank 1 (pid 100 on host "host0" at 10.0.0.1:7) and rank 3 (pid 300`},
+		"shared": {[4]gpu{{"a", "0", true}, {"a", "0", true}, {"a", "0", true}, {"b", "0", false}},
+			""},
+		"first shares": {[4]gpu{{"a", "0", true}, {"a", "0", false}, {"a", "2", true}, {"b", "0", false}},
+			"rank 0 (pid 0"},
+		"second shares": {[4]gpu{{"a", "0", false}, {"a", "0", true}, {"a", "2", true}, {"b", "0", false}},
+			"and rank 1 (pid 100"},
+		"third does not": {[4]gpu{{"a", "0", true}, {"a", "0", true}, {"a", "0", false}, {"b", "0", false}},
+			"and rank 2 (pid 200"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			kv := newStore(t)
@@ -138,7 +145,8 @@ func TestDeviceOfTwo(t *testing.T) {
 					}
 					continue
 				}
-				if refused, ok := errors.AsType[*RefusedError](r.err); !ok || refused.Reason != DuplicateDevice {
+				if refused, ok := errors.AsType[*RefusedError](r.err); !ok ||
+					refused.Reason != DuplicateDevice {
 					t.Errorf("rank %d: got %v, want that a device is used twice", rank, r.err)
 				}
 				testnet.WantError(t, r.err, "both use device", test.want)

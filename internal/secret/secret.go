@@ -12,12 +12,12 @@
 //
 // # TLS
 //
-// The data after a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted]. Then
-// all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher already
-// has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
-// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the peer, client
-// or server, only a certificate of exactly this key. So the certificates of a job are of use only in that
-// job, whatever names, times and authorities they contain, and
+// The data after a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted].
+// Then all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher
+// already has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
+// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the peer, client or
+// server, only a certificate of exactly this key. So the certificates of a job are of use only in that job,
+// whatever names, times and authorities they contain, and
 //
 //   - an eavesdropper learns only how much is sent and when. Each connection has a key exchange of its own, so recorded
 //     traffic stays secret even if the secret becomes known later;
@@ -279,5 +279,6 @@ func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err
 	}
-	return fmt.Errorf("the peer closed the connection, perhaps because its secret differs: %w", io.ErrUnexpectedEOF)
+	return fmt.Errorf("the peer closed the connection, perhaps because its secret differs: %w",
+		io.ErrUnexpectedEOF)
 }

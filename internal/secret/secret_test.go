@@ -58,7 +58,8 @@ func connection(t *testing.T) (a, b net.Conn) {
 }
 
 // meet connects two ends, and gives what each says in the end.
-func meet(t *testing.T, client func(net.Conn) error, server func(net.Conn) error) (clientErr, serverErr error) {
+func meet(t *testing.T, client func(net.Conn) error,
+	server func(net.Conn) error) (clientErr, serverErr error) {
 	t.Helper()
 	a, b := connection(t)
 	done := make(chan error)
@@ -93,7 +94,8 @@ func TestProof(t *testing.T) {
 				func(conn net.Conn) error { return accept(of(test.server), conn, test.purpose[1]) })
 			for i, got := range []error{c, s} {
 				want := []error{test.onClient, test.onServ}[i]
-				if want == nil && got != nil || want != nil && got == nil || want != nil && want != io.EOF && !errors.Is(got, want) {
+				if want == nil && got != nil || want != nil && got == nil || want != nil && want != io.EOF &&
+					!errors.Is(got, want) {
 					t.Errorf("%s, %s: end %d got %v, want %v", kind, test.name, i, got, want)
 				}
 			}
@@ -150,16 +152,17 @@ func TestOneHasNone(t *testing.T) {
 		if !errors.Is(c, secret.ErrNeeded) || !errors.Is(e, secret.ErrNone) {
 			t.Errorf("%s, a client without: got %v and %v", kind, c, e)
 		}
-		c, e = meet(t, func(conn net.Conn) error { return dial(of(s), conn, "p") }, func(conn net.Conn) error {
-			if err := accept(none, conn, "p"); err != nil {
-				return err
-			}
-			var b [8]byte
-			if _, err := io.ReadFull(conn, b[:]); err != nil {
-				return err
-			}
-			return secret.Foreign(b[:])
-		})
+		c, e = meet(t, func(conn net.Conn) error { return dial(of(s), conn, "p") },
+			func(conn net.Conn) error {
+				if err := accept(none, conn, "p"); err != nil {
+					return err
+				}
+				var b [8]byte
+				if _, err := io.ReadFull(conn, b[:]); err != nil {
+					return err
+				}
+				return secret.Foreign(b[:])
+			})
 		want := secret.ErrNeeded
 		if kind == "TLS" {
 			want = secret.ErrMixed
@@ -220,10 +223,12 @@ func TestReplay(t *testing.T) {
 	if c != nil || e != nil {
 		t.Fatal(c, e)
 	}
-	if err := accept(s, &recorded{in: bytes.NewReader(fromClient.Bytes())}, "p"); !errors.Is(err, secret.ErrWrong) {
+	if err := accept(s, &recorded{in: bytes.NewReader(fromClient.Bytes())}, "p"); !errors.Is(err,
+		secret.ErrWrong) {
 		t.Errorf("a client's words again: got %v", err)
 	}
-	if err := dial(s, &recorded{in: bytes.NewReader(fromServer.Bytes())}, "p"); !errors.Is(err, secret.ErrWrong) {
+	if err := dial(s, &recorded{in: bytes.NewReader(fromServer.Bytes())}, "p"); !errors.Is(err,
+		secret.ErrWrong) {
 		t.Errorf("a server's words again: got %v", err)
 	}
 	c, _ = meet(t, func(conn net.Conn) error { return dial(s, conn, "p") }, func(conn net.Conn) error {
@@ -243,7 +248,8 @@ func TestReplay(t *testing.T) {
 func TestEcho(t *testing.T) {
 	s, _ := secret.New()
 	_, e := meet(t, func(conn net.Conn) error {
-		if _, err := io.WriteString(conn, secret.Magic+"\x01\x00\x00\x00"+strings.Repeat("n", 32)); err != nil {
+		if _, err := io.WriteString(conn, secret.Magic+"\x01\x00\x00\x00"+
+			strings.Repeat("n", 32)); err != nil {
 			return err
 		}
 		var answer [8 + 32 + 32]byte
@@ -259,14 +265,17 @@ func TestEcho(t *testing.T) {
 }
 
 func TestParse(t *testing.T) {
-	for _, bad := range []string{"", "short", strings.Repeat("x", 15), strings.Repeat("x", 4097), "   \n" + strings.Repeat("x", 15) + "\n"} {
-		if _, err := secret.Parse(bad); err == nil || bad != "" && strings.Contains(err.Error(), strings.TrimSpace(bad)) {
+	for _, bad := range []string{"", "short", strings.Repeat("x", 15), strings.Repeat("x", 4097), "   \n" +
+		strings.Repeat("x", 15) + "\n"} {
+		if _, err := secret.Parse(bad); err == nil ||
+			bad != "" && strings.Contains(err.Error(), strings.TrimSpace(bad)) {
 			t.Errorf("%d bytes: got %v", len(bad), err)
 		}
 	}
 	s := parse(t, "this is what nobody may see")
 	for _, format := range []string{"%v", "%+v", "%#v", "%s", "%x", "%q", "%d"} {
-		if text := fmt.Sprintf(format, struct{ S secret.Secret }{s}); strings.Contains(text, "nobody") || len(text) > 60 {
+		if text := fmt.Sprintf(format, struct{ S secret.Secret }{s}); strings.Contains(text, "nobody") ||
+			len(text) > 60 {
 			t.Errorf("%s prints %s", format, text)
 		}
 	}

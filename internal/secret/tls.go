@@ -18,7 +18,8 @@ import (
 )
 
 // ErrMixed is the error of a connection of which one end encrypts and the other does not.
-var ErrMixed = errors.New("only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
+var ErrMixed = errors.New(
+	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
 
 // maxHandshakeBytes bounds what the peer may send before it has shown its certificate. A handshake takes
 // some 2 KiB.
@@ -63,8 +64,8 @@ func (s Secret) mint() (*tls.Config, error) {
 		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
 		MinVersion:   tls.VersionTLS13,
 		ClientAuth:   tls.RequireAnyClientCert,
-		// crypto/tls checks neither chain nor name: VerifyConnection, which each handshake calls, requires the
-		// key of the job.
+		// crypto/tls checks neither chain nor name: VerifyConnection, which each handshake calls, requires
+		// the key of the job.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(state tls.ConnectionState) error {
 			if !public.Equal(state.PeerCertificates[0].PublicKey) {
@@ -72,8 +73,8 @@ func (s Secret) mint() (*tls.Config, error) {
 			}
 			return nil
 		},
-		// Without tickets each connection has a key exchange of its own, and the server sends nothing after the
-		// handshake that a client might never read.
+		// Without tickets each connection has a key exchange of its own, and the server sends nothing after
+		// the handshake that a client might never read.
 		SessionTicketsDisabled: true,
 		// Tensors are sent in large pieces, which small first records would only slow down.
 		DynamicRecordSizingDisabled: true,
@@ -113,7 +114,8 @@ func (o *opening) Read(p []byte) (int, error) {
 		return o.Conn.Read(p)
 	}
 	if o.received == maxHandshakeBytes {
-		return 0, fmt.Errorf("the peer sent more than %d bytes before the end of the handshake", maxHandshakeBytes)
+		return 0, fmt.Errorf("the peer sent more than %d bytes before the end of the handshake",
+			maxHandshakeBytes)
 	}
 	n, err := o.Conn.Read(p[:min(len(p), maxHandshakeBytes-o.received)])
 	o.received += n

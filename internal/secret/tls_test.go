@@ -108,7 +108,8 @@ func TestWire(t *testing.T) {
 	}
 }
 
-// The job's certificates are of TLS 1.3, with a key exchange for each connection and nothing to resume one with.
+// The job's certificates are of TLS 1.3, with a key exchange for each connection and nothing to resume one
+// with.
 func TestSession(t *testing.T) {
 	s, text := secret.New()
 	a, b := connection(t)
@@ -117,7 +118,8 @@ func TestSession(t *testing.T) {
 	for _, end := range []net.Conn{client, server} {
 		state := end.(stater).ConnectionState()
 		if state.Version != tls.VersionTLS13 || state.DidResume || len(state.PeerCertificates) != 1 {
-			t.Errorf("got version %x, resumed %v, %d certificates", state.Version, state.DidResume, len(state.PeerCertificates))
+			t.Errorf("got version %x, resumed %v, %d certificates", state.Version, state.DidResume,
+				len(state.PeerCertificates))
 		}
 	}
 	// Every process of a job derives the same key, and no process of another job does.
@@ -133,7 +135,8 @@ func TestSession(t *testing.T) {
 	if strings.Contains(fmt.Sprintf("%v %+v %#v", s.Encrypted(), s.Encrypted(), s.Encrypted()), "0x") {
 		t.Error("it prints more than a word")
 	}
-	if none := (secret.Secret{}).Encrypted(); !none.IsZero() || none.IsEncrypted() || s.IsEncrypted() || !s.Encrypted().IsEncrypted() {
+	if none := (secret.Secret{}).Encrypted(); !none.IsZero() || none.IsEncrypted() || s.IsEncrypted() ||
+		!s.Encrypted().IsEncrypted() {
 		t.Error("which is encrypted?")
 	}
 }
@@ -213,14 +216,17 @@ func certificate(t *testing.T) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: private}
 }
 
-// A server wants a certificate, of its job, whose key the client has; so does a client. None will do with an older TLS.
+// A server wants a certificate, of its job, whose key the client has; so does a client. None will do with an
+// older TLS.
 func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
 	// An attacker can copy the job's certificate, which every client receives, but has another private key.
 	a, b := connection(t)
 	client, _ := pair(t, s.Encrypted(), a, b)
-	shown := client.(interface{ ConnectionState() tls.ConnectionState }).ConnectionState().PeerCertificates[0].Raw
+	shown := client.(interface {
+		ConnectionState() tls.ConnectionState
+	}).ConnectionState().PeerCertificates[0].Raw
 	stolen := tls.Certificate{Certificate: [][]byte{shown}, PrivateKey: foreign.PrivateKey}
 	for _, test := range []struct {
 		name   string
@@ -229,9 +235,12 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 		server string
 	}{
 		{"no certificate", &tls.Config{}, "", "client didn't provide a certificate"},
-		{"another certificate", &tls.Config{Certificates: []tls.Certificate{foreign}}, "another secret", "another secret"},
-		{"another's certificate", &tls.Config{Certificates: []tls.Certificate{stolen}}, "invalid signature", "invalid signature"},
-		{"TLS 1.2", &tls.Config{Certificates: []tls.Certificate{foreign}, MaxVersion: tls.VersionTLS12}, "TLS handshake", "unsupported versions"},
+		{"another certificate", &tls.Config{Certificates: []tls.Certificate{foreign}}, "another secret",
+			"another secret"},
+		{"another's certificate", &tls.Config{Certificates: []tls.Certificate{stolen}}, "invalid signature",
+			"invalid signature"},
+		{"TLS 1.2", &tls.Config{Certificates: []tls.Certificate{foreign}, MaxVersion: tls.VersionTLS12},
+			"TLS handshake", "unsupported versions"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.cfg.InsecureSkipVerify = true
@@ -245,10 +254,11 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 				return
 			}
 			test.cfg.ClientAuth = tls.RequestClientCert
-			err, _ = meet(t, func(conn net.Conn) error { return dial(s.Encrypted(), conn, "p") }, func(conn net.Conn) error {
-				_, err := tls.Server(conn, test.cfg).Read(make([]byte, 1))
-				return err
-			})
+			err, _ = meet(t, func(conn net.Conn) error { return dial(s.Encrypted(), conn, "p") },
+				func(conn net.Conn) error {
+					_, err := tls.Server(conn, test.cfg).Read(make([]byte, 1))
+					return err
+				})
 			testnet.WantError(t, err, test.client)
 		})
 	}
@@ -261,7 +271,8 @@ func TestBreakingOff(t *testing.T) {
 		for _, test := range []struct {
 			say   string
 			quiet bool
-		}{{"", true}, {"\x16\x03\x01\x00\x05", false}, {"\x16\x03\x01\x00\x04\x01\x00\x00\x09", false}, {"\x16\x03", false}, {"GH", false}, {secret.Magic, false}} {
+		}{{"", true}, {"\x16\x03\x01\x00\x05", false}, {"\x16\x03\x01\x00\x04\x01\x00\x00\x09",
+			false}, {"\x16\x03", false}, {"GH", false}, {secret.Magic, false}} {
 			_, err := meet(t, func(conn net.Conn) error {
 				_, err := io.WriteString(conn, test.say)
 				return err
@@ -276,7 +287,8 @@ func TestBreakingOff(t *testing.T) {
 // The deadline of the caller bounds a handshake, and so does a number of bytes.
 func TestHandshakeIsBounded(t *testing.T) {
 	s, _ := secret.New()
-	for name, end := range map[string]func(secret.Secret, net.Conn, string) error{"client": dial, "server": accept} {
+	for name, end := range map[string]func(secret.Secret, net.Conn, string) error{"client": dial,
+		"server": accept} {
 		a, b := net.Pipe()
 		go io.Copy(io.Discard, b)
 		a.SetDeadline(time.Now().Add(20 * time.Millisecond))

@@ -28,7 +28,8 @@ func Wait(addr *uint32, val uint32, d time.Duration) {
 	ts := unix.NsecToTimespec(int64(d))
 	// The error does not matter (the word differs, the time is up, or a signal came), because in every case
 	// the caller checks the word again.
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWait, uintptr(val), uintptr(unsafe.Pointer(&ts)), 0, 0)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWait, uintptr(val),
+		uintptr(unsafe.Pointer(&ts)), 0, 0)
 }
 
 // Wake wakes all threads that wait for addr, in all processes that map its page. It does not sleep. It costs

@@ -127,8 +127,8 @@ func TestMappings(t *testing.T) {
 				returned.Add(1)
 			}()
 		}
-		// The test cannot observe whether a thread sleeps, so some waiters may not have begun to wait. It passes
-		// then too, and fails if a sleeping waiter is not woken.
+		// The test cannot observe whether a thread sleeps, so some waiters may not have begun to wait. It
+		// passes then too, and fails if a sleeping waiter is not woken.
 		for range 1000 {
 			shmem.Yield()
 		}

@@ -31,17 +31,21 @@ func TestCgroups(t *testing.T) {
 		files map[string]string
 		left  int64 // -1 stands for no limit
 	}{
-		"none":           {nil, -1},
-		"not in one":     {map[string]string{"self": "0::/\n"}, -1},
-		"v2":             {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "1000\n", "cg/job/memory.current": "300\n"}, 700},
-		"v2 unlimited":   {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "max\n", "cg/job/memory.current": "300\n"}, -1},
-		"v2 over":        {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "1000\n", "cg/job/memory.current": "1300\n"}, 0},
+		"none":       {nil, -1},
+		"not in one": {map[string]string{"self": "0::/\n"}, -1},
+		"v2": {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "1000\n",
+			"cg/job/memory.current": "300\n"}, 700},
+		"v2 unlimited": {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "max\n",
+			"cg/job/memory.current": "300\n"}, -1},
+		"v2 over": {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "1000\n",
+			"cg/job/memory.current": "1300\n"}, 0},
 		"v2 unknown use": {map[string]string{"self": "0::/job\n", "cg/job/memory.max": "1000\n"}, -1},
 		"v2 above": {map[string]string{
 			"self": "0::/job/step\n", "cg/job/memory.max": "1000\n", "cg/job/memory.current": "300\n",
 			"cg/job/step/memory.max": "900\n", "cg/job/step/memory.current": "100\n",
 		}, 700},
-		"v2 in a container": {map[string]string{"self": "0::/host/path\n", "cg/memory.max": "1000\n", "cg/memory.current": "300\n"}, 700},
+		"v2 in a container": {map[string]string{"self": "0::/host/path\n", "cg/memory.max": "1000\n",
+			"cg/memory.current": "300\n"}, 700},
 		"v2 with read files": {map[string]string{
 			"self": "0::/job\n", "cg/job/memory.max": "1000\n", "cg/job/memory.current": "950\n",
 			"cg/job/memory.stat": "anon 50\ninactive_file 600\nactive_file 200\ninactive_anon 9\n",
@@ -56,9 +60,11 @@ func TestCgroups(t *testing.T) {
 			"cg/memory/job/memory.limit_in_bytes": "1000\n", "cg/memory/job/memory.usage_in_bytes": "900\n",
 		}, 100},
 		"hybrid": {map[string]string{
-			"self": "4:cpu:/job\n0::/job\n", "cg/unified/job/memory.max": "1000\n", "cg/unified/job/memory.current": "300\n",
+			"self": "4:cpu:/job\n0::/job\n", "cg/unified/job/memory.max": "1000\n",
+			"cg/unified/job/memory.current": "300\n",
 		}, 700},
-		"nonsense": {map[string]string{"self": "4\n:\n0::\n\n", "cg/memory.max": "many\n", "cg/memory.current": "300\n"}, -1},
+		"nonsense": {map[string]string{"self": "4\n:\n0::\n\n", "cg/memory.max": "many\n",
+			"cg/memory.current": "300\n"}, -1},
 	} {
 		root := tree(t, c.files)
 		groups := cgroups{filepath.Join(root, "self"), filepath.Join(root, "cg")}
@@ -79,7 +85,8 @@ func TestCgroups(t *testing.T) {
 
 func TestMachine(t *testing.T) {
 	root := tree(t, map[string]string{
-		"known": "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable:   50 kB\nSwapFree: 10 kB\n", "unknown": "MemTotal: 100 kB\n",
+		"known":   "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable:   50 kB\nSwapFree: 10 kB\n",
+		"unknown": "MemTotal: 100 kB\n",
 	})
 	known := machine(filepath.Join(root, "known"))
 	if err := known.check(60 << 10); err != nil {
@@ -116,7 +123,8 @@ func TestFileLimitByKernel(t *testing.T) {
 	}
 	defer unix.Close(fd)
 	s, err := fill("test", fd, 2<<20)
-	if err == nil || !strings.Contains(err.Error(), "RLIMIT_FSIZE") || !strings.Contains(err.Error(), "2097152") {
+	if err == nil || !strings.Contains(err.Error(), "RLIMIT_FSIZE") ||
+		!strings.Contains(err.Error(), "2097152") {
 		t.Errorf("got %v, %v, want an error with limit and size", s, err)
 	}
 }

@@ -158,7 +158,9 @@ const hugePage = 2 << 20
 // allocate makes the kernel reserve every page.
 func allocate(fd int, size int64) error {
 	for at := int64(0); at < size; at += allocStep {
-		if err := retry(func() error { return unix.Fallocate(fd, 0, at, min(allocStep, size-at)) }); err != nil {
+		if err := retry(func() error {
+			return unix.Fallocate(fd, 0, at, min(allocStep, size-at))
+		}); err != nil {
 			return err
 		}
 	}
@@ -203,7 +205,8 @@ func seal(name string, fd int) error {
 func addSeals(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
 	if err == unix.EPERM { // the seals are sealed
-		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil && has&seals == seals {
+		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil &&
+			has&seals == seals {
 			return nil
 		}
 	}
@@ -228,9 +231,9 @@ func Map(fd int) (*Segment, error) {
 }
 
 // Adopt maps all of a file that another process has made, for reading and writing, and then seals it as
-// Create does: from then on no other process can map it for writing, but existing mappings remain. The Segment
-// owns fd; if there is an error, Adopt closes it. It is an error if the file could raise SIGBUS: if it is not
-// sealed against shrinking and growing, does not have whole pages, or has holes.
+// Create does: from then on no other process can map it for writing, but existing mappings remain. The
+// Segment owns fd; if there is an error, Adopt closes it. It is an error if the file could raise SIGBUS: if
+// it is not sealed against shrinking and growing, does not have whole pages, or has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
@@ -262,7 +265,9 @@ func adopt(fd int) (*Segment, error) {
 	}
 	// Until the seals were set, a process that breaks the rules could punch a hole. So check again.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
-		return nil, errors.Join(fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d", fd, st.Blocks*blockBytes, size), err, unmap(b))
+		return nil, errors.Join(
+			fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d",
+				fd, st.Blocks*blockBytes, size), err, unmap(b))
 	}
 	return &Segment{name: "adopt", bytes: b, own: fd}, nil
 }
@@ -278,7 +283,8 @@ func check(fd int, want int) (size int64, err error) {
 		return 0, fmt.Errorf("get the seals of descriptor %d: %w", fd, err)
 	}
 	if seals&want != want {
-		return 0, fmt.Errorf("got a file with seals %#x, want at least %#x: its size is not sealed", seals, want)
+		return 0, fmt.Errorf("got a file with seals %#x, want at least %#x: its size is not sealed", seals,
+			want)
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

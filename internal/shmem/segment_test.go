@@ -58,7 +58,8 @@ func TestSizes(t *testing.T) {
 		}
 		// Stat counts in blocks of 512 bytes, whatever the block size of the file system is.
 		if st.Size != want || st.Blocks*512 < want {
-			t.Errorf("%d bytes: the file has %d bytes and %d allocated, want %d", n, st.Size, st.Blocks*512, want)
+			t.Errorf("%d bytes: the file has %d bytes and %d allocated, want %d", n, st.Size, st.Blocks*512,
+				want)
 		}
 		for i, b := range s.Bytes() {
 			if b != 0 {
@@ -212,7 +213,8 @@ func TestAdopt(t *testing.T) {
 				t.Fatal(err)
 			}
 			s.Bytes()[size-1] = 7
-			if b, err := unix.Mmap(s.FD(), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+			if b, err := unix.Mmap(s.FD(), 0, size, unix.PROT_READ|unix.PROT_WRITE,
+				unix.MAP_SHARED); err == nil {
 				unix.Munmap(b)
 				t.Error("another process can map the segment for writing")
 			}
@@ -322,10 +324,12 @@ func TestFileLimit(t *testing.T) {
 		want string
 	}{
 		{1 << 20, "false <nil>\n"},
-		{1<<20 + 1, fmt.Sprintf("true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
+		{1<<20 + 1, fmt.Sprintf(
+			"true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
 	} {
 		// In bash, ulimit -f counts in KiB.
-		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe, strconv.FormatInt(c.n, 10))
+		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe,
+			strconv.FormatInt(c.n, 10))
 		out, err := cmd.CombinedOutput()
 		if err != nil || string(out) != c.want {
 			t.Errorf("%d bytes: got %q, %v, want %q", c.n, out, err, c.want)
@@ -368,7 +372,8 @@ func TestCreateOpen(t *testing.T) {
 				t.Errorf("sealed %s: sealed again: %v", how, err)
 			}
 		}
-		if b, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != unix.EPERM {
+		if b, err := unix.Mmap(s.FD(), 0, len(s.Bytes()), unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
 		if s.Bytes()[0] = 1; theirs[0] != 1 { // writable mappings that exist already stay writable

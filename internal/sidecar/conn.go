@@ -22,10 +22,10 @@ const (
 	// looksPerRead is how many times the reader looks at the ring for each read of the socket while it works
 	// for the engine. The read is a system call.
 	looksPerRead = 32
-	// extraPolls is how many more times the reader looks at the ring before it sleeps, at intervals of pollInterval,
-	// after the client has submitted something that it does not wait for. A client that submits one operation
-	// after another then needs no doorbell for any of them. It also keeps the processor, which it needs more
-	// than the engine does, and the engine receives many operations at once.
+	// extraPolls is how many more times the reader looks at the ring before it sleeps, at intervals of
+	// pollInterval, after the client has submitted something that it does not wait for. A client that submits
+	// one operation after another then needs no doorbell for any of them. It also keeps the processor, which
+	// it needs more than the engine does, and the engine receives many operations at once.
 	extraPolls   = 5
 	pollInterval = 1 // ms
 )
@@ -141,7 +141,8 @@ func (c *conn) read() error {
 func (c *conn) park() error {
 	if c.ring != nil {
 		for ; c.pollsLeft > 0; c.pollsLeft-- {
-			if !c.ring.park(polling) && c.ring.awaited() || c.in.Wait(pollInterval) || c.ring.pending() != c.ring.read {
+			if !c.ring.park(polling) && c.ring.awaited() || c.in.Wait(pollInterval) ||
+				c.ring.pending() != c.ring.read {
 				return nil
 			}
 		}
@@ -245,7 +246,8 @@ func (c *conn) enter(id uint64, weight int) error {
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.inFlight.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d of each", errFrame, n, len(c.busy)+1, most)
+		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d of each", errFrame, n,
+			len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
 	c.inFlight.Add(int64(weight))
@@ -322,8 +324,8 @@ func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
 	return err
 }
 
-// announce sends the client the arenas of its results that it does not know yet, and records the results as held
-// by the client. It reports whether there is a client.
+// announce sends the client the arenas of its results that it does not know yet, and records the results as
+// held by the client. It reports whether there is a client.
 func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -356,7 +358,8 @@ func (c *conn) announceRemoval(number uint32) {
 	defer c.mu.Unlock()
 	if c.announced[number] {
 		delete(c.announced, number)
-		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
+		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_DropArena{
+			DropArena: &sidecarpb.DropArena{Arena: number}}}, -1)
 	}
 }
 
@@ -415,7 +418,8 @@ func (c *conn) drive() (came bool, err error) {
 // reply sends an answer or a notice, with the descriptor fd unless that is -1.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
-		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid), zap.Uint64("request", r.Id), zap.Error(err))
+		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid),
+			zap.Uint64("request", r.Id), zap.Error(err))
 	}
 }
 
@@ -504,7 +508,8 @@ func (c *conn) takeRing(numBytes uint64) error {
 		return err
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("the ring's file has %d bytes, want the %d of the request", got, numBytes), s.Close())
+		return errors.Join(fmt.Errorf("the ring's file has %d bytes, want the %d of the request", got,
+			numBytes), s.Close())
 	}
 	r, err := newRing(s)
 	if err != nil {
@@ -522,7 +527,8 @@ func (c *conn) free(at origin) {
 	delete(c.places, at)
 	c.mu.Unlock()
 	if b == nil {
-		c.server.log.Warn("a client has freed a result that it does not hold", zap.Int("pid", c.pid), zap.Uint32("arena", at.arena), zap.Uint64("offset", at.offset))
+		c.server.log.Warn("a client has freed a result that it does not hold", zap.Int("pid", c.pid),
+			zap.Uint32("arena", at.arena), zap.Uint64("offset", at.offset))
 		return
 	}
 	c.server.check(arena.Free(b))

@@ -46,43 +46,58 @@ func TestUsage(t *testing.T) {
 		type op = sidecarpb.Operation
 		type tens = sidecarpb.Tensor
 		for what, o := range map[string]*op{
-			"operation 0":                good(func(o *op, _ *tens) { o.Kind = 0 }),
-			"operation 8":                good(func(o *op, _ *tens) { o.Kind = 8 }),
-			"operation 4294967295":       good(func(o *op, _ *tens) { o.Kind = math.MaxUint32 }),
-			"element type 0":             good(func(o *op, _ *tens) { o.Dtype = 0 }),
-			"element type 257":           good(func(o *op, _ *tens) { o.Dtype = 257 }),
-			"reduction 8":                good(func(o *op, _ *tens) { o.ReduceOp = 8 }),
-			"option Op":                  good(func(o *op, _ *tens) { o.Kind, o.ReduceOp = 3, 2 }),
-			"element type 9":             good(func(o *op, _ *tens) { o.WireDtype = 9 }),
-			"timeout of NaN":             good(func(o *op, _ *tens) { o.TimeoutSeconds = math.NaN() }),
-			"timeout of -1":              good(func(o *op, _ *tens) { o.TimeoutSeconds = -1 }),
-			"timeout of 1e+30":           good(func(o *op, _ *tens) { o.TimeoutSeconds = 1e30 }),
-			"scale factors":              good(func(o *op, _ *tens) { o.Prescale = new(math.NaN()) }),
-			"0 tensors, want one":        good(func(o *op, _ *tens) { o.Tensors = nil }),
-			"2 tensors, want one":        good(func(o *op, tt *tens) { o.Tensors = append(o.Tensors, &tens{Shape: []int64{0}}) }),
-			"1 tensors, want none":       good(func(o *op, _ *tens) { o.Kind = 6 }),
-			"no grouped form":            good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Grouped = 3, 0, true }),
-			"was removed":                good(func(o *op, _ *tens) { o.ProcessSet = 7 }),
-			"got root rank -1":           good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1 }),
-			"splits":                     good(func(o *op, _ *tens) { o.Kind, o.ReduceOp, o.Splits = 4, 0, []int64{5} }),
-			"negative dimension":         good(func(o *op, tt *tens) { tt.Shape = []int64{-1} }),
-			"more than 2^63-1":           good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64, 2} }),
-			"of 16 bytes":                good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
-			"dimensions, want at most":   good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
-			"an input of 16 bytes":       good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
-			"the output has 8 bytes":     good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
-			"input at byte 2":            good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
-			"output at byte 66":          good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
-			"overlap in arena 1":         good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
-			"no arena 9 exists":          good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
-			"no arena 2147483649":        good(func(o *op, tt *tens) { tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16} }),
+			"operation 0":          good(func(o *op, _ *tens) { o.Kind = 0 }),
+			"operation 8":          good(func(o *op, _ *tens) { o.Kind = 8 }),
+			"operation 4294967295": good(func(o *op, _ *tens) { o.Kind = math.MaxUint32 }),
+			"element type 0":       good(func(o *op, _ *tens) { o.Dtype = 0 }),
+			"element type 257":     good(func(o *op, _ *tens) { o.Dtype = 257 }),
+			"reduction 8":          good(func(o *op, _ *tens) { o.ReduceOp = 8 }),
+			"option Op":            good(func(o *op, _ *tens) { o.Kind, o.ReduceOp = 3, 2 }),
+			"element type 9":       good(func(o *op, _ *tens) { o.WireDtype = 9 }),
+			"timeout of NaN":       good(func(o *op, _ *tens) { o.TimeoutSeconds = math.NaN() }),
+			"timeout of -1":        good(func(o *op, _ *tens) { o.TimeoutSeconds = -1 }),
+			"timeout of 1e+30":     good(func(o *op, _ *tens) { o.TimeoutSeconds = 1e30 }),
+			"scale factors":        good(func(o *op, _ *tens) { o.Prescale = new(math.NaN()) }),
+			"0 tensors, want one":  good(func(o *op, _ *tens) { o.Tensors = nil }),
+			"2 tensors, want one": good(func(o *op, tt *tens) {
+				o.Tensors = append(o.Tensors, &tens{Shape: []int64{0}})
+			}),
+			"1 tensors, want none": good(func(o *op, _ *tens) { o.Kind = 6 }),
+			"no grouped form": good(func(o *op, _ *tens) {
+				o.Kind, o.ReduceOp, o.Grouped = 3, 0, true
+			}),
+			"was removed": good(func(o *op, _ *tens) { o.ProcessSet = 7 }),
+			"got root rank -1": good(func(o *op, _ *tens) {
+				o.Kind, o.ReduceOp, o.RootRank = 3, 0, -1
+			}),
+			"splits": good(func(o *op, _ *tens) {
+				o.Kind, o.ReduceOp, o.Splits = 4, 0, []int64{5}
+			}),
+			"negative dimension": good(func(o *op, tt *tens) { tt.Shape = []int64{-1} }),
+			"more than 2^63-1": good(func(o *op, tt *tens) {
+				tt.Shape = []int64{math.MaxInt64, 2}
+			}),
+			"of 16 bytes":              good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
+			"dimensions, want at most": good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
+			"an input of 16 bytes":     good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
+			"the output has 8 bytes":   good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
+			"input at byte 2":          good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
+			"output at byte 66":        good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
+			"overlap in arena 1":       good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
+			"no arena 9 exists":        good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
+			"no arena 2147483649": good(func(o *op, tt *tens) {
+				tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16}
+			}),
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
 			"tensor name of 5000 bytes":  good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
-			"needs option Name":          good(func(o *op, _ *tens) { o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true }),
+			"needs option Name": good(func(o *op, _ *tens) {
+				o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true
+			}),
 			"tensors 0 and 2 overlap": good(func(o *op, tt *tens) {
 				o.Grouped = true
-				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)}, &tens{Shape: []int64{1}, Input: at(0, 68, 4)})
+				o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 128, 4)},
+					&tens{Shape: []int64{1}, Input: at(0, 68, 4)})
 			}),
 		} {
 			refused(t, what, c.Run(o), classUsage, what)
@@ -195,7 +210,8 @@ func TestArenaRefused(t *testing.T) {
 	// Only the sidecar, and processes that have mapped it already, can write to an arena.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
-	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err, unix.EPERM) {
+	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err,
+		unix.EPERM) {
 		t.Errorf("an arena can be mapped to write: %v", err)
 	}
 	release(t, fd, b)
@@ -269,7 +285,8 @@ func TestArenaInUse(t *testing.T) {
 	c.Begin(sidecartest.Sum("x", 1, 0, 1))
 	within(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
 	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "in use")
-	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 || got.State != StateRunning {
+	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 ||
+		got.State != StateRunning {
 		t.Errorf("status: %v", got)
 	}
 	c.bye() // not the last client
@@ -315,10 +332,12 @@ func TestGarbage(t *testing.T) {
 		"proto":                       func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
 		"of a kind that this version": func(c *client) { c.Write([]byte{2, 8, 1}) },
 		"got a request with number 0": func(c *client) { c.Write([]byte{2, 0x62, 0}) },
-		"slot 131072":                 func(c *client) { c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1))) },
-		"a frame that takes none":     func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
-		"2 or more descriptors":       func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
-		"with a doorbell":             func(c *client) { c.Write([]byte{0}, memfd(c)) },
+		"slot 131072": func(c *client) {
+			c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1)))
+		},
+		"a frame that takes none": func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
+		"2 or more descriptors":   func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"with a doorbell":         func(c *client) { c.Write([]byte{0}, memfd(c)) },
 		"without Bye": func(c *client) {
 			frame := c.Frame(sidecartest.Status())
 			c.Write(frame[:len(frame)-1])
@@ -541,7 +560,8 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
-		"i/o timeout": "", "greeting is": "GET / HT", "got protocol version 1": "GHVD\x00\x00\x00\x01", "secret": "GHVA\x01\x00\x00\x00",
+		"i/o timeout": "", "greeting is": "GET / HT", "got protocol version 1": "GHVD\x00\x00\x00\x01",
+		"secret": "GHVA\x01\x00\x00\x00",
 	} {
 		c := newClient(t, s)
 		if hello == "" {
@@ -638,7 +658,8 @@ func TestOtherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	program := filepath.Join(dir, "client")
-	if err := errors.Join(os.WriteFile(program, self, 0o755), os.Chmod(dir, 0o755), os.Chmod(path, 0o777)); err != nil {
+	if err := errors.Join(os.WriteFile(program, self, 0o755), os.Chmod(dir, 0o755),
+		os.Chmod(path, 0o777)); err != nil {
 		t.Fatal(err)
 	}
 	s := server(t, Config{})
@@ -654,7 +675,8 @@ func TestOtherUser(t *testing.T) {
 			t.Fatal(err)
 		}
 		err = s.ServeConn(conn, true)
-		if refused := err != nil && strings.Contains(err.Error(), "the client runs as user 65534, want 0"); refused != (uid != 0) {
+		if refused := err != nil &&
+			strings.Contains(err.Error(), "the client runs as user 65534, want 0"); refused != (uid != 0) {
 			t.Errorf("user %d: %v", uid, err)
 		}
 		if err := cmd.Wait(); (err == nil) != (uid == 0) {

@@ -24,7 +24,8 @@ func FuzzFrames(f *testing.F) {
 	group.Grouped, group.Tensors = true, append(group.Tensors, group.Tensors[0])
 	for _, q := range []*sidecarpb.Request{
 		sidecartest.Init(map[string]string{"HOROVOD_RANK": "1"}, &sidecarpb.Ranks{Ranks: []int32{0, 1}}),
-		sidecartest.Prepare(1, sidecartest.Sum("x", 1, 64, 4)), sidecartest.Prepare(2, group), sidecartest.Prepare(3, sidecartest.Sum("x", 2, 0, 0)),
+		sidecartest.Prepare(1, sidecartest.Sum("x", 1, 64, 4)), sidecartest.Prepare(2, group),
+		sidecartest.Prepare(3, sidecartest.Sum("x", 2, 0, 0)),
 		sidecartest.Arena(1, 4096), sidecartest.Free(1<<31, 64), sidecartest.Status(), sidecartest.Shutdown(),
 	} {
 		f.Add(c.Frame(q))

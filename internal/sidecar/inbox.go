@@ -73,7 +73,8 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
 	}
 	if len(i.buf) == cap(i.buf) {
-		i.buf = slices.Grow(i.buf, readBytes) // it grows with the bytes that came, not with the length that a frame announces
+		// it grows with the bytes that came, not with the length that a frame announces
+		i.buf = slices.Grow(i.buf, readBytes)
 	}
 	flags := unix.MSG_CMSG_CLOEXEC
 	if !wait {
@@ -125,7 +126,8 @@ func (i *inbox) take(oob []byte, flags int) error {
 		i.fds = append(i.fds, fds...)
 	}
 	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: %d or more descriptors came with a frame, want at most 1", errFrame, len(i.fds))
+		return fmt.Errorf("%w: %d or more descriptors came with a frame, want at most 1", errFrame,
+			len(i.fds))
 	}
 	return nil
 }

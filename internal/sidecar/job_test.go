@@ -29,7 +29,8 @@ func TestDeathOfAClient(t *testing.T) {
 	clients := make([]*client, 2)
 	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
 	c := clients[0]
-	ids := []uint64{c.Begin(&sidecarpb.Operation{Kind: 6, Name: "a"}), c.Begin(&sidecarpb.Operation{Kind: 6, Name: "b"})}
+	ids := []uint64{c.Begin(&sidecarpb.Operation{Kind: 6, Name: "a"}),
+		c.Begin(&sidecarpb.Operation{Kind: 6, Name: "b"})}
 
 	if err := unix.Shutdown(clients[1].FD, unix.SHUT_WR); err != nil {
 		t.Fatal(err)
@@ -97,7 +98,9 @@ func TestBye(t *testing.T) {
 	}
 	first, second := connect(t, s), connect(t, s)
 	first.Init()
-	if ready := second.Must(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "7"})).GetReady(); ready.Size != 1 || ready.Epoch != 1 {
+	if ready := second.Must(
+		sidecartest.Init(map[string]string{"HOROVOD_SIZE": "7"})).GetReady(); ready.Size != 1 ||
+		ready.Epoch != 1 {
 		t.Errorf("the second client's Init: %v", ready)
 	}
 	first.bye()
@@ -140,10 +143,12 @@ func TestHomogeneous(t *testing.T) {
 	for _, q := range []struct {
 		hosts []string
 		want  bool
-	}{{[]string{"a", "b"}, true}, {[]string{"a", "a", "b"}, false}, {[]string{"a", "b", "b", "b", "c", "c"}, false}} {
+	}{{[]string{"a", "b"}, true}, {[]string{"a", "a", "b"}, false}, {[]string{"a", "b", "b", "b", "c", "c"},
+		false}} {
 		all(job(t, len(q.hosts)), func(r int, s *Server) {
 			c := connect(t, s)
-			if ready := c.Must(sidecartest.Init(map[string]string{"HOROVOD_HOSTNAME": q.hosts[r]})).GetReady(); ready.Homogeneous != q.want {
+			if ready := c.Must(sidecartest.Init(
+				map[string]string{"HOROVOD_HOSTNAME": q.hosts[r]})).GetReady(); ready.Homogeneous != q.want {
 				t.Errorf("hosts %q: rank %d: %v, want %v", q.hosts, r, ready, q.want)
 			}
 			c.Shutdown()
@@ -174,7 +179,8 @@ func TestShutDownByAnother(t *testing.T) {
 // A rank gets an error if ranks disagree on an operation or if it submits a name that is in flight.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
-		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch, "x")
+		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch,
+			"x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
 		if r == 0 { // rank 1 need not do this: its operation completes together with rank 0's
 			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "no arena")
@@ -226,7 +232,8 @@ func TestProcessSets(t *testing.T) {
 	all(job(t, 3), func(r int, s *Server) {
 		c := connect(t, s)
 		ready := c.Must(sidecartest.Init(nil, &sidecarpb.Ranks{Ranks: []int32{0, 2}})).GetReady()
-		if got := ready.ProcessSets; len(got) != 1 || got[0].Id != 1 || !slices.Equal(got[0].Ranks, []int32{0, 2}) {
+		if got := ready.ProcessSets; len(got) != 1 || got[0].Id != 1 ||
+			!slices.Equal(got[0].Ranks, []int32{0, 2}) {
 			t.Errorf("process sets: %v", got)
 		}
 		b := c.Arena(uint32(r+1), 4096)
@@ -241,19 +248,24 @@ func TestProcessSets(t *testing.T) {
 		} else if a := sum(1); a.Error != nil || b[2] != 0x80 { // 4.0
 			t.Errorf("sum of two: %v, %v", a, b[:4])
 		}
-		add := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{2, 1}}}}
+		add := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{
+			AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{2, 1}}}}
 		added := c.Must(add).GetProcessSet()
 		if added.Id != 2 || !slices.Equal(added.Ranks, []int32{1, 2}) {
 			t.Errorf("added %v", added)
 		}
-		wrong := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{3}}}}
+		wrong := &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{
+			AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{3}}}}
 		refused(t, "no such rank", c.Call(wrong), classUsage, "rank 3")
 		remove := func(id int32) *sidecarpb.Request {
-			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
+			return &sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{
+				RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: id}}}
 		}
 		for _, seconds := range []float64{-1, 1e30, math.NaN()} {
 			late := &sidecarpb.AddProcessSet{Ranks: []int32{0, 1}, TimeoutSeconds: seconds}
-			refused(t, "added in no time", c.Call(&sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: late}}), classUsage, "a timeout of ")
+			refused(t, "added in no time",
+				c.Call(&sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{AddProcessSet: late}}),
+				classUsage, "a timeout of ")
 			q := remove(2)
 			q.GetRemoveProcessSet().TimeoutSeconds = seconds
 			refused(t, "removed in no time", c.Call(q), classUsage, "a timeout of ")
@@ -302,7 +314,8 @@ func TestTimeline(t *testing.T) {
 	c := connect(t, s)
 	path := filepath.Join(t.TempDir(), "t.json")
 	for what, q := range map[string]*sidecarpb.Request{
-		"start without a job": sidecartest.StartTimeline(path, false), "stop without a job": sidecartest.StopTimeline(),
+		"start without a job": sidecartest.StartTimeline(path, false),
+		"stop without a job":  sidecartest.StopTimeline(),
 	} {
 		refused(t, what, c.Call(q), classNotInitialized, "timeline: ")
 	}
@@ -325,7 +338,8 @@ func TestTimeline(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for word, want := range map[string]bool{"before": false, "within": true, "after": false, "CYCLE_START": true} {
+	for word, want := range map[string]bool{"before": false, "within": true, "after": false,
+		"CYCLE_START": true} {
 		if strings.Contains(string(got), word) != want {
 			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
 		}

@@ -41,7 +41,8 @@ type clientArena struct {
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
 	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
-		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number, numBytes)
+		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
+			numBytes)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -57,7 +58,8 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 		return fmt.Errorf("arena %d: %w", number, err)
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want the %d of the request", number, got, numBytes), s.Close())
+		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want the %d of the request", number,
+			got, numBytes), s.Close())
 	}
 	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
 	return nil
@@ -126,7 +128,8 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 		}
 		g, err := m.of(owner, p.arena)
 		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
-			err = fmt.Errorf("%d bytes from byte %d are not in arena %d, which has %d bytes", p.numBytes, p.offset, p.arena, len(g.bytes))
+			err = fmt.Errorf("%d bytes from byte %d are not in arena %d, which has %d bytes", p.numBytes,
+				p.offset, p.arena, len(g.bytes))
 		}
 		if err != nil {
 			for _, used := range uses {
@@ -176,8 +179,8 @@ func (c *chunks) removed(id uint32) {
 	delete(c.all, id)
 }
 
-// announcement returns the notice of chunk id for a client and a descriptor to send with it. The caller makes sure
-// that the chunk stays, because there is a tensor in it.
+// announcement returns the notice of chunk id for a client and a descriptor to send with it. The caller makes
+// sure that the chunk stays, because there is a tensor in it.
 func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

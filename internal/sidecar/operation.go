@@ -69,7 +69,8 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		Call: rank.NewCall(kind, tensor.DType(min(o.Dtype, math.MaxUint8))),
 		set:  int(o.ProcessSet), root: int(o.RootRank), grouped: o.Grouped, whole: tensor.Shape{0},
 	}
-	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)), o.ErrorFeedback, o.Empty
+	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)),
+		o.ErrorFeedback, o.Empty
 	timeout, err := timeoutOf(o.TimeoutSeconds)
 	p.Timeout = timeout
 	switch {
@@ -102,8 +103,10 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		is bool
 		rank.Option
 	}{
-		{o.Name != "", rank.OptName}, {op != tensor.NoReduce, rank.OptOp}, {pre != 1, rank.OptPrescale}, {post != 1, rank.OptPostscale},
-		{p.Wire != tensor.Invalid, rank.OptCompress}, {o.ErrorFeedback, rank.OptErrorFeedback}, {o.Empty, rank.OptEmpty},
+		{o.Name != "", rank.OptName}, {op != tensor.NoReduce, rank.OptOp}, {pre != 1, rank.OptPrescale},
+		{post != 1, rank.OptPostscale},
+		{p.Wire != tensor.Invalid, rank.OptCompress}, {o.ErrorFeedback, rank.OptErrorFeedback},
+		{o.Empty, rank.OptEmpty},
 	} {
 		if given.is {
 			if err := p.CheckOption(given.Option); err != nil {
@@ -129,7 +132,8 @@ func newPlan(o *sidecarpb.Operation) *plan {
 // timeoutOf returns a timeout that a client has given in seconds. 0 means the timeout of the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
-		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns", seconds)
+		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns",
+			seconds)
 	}
 	return time.Duration(seconds * float64(time.Second)), nil
 }
@@ -149,8 +153,10 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	if err != nil {
 		return err
 	}
-	in := location{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(), numBytes: t.GetInput().GetBytes()}
-	out := location{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(), numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
+	in := location{arena: t.GetInput().GetArena(), offset: t.GetInput().GetOffset(),
+		numBytes: t.GetInput().GetBytes()}
+	out := location{arena: t.GetOutput().GetArena(), offset: t.GetOutput().GetOffset(),
+		numBytes: t.GetOutput().GetBytes(), none: t.GetOutput() == nil}
 	dt := tensor.DType(min(t.GetDtype(), math.MaxUint8))
 	if dt == tensor.Invalid {
 		dt = p.DType
@@ -165,7 +171,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
 		return fmt.Errorf("got an input of %d bytes for shape %v of %v", in.numBytes, shape, dt)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
-		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d", in.offset, out.offset, out.numBytes, size)
+		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d",
+			in.offset, out.offset, out.numBytes, size)
 	}
 	p.tensors = append(p.tensors, tensorSpec{dt, shape})
 	if p.grouped && p.Kind == message.Allreduce {
@@ -244,10 +251,11 @@ type operation struct {
 	uses []*clientArena
 	set  *rank.Set
 	// entries has one entry for each tensor, or a single entry with Parts for a group that is one request.
-	entries   []entry
-	left      atomic.Int64          // entries that are not done
-	failed    atomic.Pointer[error] // why the first output could not be allocated
-	allocated [][]byte              // outputs that were allocated, by tensor; nil if the client gives all outputs
+	entries []entry
+	left    atomic.Int64          // entries that are not done
+	failed  atomic.Pointer[error] // why the first output could not be allocated
+	// outputs that were allocated, by tensor; nil if the client gives all outputs
+	allocated [][]byte
 }
 
 // entry is one request of an operation.

@@ -72,7 +72,8 @@ func TestOperations(t *testing.T) {
 		if r == 1 {
 			rows = 0
 		}
-		gathered := []int32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 200, 201, 202, 203, 204, 205, 206, 207, 208, 209, 210, 211}
+		gathered := []int32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 200, 201, 202, 203, 204, 205, 206, 207, 208,
+			209, 210, 211}
 		for _, c2 := range []struct {
 			what    string
 			op      *sidecarpb.Operation
@@ -82,18 +83,27 @@ func TestOperations(t *testing.T) {
 			wantDim []int64
 			splits  []int64
 		}{
-			{"allreduce", &sidecarpb.Operation{Kind: 1, ReduceOp: 2}, []int64{2, 2}, 16, []int32{300, 303, 306, 309}, []int64{2, 2}, nil},
+			{"allreduce", &sidecarpb.Operation{Kind: 1, ReduceOp: 2}, []int64{2, 2}, 16,
+				[]int32{300, 303, 306, 309}, []int64{2, 2}, nil},
 			{"average", &sidecarpb.Operation{Kind: 1}, []int64{2}, 8, []int32{100, 101}, []int64{2}, nil},
-			{"scaled", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(2.0), Postscale: new(0.5)}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
-			{"scaled by 1", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(1.0), Postscale: new(1.0)}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
-			{"scaled to 0", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(0.0)}, []int64{2}, 8, []int32{0, 0}, []int64{2}, nil},
-			{"scaled to 0 at last", &sidecarpb.Operation{Kind: 5, ReduceOp: 2, Postscale: new(0.0)}, []int64{3}, 4, []int32{0}, []int64{1}, nil},
+			{"scaled", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(2.0), Postscale: new(0.5)},
+				[]int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scaled by 1", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(1.0),
+				Postscale: new(1.0)}, []int64{2}, 8, []int32{300, 303}, []int64{2}, nil},
+			{"scaled to 0", &sidecarpb.Operation{Kind: 1, ReduceOp: 2, Prescale: new(0.0)}, []int64{2}, 8,
+				[]int32{0, 0}, []int64{2}, nil},
+			{"scaled to 0 at last", &sidecarpb.Operation{Kind: 5, ReduceOp: 2, Postscale: new(0.0)},
+				[]int64{3}, 4, []int32{0}, []int64{1}, nil},
 			{"scalar", &sidecarpb.Operation{Kind: 1, ReduceOp: 4}, nil, 4, []int32{200}, nil, nil},
 			{"allgather", &sidecarpb.Operation{Kind: 2}, []int64{rows, 2}, 96, gathered, []int64{12, 2}, nil},
-			{"broadcast", &sidecarpb.Operation{Kind: 3, RootRank: 2}, []int64{3}, 12, []int32{200, 201, 202}, []int64{3}, nil},
-			{"alltoall", &sidecarpb.Operation{Kind: 4}, []int64{3}, 12, []int32{int32(r), int32(100 + r), int32(200 + r)}, []int64{3}, []int64{1, 1, 1}},
-			{"reducescatter", &sidecarpb.Operation{Kind: 5, ReduceOp: 2}, []int64{6, 1}, 8, []int32{int32(300 + 6*r), int32(303 + 6*r)}, []int64{2, 1}, nil},
-			{"min", &sidecarpb.Operation{Kind: 5, ReduceOp: 3}, []int64{3}, 4, []int32{int32(r)}, []int64{1}, nil},
+			{"broadcast", &sidecarpb.Operation{Kind: 3, RootRank: 2}, []int64{3}, 12, []int32{200, 201, 202},
+				[]int64{3}, nil},
+			{"alltoall", &sidecarpb.Operation{Kind: 4}, []int64{3}, 12, []int32{int32(r), int32(100 + r),
+				int32(200 + r)}, []int64{3}, []int64{1, 1, 1}},
+			{"reducescatter", &sidecarpb.Operation{Kind: 5, ReduceOp: 2}, []int64{6, 1}, 8,
+				[]int32{int32(300 + 6*r), int32(303 + 6*r)}, []int64{2, 1}, nil},
+			{"min", &sidecarpb.Operation{Kind: 5, ReduceOp: 3}, []int64{3}, 4, []int32{int32(r)}, []int64{1},
+				nil},
 		} {
 			for _, given := range []bool{false, true} {
 				for k := range x {
@@ -114,9 +124,12 @@ func TestOperations(t *testing.T) {
 				m := a.Results[0].Memory
 				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
 				wantShape := !given || c2.splits != nil
-				if !slices.Equal(got, c2.want) || wantShape && !slices.Equal(a.Results[0].Shape, c2.wantDim) || !slices.Equal(a.ReceivedSplits, c2.splits) {
+				if !slices.Equal(got, c2.want) ||
+					wantShape && !slices.Equal(a.Results[0].Shape, c2.wantDim) ||
+					!slices.Equal(a.ReceivedSplits, c2.splits) {
 					t.Errorf("rank %d, %s, output given: %v: got %v of shape %v with splits %v, want %v, %v, %v",
-						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim, c2.splits)
+						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim,
+						c2.splits)
 				}
 				if given != (m.Arena < ownArenas) {
 					t.Errorf("%s, output given: %v: the result is in arena %d", c2.what, given, m.Arena)
@@ -130,9 +143,10 @@ func TestOperations(t *testing.T) {
 				}
 			}
 		}
-		splits := &sidecarpb.Operation{Kind: 4, Dtype: 5, Name: "splits", Splits: []int64{int64(r), 0, 1}, Tensors: []*sidecarpb.Tensor{
-			{Shape: []int64{int64(r + 1)}, Input: at(r, 0, 4*(r+1))},
-		}}
+		splits := &sidecarpb.Operation{Kind: 4, Dtype: 5, Name: "splits", Splits: []int64{int64(r), 0, 1},
+			Tensors: []*sidecarpb.Tensor{
+				{Shape: []int64{int64(r + 1)}, Input: at(r, 0, 4*(r+1))},
+			}}
 		a := c.MustRun(splits)
 		want := [][]int64{{0, 1, 2}, {0, 0, 0}, {1, 1, 1}}[r]
 		if !slices.Equal(a.ReceivedSplits, want) {
@@ -151,7 +165,8 @@ func TestOperations(t *testing.T) {
 // own returns the place of a result that the sidecar allocates.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
-	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name, Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(in.Bytes)}, Input: in}}}
+	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name,
+		Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(in.Bytes)}, Input: in}}}
 	return c.MustRun(o).Results[0].Memory
 }
 
@@ -208,7 +223,11 @@ func TestBellIsOwed(t *testing.T) {
 	c.inFlight.Store(1)
 	for what, help := range map[string]func(context.Context, func() bool){
 		"after the last look": func(context.Context, func() bool) { c.notifyLater() },
-		"before a look":       func(_ context.Context, done func() bool) { c.notifyLater(); c.notifyLater(); done() },
+		"before a look": func(_ context.Context, done func() bool) {
+			c.notifyLater()
+			c.notifyLater()
+			done()
+		},
 	} {
 		install(s, stub{drive: help})
 		if _, err := c.drive(); err != nil {
@@ -229,8 +248,8 @@ func TestWantedCompletions(t *testing.T) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs operations one after the other, and returns how many doorbells the sidecar has sent. It sends them before it answers a request that
-		// came later.
+		// do runs operations one after the other, and returns how many doorbells the sidecar has sent. It
+		// sends them before it answers a request that came later.
 		do := func(n int) int {
 			before := c.Doorbells
 			for range n {
@@ -270,7 +289,8 @@ func TestWantedCompletions(t *testing.T) {
 		never := look()
 		wanted.Store(0)
 		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
-			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0", never, first, second)
+			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
+				never, first, second)
 		}
 		// A frame without an answer works like a doorbell, for which there may be no room.
 		wanted.Store(math.MaxUint64)
@@ -296,7 +316,8 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 		c.Ring(16)
 		c.Arena(uint32(r+1), 1<<20)
 		for slot := range uint32(2) {
-			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), 64*uint64(slot), 1)))
+			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
+				64*uint64(slot), 1)))
 		}
 		if r == 0 {
 			// The sidecar works for the engine until the other rank has submitted the operation.
@@ -391,7 +412,8 @@ func TestPark(t *testing.T) {
 		t.Error("the reader parks although there is a submission")
 	}
 	wanted := word(b, ringWanted)
-	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true, math.MaxUint64: false} {
+	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true,
+		math.MaxUint64: false} {
 		if wanted.Store(value); r.awaited() != want {
 			t.Errorf("with %d wanted, the client waits: %v, want %v", value, !want, want)
 		}
@@ -406,7 +428,8 @@ func TestGroups(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
 		for _, kind := range []uint32{1, 2, 5} {
-			o := &sidecarpb.Operation{Kind: kind, Dtype: 5, ReduceOp: 2, Grouped: true, Name: fmt.Sprint("group", kind)}
+			o := &sidecarpb.Operation{Kind: kind, Dtype: 5, ReduceOp: 2, Grouped: true,
+				Name: fmt.Sprint("group", kind)}
 			if kind == 2 {
 				o.ReduceOp = 0
 			}
@@ -422,7 +445,8 @@ func TestGroups(t *testing.T) {
 			for i, result := range a.Results {
 				m := result.Memory
 				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
-				want := map[uint32][]int32{1: {2 * int32(i), 1}, 2: {int32(i), 0, int32(i), 1}, 5: {2 * int32(i)}}[kind]
+				want := map[uint32][]int32{1: {2 * int32(i), 1}, 2: {int32(i), 0, int32(i), 1},
+					5: {2 * int32(i)}}[kind]
 				if kind == 5 && r == 1 {
 					want = []int32{1}
 				}
@@ -434,7 +458,8 @@ func TestGroups(t *testing.T) {
 				t.Errorf("%d results", len(a.Results))
 			}
 		}
-		if a := c.MustRun(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"}); len(a.Results) != 0 {
+		if a := c.MustRun(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"}); len(
+			a.Results) != 0 {
 			t.Errorf("a group of none gave %v", a)
 		}
 	})
@@ -452,33 +477,39 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		}
 		f, n := tensor.View[float32](b), tensor.View[int64](b)
 		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
-		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true, Name: "g", Tensors: []*sidecarpb.Tensor{
-			own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4), // 0 is the operation's
-		}}
+		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true,
+			Name: "g", Tensors: []*sidecarpb.Tensor{
+				own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4), // 0 is the operation's
+			}}
 		c.MustRun(o)
 		if f[0] != 3 || f[16] != 5 || n[16] != 1<<40 {
 			t.Errorf("rank %d: got %v, %v and %v", r, f[0], f[16], n[16])
 		}
 		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
-		a := c.MustRun(&sidecarpb.Operation{Kind: 2, Dtype: uint32(tensor.Float32), Grouped: true, Name: "gathered", Tensors: []*sidecarpb.Tensor{
-			{Shape: []int64{1}, Input: at(r, 0, 4)}, {Dtype: uint32(tensor.Int64), Shape: []int64{1}, Input: at(r, 128, 8)},
-		}})
+		a := c.MustRun(&sidecarpb.Operation{Kind: 2, Dtype: uint32(tensor.Float32), Grouped: true,
+			Name: "gathered", Tensors: []*sidecarpb.Tensor{
+				{Shape: []int64{1}, Input: at(r, 0, 4)}, {Dtype: uint32(tensor.Int64), Shape: []int64{1},
+					Input: at(r, 128, 8)},
+			}})
 		place := func(i int) []byte {
 			m := a.Results[i].Memory
 			return c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes]
 		}
-		if gotF, gotN := tensor.View[float32](place(0)), tensor.View[int64](place(1)); !slices.Equal(gotF, []float32{1.5, 1.5}) || !slices.Equal(gotN, []int64{0, 1 << 40}) {
+		if gotF, gotN := tensor.View[float32](place(0)), tensor.View[int64](place(1)); !slices.Equal(gotF,
+			[]float32{1.5, 1.5}) || !slices.Equal(gotN, []int64{0, 1 << 40}) {
 			t.Errorf("rank %d: gathered %v and %v", r, gotF, gotN)
 		}
 		for _, refused := range []struct {
 			change func(*sidecarpb.Operation)
 			want   string
 		}{
-			{func(o *sidecarpb.Operation) { o.Grouped, o.Tensors = false, o.Tensors[1:2] }, "element type int64 in an operation on float32"},
+			{func(o *sidecarpb.Operation) { o.Grouped, o.Tensors = false, o.Tensors[1:2] },
+				"element type int64 in an operation on float32"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 77 }, "element type 77 is unknown"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 256 + uint32(tensor.Int64) }, "is unknown"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Input.Offset += 4 }, "want multiples of 8"},
-			{func(o *sidecarpb.Operation) { o.Tensors[1].Shape[0] = 2 }, "an input of 8 bytes for shape [2] of int64"},
+			{func(o *sidecarpb.Operation) { o.Tensors[1].Shape[0] = 2 },
+				"an input of 8 bytes for shape [2] of int64"},
 		} {
 			o := proto.Clone(o).(*sidecarpb.Operation)
 			refused.change(o)
@@ -509,7 +540,8 @@ func TestEmptyOverTheRing(t *testing.T) {
 					if grouped && (kind == 3 || kind == 4) {
 						continue
 					}
-					o := &sidecarpb.Operation{Kind: kind, Dtype: 9, Grouped: grouped, Name: fmt.Sprint(kind, given)}
+					o := &sidecarpb.Operation{Kind: kind, Dtype: 9, Grouped: grouped,
+						Name: fmt.Sprint(kind, given)}
 					if kind == 1 || kind == 5 {
 						o.ReduceOp = 2
 					}
@@ -526,7 +558,8 @@ func TestEmptyOverTheRing(t *testing.T) {
 						id := c.Push(slot)
 						c.Doorbell()
 						if got, status := c.Pop(); got != id || status != want {
-							t.Errorf("rank %d, %s: completion %d with status %d, want %d with %d", r, o.Name, got, status, id, want)
+							t.Errorf("rank %d, %s: completion %d with status %d, want %d with %d", r, o.Name,
+								got, status, id, want)
 							return
 						}
 						if want == statusDone {
@@ -537,8 +570,10 @@ func TestEmptyOverTheRing(t *testing.T) {
 							t.Errorf("rank %d, %s: results %v, want %d", r, o.Name, results, len(given))
 						}
 						for _, got := range results {
-							if m := got.Memory; !slices.Equal(got.Shape, []int64{0, 6}) || m.Arena != 0 || m.Bytes != 0 {
-								t.Errorf("rank %d, %s: result %v, want shape [0 6] and no memory", r, o.Name, got)
+							if m := got.Memory; !slices.Equal(got.Shape, []int64{0, 6}) || m.Arena != 0 ||
+								m.Bytes != 0 {
+								t.Errorf("rank %d, %s: result %v, want shape [0 6] and no memory", r, o.Name,
+									got)
 							}
 						}
 					}
@@ -578,9 +613,10 @@ func TestTypes(t *testing.T) {
 		for _, dt := range tensor.DTypes() {
 			clear(b[:64])
 			b[0] = byte(r) // the least bits of a small number, or the least number there is
-			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(), Tensors: []*sidecarpb.Tensor{
-				{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
-			}}
+			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(),
+				Tensors: []*sidecarpb.Tensor{
+					{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
+				}}
 			if a := c.Run(o); a.Error != nil || b[0] != 1 {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
@@ -619,7 +655,8 @@ func TestManyOverTheRing(t *testing.T) {
 		x := tensor.View[float32](b)
 		c.Ring(n)
 		for slot := range uint32(n) { // without waiting for the answers
-			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1), uint64(1024*slot), 100)))
+			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
+				uint64(1024*slot), 100)))
 		}
 		for round := range rounds {
 			ids := make(map[uint64]bool)

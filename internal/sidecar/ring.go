@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// The layout of a ring, which docs/sidecar.md defines. The first six offsets are words, the last is the first entry.
+// The layout of a ring, which docs/sidecar.md defines. The first six offsets are words, the last is the first
+// entry.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
 	ringVersion = 2
@@ -28,7 +29,8 @@ const (
 	maxRing        = maxInFlight
 )
 
-// Values of the word at ringLooking. It says what the reader does, and so whether the client has to send a doorbell.
+// Values of the word at ringLooking. It says what the reader does, and so whether the client has to send a
+// doorbell.
 const (
 	asleep  = 0 // the reader waits for a doorbell
 	looking = 1 // the reader looks at the ring
@@ -68,11 +70,14 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	n := binary.LittleEndian.Uint32(b[8:])
 	switch want := ringEntries + 2*ringEntryBytes*uint64(n); {
 	case magic != ringMagic || version != ringVersion:
-		return nil, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d", magic, version, ringMagic, ringVersion)
+		return nil, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d", magic, version,
+			ringMagic, ringVersion)
 	case n < minRing || n > maxRing || n&(n-1) != 0:
-		return nil, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, minRing, maxRing)
+		return nil, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, minRing,
+			maxRing)
 	case uint64(len(b)) < want:
-		return nil, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b), want)
+		return nil, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b),
+			want)
 	}
 	return &ring{
 		bytes: b, n: uint64(n), segment: s,
@@ -87,16 +92,16 @@ func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Poin
 // pending returns how many submissions the client has made, as the client counts. Only the reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
-// startLooking tells the client that no doorbell is needed, because the reader looks at the ring until it calls
-// park.
+// startLooking tells the client that no doorbell is needed, because the reader looks at the ring until it
+// calls park.
 func (r *ring) startLooking() {
 	if r.state.Load() != looking {
 		r.state.Store(looking)
 	}
 }
 
-// park tells the client that the reader is asleep or polling. It reports whether the reader may park, which is
-// so if there is no new submission. Only the reader calls it.
+// park tells the client that the reader is asleep or polling. It reports whether the reader may park, which
+// is so if there is no new submission. Only the reader calls it.
 func (r *ring) park(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
@@ -115,12 +120,15 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	completed := r.completed
 	r.mu.Unlock()
 	if until-r.read > r.n || r.read+1-completed > r.n {
-		return 0, 0, false, fmt.Errorf("%w: the ring of %d entries has %d submissions, of which %d were taken and %d completed", errFrame, r.n, until, r.read, completed)
+		return 0, 0, false, fmt.Errorf(
+			"%w: the ring of %d entries has %d submissions, of which %d were taken and %d completed",
+			errFrame, r.n, until, r.read, completed)
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]
 	id, slot = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
 	if zero := binary.LittleEndian.Uint32(e[12:]); zero != 0 || id == 0 {
-		return 0, 0, false, fmt.Errorf("%w: submission %d of the ring has number %d and %#x after the slot, want a number of 1 or more and 0", errFrame, r.read, id, zero)
+		return 0, 0, false, fmt.Errorf(
+			"%w: submission %d of the ring has number %d and %#x after the slot, want a number of 1 or more and 0", errFrame, r.read, id, zero)
 	}
 	r.read++
 	r.taken.Store(r.read)

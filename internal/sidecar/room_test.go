@@ -18,8 +18,10 @@ func ofRank(r, i int) int32 { return int32(100*r + i) }
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
 	return []*sidecarpb.Operation{
-		{Name: "allgather", Kind: 2, Dtype: 5, Tensors: []*sidecarpb.Tensor{{Shape: []int64{rows}, Input: at(r, 0, 4*n)}}},
-		{Name: "alltoall", Kind: 4, Dtype: 5, Splits: []int64{rows, rows}, Tensors: []*sidecarpb.Tensor{{Shape: []int64{2 * rows}, Input: at(r, 0, 8*n)}}},
+		{Name: "allgather", Kind: 2, Dtype: 5,
+			Tensors: []*sidecarpb.Tensor{{Shape: []int64{rows}, Input: at(r, 0, 4*n)}}},
+		{Name: "alltoall", Kind: 4, Dtype: 5, Splits: []int64{rows, rows},
+			Tensors: []*sidecarpb.Tensor{{Shape: []int64{2 * rows}, Input: at(r, 0, 8*n)}}},
 	}
 }
 
@@ -44,7 +46,8 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						}
 						a := c.Run(o)
 						if r == 1 {
-							refused(t, o.Name, a, classMismatch, "the result has 8 bytes, but the output has ")
+							refused(t, o.Name, a, classMismatch,
+								"the result has 8 bytes, but the output has ")
 							if result[0] != -1 || result[1] != -1 || result[2] != -1 {
 								t.Errorf("%s: %v was written where there is no room", o.Name, result[:3])
 							}

@@ -1,5 +1,5 @@
-// Package sidecar runs one rank's engine for other processes of its host, over Unix sockets and shared memory.
-// docs/sidecar.md describes the protocol.
+// Package sidecar runs one rank's engine for other processes of its host, over Unix sockets and shared
+// memory. docs/sidecar.md describes the protocol.
 //
 // Invariants:
 //
@@ -206,7 +206,8 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("refused: %d clients are connected, want at most %d", maxConns, maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		c.out.Put(dial.Greeting(magic, version), -1) // under mu: a client that has the greeting is counted, and gets no notice before it
+		// under mu: a client that has the greeting is counted, and gets no notice before it
+		c.out.Put(dial.Greeting(magic, version), -1)
 	}
 	s.mu.Unlock()
 	if refused != nil {
@@ -449,7 +450,8 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		s.setState(StateRunning, r)
 	}
 	ready := &sidecarpb.Ready{
-		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank), LocalSize: int32(r.Place.LocalSize),
+		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank),
+		LocalSize: int32(r.Place.LocalSize),
 		CrossRank: int32(r.Place.CrossRank), CrossSize: int32(r.Place.CrossSize), Epoch: r.Epoch,
 		Homogeneous: r.Homogeneous,
 	}
@@ -557,9 +559,10 @@ func (s *Server) begin(o *operation) error {
 
 // addSet adds a process set to the job and waits until all ranks have.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
-	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
-		return c.AddSet(ints(q.GetRanks()), done)
-	})
+	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
+		func(c *rank.Call, done func(*rank.Change, error)) error {
+			return c.AddSet(ints(q.GetRanks()), done)
+		})
 	if err != nil {
 		return nil, err
 	}
@@ -568,18 +571,20 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 
 // removeSet removes a process set from the job and waits until all ranks have.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
-	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(), func(c *rank.Call, done func(*rank.Change, error)) error {
-		set := c.Rank.FindSet(int(q.GetId()))
-		if set == nil {
-			return c.Misuse("process set %d: %w", q.GetId(), engine.ErrNoProcessSet)
-		}
-		return c.RemoveSet(set, done)
-	})
+	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
+		func(c *rank.Call, done func(*rank.Change, error)) error {
+			set := c.Rank.FindSet(int(q.GetId()))
+			if set == nil {
+				return c.Misuse("process set %d: %w", q.GetId(), engine.ErrNoProcessSet)
+			}
+			return c.RemoveSet(set, done)
+		})
 	return err
 }
 
 // changeSets submits a change of the process sets with ask, and waits for the outcome.
-func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64, ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
+func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
+	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)
 	if c.Rank = s.current(); c.Rank == nil {
 		return nil, c.Misuse("%w", rank.ErrNotInitialized)

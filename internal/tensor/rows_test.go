@@ -14,7 +14,8 @@ func TestRows(t *testing.T) {
 			for i := range n {
 				first, count := tensor.Rows(rows, n, i)
 				if first != next || count > last || count < rows/int64(n) || count > rows/int64(n)+1 {
-					t.Fatalf("rank %d of %d gets %d of %d rows from %d, after one with %d", i, n, count, rows, first, last)
+					t.Fatalf("rank %d of %d gets %d of %d rows from %d, after one with %d", i, n, count, rows,
+						first, last)
 				}
 				next, last = first+count, count
 			}

@@ -91,7 +91,8 @@ func DTypes() []DType {
 
 // Element is the constraint for Go types that have a DType.
 type Element interface {
-	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | half.Float16 | half.BFloat16
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool |
+		half.Float16 | half.BFloat16
 }
 
 // Of returns the DType of the Go type T.

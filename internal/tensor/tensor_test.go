@@ -19,8 +19,10 @@ func TestDTypes(t *testing.T) {
 		name string
 		size int
 	}{
-		{tensor.Uint8, "uint8", 1}, {tensor.Int8, "int8", 1}, {tensor.Uint16, "uint16", 2}, {tensor.Int16, "int16", 2},
-		{tensor.Int32, "int32", 4}, {tensor.Int64, "int64", 8}, {tensor.Float16, "float16", 2}, {tensor.BFloat16, "bfloat16", 2},
+		{tensor.Uint8, "uint8", 1}, {tensor.Int8, "int8", 1}, {tensor.Uint16, "uint16", 2},
+		{tensor.Int16, "int16", 2},
+		{tensor.Int32, "int32", 4}, {tensor.Int64, "int64", 8}, {tensor.Float16, "float16", 2},
+		{tensor.BFloat16, "bfloat16", 2},
 		{tensor.Float32, "float32", 4}, {tensor.Float64, "float64", 8}, {tensor.Bool, "bool", 1},
 	}
 	all := tensor.DTypes()
@@ -29,13 +31,15 @@ func TestDTypes(t *testing.T) {
 	}
 	for i, w := range want {
 		if all[i] != w.dt || !w.dt.Valid() || w.dt.String() != w.name || w.dt.Size() != w.size {
-			t.Errorf("type %d is %v of %d bytes, valid %v, want %s of %d", i, all[i], w.dt.Size(), w.dt.Valid(), w.name, w.size)
+			t.Errorf("type %d is %v of %d bytes, valid %v, want %s of %d", i, all[i], w.dt.Size(),
+				w.dt.Valid(), w.name, w.size)
 		}
 	}
 	// Values from the wire may be out of range.
 	for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1, 255} {
 		if dt.IsFloat() || dt.IsHalf() || dt.IsInteger() {
-			t.Errorf("%v is of a kind: float %v, half %v, integer %v", dt, dt.IsFloat(), dt.IsHalf(), dt.IsInteger())
+			t.Errorf("%v is of a kind: float %v, half %v, integer %v", dt, dt.IsFloat(), dt.IsHalf(),
+				dt.IsInteger())
 		}
 		if dt.Valid() || dt.Size() != 0 || !strings.HasPrefix(dt.String(), "DType(") {
 			t.Errorf("%d: valid %v, %d bytes, %v", uint8(dt), dt.Valid(), dt.Size(), dt)
@@ -184,7 +188,8 @@ func TestShape(t *testing.T) {
 			t.Errorf("%v equal to %v: want %v", c.a, c.b, c.equal)
 		}
 	}
-	for want, s := range map[string]tensor.Shape{"[]": nil, "[7]": {7}, "[64 3 7 7]": {64, 3, 7, 7}, "[-1 0]": {-1, 0}} {
+	for want, s := range map[string]tensor.Shape{"[]": nil, "[7]": {7}, "[64 3 7 7]": {64, 3, 7, 7},
+		"[-1 0]": {-1, 0}} {
 		if s.String() != want {
 			t.Errorf("got %q, want %q", s.String(), want)
 		}
@@ -209,7 +214,8 @@ func TestReduceOps(t *testing.T) {
 	} {
 		op := tensor.ReduceOp(i)
 		if op != want.op || op.String() != want.name || op.Base() != want.base {
-			t.Errorf("operation %d is %v with base %v, want %s with %v", i, op, op.Base(), want.name, want.base)
+			t.Errorf("operation %d is %v with base %v, want %s with %v", i, op, op.Base(), want.name,
+				want.base)
 		}
 		if got, want := op.Valid(), i > 0 && i < 8; got != want {
 			t.Errorf("%v is valid: %v, want %v", op, got, want)

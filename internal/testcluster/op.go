@@ -25,8 +25,9 @@ type Op struct {
 func newOp(kind message.Kind, name string, dt tensor.DType, shape tensor.Shape, input []byte) *Op {
 	return &Op{
 		Entry: tensorqueue.Entry{
-			Request: message.Request{Kind: kind, Name: name, DType: dt, Shape: shape, Prescale: 1, Postscale: 1},
-			Input:   input,
+			Request: message.Request{Kind: kind, Name: name, DType: dt, Shape: shape, Prescale: 1,
+				Postscale: 1},
+			Input: input,
 		},
 		done: make(chan struct{}),
 	}
@@ -139,10 +140,12 @@ func (op *Op) part(r *Rank) []byte {
 func (op *Op) prepare(r *Rank) error {
 	members := r.Members(op.Set)
 	if members == nil {
-		return fmt.Errorf("%v %q: rank %d does not know process set %d", op.Request.Kind, op.Request.Name, r.Rank, op.Set)
+		return fmt.Errorf("%v %q: rank %d does not know process set %d", op.Request.Kind, op.Request.Name,
+			r.Rank, op.Set)
 	}
 	if !slices.Contains(members, r.Rank) {
-		return fmt.Errorf("%v %q: rank %d is not in process set %d", op.Request.Kind, op.Request.Name, r.Rank, op.Set)
+		return fmt.Errorf("%v %q: rank %d is not in process set %d", op.Request.Kind, op.Request.Name, r.Rank,
+			op.Set)
 	}
 	op.Done = func(err error) {
 		if op.Err = err; err == nil {

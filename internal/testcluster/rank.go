@@ -86,7 +86,8 @@ func (r *Rank) Wait(ops ...*Op) error {
 		case <-op.done:
 			errs = append(errs, op.Err)
 		case <-r.c.ctx.Done():
-			r.Fatalf("%v %q: the job ended before the operation: %v", op.Request.Kind, op.Request.Name, context.Cause(r.c.ctx))
+			r.Fatalf("%v %q: the job ended before the operation: %v", op.Request.Kind, op.Request.Name,
+				context.Cause(r.c.ctx))
 		}
 	}
 	return errors.Join(errs...)

@@ -120,7 +120,8 @@ func (c *cluster) watch() (end func()) {
 	timer := time.AfterFunc(c.o.Deadline, func() {
 		defer close(over)
 		stacks := make([]byte, 4<<20)
-		c.t.Errorf("the job has not ended after %v; all goroutines:\n%s", c.o.Deadline, stacks[:runtime.Stack(stacks, true)])
+		c.t.Errorf("the job has not ended after %v; all goroutines:\n%s", c.o.Deadline,
+			stacks[:runtime.Stack(stacks, true)])
 		c.fail(fmt.Errorf("the job has not ended after %v", c.o.Deadline))
 	})
 	return func() {
@@ -203,16 +204,19 @@ func (c *cluster) shareMemory() error {
 		wg.Go(func() {
 			var err error
 			if sessions[r], err = rendezvous.Join(c.ctx, rendezvous.JoinConfig{
-				Store: kv, Job: "test", Rank: topo.Rank(r), Size: n, Self: rendezvous.Record{HostID: hosts[r]},
+				Store: kv, Job: "test", Rank: topo.Rank(r), Size: n,
+				Self: rendezvous.Record{HostID: hosts[r]},
 			}); err != nil {
 				errs[r] = errors.Join(err, e.Close())
 				return
 			}
 			mesh, err := e.Connect(c.ctx, shm.Epoch{
-				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r], Agree: sessions[r].Agree,
+				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r],
+				Agree: sessions[r].Agree,
 			})
 			if err == nil && len(mesh.Group()) < n {
-				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.UnsharedReason()), mesh.Close())
+				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.UnsharedReason()),
+					mesh.Close())
 			}
 			if errs[r] = err; err == nil {
 				c.meshes[r], c.memory[r] = mesh, mesh
@@ -254,10 +258,13 @@ func (c *cluster) start() error {
 			}
 			if c.memory != nil {
 				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
-					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: opsshm.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
+					StageBytes:     int64(c.o.SegmentBytes),
+					Oversubscribed: opsshm.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
 				}))
 			}
-			cfg.Backends = append(cfg.Backends, opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic}))
+			cfg.Backends = append(cfg.Backends,
+				opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes,
+					Deterministic: cfg.Deterministic}))
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)

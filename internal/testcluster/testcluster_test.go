@@ -61,7 +61,8 @@ func everyOperation(r *testcluster.Rank) {
 		gathered := place(testcluster.Allgather("g", dt, tensor.Shape{1}, i64(me)))
 		copied := place(testcluster.Broadcast("b", dt, nil, 1, i64(me)))
 		dealt := place(testcluster.Alltoall("t", dt, tensor.Shape{3}, nil, i64(10*me, 10*me+1, 10*me+2)))
-		scattered := place(testcluster.Reducescatter("s", dt, tensor.Shape{4}, tensor.Max, i64(me, me+1, me+2, me+3)))
+		scattered := place(testcluster.Reducescatter("s", dt, tensor.Shape{4}, tensor.Max,
+			i64(me, me+1, me+2, me+3)))
 		r.Do(reduced, gathered, copied, dealt, scattered)
 		want(r, reduced, 3, 30)
 		want(r, gathered, 0, 1, 2)
@@ -104,13 +105,15 @@ func everyOperation(r *testcluster.Rank) {
 // 1 ms to reach rank 0, and the grant takes 1 ms back.
 func TestVirtualTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond}, func(r *testcluster.Rank) {
-			began := time.Now()
-			r.Do(testcluster.Barrier("b"))
-			if took := time.Since(began); r.Rank == 1 && took != 2*time.Millisecond || took > 2*time.Millisecond {
-				r.Errorf("a barrier took %v, want 2ms at rank 1 and no more at rank 0", took)
-			}
-		})
+		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond},
+			func(r *testcluster.Rank) {
+				began := time.Now()
+				r.Do(testcluster.Barrier("b"))
+				if took := time.Since(began); r.Rank == 1 && took != 2*time.Millisecond ||
+					took > 2*time.Millisecond {
+					r.Errorf("a barrier took %v, want 2ms at rank 1 and no more at rank 0", took)
+				}
+			})
 	})
 }
 
@@ -166,15 +169,17 @@ func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
 		began := time.Now()
-		testcluster.Run(rec, testcluster.Options{Ranks: 3, Deadline: 7 * time.Second}, func(r *testcluster.Rank) {
-			if r.Rank != 2 {
-				r.Do(testcluster.Barrier("b"))
-			}
-		})
+		testcluster.Run(rec, testcluster.Options{Ranks: 3, Deadline: 7 * time.Second},
+			func(r *testcluster.Rank) {
+				if r.Rank != 2 {
+					r.Do(testcluster.Barrier("b"))
+				}
+			})
 		if took := time.Since(began); took != 7*time.Second {
 			t.Errorf("the job ended after %v", took)
 		}
-		if len(rec.text) != 1 || !strings.Contains(rec.text[0], "the job has not ended after 7s") || !strings.Contains(rec.text[0], "testcluster.(*Rank).Wait") {
+		if len(rec.text) != 1 || !strings.Contains(rec.text[0], "the job has not ended after 7s") ||
+			!strings.Contains(rec.text[0], "testcluster.(*Rank).Wait") {
 			t.Errorf("the test failed with %q, want the stacks of a Wait and nothing else", rec.text)
 		}
 	})

@@ -277,7 +277,8 @@ func empty(name string) error {
 		select {
 		case <-tick.C:
 		case <-late:
-			return fmt.Errorf("testnet: processes on %s have not ended within %v after they were killed", name, timeout)
+			return fmt.Errorf("testnet: processes on %s have not ended within %v after they were killed",
+				name, timeout)
 		}
 	}
 }
@@ -315,7 +316,8 @@ func run(cmd *exec.Cmd) error {
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("testnet: %s: %w: %s", strings.Join(cmd.Args, " "), err, bytes.TrimSpace(stderr.Bytes()))
+		return fmt.Errorf("testnet: %s: %w: %s", strings.Join(cmd.Args, " "), err,
+			bytes.TrimSpace(stderr.Bytes()))
 	}
 	return nil
 }

@@ -145,7 +145,8 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p := &process{t: t, what: strings.Join(append(env, cmd.Args...), " "), pid: cmd.Process.Pid, in: in, lines: make(chan string, 1000)}
+	p := &process{t: t, what: strings.Join(append(env, cmd.Args...), " "), pid: cmd.Process.Pid, in: in,
+		lines: make(chan string, 1000)}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -215,7 +216,8 @@ func TestLinks(t *testing.T) {
 		for i, h := range hosts {
 			for k := range hosts {
 				got := program(t, h, "talk", addrs[k]).line()
-				if want := should(i, k); (got == "connected") != want || !want && !strings.Contains(got, "timeout") {
+				if want := should(i, k); (got == "connected") != want ||
+					!want && !strings.Contains(got, "timeout") {
 					t.Errorf("host %d to host %d: got %q, want connected: %v", i, k, got, want)
 				}
 			}
@@ -267,19 +269,22 @@ func TestHostsAreApart(t *testing.T) {
 	before := machine()
 	hosts := testnet.NewHosts(t, 2)
 	for i, h := range hosts {
-		want := fmt.Sprintf("%s [lo 127.0.0.1/8 %s %s/24] [/sys/class/net/%[2]s /sys/class/net/lo]", h.Name, testnet.HostInterface, h.Addr)
+		want := fmt.Sprintf("%s [lo 127.0.0.1/8 %s %s/24] [/sys/class/net/%[2]s /sys/class/net/lo]", h.Name,
+			testnet.HostInterface, h.Addr)
 		if got := program(t, h, "where").line(); got != want {
 			t.Errorf("host %d: got  %s\nwant %s", i, got, want)
 		}
 		if got := program(t, h, "talk", local).line(); !strings.Contains(got, "connection refused") {
 			t.Errorf("host %d to a port of the machine's loopback: %s", i, got)
 		}
-		if got := program(t, h, "talk", "192.0.2.1:9").line(); !strings.Contains(got, "network is unreachable") {
+		if got := program(t, h, "talk", "192.0.2.1:9").line(); !strings.Contains(got,
+			"network is unreachable") {
 			t.Errorf("host %d to the world: %s", i, got)
 		}
 	}
 	if hosts[0].Name == hosts[1].Name || hosts[0].Addr == hosts[1].Addr || !hosts[0].Addr.IsPrivate() {
-		t.Errorf("two hosts are %v at %v and %v at %v", hosts[0].Name, hosts[0].Addr, hosts[1].Name, hosts[1].Addr)
+		t.Errorf("two hosts are %v at %v and %v at %v", hosts[0].Name, hosts[0].Addr, hosts[1].Name,
+			hosts[1].Addr)
 	}
 	if now := machine(); now != before {
 		t.Errorf("before there was %s, now %s", before, now)
@@ -302,7 +307,8 @@ func TestCommand(t *testing.T) {
 	h := testnet.NewHosts(t, 1)[0]
 	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")
 	out, err := cmd.Output()
-	if want := fmt.Sprintf("%d a b $c\n", cmd.Process.Pid); string(out) != want || cmd.ProcessState.ExitCode() != 7 {
+	if want := fmt.Sprintf("%d a b $c\n", cmd.Process.Pid); string(out) != want ||
+		cmd.ProcessState.ExitCode() != 7 {
 		t.Errorf("got %q and error %v, want %q and status 7", out, err, want)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -339,7 +345,8 @@ func runs(pid int) bool {
 // ended, so it can be found only through its namespace.
 func stray(t testing.TB, h *testnet.Host) (pid int) {
 	t.Helper()
-	cmd := h.Command(t.Context(), "sh", "-c", `trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
+	cmd := h.Command(t.Context(), "sh", "-c",
+		`trap "" TERM HUP INT; setsid sleep 1000 >/dev/null 2>&1 & echo $!`)
 	out, err := cmd.Output()
 	if err == nil {
 		pid, err = strconv.Atoi(strings.TrimSpace(string(out)))
@@ -355,7 +362,8 @@ func stray(t testing.TB, h *testnet.Host) (pid int) {
 func storm(t testing.TB, h *testnet.Host) (word string) {
 	t.Helper()
 	word = fmt.Sprintf("20.%d", os.Getpid()) // the argument of sleep, in seconds
-	cmd := h.Command(t.Context(), "sh", "-c", `setsid sh -c 'for i in $(seq 2000); do sleep $0 & done' "$0" >/dev/null 2>&1 &`, word)
+	cmd := h.Command(t.Context(), "sh", "-c",
+		`setsid sh -c 'for i in $(seq 2000); do sleep $0 & done' "$0" >/dev/null 2>&1 &`, word)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -497,7 +505,8 @@ func TestSweep(t *testing.T) {
 		"gohvd-apple-1-x-0":                        false,
 		fmt.Sprintf("gohvd-%d", os.Getpid()+1<<23): false,
 	} {
-		if out, err := exec.CommandContext(t.Context(), "ip", "netns", "add", name).CombinedOutput(); err != nil {
+		if out, err := exec.CommandContext(t.Context(), "ip", "netns", "add",
+			name).CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		testnet.NewHosts(t, 1)
@@ -505,7 +514,8 @@ func TestSweep(t *testing.T) {
 			t.Errorf("namespace %s is left: %v; want it removed: %v", name, left, goes)
 		}
 		if !goes {
-			if out, err := exec.CommandContext(t.Context(), "ip", "netns", "delete", name).CombinedOutput(); err != nil {
+			if out, err := exec.CommandContext(t.Context(), "ip", "netns", "delete",
+				name).CombinedOutput(); err != nil {
 				t.Errorf("%v: %s", err, out)
 			}
 		}
@@ -526,7 +536,9 @@ func TestNeed(t *testing.T) {
 		for _, ci := range []string{"", "true"} {
 			args := append(strings.Fields(c.command), self(t), "-test.v", "-test.run=^TestChild$")
 			cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
-			cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "CI=") })
+			cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool {
+				return strings.HasPrefix(v, "CI=")
+			})
 			cmd.Env = append(cmd.Env, "PATH="+c.path, "CI="+ci, childVariable+"=wait")
 			out, err := cmd.CombinedOutput()
 			want, status := "--- SKIP: TestChild", 0

@@ -74,7 +74,8 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cmd := exec.CommandContext(ctx, path, append([]string{
-		"--config.file=" + write("prometheus.yml", config), "--storage.tsdb.path=" + filepath.Join(dir, "data"),
+		"--config.file=" + write("prometheus.yml", config), "--storage.tsdb.path=" +
+			filepath.Join(dir, "data"),
 		"--web.listen-address=127.0.0.1:0",
 	}, args...)...)
 	var log bytes.Buffer
@@ -230,7 +231,8 @@ func Dashboard(t testing.TB, path string) []string {
 		case map[string]any:
 			for key, e := range v {
 				if text, ok := e.(string); ok && key == "expr" {
-					all = append(all, strings.NewReplacer("$job", ".*", "$instance", ".*", "$__rate_interval", "1m").Replace(text))
+					all = append(all, strings.NewReplacer("$job", ".*", "$instance", ".*", "$__rate_interval",
+						"1m").Replace(text))
 				}
 				walk(e)
 			}

@@ -122,8 +122,8 @@ func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	return conn
 }
 
-// Standalone returns the flags of torchrun that do what its flag --standalone does. That flag makes torchrun of PyTorch
-// 1.13 listen on port 29400, which only one test can have at a time.
+// Standalone returns the flags of torchrun that do what its flag --standalone does. That flag makes torchrun
+// of PyTorch 1.13 listen on port 29400, which only one test can have at a time.
 func Standalone(t testing.TB) []string {
 	t.Helper()
 	return []string{"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:" + strconv.Itoa(FreePort(t))}

@@ -15,7 +15,9 @@ import (
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
 // haveTorch returns an error if Python cannot import PyTorch.
-var haveTorch = sync.OnceValue(func() error { return exec.Command(Python, "-c", "import torch.distributed").Run() })
+var haveTorch = sync.OnceValue(func() error {
+	return exec.Command(Python, "-c", "import torch.distributed").Run()
+})
 
 // NeedTorch skips the test if there is no PyTorch. In CI, which has it, it fails the test instead.
 func NeedTorch(t testing.TB) {

@@ -47,7 +47,8 @@ func TestValidate(t *testing.T) {
 
 func TestHostID(t *testing.T) {
 	base := topo.HostID("", "h", "b", "n")
-	for _, other := range []string{topo.HostID("", "H", "b", "n"), topo.HostID("", "h", "B", "n"), topo.HostID("", "h", "b", "N")} {
+	for _, other := range []string{topo.HostID("", "H", "b", "n"), topo.HostID("", "h", "B", "n"),
+		topo.HostID("", "h", "b", "N")} {
 		if other == base {
 			t.Errorf("%q names two hosts", base)
 		}
@@ -59,8 +60,10 @@ func TestHostID(t *testing.T) {
 
 func TestFormatRanks(t *testing.T) {
 	for want, ranks := range map[string][]topo.Rank{
-		"no ranks": nil, "rank 3": {3}, "ranks 0 and 1": {0, 1}, "ranks 0-2": {0, 1, 2}, "ranks 0, 1 and 3": {0, 1, 3},
-		"ranks 0-2, 5 and 7": {0, 1, 2, 5, 7}, "ranks 0 and 2-5": {0, 2, 3, 4, 5}, "ranks 1, 3, 4, 6, 8, 10, 12, 14, 16, 18 and 2 more": {1, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22},
+		"no ranks": nil, "rank 3": {3}, "ranks 0 and 1": {0, 1}, "ranks 0-2": {0, 1, 2},
+		"ranks 0, 1 and 3":   {0, 1, 3},
+		"ranks 0-2, 5 and 7": {0, 1, 2, 5, 7}, "ranks 0 and 2-5": {0, 2, 3, 4, 5},
+		"ranks 1, 3, 4, 6, 8, 10, 12, 14, 16, 18 and 2 more": {1, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22},
 	} {
 		if got := topo.FormatRanks(ranks); got != want {
 			t.Errorf("%v: got %q, want %q", ranks, got, want)

@@ -101,7 +101,8 @@ func UpperBound(i int) float64 {
 // Add counts a duration. A negative duration counts as 0.
 func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
-	// Frexp returns a fraction in [1/2, 1) for numbers above 0. A power of two belongs to the bucket that it bounds.
+	// Frexp returns a fraction in [1/2, 1) for numbers above 0. A power of two belongs to the bucket that it
+	// bounds.
 	fraction, exponent := math.Frexp(max(d, 1).Seconds())
 	if fraction == 0.5 {
 		exponent--

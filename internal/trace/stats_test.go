@@ -14,7 +14,8 @@ func TestHistogram(t *testing.T) {
 		d    time.Duration
 		want int
 	}{
-		{-1, 0}, {0, 0}, {1, 0}, {953, 0}, {954, 1}, {second(0.5), 19}, {second(0.5) + 1, 20}, {time.Second, 20},
+		{-1, 0}, {0, 0}, {1, 0}, {953, 0}, {954, 1}, {second(0.5), 19}, {second(0.5) + 1, 20},
+		{time.Second, 20},
 		{time.Second + 1, 21}, {64 * time.Second, 26}, {64*time.Second + 1, 27}, {math.MaxInt64, 27},
 	} {
 		var h trace.Histogram

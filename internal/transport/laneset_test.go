@@ -20,7 +20,8 @@ func TestLaneSetAgainstMap(t *testing.T) {
 			reference[lane] = true
 			for i := range Lane(100) {
 				if got := set.Has(base + i); got != reference[base+i] {
-					t.Fatalf("seed %d: lane %d after %d: got %v, want %v", seed, base+i, lane, got, reference[base+i])
+					t.Fatalf("seed %d: lane %d after %d: got %v, want %v", seed, base+i, lane, got,
+						reference[base+i])
 				}
 			}
 			runs := 0

@@ -135,8 +135,8 @@ type Conn interface {
 	TryRead(p []byte) (int, error)
 
 	// Send queues p behind what was sent before and returns without waiting for the peer. p must not change
-	// until Sent has passed its last byte or Flush has returned. Sending never blocks on the receiver, so ranks
-	// that all send before they receive make progress. A dead peer may be noticed only by a later Send.
+	// until Sent has passed its last byte or Flush has returned. Sending never blocks on the receiver, so
+	// ranks that all send before they receive make progress. A dead peer may be noticed only by a later Send.
 	Send(p []byte) error
 
 	// Sent returns the number of bytes since the connection was made that have left the senders' buffers,

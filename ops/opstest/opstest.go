@@ -49,19 +49,24 @@ func (b *Blocking) single(buf []byte) []ops.Tensor {
 }
 
 // Allreduce reduces buf in place.
-func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte) error {
+func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp,
+	buf []byte) error {
 	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
 }
 
 // AllreduceFused reduces tensors, scaling them.
-func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
-	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op, Tensors: tensors, Scaling: s})
+func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType,
+	op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
+	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op,
+		Tensors: tensors, Scaling: s})
 }
 
 // Adasum combines the tensors of buf, which have counts bytes.
-func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte, counts []int64) error {
+func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte,
+	counts []int64) error {
 	return b.run(ctx, ops.Operation{
-		Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Adasum, Tensors: b.single(buf), Counts: counts,
+		Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Adasum, Tensors: b.single(buf),
+		Counts: counts,
 	})
 }
 
@@ -76,11 +81,15 @@ func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root in
 }
 
 // Reducescatter reduces the blocks of buf in place.
-func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp, buf []byte, counts []int64) error {
-	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf, Counts: counts})
+func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType,
+	op tensor.ReduceOp, buf []byte, counts []int64) error {
+	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
+		Counts: counts})
 }
 
 // Alltoall sends the blocks of in.
-func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64, allocate func(counts []int64) ([]byte, error)) error {
-	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts, Allocate: allocate})
+func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
+	allocate func(counts []int64) ([]byte, error)) error {
+	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,
+		Allocate: allocate})
 }

@@ -64,7 +64,8 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if t == 0 {
 		if err := b.readCounts(); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				return ops.Waiting, nil // a peer has shared an arena chunk, and its descriptor has not arrived
+				// a peer has shared an arena chunk, and its descriptor has not arrived
+				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
 		}
@@ -92,7 +93,8 @@ func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 // maxMembers is the greatest number of members whose counts fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts reads how many bytes every rank sends to every other, and computes the number of steps from that.
+// readCounts reads how many bytes every rank sends to every other, and computes the number of steps from
+// that.
 func (b *Backend) readCounts() error {
 	steps := 0
 	for i := range b.peers {
@@ -102,7 +104,9 @@ func (b *Backend) readCounts() error {
 			for k := range b.counts[i] {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
-					return b.peerError(i, fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c, int64(math.MaxInt64)))
+					return b.peerError(i,
+						fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c,
+							int64(math.MaxInt64)))
 				}
 				total += c
 				b.counts[i][k] = c
@@ -111,7 +115,8 @@ func (b *Backend) readCounts() error {
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
 				return b.peerError(i, err)
 			}
-			if n := len(b.layouts[i].extents); n > 1 { // pullBlocks treats the first extent as the whole buffer
+			// pullBlocks treats the first extent as the whole buffer
+			if n := len(b.layouts[i].extents); n > 1 {
 				return b.peerError(i, fmt.Errorf("got a table of %d extents, want 1 for an alltoall", n))
 			}
 		}
@@ -137,7 +142,8 @@ func (b *Backend) allocate() error {
 			continue
 		}
 		if rest := math.MaxInt64 - total; c > rest {
-			return b.peerError(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c, rest))
+			return b.peerError(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c,
+				rest))
 		}
 		total += c
 	}

@@ -21,26 +21,28 @@ func BenchmarkAllreduce(b *testing.B) {
 					// A rank that waits keeps its processor, so every rank needs a processor of its own.
 					defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n + 1))
 					var busy time.Duration
-					run(b, n, shm.Config{SmallBytes: 64 << 10, Oversubscribed: n > runtime.NumCPU()}, func(r *rank) error {
-						buf := aligned(size)
-						if kind == "arena" {
-							buf = r.mem.alloc(size)
-						}
-						for i := range b.N + 3 {
-							if i == 3 && r.me == 0 {
-								b.ResetTimer()
+					run(b, n, shm.Config{SmallBytes: 64 << 10, Oversubscribed: n > runtime.NumCPU()},
+						func(r *rank) error {
+							buf := aligned(size)
+							if kind == "arena" {
+								buf = r.mem.alloc(size)
 							}
-							clear(buf)
-							began := time.Now()
-							if err := r.Allreduce(b.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
-								return err
+							for i := range b.N + 3 {
+								if i == 3 && r.me == 0 {
+									b.ResetTimer()
+								}
+								clear(buf)
+								began := time.Now()
+								if err := r.Allreduce(b.Context(), message.Direct, tensor.Float32, tensor.Sum,
+									buf); err != nil {
+									return err
+								}
+								if i >= 3 && r.me == 0 {
+									busy += time.Since(began)
+								}
 							}
-							if i >= 3 && r.me == 0 {
-								busy += time.Since(began)
-							}
-						}
-						return nil
-					})
+							return nil
+						})
 					perOp := busy.Seconds() / float64(b.N)
 					b.ReportMetric(perOp*1e6, "us/allreduce")
 					b.ReportMetric(float64(size)*2*float64(n-1)/float64(n)/perOp/1e9, "busbw-GB/s")

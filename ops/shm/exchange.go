@@ -116,7 +116,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if r == 1 {
 		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				return ops.Waiting, nil // a peer has shared an arena chunk, and its descriptor has not arrived
+				// a peer has shared an arena chunk, and its descriptor has not arrived
+				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
 		}

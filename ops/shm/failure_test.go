@@ -28,7 +28,8 @@ func TestDeadPeer(t *testing.T) {
 			death := &transport.PeerError{Peer: 2, Lane: 1, Err: errors.New("the process ended")}
 			var begun atomic.Int32
 			err := try(h, 3, shm.Config{}, func(r *rank) error {
-				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
+					aligned(64)); err != nil {
 					return err
 				}
 				if begun.Add(1) == 3 {
@@ -65,7 +66,8 @@ func TestContextEnds(t *testing.T) {
 			timer := time.AfterFunc(50*time.Millisecond, func() { cancel(why) })
 			defer timer.Stop()
 			run(t, 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
-				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, aligned(64)); err != nil || r.me == 1 {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
+					aligned(64)); err != nil || r.me == 1 {
 					return err
 				}
 				began := time.Now()
@@ -92,15 +94,19 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 		"arena": func(ctx context.Context, r *rank) error {
 			return r.Allreduce(ctx, message.Direct, tensor.Float32, tensor.Sum, r.mem.alloc(1<<20))
 		},
-		"broadcast": func(ctx context.Context, r *rank) error { return r.Broadcast(ctx, message.Direct, 2%r.n, aligned(100)) },
+		"broadcast": func(ctx context.Context, r *rank) error {
+			return r.Broadcast(ctx, message.Direct, 2%r.n, aligned(100))
+		},
 		"allgather": func(ctx context.Context, r *rank) error {
 			return r.Allgather(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n])
 		},
 		"reducescatter": func(ctx context.Context, r *rank) error {
-			return r.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(100*r.n), []int64{100, 100, 100}[:r.n])
+			return r.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, aligned(100*r.n),
+				[]int64{100, 100, 100}[:r.n])
 		},
 		"alltoall": func(ctx context.Context, r *rank) error {
-			return r.Alltoall(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n], func([]int64) ([]byte, error) { return aligned(100 * r.n), nil })
+			return r.Alltoall(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n],
+				func([]int64) ([]byte, error) { return aligned(100 * r.n), nil })
 		},
 	}
 }
@@ -113,7 +119,8 @@ func TestAbandonedBuffer(t *testing.T) {
 		err := try(newHost(), 2, shm.Config{}, func(r *rank) error {
 			buf := r.mem.alloc(size)
 			if r.me == 1 {
-				seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(), nil)
+				seg, err := r.mem.Share(1, shm.New(r.mem, 1, r.mem.both(), 1, shm.Config{}).SegmentBytes(),
+					nil)
 				if err != nil {
 					return err
 				}
@@ -185,10 +192,11 @@ func TestPeersCounts(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			besidePretender(t, change, func(ctx context.Context, r *rank) error {
-				return r.Alltoall(ctx, message.Direct, aligned(2*own), []int64{own, own}, func(counts []int64) ([]byte, error) {
-					t.Errorf("allocate was called with %d bytes, want no call", counts)
-					return aligned(int(sum(counts))), nil
-				})
+				return r.Alltoall(ctx, message.Direct, aligned(2*own), []int64{own, own},
+					func(counts []int64) ([]byte, error) {
+						t.Errorf("allocate was called with %d bytes, want no call", counts)
+						return aligned(int(sum(counts))), nil
+					})
 			})
 		})
 	}
@@ -231,10 +239,12 @@ func TestAlltoallOutput(t *testing.T) {
 		for _, wrong := range []int{-1, 1} {
 			run(t, n, shm.Config{}, func(r *rank) error {
 				counts := []int64{64, 64}[:n]
-				err := r.Alltoall(t.Context(), message.Direct, aligned(64*n), counts, func(counts []int64) ([]byte, error) {
-					return aligned(int(sum(counts)) + wrong), nil
-				})
-				if want := fmt.Sprintf("got %d bytes for the output, want %d", 64*n+wrong, 64*n); err == nil || !strings.Contains(err.Error(), want) {
+				err := r.Alltoall(t.Context(), message.Direct, aligned(64*n), counts,
+					func(counts []int64) ([]byte, error) {
+						return aligned(int(sum(counts)) + wrong), nil
+					})
+				if want := fmt.Sprintf("got %d bytes for the output, want %d", 64*n+wrong,
+					64*n); err == nil || !strings.Contains(err.Error(), want) {
 					t.Errorf("got %v, want %s", err, want)
 				}
 				return nil
@@ -256,17 +266,22 @@ func TestRefused(t *testing.T) {
 		"adasum": func(r *rank) error {
 			return r.Adasum(t.Context(), message.Direct, tensor.Float32, aligned(64), []int64{64})
 		},
-		"root":   func(r *rank) error { return r.Broadcast(t.Context(), message.Direct, 2, aligned(64)) },
-		"counts": func(r *rank) error { return r.Allgather(t.Context(), message.Direct, aligned(64), []int64{64}) },
+		"root": func(r *rank) error { return r.Broadcast(t.Context(), message.Direct, 2, aligned(64)) },
+		"counts": func(r *rank) error {
+			return r.Allgather(t.Context(), message.Direct, aligned(64), []int64{64})
+		},
 		"blocks": func(r *rank) error {
-			return r.Alltoall(t.Context(), message.Direct, aligned(64), []int64{64, 8}, func([]int64) ([]byte, error) { return nil, nil })
+			return r.Alltoall(t.Context(), message.Direct, aligned(64), []int64{64, 8},
+				func([]int64) ([]byte, error) { return nil, nil })
 		},
 		"result of another length": func(r *rank) error {
-			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, []ops.Tensor{{In: aligned(8), Out: aligned(4)}})
+			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one,
+				[]ops.Tensor{{In: aligned(8), Out: aligned(4)}})
 		},
 		"division": func(r *rank) error {
 			s := ops.Scaling{Pre: 1, Post: 1, Divisor: 2}
-			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, s, []ops.Tensor{{In: aligned(8), Out: aligned(8)}})
+			return r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, s,
+				[]ops.Tensor{{In: aligned(8), Out: aligned(8)}})
 		},
 	} {
 		run(t, 2, shm.Config{}, func(r *rank) error {

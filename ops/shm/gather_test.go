@@ -101,7 +101,8 @@ func TestReducescatter(t *testing.T) {
 				content := input(tensor.Int64, r.me, 0, int(sum(c)/8))
 				buf := r.buffer(round, sum(c))
 				copy(buf, content)
-				if err := r.Reducescatter(t.Context(), message.Direct, tensor.Int64, tensor.Sum, buf, c); err != nil {
+				if err := r.Reducescatter(t.Context(), message.Direct, tensor.Int64, tensor.Sum, buf,
+					c); err != nil {
 					return err
 				}
 				from := sum(c[:r.me])
@@ -168,7 +169,8 @@ func TestAlltoall(t *testing.T) {
 func TestMixture(t *testing.T) {
 	run(t, 3, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
 		for round := range 300 {
-			small, large := input(tensor.Int32, r.me, round, 5), input(tensor.Int32, r.me, round, 400+round*17)
+			small, large := input(tensor.Int32, r.me, round, 5), input(tensor.Int32, r.me, round,
+				400+round*17)
 			c := []int64{int64(round), 64, 300}
 			gathered := aligned(int(sum(c)))
 			fill(gathered[sum(c[:r.me]):][:c[r.me]], r.me, 0, round)

@@ -76,7 +76,8 @@ func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bo
 			}
 		}
 		l.direct = l.direct || !e.in.staged() || !e.out.staged()
-		if k := len(l.extents); k > 0 && e.in.staged() && e.out.staged() && l.extents[k-1].in.staged() && l.extents[k-1].out.staged() {
+		if k := len(l.extents); k > 0 && e.in.staged() && e.out.staged() && l.extents[k-1].in.staged() &&
+			l.extents[k-1].out.staged() {
 			l.extents[k-1].end = end
 			continue
 		}
@@ -121,7 +122,8 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 			return fmt.Errorf("got an extent from byte %d to byte %d of %d bytes", begin, e.end, total)
 		}
 		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
-			return fmt.Errorf("got an extent to byte %d at offsets %d and %d, want multiples of %d", e.end, e.in.offset, e.out.offset, elem)
+			return fmt.Errorf("got an extent to byte %d at offsets %d and %d, want multiples of %d", e.end,
+				e.in.offset, e.out.offset, elem)
 		}
 		for _, p := range []*place{&e.in, &e.out} {
 			if p.staged() {
@@ -171,7 +173,8 @@ func (o *own) pack() {
 	if o.room == nil {
 		o.room = make([]byte, roomBytes)
 	}
-	n, used, begin := 0, 0, -1 // begin is the offset in room at which the last tensor begins, or -1 if it is not packed
+	// begin is the offset in room at which the last tensor begins, or -1 if it is not packed
+	n, used, begin := 0, 0, -1
 	for i, t := range o.tensors {
 		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
 			at := o.room[used:end]
@@ -204,7 +207,8 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 	o.tensors, o.ends, o.last = o.tensors[:0], o.ends[:0], 0
 	for _, t := range tensors {
 		if len(t.In) != len(t.Out) {
-			return 0, fmt.Errorf("got a tensor of %d bytes with a result of %d bytes, want the same length", len(t.In), len(t.Out))
+			return 0, fmt.Errorf("got a tensor of %d bytes with a result of %d bytes, want the same length",
+				len(t.In), len(t.Out))
 		}
 		if len(t.In) == 0 {
 			continue

@@ -37,7 +37,8 @@ func FuzzReadLayout(f *testing.F) {
 		}
 		again := make([]byte, tableBytes)
 		l.write(again)
-		if n := tableHeader + extentBytes*len(l.extents); !bytes.Equal(again[4+4:n], table[4+4:n]) || begin != total {
+		if n := tableHeader + extentBytes*len(l.extents); !bytes.Equal(again[4+4:n], table[4+4:n]) ||
+			begin != total {
 			t.Errorf("%x was read as %+v", b, l.extents)
 		}
 	})

@@ -36,7 +36,8 @@ type chunk struct {
 }
 
 func newHost() *host {
-	h := &host{segments: make(map[key][]byte), chunks: make(map[chunk][]byte), dead: make(map[topo.Rank]error)}
+	h := &host{segments: make(map[key][]byte), chunks: make(map[chunk][]byte),
+		dead: make(map[topo.Rank]error)}
 	h.changed = sync.NewCond(&h.mu)
 	return h
 }
@@ -112,7 +113,8 @@ func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for c, mem := range m.chunks {
-		if offset := uintptr(unsafe.Pointer(&b[0])) - uintptr(unsafe.Pointer(&mem[0])); c.rank == m.rank && offset < uintptr(len(mem)) {
+		if offset := uintptr(unsafe.Pointer(&b[0])) - uintptr(unsafe.Pointer(&mem[0])); c.rank == m.rank &&
+			offset < uintptr(len(mem)) {
 			return arena.Ref{Chunk: c.id, Offset: int64(offset)}, true
 		}
 	}
@@ -158,7 +160,8 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
 			own.Find = mem.find
-			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i, n}); err != nil {
+			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i,
+				n}); err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
 			}
 		})

@@ -11,8 +11,8 @@ import (
 // blockBytes is how many bytes are reduced at a time. All buffers of a block fit in the first-level cache.
 const blockBytes = 8 << 10
 
-// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result depend
-// neither on the rank that computes it nor on the other tensors of the operation.
+// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result
+// depend neither on the rank that computes it nor on the other tensors of the operation.
 type reducer struct {
 	op    tensor.ReduceOp
 	dt    tensor.DType

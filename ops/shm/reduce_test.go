@@ -91,12 +91,14 @@ func TestAllreduce(t *testing.T) {
 			t.Run(fmt.Sprintf("%d/%v", n, dt), func(t *testing.T) {
 				run(t, n, shm.Config{StageBytes: 16 << 10}, func(r *rank) error {
 					for k, size := range sizes {
-						for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product} {
+						for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max,
+							tensor.Product} {
 							if tensor.CheckReduce(op, dt) != nil {
 								continue
 							}
 							buf := input(dt, r.me, 0, size)
-							if arenas := (k + int(op)) % 3; size > 0 && (arenas == 1 || arenas == 2 && r.me%2 == 1) {
+							if arenas := (k + int(op)) % 3; size > 0 &&
+								(arenas == 1 || arenas == 2 && r.me%2 == 1) {
 								buf = r.mem.alloc(len(buf))
 								copy(buf, input(dt, r.me, 0, size))
 							}
@@ -152,7 +154,8 @@ func TestAllreduceFused(t *testing.T) {
 					tensors = append(tensors, r.tensor(own, whole[at:at+size]))
 					at += size
 				}
-				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one,
+					tensors); err != nil {
 					return err
 				}
 				var got []byte
@@ -188,7 +191,8 @@ func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 // Scaling by the operation rounds in the same way as scaling the tensor before and after the operation.
 func TestScaling(t *testing.T) {
 	for n := 1; n <= 4; n++ {
-		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64, tensor.Int32, tensor.Uint8} {
+		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64,
+			tensor.Int32, tensor.Uint8} {
 			for _, numElems := range []int{3, 5000} {
 				s := ops.Scaling{Pre: 1.7, Post: 0.3}
 				if dt.IsInteger() {
@@ -201,7 +205,8 @@ func TestScaling(t *testing.T) {
 						copy(copied, buf)
 						buf = copied
 					}
-					if err := r.AllreduceFused(t.Context(), message.Direct, dt, tensor.Sum, s, []ops.Tensor{{In: buf, Out: buf}}); err != nil {
+					if err := r.AllreduceFused(t.Context(), message.Direct, dt, tensor.Sum, s,
+						[]ops.Tensor{{In: buf, Out: buf}}); err != nil {
 						return err
 					}
 					if want := scaledSum(t, dt, n, numElems, s); !bytes.Equal(buf, want) {
@@ -278,7 +283,8 @@ func TestOrderOfAdditions(t *testing.T) {
 		run(t, n, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
 			buf := tensor.Bytes(append([]float32(nil), inputs[r.me]...))
 			for _, part := range [][]byte{buf[:4*cut], buf[4*cut:]} {
-				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, part); err != nil {
+				if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
+					part); err != nil {
 					return err
 				}
 			}
@@ -298,11 +304,13 @@ func TestAllreduceAllocatesNothing(t *testing.T) {
 		op := func() {
 			for range 2 { // each rank runs the same number of operations
 				for _, buf := range [][]byte{small, large} {
-					if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
+					if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
+						buf); err != nil {
 						t.Error(err)
 					}
 				}
-				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+				if err := r.AllreduceFused(t.Context(), message.Direct, tensor.Float32, tensor.Sum, one,
+					tensors); err != nil {
 					t.Error(err)
 				}
 			}

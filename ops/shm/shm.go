@@ -61,7 +61,8 @@ type Config struct {
 	// they have left the caches. With 1 MiB between two ranks it took 85 us instead of 50. Default 1.5 MiB.
 	SmallBytes, DirectBytes int64
 
-	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must yield its core.
+	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must yield its
+	// core.
 	Oversubscribed bool
 
 	// Find returns where a buffer lies in this process's arenas. Default arena.Find.
@@ -99,7 +100,8 @@ type Backend struct {
 	op    ops.Operation // in progress
 	state state
 
-	rounds     uint64 // rounds of the operations before this one, which all ranks have finished or will finish
+	// rounds of the operations before this one, which all ranks have finished or will finish
+	rounds     uint64
 	smallCount uint64 // small operations that were started
 	// smallTotal is the number of bytes of the small operation in progress.
 	smallTotal int64
@@ -181,15 +183,16 @@ func (cfg *Config) stage(n int) int64 {
 // Register registers the backend. The set of all ranks gets its memory before anything runs; other sets may
 // never need it.
 func Register(mem Memory, cfg Config) ops.Registration {
-	return ops.Registration{ID: message.SHM, Lists: true, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-		b := New(mem, transport.DataLane(set), ranks, me, cfg)
-		if set == topo.Global {
-			if err := b.Open(); err != nil {
-				return nil, err
+	return ops.Registration{ID: message.SHM, Lists: true,
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			b := New(mem, transport.DataLane(set), ranks, me, cfg)
+			if set == topo.Global {
+				if err := b.Open(); err != nil {
+					return nil, err
+				}
 			}
-		}
-		return b, nil
-	}}
+			return b, nil
+		}}
 }
 
 // Oversubscribed reports whether this host has more processes of the job than processors for them, so that a
@@ -215,7 +218,8 @@ func (b *Backend) Open() error {
 }
 
 func peerOf(segment []byte) peer {
-	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt), parked: flag(segment, parkedAt)}
+	return peer{segment: segment, progress: word(segment, progressAt), abort: flag(segment, abortAt),
+		parked: flag(segment, parkedAt)}
 }
 
 // connect shares this rank's memory and maps that of all members.
@@ -232,7 +236,8 @@ func (b *Backend) connect() error {
 			return err
 		}
 		if int64(len(segment)) < b.SegmentBytes() {
-			return b.peerError(i, fmt.Errorf("got a segment of %d bytes, want at least %d", len(segment), b.SegmentBytes()))
+			return b.peerError(i, fmt.Errorf("got a segment of %d bytes, want at least %d", len(segment),
+				b.SegmentBytes()))
 		}
 		b.peers[i] = peerOf(segment)
 	}
@@ -306,7 +311,8 @@ func (b *Backend) columns() {
 func (b *Backend) cut(counts []int64) error {
 	var total int64
 	if len(counts) != len(b.ranks) {
-		return fmt.Errorf("got the lengths of %d blocks, want one for each of %d ranks", len(counts), len(b.ranks))
+		return fmt.Errorf("got the lengths of %d blocks, want one for each of %d ranks", len(counts),
+			len(b.ranks))
 	}
 	for i, c := range counts {
 		total += c

@@ -54,7 +54,8 @@ func (b *Backend) finishSmall() {
 		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}
 	if len(b.own.tensors) == 1 {
-		b.sources[b.me] = b.own.tensors[0].In // reading it from the segment is slower, because other processors hold its lines
+		// reading it from the segment is slower, because other processors hold its lines
+		b.sources[b.me] = b.own.tensors[0].In
 	}
 	out := b.own.tensors[0].Out
 	if len(b.own.tensors) > 1 {

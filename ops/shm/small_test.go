@@ -21,8 +21,10 @@ func TestSmallRoundTheRing(t *testing.T) {
 				elems := (i*i*37)%(16<<10/(n-1)) + 1
 				first := elems / (1 + i%3) // the operation has one or two tensors
 				buf := input(tensor.Float32, r.me, i, elems)
-				tensors := []ops.Tensor{{In: buf[:4*first], Out: buf[:4*first]}, {In: buf[4*first:], Out: buf[4*first:]}}
-				if err := r.AllreduceFused(context.Background(), message.Direct, tensor.Float32, tensor.Sum, one, tensors); err != nil {
+				tensors := []ops.Tensor{{In: buf[:4*first], Out: buf[:4*first]},
+					{In: buf[4*first:], Out: buf[4*first:]}}
+				if err := r.AllreduceFused(context.Background(), message.Direct, tensor.Float32, tensor.Sum,
+					one, tensors); err != nil {
 					return err
 				}
 				if want := reduced(tensor.Float32, tensor.Sum, n, i, elems); !bytes.Equal(buf, want) {

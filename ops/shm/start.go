@@ -12,8 +12,8 @@ import (
 
 // An operation runs in steps. A step needs the previous step of all other ranks.
 
-// Start implements ops.Backend. If the peers' segments are mapped, it already writes what the first step of the
-// peers reads.
+// Start implements ops.Backend. If the peers' segments are mapped, it already writes what the first step of
+// the peers reads.
 func (b *Backend) Start(op ops.Operation) error {
 	if b.err != nil || b.state != idle {
 		return b.fail(op.Kind, errNotFinished)

@@ -65,33 +65,35 @@ func finish(r *rank, tries int) error {
 func TestStart(t *testing.T) {
 	const n = 3
 	for _, elems := range []int{100, 5000, 50_000} {
-		run(t, n, shm.Config{StageBytes: 12 << 10, SmallBytes: 1 << 10, DirectBytes: 64 << 10}, func(r *rank) error {
-			if err := connect(r); err != nil {
-				return err
-			}
-			for i := range 30 {
-				buf := input(tensor.Float32, r.me, i, elems)
-				if i%3 == 0 {
-					shared := r.mem.alloc(len(buf))
-					copy(shared, buf)
-					buf = shared
-				}
-				if err := start(r, buf); err != nil {
+		run(t, n, shm.Config{StageBytes: 12 << 10, SmallBytes: 1 << 10, DirectBytes: 64 << 10},
+			func(r *rank) error {
+				if err := connect(r); err != nil {
 					return err
 				}
-				if err := finish(r, 1000*((i+r.me)%3)); err != nil {
-					return err
+				for i := range 30 {
+					buf := input(tensor.Float32, r.me, i, elems)
+					if i%3 == 0 {
+						shared := r.mem.alloc(len(buf))
+						copy(shared, buf)
+						buf = shared
+					}
+					if err := start(r, buf); err != nil {
+						return err
+					}
+					if err := finish(r, 1000*((i+r.me)%3)); err != nil {
+						return err
+					}
+					if want := reduced(tensor.Float32, tensor.Sum, n, i, elems); !bytes.Equal(buf, want) {
+						return errors.New(difference(buf, want))
+					}
+					buf = input(tensor.Float32, r.me, i, 500)
+					if err := r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum,
+						buf); err != nil {
+						return err
+					}
 				}
-				if want := reduced(tensor.Float32, tensor.Sum, n, i, elems); !bytes.Equal(buf, want) {
-					return errors.New(difference(buf, want))
-				}
-				buf = input(tensor.Float32, r.me, i, 500)
-				if err := r.Allreduce(context.Background(), message.Direct, tensor.Float32, tensor.Sum, buf); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
+				return nil
+			})
 	}
 }
 
@@ -105,7 +107,9 @@ func TestStartGather(t *testing.T) {
 				return err
 			}
 			for i := range 20 {
-				part := func(rank int) []byte { return bytes.Repeat([]byte{byte(rank + 3*i)}, int(counts[rank])) }
+				part := func(rank int) []byte {
+					return bytes.Repeat([]byte{byte(rank + 3*i)}, int(counts[rank]))
+				}
 				want := slices.Concat(part(0), part(1), part(2))
 				out := aligned(3 * each)
 				if i%2 == 0 {
@@ -113,7 +117,8 @@ func TestStartGather(t *testing.T) {
 				}
 				clear(out)
 				copy(out[[]int{0, each, each}[r.me]:], part(r.me))
-				err := r.Start(ops.Operation{Kind: message.Allgather, Algorithm: message.Direct, Buf: out, Counts: counts})
+				err := r.Start(ops.Operation{Kind: message.Allgather, Algorithm: message.Direct, Buf: out,
+					Counts: counts})
 				if err == nil {
 					err = finish(r, 1000*((i+r.me)%3))
 				}
@@ -126,7 +131,8 @@ func TestStartGather(t *testing.T) {
 						out[0] = 99
 					}
 				}
-				err = r.Start(ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: out, Root: i % n})
+				err = r.Start(ops.Operation{Kind: message.Broadcast, Algorithm: message.Direct, Buf: out,
+					Root: i % n})
 				if err == nil {
 					err = finish(r, 1000*((i+r.me)%2))
 				}

@@ -32,7 +32,9 @@ func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	}
 	all := make([][]byte, n)
 	for r := range all {
-		all[r] = floats(dt, numElems, func(i int) float64 { return float64(r+1) * (common[i] + rng.NormFloat64()) })
+		all[r] = floats(dt, numElems, func(i int) float64 {
+			return float64(r+1) * (common[i] + rng.NormFloat64())
+		})
 	}
 	return all
 }
@@ -51,7 +53,8 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 		return b.Adasum(t.Context(), message.HalvingDoubling, dt, bufs[r], counts)
 	})
 	for r := range bufs {
-		wantElements(t, fmt.Sprintf("adasum of %v × %v: rank %d, as rank 0", tensors, dt, r), dt, bufs[r], bufs[0])
+		wantElements(t, fmt.Sprintf("adasum of %v × %v: rank %d, as rank 0", tensors, dt, r), dt, bufs[r],
+			bufs[0])
 	}
 	return bufs[0]
 }
@@ -152,11 +155,13 @@ func checkAdasum(t *testing.T, c *cluster, tensors []int) {
 	for _, dt := range floatTypes {
 		in := alike(dt, len(c.backends), tensors)
 		got := adasum(t, c, dt, in, tensors)
-		wantClose(t, fmt.Sprintf("adasum of %v × %v", tensors, dt), dt, in, tensors, got, adasumReference(dt, in, tensors))
+		wantClose(t, fmt.Sprintf("adasum of %v × %v", tensors, dt), dt, in, tensors, got,
+			adasumReference(dt, in, tensors))
 	}
 }
 
-var adasumShapes = [][]int{{0}, {1}, {2}, {7}, {64}, {1000}, {0, 0}, {1, 1, 1}, {3, 0, 5, 0, 0, 11, 1}, {0, 500, 13}, {13, 700, 0}}
+var adasumShapes = [][]int{{0}, {1}, {2}, {7}, {64}, {1000}, {0, 0}, {1, 1, 1}, {3, 0, 5, 0, 0, 11, 1},
+	{0, 500, 13}, {13, 700, 0}}
 
 func TestAdasum(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
@@ -203,7 +208,8 @@ func TestAdasumProperties(t *testing.T) {
 					one[r] = make([]byte, len(same[r]))
 				}
 			}
-			if got := adasum(t, c, dt, orthogonal, []int{100}); !bytes.Equal(got, floats(dt, 100, func(i int) float64 { return float64(i + 1) })) {
+			if got := adasum(t, c, dt, orthogonal, []int{100}); !bytes.Equal(got,
+				floats(dt, 100, func(i int) float64 { return float64(i + 1) })) {
 				t.Errorf("%v: the combination of orthogonal vectors is not their sum", dt)
 			}
 			if got := adasum(t, c, dt, one, []int{100}); !bytes.Equal(got, one[n/2]) {
@@ -297,7 +303,8 @@ func TestAdasumNumPy(t *testing.T) {
 			t.Fatalf("the script wrote %d bytes less than the next %d", k-len(out), k)
 		}
 		got := adasum(t, c, test.dt, test.in, test.tensors)
-		wantClose(t, fmt.Sprintf("%d ranks: adasum of %v × %v", n, test.tensors, test.dt), test.dt, test.in, test.tensors, got, out[:k])
+		wantClose(t, fmt.Sprintf("%d ranks: adasum of %v × %v", n, test.tensors, test.dt), test.dt, test.in,
+			test.tensors, got, out[:k])
 		out = out[k:]
 	}
 	if len(out) > 0 {

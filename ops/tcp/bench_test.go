@@ -17,9 +17,11 @@ func BenchmarkAllreduce(b *testing.B) {
 		for _, n := range []int{2, 4} {
 			for _, alg := range reduceAlgs {
 				for numBytes := 1 << 10; numBytes <= 64<<20; numBytes <<= 2 {
-					b.Run(fmt.Sprintf("%s/%v/ranks=%d/bytes=%d", net.name, alg, n, numBytes), func(b *testing.B) {
-						benchmarkAllreduce(b, newCluster(net.meshes(b, n), upTo(n), tcp.Config{}), alg, tensor.Float32, numBytes)
-					})
+					b.Run(fmt.Sprintf("%s/%v/ranks=%d/bytes=%d", net.name, alg, n, numBytes),
+						func(b *testing.B) {
+							benchmarkAllreduce(b, newCluster(net.meshes(b, n), upTo(n), tcp.Config{}), alg,
+								tensor.Float32, numBytes)
+						})
 				}
 			}
 		}
@@ -42,7 +44,8 @@ func BenchmarkSegment(b *testing.B) {
 	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
 		for _, n := range []int{2, 4} {
 			b.Run(fmt.Sprintf("segment=%d/ranks=%d", seg, n), func(b *testing.B) {
-				benchmarkAllreduce(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{SegmentBytes: seg}), message.Ring, tensor.Float32, 16<<20)
+				benchmarkAllreduce(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{SegmentBytes: seg}),
+					message.Ring, tensor.Float32, 16<<20)
 			})
 		}
 	}

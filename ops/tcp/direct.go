@@ -20,8 +20,8 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
-		// The result of part from comes from the rank to which this one has sent its own values of the part, so
-		// both begin at b.starts[from].
+		// The result of part from comes from the rank to which this one has sent its own values of the part,
+		// so both begin at b.starts[from].
 		c, landed := b.conns[from], b.starts[from]
 		for rest := b.parts.part(buf, from); len(rest) > 0; {
 			var p []byte

@@ -18,7 +18,9 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	all := make([][]byte, n)
 	rng := rand.New(rand.NewPCG(1, 2))
 	for r := range all {
-		all[r] = floats(dt, numElems, func(int) float64 { return rng.NormFloat64() * math.Exp2(float64(rng.IntN(8))) })
+		all[r] = floats(dt, numElems, func(int) float64 {
+			return rng.NormFloat64() * math.Exp2(float64(rng.IntN(8)))
+		})
 	}
 	return all
 }
@@ -73,7 +75,8 @@ func TestDirectOrder(t *testing.T) {
 			}
 			for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product} {
 				want := inOrder(op, dt, acc, in)
-				for _, place := range []struct{ before, after int }{{0, 0}, {0, 1}, {3, 0}, {17, 40}, {500, 37}, {1, 4000}} {
+				for _, place := range []struct{ before, after int }{{0, 0}, {0, 1}, {3, 0}, {17, 40},
+					{500, 37}, {1, 4000}} {
 					checkDirectOrder(t, c, op, dt, in, want, place.before*dt.Size(), place.after*dt.Size())
 				}
 			}
@@ -83,7 +86,8 @@ func TestDirectOrder(t *testing.T) {
 
 // checkDirectOrder reduces the contributions in as part of larger buffers, with before bytes in front of them
 // and after bytes behind them. The reduction must equal want.
-func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte, before, after int) {
+func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte,
+	before, after int) {
 	t.Helper()
 	bufs := make([][]byte, len(in))
 	counts := make([]int64, len(in))
@@ -118,13 +122,15 @@ func TestUneven(t *testing.T) {
 		acc := dt
 		if dt.IsHalf() {
 			acc = tensor.Float32
-			if want := inOrder(tensor.Sum, dt, acc, in); string(want) == string(inOrder(tensor.Sum, dt, dt, in)) {
+			if want := inOrder(tensor.Sum, dt, acc, in); string(want) == string(inOrder(tensor.Sum, dt, dt,
+				in)) {
 				t.Errorf("%v: rounding once or twice makes no difference", dt)
 			}
 		}
 		other := [][]byte{in[1], in[2], in[0]}
 		for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product} {
-			if want := inOrder(op, dt, acc, in); string(want) == string(inOrder(op, dt, acc, other)) && !dt.IsHalf() {
+			if want := inOrder(op, dt, acc, in); string(want) == string(inOrder(op, dt, acc, other)) &&
+				!dt.IsHalf() {
 				t.Errorf("%v: the order makes no difference to a %v", dt, op)
 			}
 		}

@@ -134,7 +134,9 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	_, sockets := dies.(*transporttcp.Mesh)
 	meshes[dying] = &countdownMesh{Mesh: dies, left: 300, zero: func() { _ = dies.Close() }}
 	c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
-	errs := c.judge(dying, func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, n) })
+	errs := c.judge(dying, func(i int, b *opstest.Blocking) error {
+		return runOperation(t.Context(), name, b, n)
+	})
 	for i, err := range errs {
 		var peer *transport.PeerError
 		switch {
@@ -197,7 +199,9 @@ func TestAbort(t *testing.T) {
 				}
 			}}
 			c := newCluster(meshes, upTo(n), tcp.Config{SegmentBytes: 64})
-			for i, err := range c.each(func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, n) }) {
+			for i, err := range c.each(func(i int, b *opstest.Blocking) error {
+				return runOperation(t.Context(), name, b, n)
+			}) {
 				if !errors.Is(err, boom) {
 					t.Errorf("rank %d: got %v, want %v", i, err, boom)
 				}
@@ -218,7 +222,9 @@ func TestAbortUnsent(t *testing.T) {
 				meshes[r] = &stuckMesh{meshes[r], boom}
 			}
 			c := newCluster(meshes, upTo(2), tcp.Config{})
-			for i, err := range c.each(func(i int, b *opstest.Blocking) error { return runOperation(t.Context(), name, b, 2) }) {
+			for i, err := range c.each(func(i int, b *opstest.Blocking) error {
+				return runOperation(t.Context(), name, b, 2)
+			}) {
 				if !errors.Is(err, boom) {
 					t.Errorf("rank %d: got %v, want %v", i, err, boom)
 				}
@@ -265,18 +271,23 @@ func TestContext(t *testing.T) {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{})
 		for range 50 {
 			ctx, cancel := context.WithCancel(t.Context())
-			c.must(t, func(i int, b *opstest.Blocking) error { return runOperation(ctx, "allreduce ring", b, n) })
+			c.must(t, func(i int, b *opstest.Blocking) error {
+				return runOperation(ctx, "allreduce ring", b, n)
+			})
 			cancel()
 		}
 	})
 }
 
-func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, name string, n int, reason error) {
+func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, name string, n int,
+	reason error) {
 	t.Run("before", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(reason)
 		c := newCluster(meshes(t, n), upTo(n), tcp.Config{})
-		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error { return runOperation(ctx, name, b, n) }))
+		wantReason(t, reason, c.each(func(i int, b *opstest.Blocking) error {
+			return runOperation(ctx, name, b, n)
+		}))
 	})
 	t.Run("middle", func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())

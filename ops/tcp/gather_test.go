@@ -129,9 +129,12 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 		})
 	})
 	for r := range n {
-		want, counts := blocks(func(from int) int64 { return of(from, r) }, func(from int) int { return 31*from + 7*r })
+		want, counts := blocks(func(from int) int64 { return of(from, r) }, func(from int) int {
+			return 31*from + 7*r
+		})
 		if calls[r] != 1 || !slices.Equal(gotCounts[r], counts) {
-			t.Errorf("rank %d: allocate was called %d times, the last time with %v, want once with %v", r, calls[r], gotCounts[r], counts)
+			t.Errorf("rank %d: allocate was called %d times, the last time with %v, want once with %v", r,
+				calls[r], gotCounts[r], counts)
 		}
 		if !bytes.Equal(got[r], want) {
 			t.Errorf("counts %v: rank %d has bytes that differ from the input", counts, r)
@@ -156,14 +159,16 @@ func TestAlltoallNoRoom(t *testing.T) {
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
 			const nobody = -1
 			errs := c.judge(nobody, func(r int, b *opstest.Blocking) error {
-				return b.Alltoall(t.Context(), message.Direct, make([]byte, 6), []int64{2, 2, 2}, func([]int64) ([]byte, error) {
-					if r == 0 {
-						return make([]byte, test.size), test.err
-					}
-					return make([]byte, 6), nil
-				})
+				return b.Alltoall(t.Context(), message.Direct, make([]byte, 6), []int64{2, 2, 2},
+					func([]int64) ([]byte, error) {
+						if r == 0 {
+							return make([]byte, test.size), test.err
+						}
+						return make([]byte, 6), nil
+					})
 			})
-			if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) || test.err != nil && !errors.Is(errs[0], test.err) {
+			if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) || test.err != nil &&
+				!errors.Is(errs[0], test.err) {
 				t.Errorf("got %v, want %v", errs[0], test.want)
 			}
 			if err := c.backends[0].Broadcast(t.Context(), message.Tree, 0, nil); !errors.Is(err, errs[0]) {
@@ -189,10 +194,11 @@ func TestAlltoallLies(t *testing.T) {
 			b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})}
 			done := make(chan error, 1)
 			go func() {
-				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {
-					t.Errorf("allocate was called with %v, want no call", counts)
-					return nil, errors.New("no room")
-				})
+				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0},
+					func(counts []int64) ([]byte, error) {
+						t.Errorf("allocate was called with %v, want no call", counts)
+						return nil, errors.New("no room")
+					})
 			}()
 			for i, count := range counts {
 				liar, err := meshes[i+1].Conn(ctx, lane, 0)

@@ -95,7 +95,8 @@ var (
 
 // eachReduction calls f with the contributions of every rank of c and the expected result, for every element
 // type and for every operation and algorithm that the type supports.
-func eachReduction(c *cluster, numElems int, f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
+func eachReduction(c *cluster, numElems int,
+	f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
 	n := len(c.backends)
 	for _, dt := range tensor.DTypes() {
 		given := make([][]byte, n)
@@ -127,13 +128,17 @@ func aligned(p []byte) []byte {
 
 func checkAllreduce(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
-	eachReduction(c, numElems, func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
-		t.Helper()
-		c.must(t, func(r int, b *opstest.Blocking) error { return b.Allreduce(t.Context(), alg, dt, op, bufs[r]) })
-		for r := range bufs {
-			wantElements(t, fmt.Sprintf("allreduce %v %v of %d × %v: rank %d", alg, op, numElems, dt, r), dt, bufs[r], want)
-		}
-	})
+	eachReduction(c, numElems,
+		func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
+			t.Helper()
+			c.must(t, func(r int, b *opstest.Blocking) error {
+				return b.Allreduce(t.Context(), alg, dt, op, bufs[r])
+			})
+			for r := range bufs {
+				wantElements(t, fmt.Sprintf("allreduce %v %v of %d × %v: rank %d", alg, op, numElems, dt, r),
+					dt, bufs[r], want)
+			}
+		})
 }
 
 // wantElements fails the test if got and want, as elements of dt, differ.
@@ -170,13 +175,16 @@ func TestAllreduceSameBits(t *testing.T) {
 		for _, alg := range reduceAlgs {
 			bufs := make([][]byte, len(c.backends))
 			for r := range bufs {
-				bufs[r] = floats(tensor.Float32, 1000, func(i int) float64 { return 1 / float64(1+i*len(bufs)+r*r) })
+				bufs[r] = floats(tensor.Float32, 1000, func(i int) float64 {
+					return 1 / float64(1+i*len(bufs)+r*r)
+				})
 			}
 			c.must(t, func(r int, b *opstest.Blocking) error {
 				return b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, bufs[r])
 			})
 			for r := range bufs {
-				wantElements(t, fmt.Sprintf("%v: rank %d, as rank 0", alg, r), tensor.Float32, bufs[r], bufs[0])
+				wantElements(t, fmt.Sprintf("%v: rank %d, as rank 0", alg, r), tensor.Float32, bufs[r],
+					bufs[0])
 			}
 		}
 	})
@@ -203,22 +211,24 @@ func divisions(n, numElems int) map[string][]int64 {
 func checkReducescatter(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	for name, elems := range divisions(len(c.backends), numElems) {
-		eachReduction(c, numElems, func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
-			t.Helper()
-			var counts []int64
-			for _, k := range elems {
-				counts = append(counts, k*int64(dt.Size()))
-			}
-			c.must(t, func(r int, b *opstest.Blocking) error {
-				return b.Reducescatter(t.Context(), alg, dt, op, bufs[r], counts)
+		eachReduction(c, numElems,
+			func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
+				t.Helper()
+				var counts []int64
+				for _, k := range elems {
+					counts = append(counts, k*int64(dt.Size()))
+				}
+				c.must(t, func(r int, b *opstest.Blocking) error {
+					return b.Reducescatter(t.Context(), alg, dt, op, bufs[r], counts)
+				})
+				from := int64(0)
+				for r, k := range counts {
+					what := fmt.Sprintf("reducescatter %v %v of %d × %v (%s): rank %d", alg, op, numElems, dt,
+						name, r)
+					wantElements(t, what, dt, bufs[r][from:from+k], want[from:from+k])
+					from += k
+				}
 			})
-			from := int64(0)
-			for r, k := range counts {
-				what := fmt.Sprintf("reducescatter %v %v of %d × %v (%s): rank %d", alg, op, numElems, dt, name, r)
-				wantElements(t, what, dt, bufs[r][from:from+k], want[from:from+k])
-				from += k
-			}
-		})
 	}
 }
 

@@ -135,9 +135,10 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 
 // Register returns the registration of the backend for a registry (ops.Registry).
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
-	return ops.Registration{ID: message.TCP, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-		return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
-	}}
+	return ops.Registration{ID: message.TCP,
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
+		}}
 }
 
 // Plan implements ops.Backend. The size does not affect the choice.

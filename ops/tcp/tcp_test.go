@@ -44,7 +44,8 @@ func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
 	for i, seg := range []int{1, 1000, 64, 0} {
-		c.backends = append(c.backends, &opstest.Blocking{Backend: tcp.New(meshes[i], lane, ranks, i, tcp.Config{SegmentBytes: seg})})
+		c.backends = append(c.backends,
+			&opstest.Blocking{Backend: tcp.New(meshes[i], lane, ranks, i, tcp.Config{SegmentBytes: seg})})
 	}
 	checkAll(t, c, 1000)
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
@@ -74,10 +75,14 @@ func TestSockets(t *testing.T) {
 // which checkAllreduce would take too long.
 func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
-	want := elements(tensor.Float32, numElems, func(i int) int64 { return fold(tensor.Sum, tensor.Float32, len(c.backends), i) })
+	want := elements(tensor.Float32, numElems, func(i int) int64 {
+		return fold(tensor.Sum, tensor.Float32, len(c.backends), i)
+	})
 	for _, alg := range reduceAlgs {
 		c.must(t, func(r int, b *opstest.Blocking) error {
-			buf := elements(tensor.Float32, numElems, func(i int) int64 { return value(tensor.Float32, r, i) })
+			buf := elements(tensor.Float32, numElems, func(i int) int64 {
+				return value(tensor.Float32, r, i)
+			})
 			err := b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, buf)
 			if err == nil && !bytes.Equal(buf, want) {
 				err = fmt.Errorf("rank %d: the sum by %v is wrong", r, alg)
@@ -98,7 +103,9 @@ func TestBufferOwnership(t *testing.T) {
 				checkReleased(t, c)
 			}
 			bufs := make([][64]byte, n)
-			c.must(t, func(r int, b *opstest.Blocking) error { return b.Broadcast(t.Context(), message.Tree, 0, bufs[r][:]) })
+			c.must(t, func(r int, b *opstest.Blocking) error {
+				return b.Broadcast(t.Context(), message.Tree, 0, bufs[r][:])
+			})
 			checkReleased(t, c)
 		})
 	}
@@ -150,24 +157,38 @@ func TestPlan(t *testing.T) {
 		r                        message.Response
 		usual, wantDeterministic message.Algorithm
 	}{
-		{message.Response{Kind: message.Allreduce, Op: tensor.Average, DType: tensor.Int32}, message.Ring, message.Ring},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Max, DType: tensor.Float64}, message.Ring, message.Ring},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Min, DType: tensor.Bool}, message.Ring, message.Ring},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Average, DType: tensor.Int32}, message.Ring,
+			message.Ring},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Max, DType: tensor.Float64}, message.Ring,
+			message.Ring},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Min, DType: tensor.Bool}, message.Ring,
+			message.Ring},
 		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: tensor.Bool}, none, none},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: tensor.Float32}, message.Ring, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Product, DType: tensor.Float64}, message.Ring, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Average, DType: tensor.Float64}, message.Ring, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.AverageActive, DType: tensor.Float16}, message.Direct, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Product, DType: tensor.BFloat16}, message.Direct, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Max, DType: tensor.BFloat16}, message.Ring, message.Ring},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: tensor.Float32, Wire: tensor.Float16}, message.Direct, message.Direct},
-		{message.Response{Kind: message.Allreduce, Op: tensor.Adasum, DType: tensor.Float32}, message.HalvingDoubling, message.HalvingDoubling},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: tensor.Float32}, message.Ring,
+			message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Product, DType: tensor.Float64}, message.Ring,
+			message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Average, DType: tensor.Float64}, message.Ring,
+			message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.AverageActive, DType: tensor.Float16},
+			message.Direct, message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Product, DType: tensor.BFloat16},
+			message.Direct, message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Max, DType: tensor.BFloat16}, message.Ring,
+			message.Ring},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: tensor.Float32,
+			Wire: tensor.Float16}, message.Direct, message.Direct},
+		{message.Response{Kind: message.Allreduce, Op: tensor.Adasum, DType: tensor.Float32},
+			message.HalvingDoubling, message.HalvingDoubling},
 		{message.Response{Kind: message.Allreduce, Op: tensor.Adasum, DType: tensor.Int32}, none, none},
 		{message.Response{Kind: message.Allreduce, Op: tensor.NoReduce, DType: tensor.Float64}, none, none},
 		{message.Response{Kind: message.Allreduce, Op: tensor.Sum, DType: 99}, none, none},
-		{message.Response{Kind: message.Reducescatter, Op: tensor.Sum, DType: tensor.Float32}, message.Ring, message.Direct},
-		{message.Response{Kind: message.Reducescatter, Op: tensor.Average, DType: tensor.Float16}, message.Direct, message.Direct},
-		{message.Response{Kind: message.Reducescatter, Op: tensor.Sum, DType: tensor.Int64}, message.Ring, message.Ring},
+		{message.Response{Kind: message.Reducescatter, Op: tensor.Sum, DType: tensor.Float32}, message.Ring,
+			message.Direct},
+		{message.Response{Kind: message.Reducescatter, Op: tensor.Average, DType: tensor.Float16},
+			message.Direct, message.Direct},
+		{message.Response{Kind: message.Reducescatter, Op: tensor.Sum, DType: tensor.Int64}, message.Ring,
+			message.Ring},
 		{message.Response{Kind: message.Reducescatter, Op: tensor.Adasum, DType: tensor.Float32}, none, none},
 		{message.Response{Kind: message.Reducescatter, Op: tensor.Average, DType: tensor.Bool}, none, none},
 		{message.Response{Kind: message.Allgather, DType: tensor.Uint8}, message.Ring, message.Ring},
@@ -177,11 +198,13 @@ func TestPlan(t *testing.T) {
 		{message.Response{Kind: message.Join}, none, none},
 		{message.Response{Kind: message.Error}, none, none},
 	} {
-		for b, want := range map[*opstest.Blocking]message.Algorithm{fast: test.usual, same: test.wantDeterministic} {
+		for b, want := range map[*opstest.Blocking]message.Algorithm{fast: test.usual,
+			same: test.wantDeterministic} {
 			for _, numBytes := range []int64{0, 1 << 10, 1 << 40} {
 				got, err := b.Plan(&test.r, numBytes)
 				if got != want || (err == nil) != (want != none) {
-					t.Errorf("%v %v of %v, deterministic=%v: got %v, %v, want %v", test.r.Kind, test.r.Op, test.r.WireType(), b == same, got, err, want)
+					t.Errorf("%v %v of %v, deterministic=%v: got %v, %v, want %v", test.r.Kind, test.r.Op,
+						test.r.WireType(), b == same, got, err, want)
 				}
 			}
 		}
@@ -222,16 +245,20 @@ func TestRefused(t *testing.T) {
 			return b.Allgather(ctx, message.Ring, make([]byte, 2), []int64{1, -1, 2})
 		},
 		"reducescatter by tree": func(ctx context.Context, b *opstest.Blocking) error {
-			return b.Reducescatter(ctx, message.Tree, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{4, 4, 4})
+			return b.Reducescatter(ctx, message.Tree, tensor.Float32, tensor.Sum, make([]byte, 12),
+				[]int64{4, 4, 4})
 		},
 		"reducescatter into parts of an element": func(ctx context.Context, b *opstest.Blocking) error {
-			return b.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{2, 6, 4})
+			return b.Reducescatter(ctx, message.Direct, tensor.Float32, tensor.Sum, make([]byte, 12),
+				[]int64{2, 6, 4})
 		},
 		"reducescatter of other bytes": func(ctx context.Context, b *opstest.Blocking) error {
-			return b.Reducescatter(ctx, message.Ring, tensor.Float32, tensor.Sum, make([]byte, 12), []int64{4, 4, 0})
+			return b.Reducescatter(ctx, message.Ring, tensor.Float32, tensor.Sum, make([]byte, 12),
+				[]int64{4, 4, 0})
 		},
 		"sum of bools": func(ctx context.Context, b *opstest.Blocking) error {
-			return b.Reducescatter(ctx, message.Ring, tensor.Bool, tensor.Sum, make([]byte, 3), []int64{1, 1, 1})
+			return b.Reducescatter(ctx, message.Ring, tensor.Bool, tensor.Sum, make([]byte, 3),
+				[]int64{1, 1, 1})
 		},
 		"alltoall by ring": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Alltoall(ctx, message.Ring, make([]byte, 3), []int64{1, 1, 1}, nil)

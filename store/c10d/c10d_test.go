@@ -65,15 +65,16 @@ func TestStoreConforms(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			storetest.Run(t, kind.lacks, func(t *testing.T) store.Store {
-				addr, _ := serve(t, c10d.Config{Torch21: kind.dialect == c10d.Torch21, Log: zaptest.NewLogger(t)})
+				addr, _ := serve(t, c10d.Config{Torch21: kind.dialect == c10d.Torch21,
+					Log: zaptest.NewLogger(t)})
 				return open(t, addr, kind.dialect)
 			})
 		})
 	}
 }
 
-// wire writes what goes over a connection: u8 as 01, strings and values as 'text' with their length before, i64 as +5, -1,
-// lists as [n, and anything else as hexadecimal bytes.
+// wire writes what goes over a connection: u8 as 01, strings and values as 'text' with their length before,
+// i64 as +5, -1, lists as [n, and anything else as hexadecimal bytes.
 func wire(t *testing.T, text string) []byte {
 	t.Helper()
 	var b []byte
@@ -155,7 +156,8 @@ func TestDialects(t *testing.T) {
 		}},
 		"2.1": {n: func(m int) string { return fmt.Sprintf("%02x", m-1) }, many: true},
 		"2.2": {hello: hello, n: func(m int) string { return fmt.Sprintf("%02x", m) }, many: true},
-		"2.8": {hello: hello, ping: "0d 39300000", n: func(m int) string { return fmt.Sprintf("%02x", m) }, many: true, queues: true},
+		"2.8": {hello: hello, ping: "0d 39300000", n: func(m int) string { return fmt.Sprintf("%02x", m) },
+			many: true, queues: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			addr, _ := serve(t, c10d.Config{Log: zaptest.NewLogger(t), Torch21: name == "2.1"})
@@ -277,7 +279,8 @@ func TestCancelWait(t *testing.T) {
 	}
 }
 
-// Old clients give a wait up without saying so. If its key came later the answer would be taken for that of another request.
+// Old clients give a wait up without saying so. If its key came later the answer would be taken for that of
+// another request.
 func TestStaleWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, "")
@@ -292,7 +295,8 @@ func TestStaleWait(t *testing.T) {
 // The compare_set of another client wakes who waits.
 func TestWake(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
-	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'", "01 '/k4' 'v'", "0e '/k5' 'v'"} {
+	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'",
+		"01 '/k4' 'v'", "0e '/k5' 'v'"} {
 		c := dialRaw(t, addr, hello+fmt.Sprintf(" 06 [1 '/k%d'", i))
 		testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
 		dialRaw(t, addr, hello+" "+request)
@@ -339,7 +343,9 @@ func TestGarbage(t *testing.T) {
 			if _, err := io.Copy(io.Discard, c); errors.Is(err, context.DeadlineExceeded) {
 				t.Error(err)
 			}
-			testnet.Eventually(t, "the reason", func() bool { return testnet.Logged(entries, "closed a connection", test.reason) })
+			testnet.Eventually(t, "the reason", func() bool {
+				return testnet.Logged(entries, "closed a connection", test.reason)
+			})
 			if _, err := hash.Delete(t.Context(), "/k"); err != nil {
 				t.Fatal(err)
 			}
@@ -353,14 +359,16 @@ func TestPairsAreBounded(t *testing.T) {
 	log, entries := testnet.Logs()
 	addr, hash := serve(t, c10d.Config{Log: log})
 	c := dialRaw(t, addr, hello+" 0b +9")
-	pair := append([]byte{2, 0, 0, 0, 0, 0, 0, 0, '/', 'k', 0, 0, 0x80, 0, 0, 0, 0, 0}, make([]byte, store.MaxValueBytes)...)
+	pair := append([]byte{2, 0, 0, 0, 0, 0, 0, 0, '/', 'k', 0, 0, 0x80, 0, 0, 0, 0, 0},
+		make([]byte, store.MaxValueBytes)...)
 	for range 9 {
 		if _, err := c.Write(pair); err != nil {
 			break // the server has closed the connection
 		}
 	}
 	testnet.Eventually(t, "the reason", func() bool {
-		return testnet.Logged(entries, "closed a connection", "multi_set: got more than 67108864 bytes in one call")
+		return testnet.Logged(entries, "closed a connection",
+			"multi_set: got more than 67108864 bytes in one call")
 	})
 	if ok, err := hash.Check(t.Context(), "/k"); ok || err != nil {
 		t.Errorf("the key is there: %v, %v", ok, err)
@@ -425,8 +433,8 @@ func answerModern(t *testing.T, conn net.Conn, old func()) {
 	}
 }
 
-// answerOld answers old requests for the number of keys. It takes a modern one for setting a key, as PyTorch does: when it has
-// the length of the key, which is beyond any memory, it leaves the connection to modern.
+// answerOld answers old requests for the number of keys. It takes a modern one for setting a key, as PyTorch
+// does: when it has the length of the key, which is beyond any memory, it leaves the connection to modern.
 func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	for {
 		var b [9]byte
@@ -462,7 +470,8 @@ func TestCountWorker(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	dialRaw(t, addr, hello).say("04 'init/' +1", "+1")
 	n, err := open(t, addr, c10d.Unknown).CountWorker(testnet.Context(t))
-	if v, _, lookErr := hash.Look(t.Context(), "init/"); n != 2 || err != nil || lookErr != nil || string(v) != "2" {
+	if v, _, lookErr := hash.Look(t.Context(), "init/"); n != 2 || err != nil || lookErr != nil ||
+		string(v) != "2" {
 		t.Errorf("the worker is number %d (%v), and init/ is %q (%v); want 2", n, err, v, lookErr)
 	}
 }
@@ -474,18 +483,26 @@ func TestDial(t *testing.T) {
 		queues  bool // Dial found that the server is a modern one
 	}{
 		// PyTorch's server with libuv sends nothing to an old client, and keeps the connection open.
-		"modern, silent to the old": {func(conn net.Conn) { answerModern(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Minute, true},
-		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute, true},
-		"old":                       {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
-		// An old server would take a shorter request for a part of a key, and meanwhile serve no other client.
-		"old, silent to the modern": {func(conn net.Conn) { answerOld(t, conn, func() { io.Copy(io.Discard, conn) }) }, time.Millisecond, false},
+		"modern, silent to the old": {func(conn net.Conn) {
+			answerModern(t, conn, func() { io.Copy(io.Discard, conn) })
+		}, time.Minute, true},
+		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute,
+			true},
+		"old": {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
+		// An old server would take a shorter request for a part of a key, and meanwhile serve no other
+		// client.
+		"old, silent to the modern": {func(conn net.Conn) {
+			answerOld(t, conn, func() { io.Copy(io.Discard, conn) })
+		}, time.Millisecond, false},
 		"modern, late": {func(conn net.Conn) {
 			answerModern(t, lateConn{conn}, func() { io.Copy(io.Discard, conn) })
 		}, time.Millisecond, true},
-		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, time.Millisecond, false},
+		"old, late": {func(conn net.Conn) { answerOld(t, lateConn{conn}, func() {}) }, time.Millisecond,
+			false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, err := c10d.DialTimeout(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown, c.timeout)
+			s, err := c10d.DialTimeout(testnet.Context(t), testnet.FakeServer(t, c.serve), c10d.Unknown,
+				c.timeout)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -505,8 +522,10 @@ func TestDial(t *testing.T) {
 		parts []string
 	}{
 		"silent": {func(conn net.Conn) { io.Copy(io.Discard, conn) },
-			[]string{"in the protocol of PyTorch 2.2 and later: no answer for", "in the protocol of PyTorch before 2.1: no answer for"}},
-		"closes": {func(conn net.Conn) {}, []string{"in the protocol of PyTorch 2.2 and later", "in the protocol of PyTorch before 2.1"}},
+			[]string{"in the protocol of PyTorch 2.2 and later: no answer for",
+				"in the protocol of PyTorch before 2.1: no answer for"}},
+		"closes": {func(conn net.Conn) {}, []string{"in the protocol of PyTorch 2.2 and later",
+			"in the protocol of PyTorch before 2.1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -625,10 +644,22 @@ func FuzzClient(f *testing.F) {
 	f.Add([]byte{7, 0, 0, 0, 0, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, in []byte) {
 		for name, ask := range map[string]func(s *c10d.Store) ([]byte, error){
-			"get":   func(s *c10d.Store) ([]byte, error) { return s.Get(t.Context(), "k") },
-			"add":   func(s *c10d.Store) ([]byte, error) { _, err := s.Add(t.Context(), "k", 1); return nil, err },
-			"check": func(s *c10d.Store) ([]byte, error) { _, err := s.Check(t.Context(), "k"); return nil, err },
-			"count": func(s *c10d.Store) ([]byte, error) { _, err := s.NumKeys(t.Context()); return nil, err },
+			"get": func(s *c10d.Store) ([]byte, error) { return s.Get(t.Context(), "k") },
+			"add": func(s *c10d.Store) ([]byte, error) {
+				_, err := s.Add(t.Context(), "k", 1)
+				return nil,
+					err
+			},
+			"check": func(s *c10d.Store) ([]byte, error) {
+				_, err := s.Check(t.Context(), "k")
+				return nil,
+					err
+			},
+			"count": func(s *c10d.Store) ([]byte, error) {
+				_, err := s.NumKeys(t.Context())
+				return nil,
+					err
+			},
 			"compare and set": func(s *c10d.Store) ([]byte, error) {
 				v, _, err := s.CompareAndSet(t.Context(), "k", nil, in)
 				return v, err
@@ -637,7 +668,10 @@ func FuzzClient(f *testing.F) {
 				v, err := s.MultiGet(t.Context(), "k", "l")
 				return bytes.Join(v, nil), err
 			},
-			"take from queues": func(s *c10d.Store) ([]byte, error) { v, _, err := s.TryPop(t.Context(), "k"); return v, err },
+			"take from queues": func(s *c10d.Store) ([]byte, error) {
+				v, _, err := s.TryPop(t.Context(), "k")
+				return v, err
+			},
 		} {
 			s := c10d.ClientOf(in)
 			if value, err := ask(s); err == nil && len(value) > len(in) {

@@ -57,8 +57,8 @@ func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
 }
 
 const (
-	// firstTimeout is how long the first attempt waits for an answer in one dialect. Each attempt doubles it, up
-	// to maxTimeout.
+	// firstTimeout is how long the first attempt waits for an answer in one dialect. Each attempt doubles it,
+	// up to maxTimeout.
 	firstTimeout = time.Second
 	maxTimeout   = 10 * time.Second
 )
@@ -92,7 +92,8 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 		if err == nil {
 			return nil
 		}
-		if opErr := (*net.OpError)(nil); ctx.Err() != nil || !dial.MayRecover(err) || errors.As(err, &opErr) && opErr.Op == "dial" {
+		if opErr := (*net.OpError)(nil); ctx.Err() != nil || !dial.MayRecover(err) ||
+			errors.As(err, &opErr) && opErr.Op == "dial" {
 			return err // another dialect would give the same error
 		}
 		if errors.Is(err, context.DeadlineExceeded) {
@@ -104,11 +105,13 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 }
 
 const (
-	// probeRequests is how many requests probeDialect sends. After a validation an old server takes them for the
-	// upper half of the length of a key. That length exceeds any memory, so the server closes the connection. After
-	// fewer requests it would wait for the rest of the length, and meanwhile serve no other client.
+	// probeRequests is how many requests probeDialect sends. After a validation an old server takes them for
+	// the upper half of the length of a key. That length exceeds any memory, so the server closes the
+	// connection. After fewer requests it would wait for the rest of the length, and meanwhile serve no other
+	// client.
 	probeRequests = 4
-	// maxPlausibleKeys bounds the number of keys. The text that a server of another kind sends decodes to more.
+	// maxPlausibleKeys bounds the number of keys. The text that a server of another kind sends decodes to
+	// more.
 	maxPlausibleKeys = 1 << 40
 )
 
@@ -137,8 +140,9 @@ func (s *Store) probeDialect(ctx context.Context) error {
 // conn is a connection without a request in progress.
 type conn struct {
 	net.Conn
-	in    reader
-	first []byte // bytes before the first request, sent in one write with it, so that no server gets only them
+	in reader
+	// bytes before the first request, sent in one write with it, so that no server gets only them
+	first []byte
 }
 
 // take returns an idle connection, or a new one.
@@ -272,7 +276,8 @@ func (x *exchange) check(keys []string) (bool, error) {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != checkReady && b != checkNotReady {
-		err = fmt.Errorf("malformed answer of the server to a check: got %d, want %d or %d", b, checkReady, checkNotReady)
+		err = fmt.Errorf("malformed answer of the server to a check: got %d, want %d or %d", b, checkReady,
+			checkNotReady)
 	}
 	return b == checkReady, err
 }
@@ -426,7 +431,8 @@ func (s *Store) ask(ctx context.Context, op opcode, args []byte) (n int64, err e
 }
 
 // CompareAndSet implements store.Store.
-func (s *Store) CompareAndSet(ctx context.Context, key string, expected, desired []byte) (actual []byte, swapped bool, err error) {
+func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
+	desired []byte) (actual []byte, swapped bool, err error) {
 	err = errors.Join(noKey(key), store.CheckValue(expected), store.CheckValue(desired))
 	if err == nil {
 		args := appendBytes(appendBytes(appendBytes(nil, keyPrefix+key), expected), desired)
@@ -481,8 +487,9 @@ func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) 
 // WorkersKey is the key of a server at which the workers of a TCPStore with a world size are counted.
 const WorkersKey = "init/"
 
-// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits, as PyTorch's clients
-// are by their constructor, and returns how many have been counted. Each worker calls it once.
+// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits, as
+// PyTorch's clients are by their constructor, and returns how many have been counted. Each worker calls it
+// once.
 func (s *Store) CountWorker(ctx context.Context) (int64, error) {
 	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, WorkersKey), 1))
 	return n, s.failed("count a worker", WorkersKey, err)

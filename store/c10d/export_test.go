@@ -30,7 +30,8 @@ func (byteConn) SetDeadline(time.Time) error      { return nil }
 func (byteConn) SetReadDeadline(time.Time) error  { return nil }
 func (byteConn) SetWriteDeadline(time.Time) error { return nil }
 
-// ClientOf is a Store whose only connection has a server that answers in, whatever it is asked, and is gone then.
+// ClientOf is a Store whose only connection has a server that answers in, whatever it is asked, and is gone
+// then.
 func ClientOf(in []byte) *Store {
 	s := &Store{dialect: Modern, busy: make(map[*conn]struct{})}
 	over := byteConn{bytes.NewReader(in)}

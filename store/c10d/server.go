@@ -21,7 +21,8 @@ const (
 	// writeTimeout bounds how long the server waits for a client to read an answer.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
-	// maxPairsBytes bounds the keys and values of one multi_set, which are all in memory before the first is stored.
+	// maxPairsBytes bounds the keys and values of one multi_set, which are all in memory before the first is
+	// stored.
 	maxPairsBytes = 64 << 20
 )
 
@@ -44,7 +45,8 @@ type Server struct {
 	accepts *dial.Acceptor
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s and closes it.
+// Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s
+// and closes it.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
 	server := &Server{store: s, cfg: cfg}
 	var err error
@@ -64,7 +66,8 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	ctx, cancel := context.WithCancel(ctx)
 	c := &session{
 		store: s.store, ctx: ctx, conn: conn, dialect: Old,
-		in: reader{Reader: bufio.NewReaderSize(conn, bufferBytes)}, out: bufio.NewWriterSize(conn, bufferBytes),
+		in:  reader{Reader: bufio.NewReaderSize(conn, bufferBytes)},
+		out: bufio.NewWriterSize(conn, bufferBytes),
 	}
 	if s.cfg.Torch21 {
 		c.dialect = Torch21
@@ -131,7 +134,8 @@ func (c *session) validate() error {
 	if err != nil || b[0] != 0 {
 		return err
 	}
-	// An old client that sets a key begins with 0 as well, but no key is long enough for its length to be magic.
+	// An old client that sets a key begins with 0 as well, but no key is long enough for its length to be
+	// magic.
 	if b, err = c.in.Peek(5); err != nil {
 		return unexpected(err)
 	}

@@ -156,7 +156,8 @@ s.get("bye")
 			t.Errorf("got %d, %v", n, err)
 		}
 	}
-	if v, swapped, err := s.CompareAndSet(ctx, "taken", nil, []byte("no")); err != nil || swapped || string(v) != "yes" {
+	if v, swapped, err := s.CompareAndSet(ctx, "taken", nil, []byte("no")); err != nil || swapped ||
+		string(v) != "yes" {
 		t.Errorf("got %q, %v, %v", v, swapped, err)
 	}
 	if ok, err := s.Check(ctx, "n", "nothing"); ok || err != nil {
@@ -182,8 +183,8 @@ s.get("bye")
 	wait()
 }
 
-// BenchmarkServers has clients of the old dialect set a key and get it, as PyTorch's do: with two answers to wait for. torch is
-// PyTorch's own server, ours is a Server.
+// BenchmarkServers has clients of the old dialect set a key and get it, as PyTorch's do: with two answers to
+// wait for. torch is PyTorch's own server, ours is a Server.
 func BenchmarkServers(b *testing.B) {
 	ours, _ := serve(b, c10d.Config{})
 	theirs, stop := torchServer(b)

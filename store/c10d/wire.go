@@ -38,7 +38,8 @@ const (
 )
 
 var opNames = [numOps]string{
-	"validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append", "multi_get",
+	"validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append",
+	"multi_get",
 	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len", "watch_key",
 }
 
@@ -81,11 +82,13 @@ func (d Dialect) String() string {
 // ops are the operations of a dialect by their numbers there.
 var ops = [...][]opcode{
 	Modern: {
-		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet,
+		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend,
+		opMultiGet, opMultiSet,
 		opCancelWait, opPing, opQueuePush, opQueuePop, opQueueLen,
 	},
-	Old:     {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opWatch, opDelete},
-	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet, opMultiSet, opCancelWait},
+	Old: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opWatch, opDelete},
+	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet,
+		opMultiSet, opCancelWait},
 }
 
 // is21 reports whether a number that an old client sends shows that it is of 2.1. Number 7 does not: before

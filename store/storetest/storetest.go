@@ -27,7 +27,8 @@ type Lacks struct {
 	OwnKeys int64
 }
 
-// Run runs the suite. open returns an empty store, and registers with t what there is to clean up beyond its Close.
+// Run runs the suite. open returns an empty store, and registers with t what there is to clean up beyond its
+// Close.
 func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	for _, test := range []struct {
 		name string
@@ -53,7 +54,9 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 		{"WaitAndCheck", waitAndCheck, false},
 		{"WaitForMany", waitForMany, false},
 		{"Many", many, false},
-		{"NumKeys", func(t *testing.T, ctx context.Context, s store.Store) { numKeys(t, ctx, s, lacks.OwnKeys) }, false},
+		{"NumKeys", func(t *testing.T, ctx context.Context, s store.Store) {
+			numKeys(t, ctx, s, lacks.OwnKeys)
+		}, false},
 		{"Queues", queues, lacks.Queues},
 		{"QueuesWake", queuesWake, lacks.Queues},
 		{"NoQueues", noQueues, !lacks.Queues},
@@ -247,7 +250,8 @@ func swaps(t *testing.T, ctx context.Context, s store.Store, steps []swap) {
 	for _, step := range steps {
 		actual, swapped, err := s.CompareAndSet(ctx, "k", step.expected, step.desired)
 		noErr(t, err)
-		if swapped != step.swapped || !bytes.Equal(actual, step.actual) || (actual == nil) != (step.actual == nil) {
+		if swapped != step.swapped || !bytes.Equal(actual, step.actual) ||
+			(actual == nil) != (step.actual == nil) {
 			t.Fatalf("compare-and-set %q to %q: got %q (nil: %v) %v, want %q %v", step.expected, step.desired,
 				actual, actual == nil, swapped, step.actual, step.swapped)
 		}

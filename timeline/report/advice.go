@@ -45,17 +45,22 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 	late := f.Suspects(r.steady())
 	switch {
 	case len(late) == 1 && second == nil:
-		return fmt.Sprintf("rank %d held up all others for %s; no other rank did", late[0].Rank, r.time(late[0].Held))
+		return fmt.Sprintf("rank %d held up all others for %s; no other rank did", late[0].Rank,
+			r.time(late[0].Held))
 	case len(late) == 1:
-		return fmt.Sprintf("rank %d held up all others for %s; no other rank for more than %s", late[0].Rank, r.time(late[0].Held), r.perStep(second.Held))
+		return fmt.Sprintf("rank %d held up all others for %s; no other rank for more than %s", late[0].Rank,
+			r.time(late[0].Held), r.perStep(second.Held))
 	case len(late) > 1:
 		return fmt.Sprintf("%s are late together: they caused %s of the waiting; some rank waited for another during %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
 	case !r.steady().Long(worst.Held):
-		return fmt.Sprintf("no rank held up the others for long: the longest was rank %d, for %s", worst.Rank, r.time(worst.Held))
+		return fmt.Sprintf("no rank held up the others for long: the longest was rank %d, for %s", worst.Rank,
+			r.time(worst.Held))
 	case second == nil:
-		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank, r.time(worst.Held))
+		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank,
+			r.time(worst.Held))
 	}
-	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank, r.time(worst.Held), second.Rank, r.time(second.Held))
+	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank,
+		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
 // startup returns the verdict on the start-up; empty if there was none.
@@ -65,7 +70,8 @@ func (r *Report) startup(f *analysis.Lateness) string {
 	}
 	text := fmt.Sprintf("start-up (%s until the first complete step) is not counted", duration(r.StartupUS))
 	if worst := f.WorstInStartup(time.Duration(r.StartupUS * nanosPerMicro)); worst != nil {
-		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank, duration(micros(worst.StartupHeld)))
+		text += fmt.Sprintf("; rank %d held up all others for %s of it", worst.Rank,
+			duration(micros(worst.StartupHeld)))
 	}
 	return text
 }
@@ -121,15 +127,18 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 			"%s cause %s of the waiting", ranksOf(late), percent(f.Share(late...)))
 	case r.Outside.Share >= most:
 		add("", "look at the program, not at gohvd or the network: its input pipeline (more DataLoader workers, prefetching), then its computation",
-			"every rank has no operation in flight for at least %s of %s %s", duration(r.Outside.US), duration(r.Outside.StepUS), r.per())
+			"every rank has no operation in flight for at least %s of %s %s", duration(r.Outside.US),
+			duration(r.Outside.StepUS), r.per())
 	}
 	once := c.once()
 	autoNamed := once >= 100 && float64(once) >= most*float64(r.Names)
 	if autoNamed {
 		add("", "give tensors names that are the same in every step",
-			"%d of %d names occur only once, and a tensor with a new name is negotiated in full", once, r.Names)
+			"%d of %d names occur only once, and a tensor with a new name is negotiated in full", once,
+			r.Names)
 	}
-	if n := r.Cache.SteadyHits + r.Cache.SteadyMisses; !autoNamed && !r.Horovod && n >= 100 && float64(r.Cache.SteadyMisses) >= 0.05*float64(n) {
+	if n := r.Cache.SteadyHits + r.Cache.SteadyMisses; !autoNamed && !r.Horovod && n >= 100 &&
+		float64(r.Cache.SteadyMisses) >= 0.05*float64(n) {
 		missed := percent(float64(r.Cache.SteadyMisses) / float64(n))
 		if o.CacheCapacity > 0 && r.Names > o.CacheCapacity {
 			add("HOROVOD_CACHE_CAPACITY", fmt.Sprintf("set it to %d or more", r.Names),
@@ -139,9 +148,12 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 				"%s of the requests whose name had occurred before were not cached, although the cache has room for all %d names", missed, r.Names)
 		}
 	}
-	if f := &r.Fusion; f.Responses >= 200 && r.Steps > 0 && f.MeanTensors < 2 && f.MeanBytes < 64<<10 && r.part(negotiation) >= 0.1 {
-		add("HOROVOD_CYCLE_TIME", "set it to 1 (ms), so that more tensors are fused, or submit them as a group",
-			"a response has %.1f tensors and %s on average, and negotiation takes %s of the time", f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
+	if f := &r.Fusion; f.Responses >= 200 && r.Steps > 0 && f.MeanTensors < 2 && f.MeanBytes < 64<<10 &&
+		r.part(negotiation) >= 0.1 {
+		add("HOROVOD_CYCLE_TIME",
+			"set it to 1 (ms), so that more tensors are fused, or submit them as a group",
+			"a response has %.1f tensors and %s on average, and negotiation takes %s of the time",
+			f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
 	// If operations are queued behind the exchange of data, more lanes would only share the same network.
 	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
@@ -150,16 +162,19 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	}
 	tcp, exchanging := c.backends["tcp"], r.part(exchange)+r.part(negotiation)
 	switch {
-	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 && r.part(exchange) >= 0.1:
+	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 &&
+		r.part(exchange) >= 0.1:
 		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or leave it out",
-			"all ranks are on one host, and the exchange of data over TCP takes %s of the time", percent(r.part(exchange)))
+			"all ranks are on one host, and the exchange of data over TCP takes %s of the time",
+			percent(r.part(exchange)))
 	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:
 		faster := "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE)"
 		if c.hosts() == 1 && len(r.Missing) == 0 {
 			faster = "give each rank processor cores that nothing else uses"
 		}
 		add("", faster+"; or send less: 16-bit compression, fewer and larger steps (backward_passes_per_step)",
-			"no rank is late, the exchange of data takes %s of the time, and negotiation takes %s", percent(r.part(exchange)), percent(r.part(negotiation)))
+			"no rank is late, the exchange of data takes %s of the time, and negotiation takes %s",
+			percent(r.part(exchange)), percent(r.part(negotiation)))
 	}
 	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) && !r.Horovod {
 		add("", "allocate tensors with hvd.Alloc, which avoids the copies",

@@ -86,13 +86,16 @@ func TestTwoMillionEvents(t *testing.T) {
 	}
 	dir := t.TempDir()
 	for r := range 2 {
-		b := newBig(t, filepath.Join(dir, fmt.Sprintf("t.rank%d.json", r)), rankID{rank: r, size: 2, domain: "a", epoch: 1})
+		b := newBig(t, filepath.Join(dir, fmt.Sprintf("t.rank%d.json", r)),
+			rankID{rank: r, size: 2, domain: "a", epoch: 1})
 		for step := range steps {
 			for n := range names {
 				at := (step+1)*300*ms + n*ms
-				b.op(testOp{number: step*names + n + 1, granted: at + 2*ms, begun: at + 2*ms, ended: at + 3*ms, backend: "shm",
+				b.op(testOp{number: step*names + n + 1, granted: at + 2*ms, begun: at + 2*ms,
+					ended: at + 3*ms, backend: "shm",
 					activities: []testActivity{{"MEMCPY_IN_FUSION_BUFFER", 1}, {"SHM_ALLREDUCE", 2}},
-					tensors:    []testTensor{{name: fmt.Sprint("layer.", n), submitted: at + r*ms, bytes: 4}}})
+					tensors: []testTensor{{name: fmt.Sprint("layer.", n), submitted: at + r*ms,
+						bytes: 4}}})
 			}
 			b.flush(t)
 		}
@@ -107,8 +110,10 @@ func TestTwoMillionEvents(t *testing.T) {
 		events += int(f.segments[0].records)
 	}
 	t.Logf("%d events: %v, %d KiB of heap at most", events, took, heap>>10)
-	if n := int64(names * steps); events < 20*int(n) || r.Operations != 2*n || r.Steps != int64(steps-1) || r.Lateness.Compared != n-names {
-		t.Errorf("got %d events, %d operations, %d steps, %d compared", events, r.Operations, r.Steps, r.Lateness.Compared)
+	if n := int64(names * steps); events < 20*int(n) || r.Operations != 2*n || r.Steps != int64(steps-1) ||
+		r.Lateness.Compared != n-names {
+		t.Errorf("got %d events, %d operations, %d steps, %d compared", events, r.Operations, r.Steps,
+			r.Lateness.Compared)
 	}
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
@@ -131,7 +136,9 @@ func TestHostileInputIsBounded(t *testing.T) {
 			b.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":%d,"pid":%d}`, n, n)
 		} else {
 			clear(b.pids)
-			b.op(testOp{set: n, number: n, granted: n, begun: n, ended: n, tensors: []testTensor{{name: fmt.Sprint(long[:100], n), submitted: n, arrivals: []int{n, n + n%90}}}})
+			b.op(testOp{set: n, number: n, granted: n, begun: n, ended: n,
+				tensors: []testTensor{{name: fmt.Sprint(long[:100], n), submitted: n,
+					arrivals: []int{n, n + n%90}}}})
 		}
 		b.flush(t)
 	}
@@ -145,7 +152,8 @@ func TestHostileInputIsBounded(t *testing.T) {
 	if heap > 100<<20 {
 		t.Errorf("got %d bytes of heap, want at most 100 MiB", heap)
 	}
-	if r.Names > maxNames || r.Operations < maxOpen || !strings.Contains(strings.Join(r.Problems, "\n"), "more than 16384 operations are in flight") {
+	if r.Names > maxNames || r.Operations < maxOpen ||
+		!strings.Contains(strings.Join(r.Problems, "\n"), "more than 16384 operations are in flight") {
 		t.Errorf("got %d names and %d operations", r.Names, r.Operations)
 	}
 	out := filepath.Join(t.TempDir(), "out.json")

@@ -30,7 +30,9 @@ func (c *clock) reference(at int64) int64 {
 	if len(c.points) == 0 {
 		return at + c.shift
 	}
-	i, found := slices.BinarySearchFunc(c.points, at, func(p clockPoint, at int64) int { return cmp.Compare(p.at, at) })
+	i, found := slices.BinarySearchFunc(c.points, at, func(p clockPoint, at int64) int {
+		return cmp.Compare(p.at, at)
+	})
 	switch {
 	case found || i == 0:
 		return at + c.points[i].offset

@@ -90,7 +90,8 @@ func (s *stream) operations(yield func(*operation) bool) {
 		s.observe(i)
 		whole := o
 		if o == nil || i.Number == 0 || i.Number != o.Number || i.Set != o.Set {
-			o = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never}, parts: i.parts}
+			o = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never},
+				parts: i.parts}
 		}
 		o.add(i)
 		if whole != nil && whole != o {
@@ -128,8 +129,9 @@ func (o *operation) add(i *instance) {
 // collect reads the files of all ranks side by side, so that only operations in progress have to be kept.
 func (j *Job) collect() (*collection, error) {
 	c := &collection{
-		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1), steadyFrom: never,
-		responses: analysis.Sketch{Bits: 8}, responseBytes: analysis.Sketch{Bits: 8},
+		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1),
+		steadyFrom: never,
+		responses:  analysis.Sketch{Bits: 8}, responseBytes: analysis.Sketch{Bits: 8},
 	}
 	of := make(map[*analysis.Member]*rankStats)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
@@ -138,8 +140,10 @@ func (j *Job) collect() (*collection, error) {
 		r.cover(&r.phases[negotiation], to, granted)
 	})
 	for _, f := range j.ranks {
-		s := &stream{rankReader: newRankReader(f, c.names), rankStats: &rankStats{steadyFrom: never}, frontier: never}
-		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain, Error: time.Duration(f.clock.err), Known: f.clock.known})
+		s := &stream{rankReader: newRankReader(f, c.names), rankStats: &rankStats{steadyFrom: never},
+			frontier: never}
+		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
+			Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
 		s.observe = func(i *instance) { c.observe(s, i) }
 		var stop func()
@@ -252,7 +256,8 @@ func (c *collection) take(s *stream, o *operation) {
 // the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	if s == c.streams[0] && !c.job.horovod { // Horovod's file has only the arrivals of requests that were not cached, as in the first step
+	// Horovod's file has only the arrivals of requests that were not cached, as in the first step
+	if s == c.streams[0] && !c.job.horovod {
 		c.steadyFrom = at
 		c.late.Steady(at)
 	}

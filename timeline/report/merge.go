@@ -70,7 +70,8 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 	for _, r := range j.ranks {
 		for _, s := range r.segments {
 			if same(s.path, path) {
-				return sum, fmt.Errorf("%s is one of the files to merge, want another name for the output", path)
+				return sum, fmt.Errorf("%s is one of the files to merge, want another name for the output",
+					path)
 			}
 		}
 		m.shift, clockError = max(m.shift, -r.clock.reference(0)), max(clockError, r.clock.err)
@@ -89,7 +90,8 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 		to = gzip.NewWriter(f)
 	}
 	m.w = bufio.NewWriterSize(to, scanBuffer)
-	m.meta(0, 0, "hvd_merged", map[string]any{"shift_us": micros(m.shift), "error_us": micros(clockError), "version": 1})
+	m.meta(0, 0, "hvd_merged", map[string]any{"shift_us": micros(m.shift), "error_us": micros(clockError),
+		"version": 1})
 	for _, r := range j.ranks {
 		if err := m.rank(r); err != nil {
 			return sum, err
@@ -214,7 +216,8 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	if args := argsOf(text); args != nil {
 		for _, name := range []string{"submitted", "sent", "at"} {
-			if us, err := strconv.ParseFloat(string(args[name]), 64); err == nil && math.Abs(us) <= maxMicros {
+			if us, err := strconv.ParseFloat(string(args[name]), 64); err == nil &&
+				math.Abs(us) <= maxMicros {
 				args[name] = strconv.AppendFloat(nil, micros(now(nanos(us))), 'f', -1, 64)
 			}
 		}

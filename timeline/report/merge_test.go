@@ -132,13 +132,15 @@ func TestMerge(t *testing.T) {
 		}
 		// On rank 0's clock, rank 2 submits its first loss at 5 s + 1 ms + 20 us + 5 ms. Rank 1 started 500
 		// us before rank 0, and the trace begins with it, so 500 us are added.
-		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" || *first.Ts != 5_006_520 || !strings.Contains(string(first.Args), `"op":2`) {
+		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" ||
+			*first.Ts != 5_006_520 || !strings.Contains(string(first.Args), `"op":2`) {
 			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006520", first, *first.Name, *first.Ts)
 		}
 		if !bytes.Contains(text, []byte(`"args":{"name":"rank 3 on host h-b"}`)) {
 			t.Error("rank 3 has no name")
 		}
-		if _, err := j.Merge(in); err == nil || !strings.Contains(err.Error(), "is one of the files to merge") {
+		if _, err := j.Merge(in); err == nil ||
+			!strings.Contains(err.Error(), "is one of the files to merge") {
 			t.Errorf("got %v, want the input not written over", err)
 		}
 		if _, err := j.Merge(filepath.Join(dir, "none", "x.json")); err == nil {
@@ -149,7 +151,8 @@ func TestMerge(t *testing.T) {
 			t.Errorf("got %q left, %v", left, err)
 		}
 		// A merged trace is not a timeline of a rank.
-		if _, _, err := Open([]string{out}, nil); err == nil || !strings.Contains(err.Error(), "merged trace") {
+		if _, _, err := Open([]string{out}, nil); err == nil ||
+			!strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
 		}
 	}
@@ -160,7 +163,8 @@ func TestMerge(t *testing.T) {
 func TestMergeMovesAllTimes(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})
-	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800, tensors: []testTensor{{name: "x", submitted: 300}}})
+	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800,
+		tensors: []testTensor{{name: "x", submitted: 300}}})
 	put(t, dir, "t.json", f.end(900, 0))
 	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, monotonic: 40})
 	f.clock(100, -1000, 10)
@@ -214,7 +218,8 @@ func TestMergeRepairs(t *testing.T) {
 	f.event(`{"name":"a","ph":"B","ts":5,"pid":1}`)
 	put(t, dir, "t.json", f.b.String())
 	f = newFile(rankID{rank: 1, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 400})
-	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800, tensors: []testTensor{{name: "x", submitted: 100}}})
+	f.op(testOp{number: 1, granted: 700, begun: 700, ended: 800,
+		tensors: []testTensor{{name: "x", submitted: 100}}})
 	put(t, dir, "t.rank1.json", f.end(900, 0))
 	j := openJob(t, dir)
 	out := filepath.Join(t.TempDir(), "out.json")
@@ -228,7 +233,8 @@ func TestMergeRepairs(t *testing.T) {
 	}
 	threads, _ := checkTrace(t, text)
 	x := threads[lane{0, 1}]
-	if len(x) != 4 || *x[0].Ts != 620 || *x[3].Ts != 620 || sum.LeftOut != 1 || *threads[lane{1, 1}][0].Ts != 100 || *threads[lane{0, 0}][0].Ts != 650 {
+	if len(x) != 4 || *x[0].Ts != 620 || *x[3].Ts != 620 || sum.LeftOut != 1 ||
+		*threads[lane{1, 1}][0].Ts != 100 || *threads[lane{0, 0}][0].Ts != 650 {
 		t.Errorf("got %+v and %+v", x, sum)
 	}
 	if !bytes.Contains(text, []byte(`"shift_us":600`)) {

@@ -29,7 +29,8 @@ const (
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
 // exchanges are the suffixes of activities that move data; the prefix is the backend.
-var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER", "_REDUCE", "_ADASUM"}
+var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
+	"_REDUCE", "_ADASUM"}
 
 // phaseOf returns the phase of an activity.
 func phaseOf(activity string) phase {
@@ -50,7 +51,8 @@ const (
 	// outside is the report's name for time without an operation in flight.
 	outside   = "outside"
 	negotiate = "NEGOTIATE_"
-	// Limits of what is kept while files are read. maxNames, maxTracks and maxOpen are for all ranks together.
+	// Limits of what is kept while files are read. maxNames, maxTracks and maxOpen are for all ranks
+	// together.
 	maxNames  = 1 << 14 // tensor names; all further names are counted as one
 	maxTracks = 1 << 18 // tracks with a name
 	maxOpen   = 1 << 14 // operations that have begun and not ended
@@ -147,7 +149,8 @@ func newRankReader(f *rankFiles, names *nameTable) *rankReader {
 	if size := f.segments[0].size; size > 0 {
 		ranks = size
 	}
-	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID), open: make(map[int64]*track)}
+	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID),
+		open: make(map[int64]*track)}
 }
 
 // instances passes the instances to yield until it returns false.
@@ -217,7 +220,8 @@ func (r *rankReader) apply(e *event) *track {
 	t, now := r.open[e.PID], r.reference(e.at)
 	switch e.Phase {
 	case "M":
-		if _, known := r.tracks[e.PID]; e.PID != 0 && e.Name == "process_name" && (known || r.names.tracks < maxTracks) {
+		if _, known := r.tracks[e.PID]; e.PID != 0 && e.Name == "process_name" &&
+			(known || r.names.tracks < maxTracks) {
 			if !known {
 				r.names.tracks++
 			}
@@ -234,7 +238,8 @@ func (r *rankReader) apply(e *event) *track {
 		}
 	case "X", "i", "I":
 		position, is := e.position()
-		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg && len(t.arrivals) < r.ranks {
+		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg &&
+			len(t.arrivals) < r.ranks {
 			if !math.IsNaN(e.Args.At) {
 				now = r.reference(nanos(e.Args.At))
 			}

@@ -198,7 +198,8 @@ func parse(text jsontext.Value, e *event) error {
 	if err := json.Unmarshal(text, e, lenient); err != nil {
 		return err
 	}
-	for _, us := range []float64{e.Time, e.Args.Submitted, e.Args.At, e.Args.Uptime, e.Args.Offset, e.Args.ClockErr} {
+	for _, us := range []float64{e.Time, e.Args.Submitted, e.Args.At, e.Args.Uptime, e.Args.Offset,
+		e.Args.ClockErr} {
 		if math.Abs(us) > maxMicros {
 			return errRange
 		}

@@ -199,7 +199,8 @@ func (j *Job) Report(o Options) (*Report, error) {
 		return nil, err
 	}
 	r := &Report{
-		Problems: append([]string{}, j.problems...), Horovod: j.horovod, Size: j.size, Operations: c.operations, ClockErrorUS: micros(c.clockErr),
+		Problems: append([]string{}, j.problems...), Horovod: j.horovod, Size: j.size,
+		Operations: c.operations, ClockErrorUS: micros(c.clockErr),
 		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names.names) - 1),
 	}
 	late := c.late.Findings()
@@ -207,8 +208,10 @@ func (j *Job) Report(o Options) (*Report, error) {
 	r.fillLateness(late)
 	r.fillTensors(c)
 	r.Fusion = Fusion{
-		Responses: int64(c.responses.N), MeanTensors: c.responses.Mean(), P50Tensors: c.responses.Quantile(.5), MaxTensors: c.responses.Max,
-		MeanBytes: c.responseBytes.Mean(), P50Bytes: c.responseBytes.Quantile(.5), MaxBytes: c.responseBytes.Max,
+		Responses: int64(c.responses.N), MeanTensors: c.responses.Mean(),
+		P50Tensors: c.responses.Quantile(.5), MaxTensors: c.responses.Max,
+		MeanBytes: c.responseBytes.Mean(), P50Bytes: c.responseBytes.Quantile(.5),
+		MaxBytes:       c.responseBytes.Max,
 		ThresholdBytes: o.FusionThresholdBytes,
 	}
 	if o.FusionThresholdBytes > 0 {
@@ -240,7 +243,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		if k.any {
 			begin, end = min(begin, k.begin), max(end, k.end)
 		}
-		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.Quantile(.5)), US: make(map[string]float64)}
+		p := Phases{Rank: f.rank, Steps: k.steps.steps(), StepUS: micros(k.steps.lengths.Quantile(.5)),
+			US: make(map[string]float64)}
 		for phase, name := range phaseNames {
 			p.US[name] = micros(k.phases[phase].sum())
 		}
@@ -296,8 +300,10 @@ func (r *Report) fillLateness(f *analysis.Lateness) {
 	l.Ranks = []LateRank{}
 	for _, s := range f.Ranks {
 		late := LateRank{
-			Rank: s.Rank, Last: s.Last, CausedUS: micros(s.Caused), Share: f.Share(s), HeldUS: micros(s.Held), StartupHeldUS: micros(s.StartupHeld),
-			P50US: micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)), P99US: micros(s.Lateness.Quantile(.99)),
+			Rank: s.Rank, Last: s.Last, CausedUS: micros(s.Caused), Share: f.Share(s), HeldUS: micros(s.Held),
+			StartupHeldUS: micros(s.StartupHeld),
+			P50US:         micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)),
+			P99US: micros(s.Lateness.Quantile(.99)),
 			MaxUS: micros(s.Lateness.Max),
 		}
 		if l.HeldUS > 0 {
@@ -317,8 +323,10 @@ func (r *Report) fillTensors(c *collection) {
 			continue
 		}
 		all = append(all, Tensor{
-			Name: c.names.names[id], Kind: n.kind, Count: n.total.N, TotalUS: micros(n.total.Sum), MeanUS: micros(n.total.Mean()),
-			P99US: micros(n.total.Quantile(.99)), MaxUS: micros(n.total.Max), Bytes: n.bytes, DType: n.dtype, Shape: n.shape, Errors: n.errors,
+			Name: c.names.names[id], Kind: n.kind, Count: n.total.N, TotalUS: micros(n.total.Sum),
+			MeanUS: micros(n.total.Mean()),
+			P99US:  micros(n.total.Quantile(.99)), MaxUS: micros(n.total.Max), Bytes: n.bytes, DType: n.dtype,
+			Shape: n.shape, Errors: n.errors,
 		})
 	}
 	pick := func(by func(a, b Tensor) int) []Tensor {
@@ -343,7 +351,8 @@ func (r *Report) fillProblems(c *collection) {
 		add("%d operations were dropped, because a rank could not write its timeline fast enough or at all; the report is without them", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: the files align the clock only by the time of day, so lateness is not measured", topo.FormatRanks(r.Unaligned))
+		add("%s: the files align the clock only by the time of day, so lateness is not measured",
+			topo.FormatRanks(r.Unaligned))
 	}
 	if c.malformed > 0 {
 		add("%d events could not be read and are left out", c.malformed)
@@ -355,7 +364,8 @@ func (r *Report) fillProblems(c *collection) {
 		add("more than %d operations are in flight at once: %d events are left out", maxOpen, c.tooMany)
 	}
 	if c.names.full() {
-		add("there are more than %d tensor names: the operations of all further names are counted together", maxNames)
+		add("there are more than %d tensor names: the operations of all further names are counted together",
+			maxNames)
 	}
 	if r.Operations == 0 {
 		add("the files have no operations")

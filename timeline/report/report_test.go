@@ -30,7 +30,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 	}
 	uncached := oneClock()
 	uncached.cached = false
-	for name, s := range map[string]straggler{"cached": oneClock(), "uncached": uncached, "own clocks": ownClocks} {
+	for name, s := range map[string]straggler{"cached": oneClock(), "uncached": uncached,
+		"own clocks": ownClocks} {
 		t.Run(name, func(t *testing.T) {
 			r := reportOf(t, s.write(t, t.TempDir(), ".json"))
 			l := r.Lateness
@@ -44,8 +45,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			if late.Rank != 2 || late.Last != 2*(stragglerSteps-1) || third.Last != 0 {
 				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
 			}
-			// Rank 2 submits 5.02 ms after rank 0 and 4.99 ms after rank 3, which submits 30 us after rank 0. The
-			// waits of the two operations overlap, so each step counts them once.
+			// Rank 2 submits 5.02 ms after rank 0 and 4.99 ms after rank 3, which submits 30 us after rank 0.
+			// The waits of the two operations overlap, so each step counts them once.
 			if !near(late.HeldPerStepUS, 4990) || !near(late.P50US, 5020) || !near(late.MaxUS, 5020) {
 				t.Errorf("got %+v, want 4990 us a step and 5020 us late", late)
 			}
@@ -55,7 +56,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 				t.Errorf("got %+v, want what is within the clocks' error to be none", third)
 			}
 			if r.Steps != stragglerSteps-1 || !near(r.StepUS, 100*ms) || !near(r.StartupUS, 100*ms) {
-				t.Errorf("got %d steps of %g us after %g us, want %d of 100 ms after as many", r.Steps, r.StepUS, r.StartupUS, stragglerSteps-1)
+				t.Errorf("got %d steps of %g us after %g us, want %d of 100 ms after as many", r.Steps,
+					r.StepUS, r.StartupUS, stragglerSteps-1)
 			}
 			if want := float64(s.clockError); r.ClockErrorUS != want {
 				t.Errorf("got a clock error of %g us, want %g", r.ClockErrorUS, want)
@@ -63,11 +65,14 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			if len(r.Problems) > 0 {
 				t.Errorf("got %q, want no problems", r.Problems)
 			}
-			if !slices.ContainsFunc(r.Suggestions, func(s Suggestion) bool { return strings.Contains(s.Do, "look at what rank 2 does") }) {
+			if !slices.ContainsFunc(r.Suggestions, func(s Suggestion) bool {
+				return strings.Contains(s.Do, "look at what rank 2 does")
+			}) {
 				t.Errorf("got %+v, want to look at rank 2", r.Suggestions)
 			}
 			steady := r.Cache
-			want := Cache{Hits: 4 * 3 * (stragglerSteps - 1), Misses: 4 * 3, SteadyHits: 4 * 3 * (stragglerSteps - 1)}
+			want := Cache{Hits: 4 * 3 * (stragglerSteps - 1), Misses: 4 * 3,
+				SteadyHits: 4 * 3 * (stragglerSteps - 1)}
 			if !s.cached {
 				want = Cache{Misses: 4 * 3 * stragglerSteps, SteadyMisses: 4 * 3 * (stragglerSteps - 1)}
 			}
@@ -86,9 +91,12 @@ func TestWhatIsWorthwhile(t *testing.T) {
 		steps int64
 		want  string
 	}{
-		{60 * time.Millisecond, 100, "rank 1 held up all others for 600 us per step (6.0 % of the time); no other rank did"},
-		{40 * time.Millisecond, 100, "no rank held up the others for long: the longest was rank 1, for 400 us per step (4.0 % of the time)"},
-		{60 * time.Millisecond, 1000, "no rank held up the others for long: the longest was rank 1, for 60.0 us per step (6.0 % of the time)"},
+		{60 * time.Millisecond, 100,
+			"rank 1 held up all others for 600 us per step (6.0 % of the time); no other rank did"},
+		{40 * time.Millisecond, 100,
+			"no rank held up the others for long: the longest was rank 1, for 400 us per step (4.0 % of the time)"},
+		{60 * time.Millisecond, 1000,
+			"no rank held up the others for long: the longest was rank 1, for 60.0 us per step (6.0 % of the time)"},
 	} {
 		r := Report{DurationUS: 1e6, Steps: c.steps}
 		f := &analysis.Lateness{Compared: 1, Ranks: []*analysis.RankLateness{{}, {Rank: 1, Held: c.held}}}
@@ -104,7 +112,8 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	submitted := []int{1000, 1100, 1400, 1400}
 	for r, at := range submitted {
 		f := newFile(rankID{rank: r, size: 4, domain: "a", epoch: 1})
-		f.op(testOp{number: 1, granted: 2000, begun: 2000, ended: 3000, tensors: []testTensor{{name: "x", submitted: at}}})
+		f.op(testOp{number: 1, granted: 2000, begun: 2000, ended: 3000,
+			tensors: []testTensor{{name: "x", submitted: at}}})
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4000, 0))
 	}
 	l := reportOf(t, dir).Lateness
@@ -154,14 +163,16 @@ func TestPhases(t *testing.T) {
 func TestFusionAndTensors(t *testing.T) {
 	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json"))
 	f := r.Fusion
-	if f.Responses != 8*stragglerSteps/1 || f.MeanTensors != 1.5 || f.MaxTensors != 2 || f.MeanBytes != (4096*3+4096)/2 || !near(f.Fill, 8192.0/(1<<20)) {
+	if f.Responses != 8*stragglerSteps/1 || f.MeanTensors != 1.5 || f.MaxTensors != 2 ||
+		f.MeanBytes != (4096*3+4096)/2 || !near(f.Fill, 8192.0/(1<<20)) {
 		t.Errorf("got %+v", f)
 	}
 	var names []string
 	for _, n := range r.Slowest {
 		names = append(names, n.Name)
 	}
-	if len(names) != 3 || r.Names != 3 || r.Slowest[0].Count != 4*stragglerSteps || r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
+	if len(names) != 3 || r.Names != 3 || r.Slowest[0].Count != 4*stragglerSteps ||
+		r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
 		t.Errorf("got slowest %q of %d, largest %+v", names, r.Names, r.Largest)
 	}
 	// Rank 0 waits 5020 us, and 2200 us go by until the end. It submits grad/1 1 us before grad/0.
@@ -183,10 +194,12 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 	r := reportOf(t, path)
 	l := r.Lateness
-	if !strings.HasPrefix(l.Verdict, "rank 2 held up all others for 4.99 ms per step") || !l.Arrivals || len(l.Ranks) != 4 || !near(l.Ranks[2].P50US, 5020) {
+	if !strings.HasPrefix(l.Verdict, "rank 2 held up all others for 4.99 ms per step") || !l.Arrivals ||
+		len(l.Ranks) != 4 || !near(l.Ranks[2].P50US, 5020) {
 		t.Errorf("got %+v", l)
 	}
-	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "no file of ranks 1-3") {
+	if !slices.Equal(r.Missing, []int{1, 2, 3}) || len(r.Problems) != 1 ||
+		!strings.Contains(r.Problems[0], "no file of ranks 1-3") {
 		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
 	}
 	// The file of another rank, without arrivals, does not show who is late.
@@ -203,7 +216,8 @@ func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
 	l := reportOf(t, s.write(t, t.TempDir(), ".json")).Lateness
-	if !strings.HasPrefix(l.Verdict, "rank 0 held up all others for 4.97 ms per step") || !near(l.Ranks[0].P50US, 4990) || l.Arrivals {
+	if !strings.HasPrefix(l.Verdict, "rank 0 held up all others for 4.97 ms per step") ||
+		!near(l.Ranks[0].P50US, 4990) || l.Arrivals {
 		t.Errorf("got %+v", l)
 	}
 }
@@ -212,7 +226,8 @@ func TestRankZeroIsLate(t *testing.T) {
 func TestSegments(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
-	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
+		tensors: []testTensor{{name: "x", submitted: 10}}})
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":40,"pid":1,"args":{"set":0,"op":2}}`)
 	put(t, dir, "t.1.json", f.b.String())
 	f = newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 2})
@@ -221,14 +236,16 @@ func TestSegments(t *testing.T) {
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":51,"pid":1}`)
 	f.event(`{"ph":"E","ts":52,"pid":1,"args":{"bytes":4,"fused":1}}`)
 	f.pids["unused"] = 1
-	f.op(testOp{number: 4, granted: 70, begun: 70, ended: 80, tensors: []testTensor{{name: "x", submitted: 60}}})
+	f.op(testOp{number: 4, granted: 70, begun: 70, ended: 80,
+		tensors: []testTensor{{name: "x", submitted: 60}}})
 	path := put(t, dir, "t.json", f.end(100, 0))
 	j := openJob(t, path)
 	r, err := j.Report(Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 || !strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have no end") {
+	if r.Operations != 3 || r.Slowest[0].Name != "x" || r.Slowest[0].Count != 2 ||
+		!strings.Contains(strings.Join(r.Problems, "\n"), "1 operations have no end") {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
@@ -245,7 +262,8 @@ func TestClocks(t *testing.T) {
 	dir := t.TempDir()
 	drift := 1000 // in us, from the beginning of the job to its end 10 s later
 	for r := range 4 {
-		id := rankID{rank: r, size: 4, host: "h", domain: []string{"a", "b", "b", ""}[r], epoch: 1, monotonic: []int{0, 100, 400, 0}[r]}
+		id := rankID{rank: r, size: 4, host: "h", domain: []string{"a", "b", "b", ""}[r], epoch: 1,
+			monotonic: []int{0, 100, 400, 0}[r]}
 		f := newFile(id)
 		if r == 1 {
 			f.clock(-5_000_000, 5_000_000-drift/2, 200)
@@ -262,7 +280,8 @@ func TestClocks(t *testing.T) {
 					at, late = at-300, 50 // 50 us later than rank 1, on a clock that is 300 us ahead
 				}
 			}
-			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms, tensors: []testTensor{{name: "x", submitted: at + late}}})
+			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms,
+				tensors: []testTensor{{name: "x", submitted: at + late}}})
 		}
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(20_000_000, 0))
 	}
@@ -300,12 +319,14 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			for r := range 3 {
-				id := rankID{rank: r, size: 3, domain: "a", epoch: 1, start: c.starts[r], monotonic: c.starts[r] - early}
+				id := rankID{rank: r, size: 3, domain: "a", epoch: 1, start: c.starts[r],
+					monotonic: c.starts[r] - early}
 				if c.jobs[r] > 0 {
 					id.job = fmt.Sprint("job", c.jobs[r])
 				}
 				f := newFile(id)
-				f.op(testOp{number: 1, granted: 9000, begun: 9000, ended: 9500, tensors: []testTensor{{name: "x", submitted: 1000}}})
+				f.op(testOp{number: 1, granted: 9000, begun: 9000, ended: 9500,
+					tensors: []testTensor{{name: "x", submitted: 1000}}})
 				name := "t.json"
 				if r > 0 {
 					name = fmt.Sprintf("t.rank%d.json", r)
@@ -322,7 +343,9 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 					file = fmt.Sprintf("t.rank%d.json", rank)
 				}
 				if !slices.ContainsFunc(r.Problems, func(p string) bool {
-					return strings.Contains(p, file+": another job: the rank started at 2023-11-14T22:13:20Z, but the rank of ") && strings.Contains(p, "2023-11-14T22:15:00Z")
+					return strings.Contains(p,
+						file+": another job: the rank started at 2023-11-14T22:13:20Z, but the rank of ") &&
+						strings.Contains(p, "2023-11-14T22:15:00Z")
 				}) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
@@ -341,13 +364,15 @@ func TestProcessSets(t *testing.T) {
 		f := newFile(rankID{rank: r, size: 3, domain: "a", epoch: 1})
 		for n := 1; n <= 20; n++ {
 			at := n * 100 * ms
-			f.op(testOp{number: n, granted: at + 20*ms, begun: at + 20*ms, ended: at + 21*ms, tensors: []testTensor{{name: "x", submitted: at + r*ms}}})
+			f.op(testOp{number: n, granted: at + 20*ms, begun: at + 20*ms, ended: at + 21*ms,
+				tensors: []testTensor{{name: "x", submitted: at + r*ms}}})
 			if r != 0 {
 				f.op(testOp{set: 1, number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
 					tensors: []testTensor{{name: "y [set 1]", submitted: at + 30*ms - r*ms}}})
 			}
 			if r != 1 { // arrivals are by position in the set: position 1 is rank 2
-				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms, tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
+				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms,
+					tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
 				if r == 0 {
 					o.tensors[0].arrivals = []int{at + 80*ms, at + 85*ms}
 				}
@@ -365,8 +390,8 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
 		}
 	}
-	// Rank 1 held up set 1, and rank 2 held up the global set. In set 2 no rank did: the ranks submitted at the
-	// same time, and arrivals do not count if the files of both ranks are there.
+	// Rank 1 held up set 1, and rank 2 held up the global set. In set 2 no rank did: the ranks submitted at
+	// the same time, and arrivals do not count if the files of both ranks are there.
 	for rank, want := range []float64{0, 19 * 1000, 19 * 1000} {
 		if got := l.Ranks[rank].HeldUS; got != want {
 			t.Errorf("rank %d: got %g us for which it held up all others, want %g", rank, got, want)
@@ -379,7 +404,8 @@ func TestJoinIsNoLateness(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 2 {
 		f := newFile(rankID{rank: r, size: 2, domain: "a", epoch: 1})
-		f.op(testOp{number: 1, kind: "JOIN", granted: 9000, begun: 9000, ended: 9000, tensors: []testTensor{{name: "join", submitted: 1000 + r*5000}}})
+		f.op(testOp{number: 1, kind: "JOIN", granted: 9000, begun: 9000, ended: 9000,
+			tensors: []testTensor{{name: "join", submitted: 1000 + r*5000}}})
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(9000, 0))
 	}
 	if l := reportOf(t, dir).Lateness; l.WaitedUS != 0 || len(l.Ranks) != 0 {
@@ -422,19 +448,22 @@ const horovodFile = `[
 
 func TestHorovodsFile(t *testing.T) {
 	whole := strings.Replace(horovodFile, ",\n]", "\n]", 1)
-	for name, text := range map[string]string{"closed": whole, "comma at the end": horovodFile, "cut off": strings.TrimSuffix(horovodFile, "]\n")} {
+	for name, text := range map[string]string{"closed": whole, "comma at the end": horovodFile,
+		"cut off": strings.TrimSuffix(horovodFile, "]\n")} {
 		t.Run(name, func(t *testing.T) {
 			r := reportOf(t, put(t, t.TempDir(), "h.json", text))
 			if !r.Horovod || r.Size != 3 || r.Operations != 2 || r.Steps != 1 {
 				t.Errorf("got %+v", r)
 			}
 			l := r.Lateness
-			if l.Compared != 1 || l.Alone != 1 || len(l.Ranks) != 3 || l.Ranks[1].CausedUS != 2*2900 || l.Ranks[2].CausedUS != 99 ||
+			if l.Compared != 1 || l.Alone != 1 || len(l.Ranks) != 3 || l.Ranks[1].CausedUS != 2*2900 ||
+				l.Ranks[2].CausedUS != 99 ||
 				!strings.HasPrefix(l.Verdict, "rank 1 held up all others for 2.90 ms per step") {
 				t.Errorf("got %+v", l)
 			}
 			us := r.Phases[0].US
-			if us["waiting"] != 0 || us["negotiation"] != 500 || us["queue"] != 0 || us["copies"] != 0 || us["exchange"] != 0 || us["other"] != 500 {
+			if us["waiting"] != 0 || us["negotiation"] != 500 || us["queue"] != 0 || us["copies"] != 0 ||
+				us["exchange"] != 0 || us["other"] != 500 {
 				t.Errorf("got %v", us)
 			}
 			if r.Cache.Hits != 1 || r.Cache.Misses != 1 {
@@ -443,7 +472,9 @@ func TestHorovodsFile(t *testing.T) {
 			if s := r.Slowest[0]; s.Name != "grad/0" || s.Shape != "[2, 3]" || s.DType != "float32" {
 				t.Errorf("got %+v", s)
 			}
-			truncated := slices.ContainsFunc(r.Problems, func(p string) bool { return strings.HasPrefix(p, "truncated") })
+			truncated := slices.ContainsFunc(r.Problems, func(p string) bool {
+				return strings.HasPrefix(p, "truncated")
+			})
 			if truncated != (name == "cut off") {
 				t.Errorf("got problems %q", r.Problems)
 			}
@@ -499,7 +530,8 @@ func TestGoldenText(t *testing.T) {
 		t.Errorf("got %s, want empty lists rather than null", b.Bytes())
 	}
 	var again Report
-	if err := json.Unmarshal(b.Bytes(), &again); err != nil || again.Lateness.Verdict != r.Lateness.Verdict || again.StepUS != r.StepUS {
+	if err := json.Unmarshal(b.Bytes(), &again); err != nil || again.Lateness.Verdict != r.Lateness.Verdict ||
+		again.StepUS != r.StepUS {
 		t.Errorf("got %v and %+v, want the same report back", err, again)
 	}
 }
@@ -508,7 +540,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name string, id rankID) {
 		f := newFile(id)
-		f.op(testOp{number: max(id.segment, 1), granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10 + id.rank}}})
+		f.op(testOp{number: max(id.segment, 1), granted: 20, begun: 20, ended: 30,
+			tensors: []testTensor{{name: "x", submitted: 10 + id.rank}}})
 		put(t, dir, name, f.end(100, 3))
 	}
 	now := 1_800_000_000_000_000
@@ -522,12 +555,16 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 	put(t, dir, "t.rank9.json", "not a timeline")
 	r := reportOf(t, filepath.Join(dir, "t.json"))
 	if !slices.Equal(r.Files, []int{0, 1}) || r.Operations != 3 || r.Dropped != 6 {
-		t.Errorf("got files of %v, %d operations and %d dropped, want ranks 0 and 1, 3 and 6", r.Files, r.Operations, r.Dropped)
+		t.Errorf("got files of %v, %d operations and %d dropped, want ranks 0 and 1, 3 and 6", r.Files,
+			r.Operations, r.Dropped)
 	}
 	text := strings.Join(r.Problems, "\n")
-	for _, want := range []string{"t.rank1.json: another file has segment 1 of rank 1 too", "t.rank3.json: another job", "t.rank2.json: another job",
+	for _, want := range []string{"t.rank1.json: another file has segment 1 of rank 1 too",
+		"t.rank3.json: another job", "t.rank2.json: another job",
 		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations were dropped"} {
-		if !strings.Contains(text, want) && !strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment", 1)) {
+		if !strings.Contains(text, want) &&
+			!strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment",
+				1)) {
 			t.Errorf("got %q, want %q in it", text, want)
 		}
 	}
@@ -548,7 +585,8 @@ func TestSuggestions(t *testing.T) {
 			for step := range steps {
 				for i := range n {
 					at := (step+1)*100*ms + i*100*us
-					o := testOp{number: step*n + i + 1, granted: at + 1, begun: at + 2, ended: at + 3, backend: "shm",
+					o := testOp{number: step*n + i + 1, granted: at + 1, begun: at + 2, ended: at + 3,
+						backend: "shm",
 						tensors: []testTensor{{name: fmt.Sprint("grad/", i), submitted: at, bytes: 4096}}}
 					change(step, i, &o)
 					f.op(o)
@@ -563,30 +601,39 @@ func TestSuggestions(t *testing.T) {
 		n      int
 		want   string
 	}{
-		"nothing": {func(int, int, *testOp) {}, 20, "|look at the program|every rank has no operation in flight for at least 99.9 ms of 100 ms per step"},
+		"nothing": {func(int, int, *testOp) {}, 20,
+			"|look at the program|every rank has no operation in flight for at least 99.9 ms of 100 ms per step"},
 		"capacity": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 1100,
 			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|there are 1100 names, but the cache holds 1024"},
-		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20, "|keep shapes|100 % of the requests"},
-		"no names": {func(step, i int, o *testOp) { o.tensors[0].name = fmt.Sprint("noname.", step, ".", i) }, 100,
+		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20,
+			"|keep shapes|100 % of the requests"},
+		"no names": {func(step, i int, o *testOp) { o.tensors[0].name = fmt.Sprint("noname.", step, ".", i) },
+			100,
 			"|give tensors names|occur only once"},
 		"tiny": {func(_, _ int, o *testOp) { o.granted += 90; o.begun += 90; o.ended += 90 }, 200,
 			"HOROVOD_CYCLE_TIME|set it to 1|a response has 1.0 tensors and 4.00 KiB on average"},
-		"one host": {tcp("SHM_ALLREDUCE", "shm"), 2, "|give each rank processor cores that nothing else uses|no rank is late, the exchange of data takes 33 % of the time"},
-		"queue":    {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2, "|put operations that do not depend|wait for earlier operations"},
-		"tcp":      {tcp("TCP_ALLREDUCE", "tcp"), 2, "HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
-		"copies":   {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
+		"one host": {tcp("SHM_ALLREDUCE", "shm"), 2,
+			"|give each rank processor cores that nothing else uses|no rank is late, the exchange of data takes 33 % of the time"},
+		"queue": {func(_, _ int, o *testOp) { o.begun += 40 * ms; o.ended += 40 * ms }, 2,
+			"|put operations that do not depend|wait for earlier operations"},
+		"tcp": {tcp("TCP_ALLREDUCE", "tcp"), 2,
+			"HOROVOD_CPU_OPERATIONS|set it to shm|all ranks are on one host"},
+		"copies": {tcp("MEMCPY_IN_FUSION_BUFFER", "shm"), 2, "|allocate tensors with hvd.Alloc|copies take"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
 			want := strings.Split(c.want, "|")
 			if len(r.Suggestions) == 2 {
 				// In these jobs the ranks are also idle most of the time, which gives a second suggestion.
-				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool { return strings.HasPrefix(s.Do, "look at the program") })
+				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool {
+					return strings.HasPrefix(s.Do, "look at the program")
+				})
 			}
 			if len(r.Suggestions) != 1 {
 				t.Fatalf("got %+v, want one about %q", r.Suggestions, want)
 			}
-			if s := r.Suggestions[0]; s.Setting != want[0] || !strings.HasPrefix(s.Do, want[1]) || !strings.Contains(s.Because, want[2]) {
+			if s := r.Suggestions[0]; s.Setting != want[0] || !strings.HasPrefix(s.Do, want[1]) ||
+				!strings.Contains(s.Because, want[2]) {
 				t.Errorf("got %+v, want %q", s, want)
 			}
 		})
@@ -603,7 +650,8 @@ func tcp(activity, backend string) func(int, int, *testOp) {
 
 func TestErrorsAreCounted(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
-	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10, fails: "mismatch"}}})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
+		tensors: []testTensor{{name: "x", submitted: 10, fails: "mismatch"}}})
 	r := reportOf(t, put(t, t.TempDir(), "t.json", f.end(100, 0)))
 	if r.Errors != 1 || r.Slowest[0].Errors != 1 {
 		t.Errorf("got %d errors and %+v, want one", r.Errors, r.Slowest)
@@ -618,8 +666,10 @@ func TestSteps(t *testing.T) {
 		objects         int // number of names that come twice before the first step
 		names           int // number of names in a step
 	}{
-		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10}, "micro-batches": {repeats: 4, names: 10},
-		"many broadcasts before": {before: 60, names: 10}, "objects before": {objects: 2, names: 10}, "one name": {before: 14, objects: 2, names: 1},
+		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10},
+		"micro-batches":          {repeats: 4, names: 10},
+		"many broadcasts before": {before: 60, names: 10}, "objects before": {objects: 2, names: 10},
+		"one name": {before: 14, objects: 2, names: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var f stepFinder

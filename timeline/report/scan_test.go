@@ -34,7 +34,8 @@ func TestScanner(t *testing.T) {
 		`[{"a":1},{"b":"}]\"{"}]`:           {`{"a":1}`, `{"b":"}]\"{"}`},
 		"[{\"a\":\n1},\n{\"b\":[{}]},\n\n]": {"{\"a\":\n1}", `{"b":[{}]}`},
 	} {
-		for name, r := range map[string]io.Reader{"whole": strings.NewReader(text), "byte by byte": iotest.OneByteReader(strings.NewReader(text))} {
+		for name, r := range map[string]io.Reader{"whole": strings.NewReader(text),
+			"byte by byte": iotest.OneByteReader(strings.NewReader(text))} {
 			got, err := records(r)
 			if err != nil || fmt.Sprint(got) != fmt.Sprint(want) || len(got) != len(want) {
 				t.Errorf("%q, %s: got %q, %v, want %q", text, name, got, err, want)
@@ -62,7 +63,8 @@ func TestScanner(t *testing.T) {
 		}
 	}
 	broken := errors.New("no such luck")
-	if _, err := records(io.MultiReader(strings.NewReader("[{}"), iotest.ErrReader(broken))); err == nil || !strings.Contains(err.Error(), "no such luck") {
+	if _, err := records(io.MultiReader(strings.NewReader("[{}"), iotest.ErrReader(broken))); err == nil ||
+		!strings.Contains(err.Error(), "no such luck") {
 		t.Errorf("got %v, want what reading gave", err)
 	}
 }
@@ -92,13 +94,16 @@ func TestParse(t *testing.T) {
 		`{"ph":"B","ts":999999999999}`:                                       999_999_999_999_000,
 	} {
 		var e event
-		if err := parse([]byte(strings.TrimSpace(text)), &e); err != nil || e.at != want || !e.timed || e.Phase != "B" {
+		if err := parse([]byte(strings.TrimSpace(text)), &e); err != nil || e.at != want || !e.timed ||
+			e.Phase != "B" {
 			t.Errorf("%s: got %d, %v, want %d", text, e.at, err, want)
 		}
 	}
 	for _, text := range []string{
-		`[]`, `{"ph":"B","ts":"1"}`, `{"ph":"B","ts":1e300}`, `{"ph":"B","ts":10000000000000000}`, `{"ph":"B","ts":-99999999999999999999999}`,
-		`{"ph":"B","pid":99999999999999999999}`, `{"ph":"B","pid":"x"}`, `{"ph":"B","args":{"op":1.5}}`, `{"ph":"B","args":{"at":1e99}}`,
+		`[]`, `{"ph":"B","ts":"1"}`, `{"ph":"B","ts":1e300}`, `{"ph":"B","ts":10000000000000000}`,
+		`{"ph":"B","ts":-99999999999999999999999}`,
+		`{"ph":"B","pid":99999999999999999999}`, `{"ph":"B","pid":"x"}`, `{"ph":"B","args":{"op":1.5}}`,
+		`{"ph":"B","args":{"at":1e99}}`,
 	} {
 		var e event
 		if err := parse([]byte(text), &e); err == nil {
@@ -107,7 +112,8 @@ func TestParse(t *testing.T) {
 	}
 	var e event
 	text := `{"name":"a\n\"b\"","ph":"E","pid":3,"args":{"cached":true,"error":null,"fused":null,"name":"n"}}`
-	if err := parse([]byte(text), &e); err != nil || e.Name != "a\n\"b\"" || !*e.Args.Cached || e.Args.Error != nil || e.Args.Name != "n" || e.PID != 3 {
+	if err := parse([]byte(text), &e); err != nil || e.Name != "a\n\"b\"" || !*e.Args.Cached ||
+		e.Args.Error != nil || e.Args.Name != "n" || e.PID != 3 {
 		t.Errorf("got %+v, %v", e, err)
 	}
 }
@@ -115,21 +121,23 @@ func TestParse(t *testing.T) {
 func TestFilesThatAreNone(t *testing.T) {
 	dir := t.TempDir()
 	whole := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
-	whole.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	whole.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
+		tensors: []testTensor{{name: "x", submitted: 10}}})
 	good := whole.end(100, 0)
 	packed, err := os.ReadFile(put(t, dir, "good.json.gz", good))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct{ text, want string }{
-		"empty":      {"", "byte 0: the file ends before the closing ]"},
-		"text":       {"hello", "byte 0: invalid character 'h' at start of value: want the JSON array"},
-		"object":     {`{"traceEvents":[]}`, "want the JSON array"},
-		"binary":     {"\x00\x01\x02", `invalid character '\x00' at start of value: want the JSON array`},
-		"gzip head":  {"\x1f\x8b", "bad.json: unexpected EOF"},
-		"gzip rest":  {"\x1f\x8bxxxxxxxxxxxxxxxx", "bad.json: gzip: invalid header"},
-		"only a [":   {"[", "byte 1: the file ends before the closing ]"},
-		"merged":     {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`, "got a merged trace, want the timeline files of the ranks"},
+		"empty":     {"", "byte 0: the file ends before the closing ]"},
+		"text":      {"hello", "byte 0: invalid character 'h' at start of value: want the JSON array"},
+		"object":    {`{"traceEvents":[]}`, "want the JSON array"},
+		"binary":    {"\x00\x01\x02", `invalid character '\x00' at start of value: want the JSON array`},
+		"gzip head": {"\x1f\x8b", "bad.json: unexpected EOF"},
+		"gzip rest": {"\x1f\x8bxxxxxxxxxxxxxxxx", "bad.json: gzip: invalid header"},
+		"only a [":  {"[", "byte 1: the file ends before the closing ]"},
+		"merged": {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`,
+			"got a merged trace, want the timeline files of the ranks"},
 		"half a gz":  {string(packed[:12]), "the file ends before the closing ]"},
 		"no file":    {"-", "no such file"},
 		"empty path": {"/", "the folder has no timeline files"},
@@ -144,7 +152,8 @@ func TestFilesThatAreNone(t *testing.T) {
 				put(t, filepath.Dir(path), "bad.json", c.text)
 			}
 			j, _, err := Open([]string{path}, nil)
-			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), filepath.Dir(path)) {
+			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) ||
+				!strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
 			// If a good file is read with a bad one, the error of the bad file is returned and the report has
@@ -168,7 +177,8 @@ func TestFilesThatAreNone(t *testing.T) {
 func TestTruncatedAnywhere(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	for n := 1; n <= 3; n++ {
-		f.op(testOp{number: n, granted: n*100 + 20, begun: n*100 + 20, ended: n*100 + 30, tensors: []testTensor{{name: "x", submitted: n * 100}}})
+		f.op(testOp{number: n, granted: n*100 + 20, begun: n*100 + 20, ended: n*100 + 30,
+			tensors: []testTensor{{name: "x", submitted: n * 100}}})
 	}
 	whole := f.end(1000, 0)
 	last := int64(0)
@@ -182,7 +192,9 @@ func TestTruncatedAnywhere(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Operations < last || len(r.Problems) == 0 || !strings.Contains(r.Problems[0], "truncated file, used up to the error: standard input: byte "+fmt.Sprint(cut)) {
+		if r.Operations < last || len(r.Problems) == 0 ||
+			!strings.Contains(r.Problems[0], "truncated file, used up to the error: standard input: byte "+
+				fmt.Sprint(cut)) {
 			t.Fatalf("cut at %d: got %d operations after %d, and %q", cut, r.Operations, last, r.Problems)
 		}
 		last = r.Operations
@@ -198,7 +210,8 @@ func TestTruncatedAnywhere(t *testing.T) {
 // If a file is damaged in the middle, the report says so and uses what comes before the damage.
 func TestDamaged(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
-	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10}}})
+	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
+		tensors: []testTensor{{name: "x", submitted: 10}}})
 	f.event(`{"ph":"B","ts":"x"}`)
 	f.event(`{"ph":"E","ts":7,"pid":7}`)
 	f.b.WriteString("\x00\x00")
@@ -212,7 +225,8 @@ func TestDamaged(t *testing.T) {
 
 func TestFind(t *testing.T) {
 	dir := t.TempDir()
-	for _, n := range []string{"t.json", "t.1.json", "t.rank1.json", "t.rank12.3.json", "t.json.gz", "tt.json", "t.rankx.json", "t.x.json", "u", "u.rank1", "u.rank1.2",
+	for _, n := range []string{"t.json", "t.1.json", "t.rank1.json", "t.rank12.3.json", "t.json.gz",
+		"tt.json", "t.rankx.json", "t.x.json", "u", "u.rank1", "u.rank1.2",
 		"u.2", "z.json.gz", "z.rank3.json.gz", "z.rank3.2.json.gz", ".hidden"} {
 		put(t, dir, n, "")
 	}
@@ -261,7 +275,9 @@ func FuzzFile(f *testing.F) {
 	f.Add([]byte(horovodFile))
 	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})
 	ours.clock(1, 2, 3)
-	ours.op(testOp{number: 1, granted: 20, begun: 20, ended: 30, tensors: []testTensor{{name: "x", submitted: 10, arrivals: []int{5, 6, 0}}, {name: "y", submitted: 11}},
+	ours.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
+		tensors: []testTensor{{name: "x", submitted: 10, arrivals: []int{5, 6, 0}},
+			{name: "y", submitted: 11}},
 		activities: []testActivity{{"MEMCPY_IN_FUSION_BUFFER", 3}}})
 	f.Add([]byte(ours.end(50, 1)))
 	f.Fuzz(func(t *testing.T, text []byte) {

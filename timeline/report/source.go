@@ -186,7 +186,8 @@ func (s *source) survey() error {
 	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
 		// Only these events describe the file itself. Errors in other events are found when they are read.
-		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) || parse(text, &e) != nil {
+		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) ||
+			parse(text, &e) != nil {
 			return true
 		}
 		switch a := &e.Args; e.Name {
@@ -348,27 +349,31 @@ func (j *Job) problemf(format string, args ...any) {
 // that started last.
 func (j *Job) arrange(sources []*source) {
 	slices.SortStableFunc(sources, func(a, b *source) int {
-		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment), cmp.Compare(a.start, b.start))
+		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment),
+			cmp.Compare(a.start, b.start))
 	})
 	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
 	j.size, j.horovod = newest.size, newest.horovod
 	named := newest // the newest of its files that name their job
 	for _, s := range sources {
-		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" && (named.job == "" || s.start > named.start) {
+		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" &&
+			(named.job == "" || s.start > named.start) {
 			named = s
 		}
 	}
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.horovod != newest.horovod || s.horovod && s != newest:
-			j.problemf("left out: %s: another job than that of %s: one of them is a file of Horovod", s.path, newest.path)
+			j.problemf("left out: %s: another job than that of %s: one of them is a file of Horovod", s.path,
+				newest.path)
 			continue
 		case s.epoch != newest.epoch || s.size != newest.size:
 			j.problemf("left out: %s: another job: epoch %d with %d ranks, but %s has epoch %d with %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
 			continue
 		case s.job != named.job && s.job != "" && named.job != "":
-			j.problemf("left out: %s: another job: the rank started at %s, but the rank of %s at %s", s.path, s.started(), named.path, named.started())
+			j.problemf("left out: %s: another job: the rank started at %s, but the rank of %s at %s", s.path,
+				s.started(), named.path, named.started())
 			continue
 		case last < 0 || j.ranks[last].rank != s.rank:
 			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
@@ -413,5 +418,6 @@ func clip(s string) string {
 	if len(s) <= maxText {
 		return s
 	}
-	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(s[:maxText-12], "\ufffd"), crc32.ChecksumIEEE([]byte(s)))
+	return fmt.Sprintf("%s…%08x", strings.ToValidUTF8(s[:maxText-12], "\ufffd"),
+		crc32.ChecksumIEEE([]byte(s)))
 }

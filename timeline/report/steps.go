@@ -49,7 +49,8 @@ func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 		if before < 3 {
 			f.last[name]++
 		}
-		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous || before >= 2 && f.step == f.firstStep {
+		if 2*f.names >= f.previous || 2*f.again >= f.names && 8*f.again >= f.previous ||
+			before >= 2 && f.step == f.firstStep {
 			f.end(at)
 		}
 	}

@@ -45,9 +45,11 @@ func (r *Report) WriteText(w io.Writer) error {
 	} else if r.Size > 0 {
 		what += fmt.Sprintf(" of %d", r.Size)
 	}
-	line("%s: %s, %d operations on %d tensors, %d errors", what, duration(r.DurationUS), r.Operations, r.Tensors, r.Errors)
+	line("%s: %s, %d operations on %d tensors, %d errors", what, duration(r.DurationUS), r.Operations,
+		r.Tensors, r.Errors)
 	if r.Steps > 0 {
-		line("%d steps of %s (median) after the start-up; a step begins when a tensor's name occurs again", r.Steps, duration(r.StepUS))
+		line("%d steps of %s (median) after the start-up; a step begins when a tensor's name occurs again",
+			r.Steps, duration(r.StepUS))
 	} else {
 		line("no steps: no tensor's name occurs again")
 	}
@@ -70,18 +72,21 @@ func (r *Report) WriteText(w io.Writer) error {
 		if l.Arrivals {
 			source += ", or at which their requests arrived at rank 0"
 		}
-		line("  %d operations compared, by %s; all ranks together waited for %s", l.Compared, source, duration(l.WaitedUS))
+		line("  %d operations compared, by %s; all ranks together waited for %s", l.Compared, source,
+			duration(l.WaitedUS))
 		shown := l.shown()
-		table("rank|held up all|per step|last|caused|share|late p50|p90|p99|max", "", func(row func(string, ...any)) {
-			for _, s := range shown {
-				perStep := "-"
-				if r.Steps > 0 {
-					perStep = duration(s.HeldPerStepUS)
+		table("rank|held up all|per step|last|caused|share|late p50|p90|p99|max", "",
+			func(row func(string, ...any)) {
+				for _, s := range shown {
+					perStep := "-"
+					if r.Steps > 0 {
+						perStep = duration(s.HeldPerStepUS)
+					}
+					row("", s.Rank, duration(s.HeldUS), perStep, s.Last, duration(s.CausedUS),
+						percent(s.Share),
+						duration(s.P50US), duration(s.P90US), duration(s.P99US), duration(s.MaxUS))
 				}
-				row("", s.Rank, duration(s.HeldUS), perStep, s.Last, duration(s.CausedUS), percent(s.Share),
-					duration(s.P50US), duration(s.P90US), duration(s.P99US), duration(s.MaxUS))
-			}
-		})
+			})
 		if hidden := len(l.Ranks) - len(shown); hidden > 0 {
 			line("  and %d more ranks, which held up the others for less time", hidden)
 		}
@@ -92,7 +97,8 @@ func (r *Report) WriteText(w io.Writer) error {
 		line("  negotiation includes waiting for other ranks, because the files have the submissions of only one rank")
 	}
 	if o := &r.Outside; o.StepUS > 0 {
-		text := fmt.Sprintf("  outside gohvd: %s of %s %s (%s)", duration(o.US), duration(o.StepUS), r.per(), percent(o.Share))
+		text := fmt.Sprintf("  outside gohvd: %s of %s %s (%s)", duration(o.US), duration(o.StepUS), r.per(),
+			percent(o.Share))
 		if len(r.Phases) > 1 {
 			text += " or more at every rank"
 		}
@@ -123,9 +129,11 @@ func (r *Report) WriteText(w io.Writer) error {
 	if f := &r.Fusion; f.Responses > 0 {
 		fill := ""
 		if f.ThresholdBytes > 0 {
-			fill = fmt.Sprintf("; on average %s of the fusion threshold of %s", percent(f.Fill), size(float64(f.ThresholdBytes)))
+			fill = fmt.Sprintf("; on average %s of the fusion threshold of %s", percent(f.Fill),
+				size(float64(f.ThresholdBytes)))
 		}
-		line("  a response had %s tensors (median %d, at most %d) and %s (median %s, at most %s)%s", places(f.MeanTensors), f.P50Tensors,
+		line("  a response had %s tensors (median %d, at most %d) and %s (median %s, at most %s)%s",
+			places(f.MeanTensors), f.P50Tensors,
 			f.MaxTensors, size(f.MeanBytes), size(float64(f.P50Bytes)), size(float64(f.MaxBytes)), fill)
 	} else if r.Horovod {
 		line("  Horovod's file does not say which tensors were fused")
@@ -133,9 +141,11 @@ func (r *Report) WriteText(w io.Writer) error {
 		line("  the files have no operations that can be fused")
 	}
 	if c := &r.Cache; c.Hits+c.Misses > 0 {
-		text := fmt.Sprintf("  %s of the requests were cached", percent(float64(c.Hits)/float64(c.Hits+c.Misses)))
+		text := fmt.Sprintf("  %s of the requests were cached",
+			percent(float64(c.Hits)/float64(c.Hits+c.Misses)))
 		if n := c.SteadyHits + c.SteadyMisses; n > 0 {
-			text += fmt.Sprintf(", and %s of those whose name had occurred before", percent(float64(c.SteadyHits)/float64(n)))
+			text += fmt.Sprintf(", and %s of those whose name had occurred before",
+				percent(float64(c.SteadyHits)/float64(n)))
 		}
 		line("%s", text)
 	}
@@ -151,7 +161,8 @@ func (r *Report) WriteText(w io.Writer) error {
 				if t.DType != "" {
 					name += " " + printable(t.DType) + printable(t.Shape)
 				}
-				row(name, duration(t.TotalUS), duration(t.MeanUS), duration(t.P99US), duration(t.MaxUS), t.Count, size(float64(t.Bytes)), t.Errors)
+				row(name, duration(t.TotalUS), duration(t.MeanUS), duration(t.P99US), duration(t.MaxUS),
+					t.Count, size(float64(t.Bytes)), t.Errors)
 			}
 		})
 	}

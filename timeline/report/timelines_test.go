@@ -56,12 +56,14 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 		if rank == 0 {
 			at = 0
 		}
-		id := rankID{rank: rank, size: t.ranks, host: fmt.Sprint("h", host), domain: fmt.Sprint("d", host), epoch: 1, monotonic: at + host*77_000*ms}
+		id := rankID{rank: rank, size: t.ranks, host: fmt.Sprint("h", host), domain: fmt.Sprint("d", host),
+			epoch: 1, monotonic: at + host*77_000*ms}
 		f := newFile(id)
 		if host > 0 {
 			f.clock(0, at+rng.IntN(101)-50, 100)
 		}
-		r.files, r.started, r.now = append(r.files, f), append(r.started, at), append(r.now, begin+rng.IntN(ms))
+		r.files, r.started, r.now = append(r.files, f), append(r.started, at),
+			append(r.now, begin+rng.IntN(ms))
 	}
 	r.now[t.starts] += t.lateBy
 	// First the parameters are broadcast together, then objects one after the other, with names that occur
@@ -137,9 +139,11 @@ func (r *trainingRun) run(kind, name string) []int {
 		r.lane[rank] = ended[rank]
 		off := r.started[rank]
 		o := testOp{
-			kind: kind, number: r.number, granted: granted[rank] - off, begun: begun[rank] - off, ended: ended[rank] - off, backend: "shm",
+			kind: kind, number: r.number, granted: granted[rank] - off, begun: begun[rank] - off,
+			ended: ended[rank] - off, backend: "shm",
 			activities: []testActivity{{"SHM_" + kind, ended[rank] - begun[rank]}},
-			tensors:    []testTensor{{name: name, submitted: r.now[rank] - off, bytes: 1 << 20, miss: !r.seen[name]}},
+			tensors: []testTensor{{name: name, submitted: r.now[rank] - off, bytes: 1 << 20,
+				miss: !r.seen[name]}},
 		}
 		if r.hosts > 1 {
 			o.backend, o.activities[0].name = "tcp", "TCP_"+kind
@@ -161,7 +165,9 @@ func TestKnownTimelines(t *testing.T) {
 		variations = 2
 	}
 	// normal returns a random duration with mean us and a standard deviation of 3 %.
-	normal := func(rng *rand.Rand, us int) int { return int(float64(us) * max(1+0.03*rng.NormFloat64(), 0.8)) }
+	normal := func(rng *rand.Rand, us int) int {
+		return int(float64(us) * max(1+0.03*rng.NormFloat64(), 0.8))
+	}
 	slow := func(rng *rand.Rand, job *training, usual, rank int) {
 		factor := 1.3 + 2*rng.Float64()
 		job.compute = func(r, _ int) int {
@@ -186,7 +192,9 @@ func TestKnownTimelines(t *testing.T) {
 			job.starts, job.lateBy = (rank+1+rng.IntN(job.ranks-1))%job.ranks, 1000*ms+rng.IntN(20_000*ms)
 		}, guilty: true},
 		"slow data on all ranks": {make: func(rng *rand.Rand, job *training, usual, _ int) {
-			job.compute = func(int, int) int { return normal(rng, usual) + int(float64(usual)*(1.4+1.2*rng.Float64())) }
+			job.compute = func(int, int) int {
+				return normal(rng, usual) + int(float64(usual)*(1.4+1.2*rng.Float64()))
+			}
 		}, verdict: "no rank ", suggestion: "look at the program"},
 		"slow data on one rank": {make: func(rng *rand.Rand, job *training, usual, rank int) {
 			every := 1 + rng.IntN(3) // only one batch in a few is slow
@@ -234,7 +242,8 @@ func TestKnownTimelines(t *testing.T) {
 				rng := rand.New(rand.NewPCG(seed, 17))
 				usual := 5*ms + rng.IntN(50*ms)
 				job := training{
-					ranks: []int{2, 3, 4, 8}[rng.IntN(4)], steps: 50, gradients: 1 + rng.IntN(6), backward: 1 + rng.IntN(usual/10), hosts: 1,
+					ranks: []int{2, 3, 4, 8}[rng.IntN(4)], steps: 50, gradients: 1 + rng.IntN(6),
+					backward: 1 + rng.IntN(usual/10), hosts: 1,
 					oneByOne: rng.IntN(3) == 0, compute: func(int, int) int { return normal(rng, usual) },
 				}
 				job.exchange = usual / (20 + rng.IntN(80)) / job.gradients
@@ -258,16 +267,19 @@ func TestKnownTimelines(t *testing.T) {
 					if err := r.WriteText(&text); err != nil {
 						t.Error(err)
 					}
-					t.Errorf("variation %d, %d ranks, %d gradients: %s\n%s", seed, job.ranks, job.gradients, what, text.String())
+					t.Errorf("variation %d, %d ranks, %d gradients: %s\n%s", seed, job.ranks, job.gradients,
+						what, text.String())
 				}
 				suggestion := ""
 				if len(r.Suggestions) > 0 {
 					suggestion = r.Suggestions[0].Do
 				}
 				switch {
-				case c.guilty && !strings.HasPrefix(r.Lateness.Verdict, fmt.Sprintf("rank %d held up all others for ", rank)):
+				case c.guilty && !strings.HasPrefix(r.Lateness.Verdict,
+					fmt.Sprintf("rank %d held up all others for ", rank)):
 					wrong(fmt.Sprintf("want rank %d blamed", rank))
-				case c.guilty && !strings.HasPrefix(suggestion, fmt.Sprintf("look at what rank %d does", rank)):
+				case c.guilty && !strings.HasPrefix(suggestion, fmt.Sprintf("look at what rank %d does",
+					rank)):
 					wrong(fmt.Sprintf("want the suggestion to look at rank %d", rank))
 				case !strings.HasPrefix(r.Lateness.Verdict, c.verdict):
 					wrong(fmt.Sprintf("want the verdict that %s", c.verdict))
@@ -275,9 +287,12 @@ func TestKnownTimelines(t *testing.T) {
 					wrong(fmt.Sprintf("want the suggestion to %s", c.suggestion))
 				}
 				if got := r.Lateness.Ranks[rank].HeldPerStepUS; c.guilty && math.Abs(got-lost) > 0.15*lost {
-					wrong(fmt.Sprintf("want %s lost per step by rank %d, got %s", duration(lost), rank, duration(got)))
+					wrong(fmt.Sprintf("want %s lost per step by rank %d, got %s", duration(lost), rank,
+						duration(got)))
 				}
-				if job.lateBy > 0 && !strings.Contains(r.Lateness.Startup, fmt.Sprintf("; rank %d held up all others for ", job.starts)) {
+				if job.lateBy > 0 &&
+					!strings.Contains(r.Lateness.Startup, fmt.Sprintf("; rank %d held up all others for ",
+						job.starts)) {
 					wrong(fmt.Sprintf("want rank %d to have held up the start", job.starts))
 				}
 				sum := 0.0
@@ -285,7 +300,8 @@ func TestKnownTimelines(t *testing.T) {
 					sum += l.HeldUS + l.StartupHeldUS
 				}
 				if sum > r.DurationUS {
-					wrong(fmt.Sprintf("the ranks held up all others for %s in sum, of %s", duration(sum), duration(r.DurationUS)))
+					wrong(fmt.Sprintf("the ranks held up all others for %s in sum, of %s", duration(sum),
+						duration(r.DurationUS)))
 				}
 			}
 		})

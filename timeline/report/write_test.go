@@ -62,7 +62,8 @@ func newFile(id rankID) *file {
 	if id.start == 0 {
 		id.start = 1_700_000_000_000_000
 	}
-	fmt.Fprintf(&f.b, "[\n"+`{"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":%d}}`, id.start)
+	fmt.Fprintf(&f.b, "[\n"+
+		`{"name":"process_name","ph":"M","pid":0,"args":{"start_time_since_epoch_in_micros":%d}}`, id.start)
 	f.event(`{"name":"process_sort_index","ph":"M","pid":0,"args":{"sort_index":0}}`)
 	f.event(`{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":%d,"size":%d,"host":%q,"epoch":%d,"segment":%d,"clock_domain":%q,"monotonic_us":%d,"dropped":0,"version":1}}`,
 		id.rank, id.size, id.host, id.epoch, max(id.segment, 1), id.domain, id.monotonic)
@@ -78,7 +79,8 @@ func (f *file) event(format string, args ...any) {
 }
 
 func (f *file) clock(at, offset, err int) {
-	f.event(`{"name":"hvd_clock","ph":"i","s":"p","pid":0,"ts":%d,"args":{"offset_us":%d,"error_us":%d}}`, at, offset, err)
+	f.event(`{"name":"hvd_clock","ph":"i","s":"p","pid":0,"ts":%d,"args":{"offset_us":%d,"error_us":%d}}`, at,
+		offset, err)
 }
 
 func (f *file) op(o testOp) {
@@ -99,7 +101,8 @@ func (f *file) op(o testOp) {
 				begin, note = a, fmt.Sprintf(`,"submitted":%d`, t.submitted)
 			}
 		}
-		f.event(`{"name":"NEGOTIATE_%s","ph":"B","ts":%d,"pid":%d,"args":{"set":%d,"op":%d%s}}`, o.kind, begin, pid, o.set, o.number, note)
+		f.event(`{"name":"NEGOTIATE_%s","ph":"B","ts":%d,"pid":%d,"args":{"set":%d,"op":%d%s}}`, o.kind,
+			begin, pid, o.set, o.number, note)
 		order := make([]int, len(t.arrivals))
 		for i := range order {
 			order[i] = i
@@ -112,7 +115,8 @@ func (f *file) op(o testOp) {
 		}
 		late := ""
 		if n := len(order); n > 0 && t.arrivals[order[0]] > 0 {
-			late = fmt.Sprintf(`,"last":%d,"late_us":%d`, order[n-1], t.arrivals[order[n-1]]-t.arrivals[order[0]])
+			late = fmt.Sprintf(`,"last":%d,"late_us":%d`, order[n-1],
+				t.arrivals[order[n-1]]-t.arrivals[order[0]])
 		}
 		f.event(`{"ph":"E","ts":%d,"pid":%d,"args":{"cached":%v%s}}`, o.granted, pid, !t.miss, late)
 		top, problem := o.kind, ""
@@ -210,7 +214,8 @@ func (s straggler) write(t testing.TB, dir, extension string) string {
 	number := 0
 	files := make([]*file, size)
 	for r := range files {
-		files[r] = newFile(rankID{rank: r, size: size, host: "h-" + s.domains[r], domain: s.domains[r], epoch: 1, monotonic: s.monotonic[r]})
+		files[r] = newFile(rankID{rank: r, size: size, host: "h-" + s.domains[r], domain: s.domains[r],
+			epoch: 1, monotonic: s.monotonic[r]})
 		if s.domains[r] != s.domains[0] {
 			files[r].clock(0, s.started[r], s.clockError)
 		}
@@ -238,8 +243,10 @@ func (s straggler) write(t testing.TB, dir, extension string) string {
 					}
 				}
 				op := testOp{
-					number: number, granted: granted - off, begun: granted + 300*us - off, ended: granted + 2*ms - off, backend: "tcp",
-					activities: []testActivity{{"MEMCPY_IN_FUSION_BUFFER", 100 * us}, {"TCP_ALLREDUCE", 1 * ms}, {"MEMCPY_OUT_FUSION_BUFFER", 100 * us}},
+					number: number, granted: granted - off, begun: granted + 300*us - off,
+					ended: granted + 2*ms - off, backend: "tcp",
+					activities: []testActivity{{"MEMCPY_IN_FUSION_BUFFER", 100 * us},
+						{"TCP_ALLREDUCE", 1 * ms}, {"MEMCPY_OUT_FUSION_BUFFER", 100 * us}},
 				}
 				names := []string{"grad/0", "grad/1"}
 				if o == 1 {
@@ -247,7 +254,8 @@ func (s straggler) write(t testing.TB, dir, extension string) string {
 				}
 				for i, n := range names {
 					op.tensors = append(op.tensors, testTensor{
-						name: n, submitted: submitted[r] - off - i*us, bytes: 4096 * (i + 1), arrivals: arrivals, miss: !s.cached || step == 0,
+						name: n, submitted: submitted[r] - off - i*us, bytes: 4096 * (i + 1),
+						arrivals: arrivals, miss: !s.cached || step == 0,
 					})
 				}
 				f.op(op)

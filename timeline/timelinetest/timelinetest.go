@@ -112,7 +112,8 @@ var (
 	shape    = regexp.MustCompile(`^\[([0-9]+(, [0-9]+)*)?\]$`)
 	position = regexp.MustCompile(`^(0|[1-9][0-9]*)$`)
 	kinds    = []string{
-		"ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN", "ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "ERROR",
+		"ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN",
+		"ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "ERROR",
 	}
 )
 
@@ -258,7 +259,8 @@ func (c *checker) event(e *event) error {
 		return fmt.Errorf("%s of pid %d before its name", e.Phase, *e.Pid)
 	}
 	if c.waiting >= 0 && (*e.Pid != c.waiting || !c.sorted) {
-		return fmt.Errorf("%s of pid %d, want the index and the first event of pid %d", e.Phase, *e.Pid, c.waiting)
+		return fmt.Errorf("%s of pid %d, want the index and the first event of pid %d", e.Phase, *e.Pid,
+			c.waiting)
 	}
 	c.waiting = -1
 	ts, err := micros(e.TS, false)
@@ -315,7 +317,8 @@ func (c *checker) header(e *event) error {
 		if err := args(e, &a); err != nil {
 			return fmt.Errorf("hvd_rank: %w", err)
 		}
-		if a.Rank == nil || a.Size == nil || a.Segment == nil || a.Version == nil || a.Host == nil || a.Epoch == nil || a.Dropped == nil || a.Domain == nil {
+		if a.Rank == nil || a.Size == nil || a.Segment == nil || a.Version == nil || a.Host == nil ||
+			a.Epoch == nil || a.Dropped == nil || a.Domain == nil {
 			return fmt.Errorf("hvd_rank: %s lacks something", e.Args)
 		}
 		if _, err := micros(a.Monotonic, false); err != nil {
@@ -324,7 +327,8 @@ func (c *checker) header(e *event) error {
 		if *a.Rank < 0 || *a.Rank >= *a.Size || *a.Segment < 1 || *a.Version != 1 {
 			return fmt.Errorf("hvd_rank: %s", e.Args)
 		}
-		c.s.Rank, c.s.Size, c.s.Segment, c.s.Epoch, c.s.Dropped = *a.Rank, *a.Size, *a.Segment, *a.Epoch, *a.Dropped
+		c.s.Rank, c.s.Size, c.s.Segment, c.s.Epoch, c.s.Dropped = *a.Rank, *a.Size, *a.Segment, *a.Epoch,
+			*a.Dropped
 	}
 	return nil
 }
@@ -422,7 +426,8 @@ func (t *track) begin(e *event, ts float64) error {
 		if err := args(e, &a); err != nil || a.Set == nil || a.Op == nil {
 			return fmt.Errorf("%s %s: %w", *e.Name, e.Args, err)
 		}
-		t.op = Operation{Track: t.name, Set: *a.Set, Number: *a.Op, Negotiated: kind, Begin: ts, Submitted: ts, Arrivals: map[int]float64{}}
+		t.op = Operation{Track: t.name, Set: *a.Set, Number: *a.Op, Negotiated: kind, Begin: ts,
+			Submitted: ts, Arrivals: map[int]float64{}}
 		if a.Submitted != nil {
 			var err error
 			if t.op.Submitted, err = micros(a.Submitted, false); err != nil {
@@ -435,7 +440,8 @@ func (t *track) begin(e *event, ts float64) error {
 		t.ticks = nil
 	case depth == 0:
 		if *e.Name != t.op.Negotiated && *e.Name != "ERROR" || ts != t.op.Granted {
-			return fmt.Errorf("%q: bar %s at %v after NEGOTIATE_%s that ended at %v", t.name, *e.Name, ts, t.op.Negotiated, t.op.Granted)
+			return fmt.Errorf("%q: bar %s at %v after NEGOTIATE_%s that ended at %v", t.name, *e.Name, ts,
+				t.op.Negotiated, t.op.Granted)
 		}
 		t.op.Kind = *e.Name
 	case depth == 1 && t.negotiated:
@@ -521,7 +527,8 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 		return false, fmt.Errorf("%q: the end of %s lacks something: %s", t.name, of.name, e.Args)
 	}
 	if *a.Bytes < 0 || *a.Fused < 1 || (a.DType == nil) != (a.Shape == nil) {
-		return false, fmt.Errorf("%q: the end of operation %d of set %d: %s", t.name, t.op.Number, t.op.Set, e.Args)
+		return false, fmt.Errorf("%q: the end of operation %d of set %d: %s", t.name, t.op.Number, t.op.Set,
+			e.Args)
 	}
 	if a.Shape != nil {
 		if !shape.MatchString(*a.Shape) {
@@ -535,7 +542,8 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 	if of.name == "ERROR" && t.op.Fail == "" {
 		return false, fmt.Errorf("%q: ERROR without a text", t.name)
 	}
-	t.op.Ended, t.op.Backend, t.op.Algorithm, t.op.Bytes, t.op.Fused = ts, *a.Backend, *a.Algorithm, *a.Bytes, *a.Fused
+	t.op.Ended, t.op.Backend, t.op.Algorithm, t.op.Bytes, t.op.Fused = ts, *a.Backend, *a.Algorithm, *a.Bytes,
+		*a.Fused
 	return true, nil
 }
 
@@ -571,7 +579,8 @@ func (t *track) grant(e *event, ts float64) error {
 		return fmt.Errorf("%q: ticks, without who was last: %s: %w", t.name, e.Args, err)
 	}
 	times := slices.Sorted(maps.Values(t.op.Arrivals))
-	if d := times[len(times)-1] - times[0] - late; d > 0.001 || d < -0.001 || t.op.Arrivals[*a.Last] != times[len(times)-1] {
+	if d := times[len(times)-1] - times[0] - late; d > 0.001 || d < -0.001 ||
+		t.op.Arrivals[*a.Last] != times[len(times)-1] {
 		return fmt.Errorf("%q: arrivals %v, and %s", t.name, t.op.Arrivals, e.Args)
 	}
 	t.op.Last, t.op.Late = *a.Last, late

@@ -42,7 +42,8 @@ func TestSound(t *testing.T) {
 			t.Fatal(err)
 		}
 		o := s.Operations[0]
-		if s.Rank != 1 || !s.Ended || s.Dropped != 2 || s.Cycles != 1 || len(s.Clocks) != 1 || o.Submitted != 1000 || o.Granted != 1200 || o.Begun != 1300 || o.Late != 200.001 {
+		if s.Rank != 1 || !s.Ended || s.Dropped != 2 || s.Cycles != 1 || len(s.Clocks) != 1 ||
+			o.Submitted != 1000 || o.Granted != 1200 || o.Begun != 1300 || o.Late != 200.001 {
 			t.Errorf("got %+v", s)
 		}
 	}
@@ -61,7 +62,8 @@ func TestBroken(t *testing.T) {
 			// another reason.
 			continue
 		}
-		if err := timelinetest.Check(strings.NewReader(strings.Join(append(lines[:i:i], lines[i+1:]...), ""))); err == nil {
+		if err := timelinetest.Check(strings.NewReader(strings.Join(append(lines[:i:i], lines[i+1:]...),
+			""))); err == nil {
 			t.Errorf("without line %d it passes: %s", i+1, lines[i])
 		}
 	}
@@ -75,20 +77,33 @@ func TestBroken(t *testing.T) {
 		}
 	}
 	for _, c := range [][2]string{
-		{`]` + "\n", ``}, {`]` + "\n", `]]`}, {"[\n", "{\n"}, {`"version":1`, `"version":2`}, {`"host":"h",`, ``}, {`"rank":1`, `"rank":2`},
-		{`"segment":1`, `"segment":0`}, {`"monotonic_us":5`, `"monotonic_us":"5"`}, {`"offset_us":-1.5`, `"offset_us":-1.5555`},
+		{`]` + "\n", ``}, {`]` + "\n", `]]`}, {"[\n", "{\n"}, {`"version":1`, `"version":2`},
+		{`"host":"h",`, ``}, {`"rank":1`, `"rank":2`},
+		{`"segment":1`, `"segment":0`}, {`"monotonic_us":5`, `"monotonic_us":"5"`},
+		{`"offset_us":-1.5`, `"offset_us":-1.5555`},
 		{`"error_us":0.25`, `"error_us":-1`},
-		{`"error_us":0.25`, `"error_us":0.250`}, {`"error_us":0.25`, `"error_us":2.5e-1`}, {`"error_us":0.25`, `"error_us":1.0`}, {`"error_us":0.25`, `"error_us":"0.25"`},
-		{`"error_us":0.25`, `"error_us":null`}, {`"args":{"sort_index":1}`, `"args":[1]`}, {`"args":{"sort_index":1}`, `"args":1`}, {`"args":{"sort_index":1}`, `"args":null`}, {`"s":"g"`, `"s":"p"`}, {`"ts":2,"pid":0`, `"ts":0.5,"pid":0`}, {`"name":"g [set 3]"`, `"name":"g"`},
-		{`"sort_index":1`, `"sort_index":2`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_SOMETHING`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_ALLGATHER`},
-		{`"submitted":1000`, `"sbmitted":1000`}, {`"name":"1","ph":"X"`, `"name":"0","ph":"X"`}, {`"name":"1","ph":"X"`, `"name":"01","ph":"X"`},
-		{`"ts":900,"dur":0`, `"ts":900,"dur":1`}, {`"ts":900,"dur":0`, `"ts":900,"dur":0,"tid":1`}, {`"cached":true,`, ``}, {`,"last":0`, ``}, {`,"late_us":200.001`, ``},
-		{`"last":0`, `"last":1`}, {`"late_us":200.001`, `"late_us":200.003`}, {`{"name":"QUEUE","ph":"B","ts":1200`, `{"name":"QUEUE","ph":"B","ts":1201`},
-		{`"name":"ALLREDUCE","ph":"B","ts":1200`, `"name":"ALLREDUCE","ph":"B","ts":1201`}, {`"QUEUE"`, `"SHM"`}, {`"SHM_ALLREDUCE"`, `"QUEUE"`},
-		{`"ts":1800`, `"ts":1349`}, {`"shape":"[2, 3]"`, `"shape":"[2 3]"`}, {`"dtype":"float32",`, ``}, {`"bytes":24,`, ``}, {`"fused":2`, `"fused":0`},
+		{`"error_us":0.25`, `"error_us":0.250`}, {`"error_us":0.25`, `"error_us":2.5e-1`},
+		{`"error_us":0.25`, `"error_us":1.0`}, {`"error_us":0.25`, `"error_us":"0.25"`},
+		{`"error_us":0.25`, `"error_us":null`}, {`"args":{"sort_index":1}`, `"args":[1]`},
+		{`"args":{"sort_index":1}`, `"args":1`}, {`"args":{"sort_index":1}`, `"args":null`},
+		{`"s":"g"`, `"s":"p"`}, {`"ts":2,"pid":0`, `"ts":0.5,"pid":0`}, {`"name":"g [set 3]"`, `"name":"g"`},
+		{`"sort_index":1`, `"sort_index":2`}, {`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_SOMETHING`},
+		{`NEGOTIATE_ALLREDUCE`, `NEGOTIATE_ALLGATHER`},
+		{`"submitted":1000`, `"sbmitted":1000`}, {`"name":"1","ph":"X"`, `"name":"0","ph":"X"`},
+		{`"name":"1","ph":"X"`, `"name":"01","ph":"X"`},
+		{`"ts":900,"dur":0`, `"ts":900,"dur":1`}, {`"ts":900,"dur":0`, `"ts":900,"dur":0,"tid":1`},
+		{`"cached":true,`, ``}, {`,"last":0`, ``}, {`,"late_us":200.001`, ``},
+		{`"last":0`, `"last":1`}, {`"late_us":200.001`, `"late_us":200.003`},
+		{`{"name":"QUEUE","ph":"B","ts":1200`, `{"name":"QUEUE","ph":"B","ts":1201`},
+		{`"name":"ALLREDUCE","ph":"B","ts":1200`, `"name":"ALLREDUCE","ph":"B","ts":1201`},
+		{`"QUEUE"`, `"SHM"`}, {`"SHM_ALLREDUCE"`, `"QUEUE"`},
+		{`"ts":1800`, `"ts":1349`}, {`"shape":"[2, 3]"`, `"shape":"[2 3]"`}, {`"dtype":"float32",`, ``},
+		{`"bytes":24,`, ``}, {`"fused":2`, `"fused":0`},
 		{`"bytes":24,`, `"bytes":24,"op":1,`}, {`{"ph":"E","ts":1300`, `{"name":"QUEUE","ph":"E","ts":1300`},
-		{`"name":"ALLREDUCE","ph":"B"`, `"name":"ERROR","ph":"B"`}, {`"ts":1901`, `"ts":1`}, {`"ph":"E","ts":1800`, `"ph":"Z","ts":1800`},
-		{`"start_time_since_epoch_in_micros":1`, `"start":1`}, {`"ts":1800,"pid":1`, `"ts":1800,"pid":2`}, {`"hvd_end"`, `"hvd_over"`}, {`"ts":1350,"pid":1`, `"ts":1350`},
+		{`"name":"ALLREDUCE","ph":"B"`, `"name":"ERROR","ph":"B"`}, {`"ts":1901`, `"ts":1`},
+		{`"ph":"E","ts":1800`, `"ph":"Z","ts":1800`},
+		{`"start_time_since_epoch_in_micros":1`, `"start":1`}, {`"ts":1800,"pid":1`, `"ts":1800,"pid":2`},
+		{`"hvd_end"`, `"hvd_over"`}, {`"ts":1350,"pid":1`, `"ts":1350`},
 		{`"ts":900,"dur":0,"pid":1`, `"ts":900,"dur":0,"pid":1,"args":{"at":901}`},
 	} {
 		if strings.Count(sound, c[0]) < 1 {

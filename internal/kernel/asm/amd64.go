@@ -52,9 +52,9 @@ var (
 	narrow = level{"AVX512", 32, true}
 )
 
-// Registers. A kernel that unrolls its loop has a and b of turn i in registers a+i and b+i. AVX2 has 16 registers, of
-// which Go reserves 15 for zero; there the constants use registers that the temporaries leave free. With AVX-512 the
-// constants are in the registers from 16 on.
+// Registers. A kernel that unrolls its loop has a and b of turn i in registers a+i and b+i. AVX2 has 16
+// registers, of which Go reserves 15 for zero; there the constants use registers that the temporaries leave
+// free. With AVX-512 the constants are in the registers from 16 on.
 const (
 	a, b = 0, 4
 	t    = 8 // the first of the temporaries
@@ -288,7 +288,9 @@ func amd64() (code, decls string) {
 	var text, funcs, tables writer
 	text.WriteString(header + "#include \"textflag.h\"\n")
 	funcs.WriteString(header + "package kernel\n\nimport \"github.com/gohvd/gohvd/internal/tensor\"\n\n")
-	declare := func(name, signature string) { fmt.Fprintf(&funcs, "//go:noescape\nfunc %s(%s)\n\n", name, signature) }
+	declare := func(name, signature string) {
+		fmt.Fprintf(&funcs, "//go:noescape\nfunc %s(%s)\n\n", name, signature)
+	}
 	add := func(k *kernel) string {
 		k.write(&text)
 		declare(k.name, k.signature())

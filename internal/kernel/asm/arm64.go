@@ -61,7 +61,8 @@ func row(field *strings.Builder, e neon, name string) {
 // table declares the functions.
 func (p *program) table() {
 	fmt.Fprintln(&p.decls, "\nvar functionsNEON = functions{")
-	fmt.Fprintf(&p.decls, "reduce: [numTypes]reductions[assembly[reduceAssembly]]{\n%s},\n", p.reduces.String())
+	fmt.Fprintf(&p.decls, "reduce: [numTypes]reductions[assembly[reduceAssembly]]{\n%s},\n",
+		p.reduces.String())
 	fmt.Fprintf(&p.decls, "scale: [numTypes]assembly[factorAssembly]{\n%s},\n", p.scales.String())
 	fmt.Fprintf(&p.decls, "widen: [numTypes]assembly[convertAssembly]{\n%s},\n", p.widens.String())
 	fmt.Fprintf(&p.decls, "narrow: [numTypes]assembly[convertAssembly]{\n%s},\n}\n", p.narrows.String())
@@ -102,7 +103,8 @@ func (p *program) loop(step, least int, body func(n int)) {
 	body(step)
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BGE loop")
-	// counter is the rest minus step. The lower bits of step are 0, so those of counter are the bits of the rest.
+	// counter is the rest minus step. The lower bits of step are 0, so those of counter are the bits of the
+	// rest.
 	p.label("rest")
 	for n := step / 2; n >= least; n /= 2 {
 		under := "under" + strconv.Itoa(n)
@@ -157,7 +159,8 @@ func (p *program) packFloat16(d, v vec) {
 	}
 }
 
-// Suffixes in Arm's notation of an instruction for the lower or upper half of a register, and of the lanes of that half.
+// Suffixes in Arm's notation of an instruction for the lower or upper half of a register, and of the lanes of
+// that half.
 var (
 	suffix = [2]string{"", "2"}
 	half16 = [2]string{"4h", "8h"}

@@ -41,7 +41,8 @@ func reduction(l level, e elem, op string) *kernel {
 	if l == avx512 && !e.half() {
 		l = narrow
 	}
-	k := &kernel{name: op + e.name + l.name, level: l, in: []int{e.size, e.size}, out: e.size, unit: l.size / e.size, unroll: 4}
+	k := &kernel{name: op + e.name + l.name, level: l, in: []int{e.size, e.size}, out: e.size,
+		unit: l.size / e.size, unroll: 4}
 	k.load, k.store = vectors(l, e.size)
 	switch {
 	case e.half() && op != "sum":
@@ -283,7 +284,8 @@ func scaling(l level, e elem) *kernel {
 		l = narrow
 	}
 	k := &kernel{
-		name: "scale" + e.name + l.name, level: l, in: []int{e.size}, out: e.size, unit: l.size / e.size, unroll: 4, factor: true,
+		name: "scale" + e.name + l.name, level: l, in: []int{e.size}, out: e.size, unit: l.size / e.size,
+		unroll: 4, factor: true,
 	}
 	k.load, k.store = vectors(l, e.size)
 	factor := l.constant(3)
@@ -327,7 +329,8 @@ func scaling(l level, e elem) *kernel {
 // conversion returns a kernel between a half-precision type and float32, without its load, compute and store.
 // A register holds the elements as float32s.
 func conversion(name string, l level, to, from elem) *kernel {
-	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4, unroll: 4}
+	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4,
+		unroll: 4}
 }
 
 // widening returns the kernel that widens src, of type from, to float32.

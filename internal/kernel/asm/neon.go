@@ -31,9 +31,9 @@ var (
 	d2  = lanes{"2d", "D2", 3}
 )
 
-// Go's assembler has few arithmetic vector instructions. The others are assembled here from their encodings in the
-// Arm Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar Floating-Point and Advanced
-// SIMD". All are of the first ARMv8-A.
+// Go's assembler has few arithmetic vector instructions. The others are assembled here from their encodings
+// in the Arm Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar
+// Floating-Point and Advanced SIMD". All are of the first ARMv8-A.
 
 // word writes an instruction as its bits, with Arm's notation of it as a comment.
 func (p *program) word(bits uint32, form string, args ...any) {

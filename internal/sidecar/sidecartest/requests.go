@@ -4,7 +4,8 @@ import "github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 
 // Init returns a request to join the job with settings and process sets.
 func Init(settings map[string]string, sets ...*sidecarpb.Ranks) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Init{Init: &sidecarpb.Init{Settings: settings, ProcessSets: sets}}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_Init{Init: &sidecarpb.Init{Settings: settings,
+		ProcessSets: sets}}}
 }
 
 // Shutdown returns a request to leave the job.
@@ -26,17 +27,20 @@ func StartTimeline(path string, markCycles bool) *sidecarpb.Request {
 
 // StopTimeline returns a request to end the timeline.
 func StopTimeline() *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_StopTimeline{StopTimeline: new(sidecarpb.StopTimeline)}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_StopTimeline{
+		StopTimeline: new(sidecarpb.StopTimeline)}}
 }
 
 // Arena returns a request to use an arena of the client. The arena's descriptor is sent with it.
 func Arena(number uint32, numBytes int64) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Arena{Arena: &sidecarpb.Arena{Arena: number, Bytes: uint64(numBytes)}}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_Arena{Arena: &sidecarpb.Arena{Arena: number,
+		Bytes: uint64(numBytes)}}}
 }
 
 // DropArena returns a request to give up an arena of the client.
 func DropArena(number uint32) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_DropArena{DropArena: &sidecarpb.DropArena{Arena: number}}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_DropArena{
+		DropArena: &sidecarpb.DropArena{Arena: number}}}
 }
 
 // Ring returns a request to use a ring. The ring's descriptor is sent with it.
@@ -46,12 +50,14 @@ func Ring(numBytes uint64) *sidecarpb.Request {
 
 // Prepare returns a request to prepare an operation in a slot of the ring.
 func Prepare(slot uint32, o *sidecarpb.Operation) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Prepare{Prepare: &sidecarpb.Prepare{Slot: slot, Operation: o}}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_Prepare{Prepare: &sidecarpb.Prepare{Slot: slot,
+		Operation: o}}}
 }
 
 // Free returns a request to free the result at offset in the sidecar's arena.
 func Free(arena uint32, offset uint64) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: arena, Offset: offset}}}
+	return &sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: arena,
+		Offset: offset}}}
 }
 
 // Sum returns an allreduce in place that sums numElems float32 elements at offset in the arena.

@@ -135,7 +135,8 @@ func TestLinksAreIndependent(t *testing.T) {
 				if _, err := io.ReadFull(ends[i+1][1], make([]byte, 1<<20)); err != nil {
 					t.Error(err)
 				}
-				if got, want := time.Since(w.began), latency+time.Duration(i+1)*time.Millisecond; got != want {
+				if got, want := time.Since(w.began), latency+time.Duration(
+					i+1)*time.Millisecond; got != want {
 					t.Errorf("%+v: at %v, want %v", l, got, want)
 				}
 			})

@@ -128,7 +128,8 @@ func (s *side) err(now time.Duration) error {
 // fail records err as the reason why the side fails because of its own rank. Close replaces an earlier abort,
 // and release replaces both.
 func (s *side) fail(err error) {
-	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed && s.own != transport.ErrReleased {
+	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
+		s.own != transport.ErrReleased {
 		s.own = err
 	}
 }
@@ -212,7 +213,8 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	if p.head == len(p.queue) {
 		p.queue, p.head = p.queue[:0], 0
 	}
-	// This comes last, because a sender that polls sent may reuse its buffers from here on without holding mu.
+	// This comes last, because a sender that polls sent may reuse its buffers from here on without holding
+	// mu.
 	p.sent.Add(uint64(total))
 	p.changed.Broadcast()
 	return total, nil
@@ -232,8 +234,8 @@ func (p *pipe) hasUnread() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
-// closeSender fails the sender with own and, unless other is nil, the receiver with other after it has read all
-// bytes. closeSender copies the unread bytes, because the sender may reuse its buffers afterwards.
+// closeSender fails the sender with own and, unless other is nil, the receiver with other after it has read
+// all bytes. closeSender copies the unread bytes, because the sender may reuse its buffers afterwards.
 func (p *pipe) closeSender(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

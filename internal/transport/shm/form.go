@@ -20,7 +20,9 @@ import (
 // form connects the group, or sets unsharedReason if that is not possible.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
-	failed, err := ep.Agree(ctx, func(ctx context.Context) error { return dial.ExplainLimit(s.exchange(ctx)) })
+	failed, err := ep.Agree(ctx, func(ctx context.Context) error {
+		return dial.ExplainLimit(s.exchange(ctx))
+	})
 	for _, r := range group {
 		if text, ok := failed[r]; ok {
 			m.unsharedReason, m.unsharedRanks = join(m.unsharedReason, r, text), append(m.unsharedRanks, r)
@@ -177,8 +179,8 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 	}
 }
 
-// receive runs the handshake with a process that has connected. If that fails, it closes the connection, which
-// has no other effect.
+// receive runs the handshake with a process that has connected. If that fails, it closes the connection,
+// which has no other effect.
 func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer, results chan<- error) {
 	refuse := func(err error) {
 		switch {
@@ -245,7 +247,8 @@ func (s *setup) receiveDescriptors(p *peer) error {
 		return err
 	}
 	ringBytes := msg.size
-	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes || ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
+	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes ||
+		ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
 		msg.close()
 		return fmt.Errorf("%w: got a message of kind %d, index %d, rings of %d bytes, want kind %d, index %d, a power of two from %d to %d",
 			errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index, minRingBytes, maxRingBytes)
@@ -259,7 +262,8 @@ func (s *setup) receiveDescriptors(p *peer) error {
 	seg, err := shmem.Map(msg.fds[0])
 	closeAll(msg.fds[:1])
 	if err == nil && len(seg.Bytes()) < other.bytes() {
-		err = errors.Join(fmt.Errorf("%w: got a control segment of %d bytes, want at least %d", errBreach, len(seg.Bytes()), other.bytes()), seg.Close())
+		err = errors.Join(fmt.Errorf("%w: got a control segment of %d bytes, want at least %d", errBreach,
+			len(seg.Bytes()), other.bytes()), seg.Close())
 	}
 	if err != nil {
 		closeAll([]int{eventfd})
@@ -267,6 +271,7 @@ func (s *setup) receiveDescriptors(p *peer) error {
 	}
 	p.control = seg
 	p.waker = peerWaker{eventfd, word32(seg.Bytes(), parkedAt)}
-	p.conn = newConn(s.m.waker, &s.m.deferNotify, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout, other)
+	p.conn = newConn(s.m.waker, &s.m.deferNotify, p, s.m.control.Bytes(), seg.Bytes(), s.index, s.layout,
+		other)
 	return nil
 }

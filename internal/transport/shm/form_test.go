@@ -56,7 +56,8 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
-			meshes := newJob(t, shm.Config{}, overTCP(t, len(hosts)), strings.Split(hosts, "")...).mustConnect(t)
+			meshes := newJob(t, shm.Config{}, overTCP(t, len(hosts)),
+				strings.Split(hosts, "")...).mustConnect(t)
 			for r, m := range meshes {
 				var want []topo.Rank
 				for p := range hosts {
@@ -222,7 +223,8 @@ func TestAbsentRank(t *testing.T) {
 		cancel()
 		for r, err := range errs {
 			if r != absent && !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("without rank %d: rank %d: got %v, want %v", absent, r, err, context.DeadlineExceeded)
+				t.Errorf("without rank %d: rank %d: got %v, want %v", absent, r, err,
+					context.DeadlineExceeded)
 			}
 		}
 		if err := errors.Join(idle.Close(), idle.Close(), j.under[absent].Close()); err != nil {
@@ -260,7 +262,8 @@ func TestDeathWhileForming(t *testing.T) {
 // from forming a group.
 func TestUnauthenticatedPeers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
-	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72), make([]byte, 1000)} {
+	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72),
+		make([]byte, 1000)} {
 		nc, err := net.Dial("unixpacket", j.offers[1].Socket)
 		if err != nil {
 			t.Fatal(err)
@@ -318,9 +321,11 @@ func TestListenChecks(t *testing.T) {
 	long := filepath.Join(t.TempDir(), strings.Repeat("x", 100))
 	good := filepath.Join(t.TempDir(), "s")
 	for name, cfg := range map[string]shm.Config{
-		"open to others": {Dir: open}, "a link": {Dir: link}, "a file": {Dir: file}, "a long path": {Dir: long},
-		"nowhere": {Dir: filepath.Join(good, "x", "y")},
-		"ring":    {Dir: good, RingBytes: 1000}, "small ring": {Dir: good, RingBytes: 32}, "large ring": {Dir: good, RingBytes: 1 << 31},
+		"open to others": {Dir: open}, "a link": {Dir: link}, "a file": {Dir: file},
+		"a long path": {Dir: long},
+		"nowhere":     {Dir: filepath.Join(good, "x", "y")},
+		"ring":        {Dir: good, RingBytes: 1000}, "small ring": {Dir: good, RingBytes: 32},
+		"large ring": {Dir: good, RingBytes: 1 << 31},
 	} {
 		if e, err := shm.Listen(cfg); err == nil {
 			t.Errorf("%s: got no error", name)
@@ -360,7 +365,8 @@ func TestSweep(t *testing.T) {
 	}
 	defer live.Close()
 	abandon := func(name string) {
-		ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: filepath.Join(dir, name), Net: "unixpacket"})
+		ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: filepath.Join(dir, name),
+			Net: "unixpacket"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -390,7 +396,8 @@ func TestSweep(t *testing.T) {
 	var got []string
 	for _, e := range entries {
 		got = append(got, e.Name())
-		if info, err := e.Info(); err != nil || e.Name() == "s0123" || info.Mode().Perm() != 0o600 && len(e.Name()) == 17 {
+		if info, err := e.Info(); err != nil || e.Name() == "s0123" || info.Mode().Perm() != 0o600 &&
+			len(e.Name()) == 17 {
 			t.Errorf("%s has mode %v, %v", e.Name(), info.Mode(), err)
 		}
 	}

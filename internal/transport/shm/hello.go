@@ -37,13 +37,15 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 		return 0, fmt.Errorf("got a hello of %d bytes, want %d", len(b), helloBytes)
 	}
 	if m, v := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]); m != magic || v != version {
-		return 0, fmt.Errorf("got a hello with first word %#08x and version %d, want %#08x and %d", m, v, uint32(magic), version)
+		return 0, fmt.Errorf("got a hello with first word %#08x and version %d, want %#08x and %d", m, v,
+			uint32(magic), version)
 	}
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
 
 // proofOf returns the key and the purpose of the proof between two ranks.
-func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials, accepts *Offer) (key secret.Secret, purpose string, err error) {
+func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials,
+	accepts *Offer) (key secret.Secret, purpose string, err error) {
 	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
 	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
 }

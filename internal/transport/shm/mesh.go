@@ -52,8 +52,9 @@ type Mesh struct {
 	isClosed atomic.Bool
 
 	// mu is locked before the locks of conns and outboxes, and never together with the lock of package arena.
-	mu       sync.Mutex
-	changed  chan struct{} // closed when something has changed that await may wait for; nil if no goroutine waits
+	mu sync.Mutex
+	// closed when something has changed that await may wait for; nil if no goroutine waits
+	changed  chan struct{}
 	released transport.LaneSet
 	closed   bool
 	ended    chan struct{} // closed when Close is done

@@ -36,7 +36,8 @@ func (o *Offer) check() error {
 		return fmt.Errorf("has a token of %d bytes, want %d", len(o.Token), tokenBytes)
 	case len(o.Socket) > maxPathBytes || !filepath.IsAbs(o.Socket):
 		// A path that is not absolute can be a name in the abstract namespace, at which any user can listen.
-		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket, maxPathBytes)
+		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket,
+			maxPathBytes)
 	}
 	return nil
 }

@@ -152,11 +152,13 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 		}
 		return p.addArena(m, msg.id, chunk{seg, err})
 	case keptMessage:
-		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not pass its descriptor: %w", unix.Errno(uint16(msg.size)))})
+		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not pass its descriptor: %w",
+			unix.Errno(uint16(msg.size)))})
 	case dropMessage:
 		return p.dropArena(m, msg.id)
 	default:
-		return fmt.Errorf("%w: got a message of kind %d, which is sent only in the handshake", errBreach, msg.kind)
+		return fmt.Errorf("%w: got a message of kind %d, which is sent only in the handshake", errBreach,
+			msg.kind)
 	}
 }
 
@@ -170,7 +172,9 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 		return nil, err
 	}
 	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
-		return nil, fmt.Errorf("%w: got a segment of %d bytes, announced as %d, want the same size and 1 to %d", errBreach, st.Size, size, int64(maxSegmentBytes))
+		return nil, fmt.Errorf(
+			"%w: got a segment of %d bytes, announced as %d, want the same size and 1 to %d", errBreach,
+			st.Size, size, int64(maxSegmentBytes))
 	}
 	seg, err := shmem.Map(fd)
 	var denied unix.Errno

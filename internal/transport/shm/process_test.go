@@ -62,9 +62,11 @@ func child(dir, waits string) error {
 		if err != nil {
 			return err
 		}
-		addrs, ep.Offers, ep.Hosts = append(addrs, words[i]), append(ep.Offers, offer), append(ep.Hosts, "host")
+		addrs, ep.Offers, ep.Hosts = append(addrs, words[i]), append(ep.Offers, offer),
+			append(ep.Hosts, "host")
 	}
-	if ep.Under, err = under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: ep.Rank, Addrs: addrs}); err != nil {
+	if ep.Under, err = under.Connect(tcp.Epoch{Job: "job", Epoch: 7, Rank: ep.Rank,
+		Addrs: addrs}); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -115,7 +117,8 @@ func offerOf(text string) (o shm.Offer, err error) {
 // join makes a rank check in at the store kv and returns its session.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
-		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(), HostID: "host"},
+		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(),
+			HostID: "host"},
 	})
 }
 
@@ -387,7 +390,8 @@ func TestKillInConnect(t *testing.T) {
 		if ranks[r].out.Scan() {
 			t.Errorf("rank %d said %q, want an error", r, ranks[r].out.Text())
 		}
-		if err := ranks[r].cmd.Wait(); err == nil || !strings.Contains(ranks[r].err.String(), "rank 2 failed: the process hung up during Init") {
+		if err := ranks[r].cmd.Wait(); err == nil ||
+			!strings.Contains(ranks[r].err.String(), "rank 2 failed: the process hung up during Init") {
 			t.Errorf("rank %d: %v\n%s", r, err, ranks[r].err.String())
 		}
 	}
@@ -426,7 +430,8 @@ func BenchmarkProcesses(b *testing.B) {
 		b.Fatal(err)
 	}
 	m, err := e.Connect(b.Context(), shm.Epoch{
-		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Offers: []shm.Offer{e.Offer(), offer}, Under: mesh, Agree: s.Agree,
+		Job: "job", Epoch: 7, Rank: 0, Hosts: []string{"host", "host"}, Offers: []shm.Offer{e.Offer(), offer},
+		Under: mesh, Agree: s.Agree,
 	})
 	if err != nil {
 		b.Fatal(err)

@@ -18,7 +18,8 @@ const (
 	// parkedAt is the word u32 that is 1 while a goroutine of its owner is parked, so that a peer must write
 	// to the eventfd of the owner.
 	parkedAt = 0
-	// slotsAt is where the slots begin, one for each rank of the group, by index. The owner's slot is not used.
+	// slotsAt is where the slots begin, one for each rank of the group, by index. The owner's slot is not
+	// used.
 	slotsAt = lineBytes
 	// headAt is the word u64 in a slot that counts the bytes written for that rank. fullAt, beside it, is the
 	// word u32 that says that more bytes wait for room. openAt is the word u32 that says that the owner has
@@ -94,15 +95,18 @@ type conn struct {
 	werr    error
 }
 
-func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs []byte, index int, layout, other controlLayout) *conn {
+func newConn(w *waker, deferNotify *atomic.Bool, p *peer, own, theirs []byte, index int, layout,
+	other controlLayout) *conn {
 	mine, its := layout.slot(p.index), other.slot(index)
 	c := &conn{
 		peer: p.rank, waker: w, peerWaker: &p.waker, lane: transport.Control, deferNotify: deferNotify,
 		in:     theirs[other.ringOffset(index):][:other.ringBytes],
-		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt), inOpen: word32(theirs, its+openAt),
+		inHead: word64(theirs, its+headAt), inFull: word32(theirs, its+fullAt),
+		inOpen:  word32(theirs, its+openAt),
 		inTail:  word64(own, mine+tailAt),
 		out:     own[layout.ringOffset(p.index):][:layout.ringBytes],
-		outHead: word64(own, mine+headAt), outFull: word32(own, mine+fullAt), outOpen: word32(own, mine+openAt),
+		outHead: word64(own, mine+headAt), outFull: word32(own, mine+fullAt),
+		outOpen: word32(own, mine+openAt),
 		outTail: word64(theirs, its+tailAt),
 	}
 	c.arrived.L, c.emptied.L = &c.reading, &c.writing
@@ -143,7 +147,8 @@ func (c *conn) take(p []byte) (int, error) {
 	if c.rerr != nil || len(p) == 0 {
 		return 0, c.rerr
 	}
-	// gone is loaded before head. So if gone is set, head counts all bytes that the peer wrote before it died.
+	// gone is loaded before head. So if gone is set, head counts all bytes that the peer wrote before it
+	// died.
 	gone := c.gone.Load()
 	head := atomic.LoadUint64(c.inHead)
 	used := head - c.tail
@@ -171,8 +176,9 @@ func (c *conn) take(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// notifyRoom wakes a writer that waits for room when half of the ring is free. The writer fills all of the free
-// room before it waits again, so notifyRoom does not wake it again before a quarter of the ring was read.
+// notifyRoom wakes a writer that waits for room when half of the ring is free. The writer fills all of the
+// free room before it waits again, so notifyRoom does not wake it again before a quarter of the ring was
+// read.
 func (c *conn) notifyRoom() {
 	size := uint64(len(c.in))
 	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.notifiedTail >= size/4 {
@@ -322,7 +328,8 @@ func (c *conn) sendErr() error {
 
 // breach returns the error for a word with a value that no peer writes.
 func (c *conn) breach(word string, got, least, most uint64) error {
-	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
+	return &transport.PeerError{Peer: c.peer, Lane: c.lane,
+		Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
 }
 
 // waiting reports whether a read would return bytes, or an error that no read has returned yet.

@@ -172,8 +172,8 @@ func TestPark(t *testing.T) {
 		t.Error("notified though no goroutine is parked")
 	}
 
-	// The failure of a channel that this test has never read does not prevent parking. An error that a read has
-	// already returned does not prevent it either.
+	// The failure of a channel that this test has never read does not prevent parking. An error that a read
+	// has already returned does not prevent it either.
 	if !polls.Park() {
 		t.Error("cannot park")
 	}

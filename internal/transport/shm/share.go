@@ -32,7 +32,8 @@ type lane struct {
 
 // fail fails the lane with err, unless it has failed with an error that has precedence. The caller holds mu.
 func (l *lane) fail(err error) {
-	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed && *old != transport.ErrReleased {
+	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
+		*old != transport.ErrReleased {
 		l.err.Store(&err)
 	}
 }
@@ -157,7 +158,8 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare registers the call of Share for a lane, which may be the only one. It returns the peers of ranks.
+// beginShare registers the call of Share for a lane, which may be the only one. It returns the peers of
+// ranks.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {

@@ -34,8 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls done until it returns true, for a condition of which no notification exists. After hangTimeout it
-// fails the test with the message what.
+// within polls done until it returns true, for a condition of which no notification exists. After hangTimeout
+// it fails the test with the message what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {
@@ -248,7 +248,9 @@ func TestArena(t *testing.T) {
 				if got[at.Offset+7] != 77 {
 					t.Errorf("rank %d does not read the bytes that rank %d wrote", r, p)
 				}
-				if n := testing.AllocsPerRun(100, func() { _, _ = m.Arena(t.Context(), topo.Rank(p), at.Chunk) }); n != 0 {
+				if n := testing.AllocsPerRun(100, func() {
+					_, _ = m.Arena(t.Context(), topo.Rank(p), at.Chunk)
+				}); n != 0 {
 					t.Errorf("a later call: got %v allocations, want none", n)
 				}
 				seen = append(seen, got)
@@ -258,7 +260,9 @@ func TestArena(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, got := range seen {
-			within(t, fmt.Sprintf("mapping %d still shows the chunk", i), func() bool { return got[at.Offset+7] == 0 })
+			within(t, fmt.Sprintf("mapping %d still shows the chunk", i), func() bool {
+				return got[at.Offset+7] == 0
+			})
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		_, err := meshes[0].Arena(ctx, 1, at.Chunk)
@@ -317,7 +321,8 @@ func TestNothingIsLeft(t *testing.T) {
 		}
 	}()
 	j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
-	if err := errors.Join(j.endpoints[0].Close(), j.endpoints[1].Close(), j.endpoints[2].Close()); err != nil {
+	if err := errors.Join(j.endpoints[0].Close(), j.endpoints[1].Close(),
+		j.endpoints[2].Close()); err != nil {
 		t.Fatal(err)
 	}
 	for _, m := range j.under {

@@ -9,8 +9,9 @@ import (
 
 // Sharer is a transport.Mesh whose ranks of one host share memory. Connect returns one.
 //
-// No rank can write the memory of another: memory of peers is mapped read-only. All slices stay valid until the
-// lane is released or the mesh is closed, also if their owner dies. The methods are safe for concurrent use.
+// No rank can write the memory of another: memory of peers is mapped read-only. All slices stay valid until
+// the lane is released or the mesh is closed, also if their owner dies. The methods are safe for concurrent
+// use.
 type Sharer interface {
 	transport.Mesh
 

@@ -130,7 +130,8 @@ func lock(dir string) (unlock func() error, err error) {
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
 	text := reason.Error()
-	e.offer = Offer{UID: uint32(os.Geteuid()), Reason: strings.ToValidUTF8(text[:min(len(text), maxReasonBytes)], "?")}
+	e.offer = Offer{UID: uint32(os.Geteuid()),
+		Reason: strings.ToValidUTF8(text[:min(len(text), maxReasonBytes)], "?")}
 	return e
 }
 
@@ -139,7 +140,8 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 		cfg.RingBytes = defaultRingBytes
 	}
 	if n := cfg.RingBytes; n < minRingBytes || n > maxRingBytes || n&(n-1) != 0 {
-		return nil, fmt.Errorf("shm: listen: got rings of %d bytes, want a power of two from %d to %d", n, minRingBytes, maxRingBytes)
+		return nil, fmt.Errorf("shm: listen: got rings of %d bytes, want a power of two from %d to %d", n,
+			minRingBytes, maxRingBytes)
 	}
 	if cfg.HandshakeTimeout == 0 {
 		cfg.HandshakeTimeout = defaultHandshakeTimeout
@@ -192,7 +194,8 @@ func prepare(dir string) error {
 		return fmt.Errorf("%s: %w", dir, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
-		return fmt.Errorf("%s has mode %#o and owner %d, want a directory with mode 0700 and owner %d", dir, st.Mode, st.Uid, os.Geteuid())
+		return fmt.Errorf("%s has mode %#o and owner %d, want a directory with mode 0700 and owner %d", dir,
+			st.Mode, st.Uid, os.Geteuid())
 	}
 	return nil
 }
@@ -211,7 +214,8 @@ func sweep(dir string) error {
 	}
 	for _, entry := range entries {
 		path := filepath.Join(dir, entry.Name())
-		if entry.Type() != os.ModeSocket || !strings.HasPrefix(entry.Name(), socketPrefix) || !abandoned(path) {
+		if entry.Type() != os.ModeSocket || !strings.HasPrefix(entry.Name(), socketPrefix) ||
+			!abandoned(path) {
 			continue
 		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -289,8 +293,8 @@ func (ep *Epoch) validate() error {
 }
 
 // Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory,
-// or with an error when ctx has ended. It is no error if memory cannot be shared: the mesh then has a Group of
-// one rank and an UnsharedReason.
+// or with an error when ctx has ended. It is no error if memory cannot be shared: the mesh then has a Group
+// of one rank and an UnsharedReason.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -312,7 +316,8 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	e.connected = true
 	e.mu.Unlock()
 	if again {
-		return nil, errors.New("shm: connect: the endpoint already serves an epoch or is closed: an endpoint serves one epoch")
+		return nil, errors.New(
+			"shm: connect: the endpoint already serves an epoch or is closed: an endpoint serves one epoch")
 	}
 	excluded := checkOffers(ep)
 	m := newMesh(e, ep)
@@ -337,8 +342,8 @@ type exclusion struct {
 	ranks []topo.Rank
 }
 
-// checkOffers checks the offers, and returns the hosts whose ranks cannot share memory. The result is the same
-// at all ranks.
+// checkOffers checks the offers, and returns the hosts whose ranks cannot share memory. The result is the
+// same at all ranks.
 func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)
@@ -350,7 +355,8 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 		}
 		if err := ep.Offers[r].check(); err != nil {
 			reason = err.Error()
-		} else if uid, other := ep.Offers[r].UID, &ep.Offers[lowest]; uid != other.UID && other.check() == nil {
+		} else if uid, other := ep.Offers[r].UID, &ep.Offers[lowest]; uid != other.UID &&
+			other.check() == nil {
 			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", uid, lowest, other.UID)
 		}
 		if reason != "" {
@@ -359,7 +365,9 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 		}
 	}
 	for host := range excluded {
-		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool { return h != host })); n == 1 {
+		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool {
+			return h != host
+		})); n == 1 {
 			delete(excluded, host) // the rank is the only one of its host
 		}
 	}

@@ -105,7 +105,8 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	for r, host := range hosts {
 		wg.Go(func() {
 			sessions[r], errs[r] = rendezvous.Join(tb.Context(), rendezvous.JoinConfig{
-				Store: kv, Job: "job", Rank: topo.Rank(r), Size: len(hosts), Self: rendezvous.Record{HostID: host},
+				Store: kv, Job: "job", Rank: topo.Rank(r), Size: len(hosts),
+				Self: rendezvous.Record{HostID: host},
 			})
 		})
 	}
@@ -137,7 +138,8 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 			continue
 		}
 		wg.Go(func() {
-			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Offers: j.offers, Under: j.under[r], Agree: j.sessions[r].Agree}
+			ep := shm.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Hosts: j.hosts, Offers: j.offers,
+				Under: j.under[r], Agree: j.sessions[r].Agree}
 			if j.epoch != nil {
 				j.epoch(r, &ep)
 			}
@@ -236,7 +238,8 @@ func (c swappedConn) Read(p []byte) (int, error) {
 func (c swappedConn) Send(p []byte) error { return c.s.blame(c.Conn.Send(p)) }
 func (c swappedConn) Flush() error        { return c.s.blame(c.Conn.Flush()) }
 
-func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) transport.Mesh) transporttest.Factory {
+func contractMeshes(ringBytes, ranksPerHost int,
+	wrap func(transport.Mesh) transport.Mesh) transporttest.Factory {
 	return func(tb testing.TB, size int) []transport.Mesh {
 		hosts := make([]string, size)
 		for r := range hosts {
@@ -260,7 +263,9 @@ func contractMeshes(ringBytes, ranksPerHost int, wrap func(transport.Mesh) trans
 func TestContract(t *testing.T) {
 	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
 		t.Run(name, func(t *testing.T) {
-			transporttest.Run(t, contractMeshes(0, ranksPerHost, func(m transport.Mesh) transport.Mesh { return m }))
+			transporttest.Run(t, contractMeshes(0, ranksPerHost, func(m transport.Mesh) transport.Mesh {
+				return m
+			}))
 		})
 	}
 }
@@ -273,7 +278,9 @@ func TestContractInMemory(t *testing.T) {
 		lane      transport.Lane
 	}{{0, 1}, {1024, 1}, {4096, 3}} {
 		t.Run(fmt.Sprintf("ring=%d/lane=%d", c.ringBytes, c.lane), func(t *testing.T) {
-			f := contractMeshes(c.ringBytes, 8, func(m transport.Mesh) transport.Mesh { return swapped{m, c.lane} })
+			f := contractMeshes(c.ringBytes, 8, func(m transport.Mesh) transport.Mesh {
+				return swapped{m, c.lane}
+			})
 			transporttest.RunUnreleased(t, f)
 		})
 	}

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waker wakes the parked goroutines of this rank. It is an eventfd, to which a peer writes if word says that a
-// goroutine of this rank is parked.
+// waker wakes the parked goroutines of this rank. It is an eventfd, to which a peer writes if word says that
+// a goroutine of this rank is parked.
 type waker struct {
 	fd   int
 	file *os.File // owns fd, which is in the runtime's poller
@@ -79,16 +79,16 @@ func (p *peerWaker) wakeIfParked() {
 	}
 }
 
-// wake wakes the parked goroutines of the peer. It never blocks, because the eventfd is non-blocking. The write
-// fails only if the counter of the eventfd is at its maximum. Then it has been written and not read, so the
-// peer is notified already.
+// wake wakes the parked goroutines of the peer. It never blocks, because the eventfd is non-blocking. The
+// write fails only if the counter of the eventfd is at its maximum. Then it has been written and not read, so
+// the peer is notified already.
 func (p *peerWaker) wake() {
 	one := uint64(1)
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(p.fd), uintptr(unsafe.Pointer(&one)), 8)
 }
 
-// checkEventfd returns an error if a descriptor from a peer is not an eventfd: writing to another kind of file
-// could block.
+// checkEventfd returns an error if a descriptor from a peer is not an eventfd: writing to another kind of
+// file could block.
 func checkEventfd(fd int) error {
 	kind, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {
@@ -99,7 +99,8 @@ func checkEventfd(fd int) error {
 		return os.NewSyscallError("fcntl", err)
 	}
 	if kind != "anon_inode:[eventfd]" || flags&unix.O_NONBLOCK == 0 {
-		return fmt.Errorf("%w: got a descriptor of %s with flags %#x, want an eventfd that does not block", errBreach, kind, flags)
+		return fmt.Errorf("%w: got a descriptor of %s with flags %#x, want an eventfd that does not block",
+			errBreach, kind, flags)
 	}
 	return nil
 }

@@ -52,12 +52,15 @@ func decodeMessage(b []byte, fds []int) (message, error) {
 	if len(b) != messageBytes {
 		return message{}, fmt.Errorf("got a message of %d bytes, want %d", len(b), messageBytes)
 	}
-	m := message{binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), fds}
+	m := message{binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]),
+		binary.LittleEndian.Uint64(b[8:]), fds}
 	if m.kind < controlMessage || m.kind > dropMessage {
-		return message{}, fmt.Errorf("got a message of kind %d, want %d to %d", m.kind, controlMessage, dropMessage)
+		return message{}, fmt.Errorf("got a message of kind %d, want %d to %d", m.kind, controlMessage,
+			dropMessage)
 	}
 	if want := numFDs[m.kind]; len(fds) != want {
-		return message{}, fmt.Errorf("got a message of kind %d with %d descriptors, want %d", m.kind, len(fds), want)
+		return message{}, fmt.Errorf("got a message of kind %d with %d descriptors, want %d", m.kind,
+			len(fds), want)
 	}
 	return m, nil
 }

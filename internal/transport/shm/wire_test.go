@@ -20,7 +20,8 @@ func TestOffer(t *testing.T) {
 		t.Error(err)
 	}
 	long := Unavailable(errors.New(strings.Repeat("é", 10_000))).Offer()
-	if err := long.check(); err == nil || !utf8.ValidString(err.Error()) || len(err.Error()) > maxReasonBytes {
+	if err := long.check(); err == nil || !utf8.ValidString(err.Error()) ||
+		len(err.Error()) > maxReasonBytes {
 		t.Errorf("a long reason: got %v", err)
 	}
 	for name, spoil := range map[string]func(*Offer){
@@ -85,7 +86,8 @@ func TestHandshake(t *testing.T) {
 		"other rank":             {here, here, 2, good[1], good[0], errAny, errAny},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ln, err := net.ListenUnix(network, &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s"), Net: network})
+			ln, err := net.ListenUnix(network, &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s"),
+				Net: network})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -117,8 +119,10 @@ func TestHandshake(t *testing.T) {
 			if closing := uc.Close(); closing != nil {
 				t.Error(closing)
 			}
-			for side, e := range map[string][2]error{"dialer": {err, c.dials}, "acceptor": {<-accepted, c.accepts}} {
-				if got, want := e[0], e[1]; want == errAny && got == nil || want != errAny && !errors.Is(got, want) {
+			for side, e := range map[string][2]error{"dialer": {err, c.dials},
+				"acceptor": {<-accepted, c.accepts}} {
+				if got, want := e[0], e[1]; want == errAny && got == nil || want != errAny &&
+					!errors.Is(got, want) {
 					t.Errorf("%s: got %v, want %v", side, got, want)
 				}
 			}

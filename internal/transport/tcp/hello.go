@@ -37,7 +37,8 @@ const (
 )
 
 var refusals = [numRefusals]string{
-	"accepted", "wrong protocol version", "wrong job", "stale epoch", "wrong rank at this address", "unknown rank",
+	"accepted", "wrong protocol version", "wrong job", "stale epoch", "wrong rank at this address",
+	"unknown rank",
 	"duplicate channel",
 }
 

@@ -14,13 +14,15 @@ import (
 )
 
 func sampleHello() hello {
-	return hello{version: version, job: hashJob("test"), epoch: 0x0102030405060708, from: 3, to: 0x11223344, lane: 0xfffffffe}
+	return hello{version: version, job: hashJob("test"), epoch: 0x0102030405060708, from: 3, to: 0x11223344,
+		lane: 0xfffffffe}
 }
 
 // The encoding of a hello must not change, because it is part of the protocol: other versions must be able to
 // read the first eight bytes.
 func TestHelloBytes(t *testing.T) {
-	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" + "11223344" + "fffffffe"
+	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" +
+		"11223344" + "fffffffe"
 	if got := hex.EncodeToString(sampleHello().encode()); got != want {
 		t.Errorf("hello: got %s, want %s", got, want)
 	}
@@ -43,7 +45,8 @@ func TestReadAnswer(t *testing.T) {
 		t.Errorf("got error %v, want %v", err, errNotOurs)
 	}
 	for n := range answerSize {
-		if err := readAnswer(bytes.NewReader(encodeAnswer(accepted)[:n])); !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		if err := readAnswer(bytes.NewReader(encodeAnswer(accepted)[:n])); !errors.Is(err, io.EOF) &&
+			!errors.Is(err, io.ErrUnexpectedEOF) {
 			t.Errorf("%d bytes: got error %v, want an end of file", n, err)
 		}
 	}
@@ -106,7 +109,8 @@ func TestSecret(t *testing.T) {
 			meshes := func(timeout time.Duration) (zero, one *Mesh) {
 				a := listen(t, Config{Secret: test.zero, DialTimeout: timeout})
 				b := listen(t, Config{Secret: test.one})
-				return join(t, a, Epoch{Rank: 0, Addrs: addrsOf(a, b)}), join(t, b, Epoch{Rank: 1, Addrs: addrsOf(a, b)})
+				return join(t, a, Epoch{Rank: 0, Addrs: addrsOf(a, b)}),
+					join(t, b, Epoch{Rank: 1, Addrs: addrsOf(a, b)})
 			}
 			if test.want == nil {
 				zero, one := meshes(hangTimeout)
@@ -119,7 +123,8 @@ func TestSecret(t *testing.T) {
 			var err error
 			for timeout := 2 * time.Second; timeout < hangTimeout; timeout *= 4 {
 				zero, _ := meshes(timeout)
-				if _, err = zero.Conn(ctx, transport.Control, 1); err == nil || test.want == io.EOF || errors.Is(err, test.want) {
+				if _, err = zero.Conn(ctx, transport.Control, 1); err == nil || test.want == io.EOF ||
+					errors.Is(err, test.want) {
 					break
 				}
 			}

@@ -51,7 +51,8 @@ type wait struct {
 // Learn sets the addresses of all ranks. It is needed if the Mesh was made with only some of them.
 func (m *Mesh) Learn(addrs []string) error {
 	if len(addrs) != len(m.addrs) {
-		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs), len(m.addrs))
+		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs),
+			len(m.addrs))
 	}
 	if err := checkAddrs(addrs, m.rank, false); err != nil {
 		return err
@@ -117,7 +118,8 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 // ended, because this rank cannot know whether the peer has already accepted; a later Conn joins the attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
-		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d", id, peer, len(m.addrs)-1, m.rank)
+		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d",
+			id, peer, len(m.addrs)-1, m.rank)
 	}
 	m.e.mu.Lock()
 	l := m.lane(id)
@@ -163,7 +165,8 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 		}
 		return nil, err
 	case <-expired:
-		return nil, &transport.PeerError{Peer: peer, Lane: id, Err: fmt.Errorf("tcp: the peer did not connect within %v", m.e.cfg.DialTimeout)}
+		return nil, &transport.PeerError{Peer: peer, Lane: id,
+			Err: fmt.Errorf("tcp: the peer did not connect within %v", m.e.cfg.DialTimeout)}
 	}
 }
 
@@ -267,17 +270,21 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 	case h.job != m.job:
 		return nil, WrongJob
 	case h.epoch != m.epoch:
-		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from, h.epoch, m.epoch)
+		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from,
+			h.epoch, m.epoch)
 	case h.to != m.rank:
-		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, this is rank %d", NotMe, h.from, h.to, m.rank)
+		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, this is rank %d", NotMe, h.from,
+			h.to, m.rank)
 	case h.from < 0 || h.from >= m.rank:
-		return nil, fmt.Errorf("%w: got rank %d, want a rank below %d, because only lower ranks dial", UnknownRank, h.from, m.rank)
+		return nil, fmt.Errorf("%w: got rank %d, want a rank below %d, because only lower ranks dial",
+			UnknownRank, h.from, m.rank)
 	}
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	l := m.lane(h.lane)
 	if _, begun := l.conns[h.from]; begun {
-		return nil, fmt.Errorf("%w: rank %d is already connected on lane %d", DuplicateChannel, h.from, h.lane)
+		return nil, fmt.Errorf("%w: rank %d is already connected on lane %d", DuplicateChannel, h.from,
+			h.lane)
 	}
 	l.conns[h.from] = nil
 	return l, nil
@@ -326,7 +333,8 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 		if err == nil {
 			return
 		}
-		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) || dial.IsExhausted(err) {
+		if refusal := Refusal(0); errors.As(err, &refusal) || errors.Is(err, errNotOurs) ||
+			dial.IsExhausted(err) {
 			m.giveUp(l, peer, err)
 			return
 		}
@@ -340,7 +348,8 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 		select {
 		case <-time.After(pause):
 		case <-ctx.Done():
-			m.giveUp(l, peer, fmt.Errorf("tcp: no connection within %v; the last attempt failed: %w", m.e.cfg.DialTimeout, last))
+			m.giveUp(l, peer, fmt.Errorf("tcp: no connection within %v; the last attempt failed: %w",
+				m.e.cfg.DialTimeout, last))
 			return
 		}
 	}

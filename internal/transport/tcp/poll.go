@@ -44,7 +44,8 @@ func newPoller() (*poller, error) {
 		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
 			return os.NewSyscallError("epoll_ctl", err)
 		}
-		return unix.SetNonblock(p.outer, true) // package os puts only nonblocking files into the runtime's poller
+		// package os puts only nonblocking files into the runtime's poller
+		return unix.SetNonblock(p.outer, true)
 	}()
 	if err != nil {
 		for _, fd := range []int{p.inner, p.outer} {

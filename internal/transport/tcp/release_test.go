@@ -113,7 +113,8 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
 
 func testLingerExpires(t *testing.T, key secret.Secret) {
-	e0, e1 := listen(t, Config{Secret: key, LingerTimeout: 20 * time.Millisecond}), listen(t, Config{Secret: key})
+	e0, e1 := listen(t, Config{Secret: key, LingerTimeout: 20 * time.Millisecond}),
+		listen(t, Config{Secret: key})
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	a, b := pair(t, zero, one, 1)

@@ -40,7 +40,8 @@ type recordBuffer struct {
 
 // seal proves key over nc with by, which is its method Dial or Accept. It returns nc, or a *sealed if key is
 // encrypted.
-func seal(key secret.Secret, nc net.Conn, by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
+func seal(key secret.Secret, nc net.Conn,
+	by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {
 		return by(key, nc, purpose)
 	}

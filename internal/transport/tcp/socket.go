@@ -173,7 +173,8 @@ func (s *socket) Write(p []byte) (total int, err error) {
 }
 
 // wait runs the transfer t on p when the runtime's poller reports that the socket is ready.
-func (s *socket) wait(t *transfer, p []byte, by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
+func (s *socket) wait(t *transfer, p []byte,
+	by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
 	raw, err := s.enter()
 	if err != nil {
 		return 0, err
@@ -198,7 +199,8 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	if s.file == nil {
 		s.file = os.NewFile(uintptr(s.fd), "socket")
 		raw, err := s.file.SyscallConn()
-		if err = errors.Join(err, s.file.SetReadDeadline(s.reads), s.file.SetWriteDeadline(s.writes)); err != nil {
+		if err = errors.Join(err, s.file.SetReadDeadline(s.reads),
+			s.file.SetWriteDeadline(s.writes)); err != nil {
 			return nil, fmt.Errorf("tcp: wait for the socket: %w", err)
 		}
 		s.raw = raw

@@ -115,14 +115,16 @@ type Endpoint struct {
 	connected chan struct{} // closed by Connect
 	refused   *zap.Logger   // log with floods of messages shortened (logs.Quiet)
 	limiter   *dial.Limiter
-	slots     chan struct{} // holds a token for each connection that has sent its hello and is not a channel yet
-	wg        sync.WaitGroup
+	// holds a token for each connection that has sent its hello and is not a channel yet
+	slots chan struct{}
+	wg    sync.WaitGroup
 
 	// mu is held before a conn's mu, never after.
-	mu         sync.Mutex
-	closed     bool
-	mesh       *Mesh
-	unattached map[net.Conn]struct{} // connections that are not channels yet (in their handshake), or not any more (released)
+	mu     sync.Mutex
+	closed bool
+	mesh   *Mesh
+	// connections that are not channels yet (in their handshake), or not any more (released)
+	unattached map[net.Conn]struct{}
 }
 
 // Listen opens an Endpoint. Connections that arrive before Connect wait until it is called, for at most
@@ -174,7 +176,8 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		return nil, transport.ErrClosed
 	}
 	if e.mesh != nil {
-		return nil, fmt.Errorf("tcp: connect: endpoint already serves epoch %d, got epoch %d", e.mesh.epoch, ep.Epoch)
+		return nil, fmt.Errorf("tcp: connect: endpoint already serves epoch %d, got epoch %d", e.mesh.epoch,
+			ep.Epoch)
 	}
 	poller, err := newPoller()
 	if err != nil {
@@ -379,7 +382,8 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	case <-e.ctx.Done():
 		return nil, transport.ErrClosed
 	case <-expired.C:
-		return nil, fmt.Errorf("tcp: handshake: this rank has not joined an epoch within %v", e.cfg.HandshakeTimeout)
+		return nil, fmt.Errorf("tcp: handshake: this rank has not joined an epoch within %v",
+			e.cfg.HandshakeTimeout)
 	}
 }
 

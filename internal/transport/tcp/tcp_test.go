@@ -165,7 +165,8 @@ func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := over.Write(b); err != nil && !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+	if _, err := over.Write(b); err != nil && !errors.Is(err, syscall.EPIPE) &&
+		!errors.Is(err, syscall.ECONNRESET) {
 		t.Fatal(err)
 	}
 	return over
@@ -253,19 +254,29 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		answer Refusal // accepted stands for no answer
 		reason string
 	}{
-		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted, "first word is 0x67617262, want 0x67687664"},
-		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted, "does not use the protocol of gohvd ranks"},
-		{"magic then all ones", append(goodHello(7).encode()[:4], bytes.Repeat([]byte{0xff}, 1<<20)...), false, WrongVersion, "got 4294967295, want 1"},
+		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted,
+			"first word is 0x67617262, want 0x67687664"},
+		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted,
+			"does not use the protocol of gohvd ranks"},
+		{"magic then all ones", append(goodHello(7).encode()[:4], bytes.Repeat([]byte{0xff}, 1<<20)...),
+			false, WrongVersion, "got 4294967295, want 1"},
 		{"wrong version", but(func(h *hello) { h.version = 2 }), false, WrongVersion, "got 2, want 1"},
 		{"wrong job", but(func(h *hello) { h.job = hashJob("another") }), false, WrongJob, "wrong job"},
-		{"older epoch", but(func(h *hello) { h.epoch = 0 }), false, StaleEpoch, "rank 0 is in epoch 0, this rank in epoch 1"},
-		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch, "rank 0 is in epoch 9223372036854775808, this rank in epoch 1"},
-		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe, "rank 0 wants to connect to rank 0, this is rank 1"},
+		{"older epoch", but(func(h *hello) { h.epoch = 0 }), false, StaleEpoch,
+			"rank 0 is in epoch 0, this rank in epoch 1"},
+		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch,
+			"rank 0 is in epoch 9223372036854775808, this rank in epoch 1"},
+		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe,
+			"rank 0 wants to connect to rank 0, this is rank 1"},
 		{"to a huge rank", but(func(h *hello) { h.to = -1 }), false, NotMe, "wants to connect to rank -1"},
-		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank, "got rank 1, want a rank below 1"},
-		{"from a rank beyond the size", but(func(h *hello) { h.from = 2 }), false, UnknownRank, "got rank 2, want a rank below 1"},
-		{"from a huge rank", but(func(h *hello) { h.from = -1 }), false, UnknownRank, "got rank -1, want a rank below 1"},
-		{"duplicate", goodHello(1).encode(), false, DuplicateChannel, "rank 0 is already connected on lane 1"},
+		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank,
+			"got rank 1, want a rank below 1"},
+		{"from a rank beyond the size", but(func(h *hello) { h.from = 2 }), false, UnknownRank,
+			"got rank 2, want a rank below 1"},
+		{"from a huge rank", but(func(h *hello) { h.from = -1 }), false, UnknownRank,
+			"got rank -1, want a rank below 1"},
+		{"duplicate", goodHello(1).encode(), false, DuplicateChannel,
+			"rank 0 is already connected on lane 1"},
 		{"silent", nil, false, accepted, "0 of 4 bytes of the first word"},
 		{"gone", nil, true, accepted, "0 of 4 bytes of the first word: EOF"},
 		{"half a hello", half, false, accepted, "22 of 44 bytes of the hello: i/o timeout"},
@@ -324,7 +335,8 @@ func TestUnauthenticatedPeersCostLittle(t *testing.T) {
 	}
 	runtime.ReadMemStats(&after)
 	if got := (after.TotalAlloc - before.TotalAlloc) / otherJobs; got > limit {
-		t.Errorf("a otherJob made us allocate %d bytes, its own side and the log included; want at most %d", got, limit)
+		t.Errorf("a otherJob made us allocate %d bytes, its own side and the log included; want at most %d",
+			got, limit)
 	} else {
 		t.Logf("%d bytes allocated per otherJob", got)
 	}
@@ -427,7 +439,8 @@ func TestDialRetries(t *testing.T) {
 
 func TestDialTimeout(t *testing.T) {
 	const timeout = 500 * time.Millisecond // long enough for at least one refused attempt
-	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}), listen(t, Config{})
+	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}),
+		listen(t, Config{})
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -461,7 +474,8 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 		t.Errorf("got error %v, want %v", err, context.Canceled)
 	}
 	book.wait(t, "tcp: connect failed", "error", "refused")
-	if _, err := m.Conn(early, 0, 1); !errors.Is(err, context.Canceled) || !errors.Is(err, syscall.ECONNREFUSED) {
+	if _, err := m.Conn(early, 0, 1); !errors.Is(err, context.Canceled) ||
+		!errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("got error %v, want %v and %v", err, context.Canceled, syscall.ECONNREFUSED)
 	}
 }
@@ -520,7 +534,8 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	log, book := newLog()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key, Log: log})
 	nc := sendAs(t, key, dialRaw(t, e1.Addr(), nil), append(goodHello(3).encode(), "early data"...))
-	otherJob := sendAs(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"), to: 1}.encode())
+	otherJob := sendAs(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"),
+		to: 1}.encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	c, err := one.Conn(ctx(t), 3, 0)
 	if err != nil {
@@ -575,7 +590,8 @@ func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
 
 func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	e0, e1 := listen(t, Config{Secret: key, Log: log}), listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Hour})
+	e0, e1 := listen(t, Config{Secret: key, Log: log}),
+		listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Hour})
 	silent := make([]net.Conn, maxHandshakes+1)
 	for i := range silent {
 		silent[i] = dialRaw(t, e1.Addr(), nil)
@@ -619,7 +635,8 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}), join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 0)
+	a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}),
+		join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 0)
 	pass(t, a, b)
 	var pauses []time.Duration
 	for _, entry := range book.FilterMessage("tcp: accept failed").All() {
@@ -645,7 +662,8 @@ func TestAcceptWithoutDescriptors(t *testing.T) {
 	})
 	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	_, err = m.Conn(ctx(t), transport.Control, 0)
-	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "ulimit -n") {
+	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) ||
+		!strings.Contains(err.Error(), "ulimit -n") {
 		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)
 	}
 }
@@ -744,7 +762,9 @@ func TestSocketOptions(t *testing.T) {
 			{"TCP_NODELAY", syscall.IPPROTO_TCP, syscall.TCP_NODELAY},
 			{"SO_KEEPALIVE", syscall.SOL_SOCKET, syscall.SO_KEEPALIVE},
 		} {
-			got, err := c.sock.now(func(fd int, _ []byte) (int, error) { return unix.GetsockoptInt(fd, o.level, o.opt) }, nil)
+			got, err := c.sock.now(func(fd int, _ []byte) (int, error) {
+				return unix.GetsockoptInt(fd, o.level, o.opt)
+			}, nil)
 			if err != nil || got == 0 {
 				t.Errorf("%s connection: %s is %d, %v, want it on", name, o.name, got, err)
 			}

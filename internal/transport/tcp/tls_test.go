@@ -86,9 +86,11 @@ func TestWire(t *testing.T) {
 		tap := &tappedListener{Listener: ln}
 		e0, e1 := listen(t, Config{Secret: key}), newEndpoint(Config{Secret: key}, tap)
 		t.Cleanup(func() { e1.Close() })
-		a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}), join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 1)
+		a, b := pair(t, join(t, e0, Epoch{Addrs: addrsOf(e0, e1)}),
+			join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)}), 1)
 		var want []byte
-		for _, n := range []int{1, 100, recordBytes / 18, recordBytes/18 + 1, 3 * recordBytes / 18, maxBatchBytes / 18, 2 * maxBatchBytes / 18} {
+		for _, n := range []int{1, 100, recordBytes / 18, recordBytes/18 + 1, 3 * recordBytes / 18,
+			maxBatchBytes / 18, 2 * maxBatchBytes / 18} {
 			p := bytes.Repeat([]byte(pattern), n)
 			for range 3 {
 				want = append(want, p...)
@@ -153,8 +155,10 @@ func TestRecordsAreShared(t *testing.T) {
 				got = append(got, len(r))
 			}
 		}
-		if !slices.Equal(got, test.records) || !bytes.Equal(bytes.Join(w.records, nil), want) || c.Sent() != uint64(len(want)) {
-			t.Errorf("pieces of %v: got records of %v, want %v; sent %d", test.pieces, got, test.records, c.Sent())
+		if !slices.Equal(got, test.records) || !bytes.Equal(bytes.Join(w.records, nil), want) ||
+			c.Sent() != uint64(len(want)) {
+			t.Errorf("pieces of %v: got records of %v, want %v; sent %d", test.pieces, got, test.records,
+				c.Sent())
 		}
 	}
 }

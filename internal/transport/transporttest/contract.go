@@ -106,7 +106,8 @@ func testAllSendFirst(s *suite) {
 					continue
 				}
 				// Each peer gets the bytes from another offset on, so that the test detects swapped streams.
-				if err := errors.Join(conns[r][p].Send(data[r][p+1:]), conns[r][p].Send(data[r][:p+1])); err != nil {
+				if err := errors.Join(conns[r][p].Send(data[r][p+1:]),
+					conns[r][p].Send(data[r][:p+1])); err != nil {
 					return err
 				}
 			}
@@ -121,7 +122,8 @@ func testAllSendFirst(s *suite) {
 				if _, err := io.ReadFull(conns[r][p], got); err != nil {
 					return err
 				}
-				if cut := bytesEach - r - 1; !bytes.Equal(got[:cut], data[p][r+1:]) || !bytes.Equal(got[cut:], data[p][:r+1]) {
+				if cut := bytesEach - r - 1; !bytes.Equal(got[:cut], data[p][r+1:]) ||
+					!bytes.Equal(got[cut:], data[p][:r+1]) {
 					return fmt.Errorf("rank %d got wrong bytes from rank %d", r, p)
 				}
 			}
@@ -532,7 +534,8 @@ func testPeerCloses(s *suite) {
 		for end := time.Now().Add(hangTimeout); err == nil && time.Now().Before(end); runtime.Gosched() {
 			err = one.Send([]byte{1})
 		}
-		return errors.Join(wantPeer(err, 1, 0), wantPeer(one.Send([]byte{1}), 1, 0), wantPeer(one.Flush(), 1, 0))
+		return errors.Join(wantPeer(err, 1, 0), wantPeer(one.Send([]byte{1}), 1, 0),
+			wantPeer(one.Flush(), 1, 0))
 	})
 	s.exchange(one2, two)
 }

@@ -141,7 +141,8 @@ func testTryRead(s *suite) {
 						return err
 					}
 					if got += n; time.Now().After(end) {
-						return fmt.Errorf("lane %d: after Read, TryRead got %d bytes, want %d", lane, got, len(b))
+						return fmt.Errorf("lane %d: after Read, TryRead got %d bytes, want %d", lane, got,
+							len(b))
 					}
 				}
 				return nil
@@ -192,7 +193,8 @@ func testPollPingPong(s *suite) {
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
-	s.together(s.connect(&toZero, meshes[1], 0, 0), s.connect(&toTwo, meshes[1], 0, 2), s.connect(&zero, meshes[0], 0, 1), s.connect(&two, meshes[2], 0, 1))
+	s.together(s.connect(&toZero, meshes[1], 0, 0), s.connect(&toTwo, meshes[1], 0, 2),
+		s.connect(&zero, meshes[0], 0, 1), s.connect(&two, meshes[2], 0, 1))
 	p := newPolling(meshes[1], toZero, toTwo)
 	other, _ := s.pair(meshes, 1)
 	meshes[0].OnNotify(func() {})

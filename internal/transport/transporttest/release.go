@@ -136,7 +136,8 @@ func testReleaseOfControl(s *suite) {
 	s.silent(one, read)
 	s.together(func() error {
 		_, err := meshes[0].Conn(s.Context(), transport.Control, 1)
-		return errors.Join(wantErr("conn", err, transport.ErrControl), wantErr("send", zero.Send([]byte{1}), transport.ErrControl))
+		return errors.Join(wantErr("conn", err, transport.ErrControl), wantErr("send", zero.Send([]byte{1}),
+			transport.ErrControl))
 	})
 	meshes[1].Abort(transport.Control, errMine)
 	s.await(read)
@@ -203,9 +204,11 @@ func testReleaseFreesAll(s *suite) {
 		meshes[i%2].Release(lane)
 		meshes[1-i%2].Release(lane)
 	}
-	for end := time.Now().Add(hangTimeout); runtime.NumGoroutine() > goroutines || openFiles(s) > files; runtime.Gosched() {
+	for end := time.Now().Add(hangTimeout); runtime.NumGoroutine() > goroutines ||
+		openFiles(s) > files; runtime.Gosched() {
 		if time.Now().After(end) {
-			s.Fatalf("got %d goroutines and %d open files, want at most %d and %d", runtime.NumGoroutine(), openFiles(s), goroutines, files)
+			s.Fatalf("got %d goroutines and %d open files, want at most %d and %d", runtime.NumGoroutine(),
+				openFiles(s), goroutines, files)
 		}
 	}
 }

@@ -165,7 +165,8 @@ func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one tr
 }
 
 // connect returns a function that sets c to the channel of m.
-func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane, peer topo.Rank) func() error {
+func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane,
+	peer topo.Rank) func() error {
 	return func() (err error) {
 		*c, err = m.Conn(s.Context(), lane, peer)
 		return err
