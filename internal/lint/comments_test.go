@@ -11,7 +11,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
+
+// tabColumns is the width of a tab in Go files.
+const tabColumns = 4
 
 // ofInterfaces are exported methods whose contract is that of a well-known interface of the standard library
 // or of the flag library. They need no comment.
@@ -37,6 +41,20 @@ type goFile struct {
 func (f *goFile) test() bool { return strings.HasSuffix(f.path, "_test.go") }
 
 func (f *goFile) line(pos token.Pos) int { return f.fset.Position(pos).Line }
+
+// rawStrings returns the numbers of the lines on which a string literal of several lines is.
+func (f *goFile) rawStrings() map[int]bool {
+	lines := make(map[int]bool)
+	ast.Inspect(f.parsed, func(n ast.Node) bool {
+		if lit, ok := n.(*ast.BasicLit); ok && lit.Kind == token.STRING {
+			for l := f.line(lit.Pos()); f.line(lit.Pos()) < f.line(lit.End()) && l <= f.line(lit.End()); l++ {
+				lines[l] = true
+			}
+		}
+		return true
+	})
+	return lines
+}
 
 // readGoFiles returns all Go files that are not generated.
 func readGoFiles(t *testing.T) (all []*goFile) {
@@ -186,4 +204,39 @@ func TestRetiredWordsInGo(t *testing.T) {
 			}
 		}
 	}
+}
+
+// Lines of Go are at most maxColumns wide, because longer lines wrap in editors and reviews. A line that only
+// a long string makes too wide is allowed.
+func TestGoWidth(t *testing.T) {
+	for _, f := range readGoFiles(t) {
+		raw := f.rawStrings()
+		for i, line := range f.lines {
+			if n := columns(line); n > maxColumns && !raw[i+1] && breakable(line) {
+				t.Errorf("%s:%d: %d columns, want at most %d", f.path, i+1, n, maxColumns)
+			}
+		}
+	}
+}
+
+// columns returns the width of a line.
+func columns(line string) int {
+	return utf8.RuneCountInString(line) + (tabColumns-1)*strings.Count(line, "\t")
+}
+
+// stringLiteral finds string literals of one line.
+var stringLiteral = regexp.MustCompile("\"(\\\\.|[^\"\\\\])*\"|`[^`]*`?")
+
+// breakable reports whether a line that is too long has a place to break it: a comma, a space of a comment or
+// an operator outside of string literals.
+func breakable(line string) bool {
+	text := strings.TrimLeft(line, "\t")
+	if strings.HasPrefix(text, "//\t") {
+		return false // a table
+	}
+	if rest, ok := strings.CutPrefix(text, "// "); ok {
+		return rest[0] != ' ' && strings.ContainsRune(rest, ' ')
+	}
+	outside := stringLiteral.ReplaceAllString(text, `""`)
+	return columns(line)-len(text)+len(outside) > maxColumns
 }
