@@ -9,8 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a timeline begins after some ranks have requested a tensor, the record says that arrival times are
-// missing. The record of the next tensor has all of them. A member that has joined is not a missing arrival.
+// If a timeline begins after some ranks have requested a tensor, the record of the tensor says that arrival
+// times are missing. The record of the next tensor has all of them. The arrival of a member that has joined
+// does not count as missing.
 func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	const n = 3
 	c := start(t, n, nil)
@@ -27,7 +28,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 		c.each(func(r int) { wait(c.allreduce(r, name, make([]byte, 8))) })
 	}
 	early := c.allreduce(1, "x", make([]byte, 8))
-	everywhere("behind x") // rank 0 has x of rank 1 now
+	everywhere("behind x") // rank 0 has received rank 1's request for x now
 	var seen log
 	c.engines[0].Watch(&seen)
 	last := func() *trace.Tensor {

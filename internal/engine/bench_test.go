@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
-// overTCP gives the ranks of a job connections over loopback.
+// overTCP returns a function that connects the ranks of a job over TCP on loopback.
 func overTCP(b testing.TB, n int) func(*engine.Config) {
 	endpoints := make([]*tcp.Endpoint, n)
 	addrs := make([]string, n)
@@ -32,7 +32,7 @@ func overTCP(b testing.TB, n int) func(*engine.Config) {
 	}
 }
 
-// rounds makes every rank reduce a buffer b.N times, each time under the same name, as a training step does.
+// rounds makes every rank reduce a buffer b.N times under the same name, as training steps do.
 func rounds(b *testing.B, c *cluster, numBytes int) {
 	bufs := make([][]byte, len(c.engines))
 	for r := range bufs {
@@ -43,7 +43,7 @@ func rounds(b *testing.B, c *cluster, numBytes int) {
 			b.Error(err)
 		}
 	}
-	c.each(once) // connects and fills the cache
+	c.each(once) // the first operation makes the connections and fills the cache
 	b.ReportAllocs()
 	b.ResetTimer()
 	c.each(func(r int) {
@@ -95,7 +95,7 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkStart measures the time to connect and leave, without rendezvous.
+// BenchmarkStart measures the time in which the ranks connect and shut down, without rendezvous.
 func BenchmarkStart(b *testing.B) {
 	for _, ranks := range []int{4, 64} {
 		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {

@@ -36,10 +36,10 @@ const (
 // fields except Clock.
 type rankClock struct {
 	trace.Clock
-	due    time.Duration // when the next series begins
-	period time.Duration // from the last series to the next
-	left   int           // probes of this series that are still to be sent
-	best   trace.Offset  // best measurement of this series
+	due    time.Duration // the time at which the next series begins
+	period time.Duration // the time from one series to the next
+	left   int           // number of probes of this series that are still to be sent
+	best   trace.Offset  // the best measurement of this series
 	any    bool          // best is set
 }
 
@@ -111,7 +111,7 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
 		c.due, c.left = never, 0 // the offset does not change
 	case sent < 0 || sent > at || received < 0 || replied < received || roundTrip < 0:
-		return // impossible times
+		return // the times are impossible
 	default:
 		m.Offset = (received - sent + replied - at) / 2
 		m.Error = (roundTrip + 1) / 2

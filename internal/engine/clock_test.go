@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// All ranks compute the same name of their job, whether or not they share a clock, and another job has
+// All ranks of a job compute the same name for it, whether or not they share a clock. Another job gets
 // another name.
 func TestJobIsNamed(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {

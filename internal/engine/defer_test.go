@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// startOversubscribed starts a job of two ranks whose loops would take the processor from a caller that
-// queues. NotifyLater defers for period; 0 selects the default.
+// startOversubscribed starts a job of two ranks on a machine that pretends to have too few processors, so
+// that NotifyLater defers notifications. period is the time for which it defers; 0 selects the default.
 func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
@@ -25,7 +25,7 @@ func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *
 	return c
 }
 
-// queue queues a sum at rank r and calls NotifyLater.
+// queue queues a sum at rank r and calls NotifyLater. The result of the sum is sent to done.
 func (c *cluster) queue(r int, name string, done chan<- error) {
 	e := sum(name, make([]byte, 8))
 	e.Done = func(err error) { done <- err }
@@ -35,17 +35,18 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	c.engines[r].NotifyLater()
 }
 
-// lateRounds is a number of consecutive operations that takes some milliseconds.
+// lateRounds is a number of consecutive operations that should take only some milliseconds.
 const lateRounds = 40
 
-// promptly checks that the operations did not wait for heartbeats, of which there is one a second.
+// promptly checks that lateRounds operations did not each wait for a heartbeat, of which there is one in a
+// second.
 func promptly(t *testing.T, began time.Time) {
 	if took := time.Since(began); took > lateRounds/2*time.Second {
 		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
 	}
 }
 
-// Operations that are queued one after another are negotiated together.
+// Operations that are queued shortly after one another are negotiated together.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var recorded [2]log
@@ -54,7 +55,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		done := make(chan error, tensors)
 		for i := range tensors {
 			c.queue(r, fmt.Sprint(i), done)
-			time.Sleep(time.Millisecond) // time enough for a loop that is notified
+			time.Sleep(time.Millisecond) // in this time a loop that was notified would take a turn
 		}
 		c.engines[r].Flush()
 		for range tensors {
@@ -66,7 +67,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		for _, op := range recorded[r].operations() {
 			grants[op.Number] += len(op.Tensors)
 		}
-		// Heartbeats and clock probes may have caused turns in between.
+		// Heartbeats and clock probes may have caused some turns before Flush.
 		if len(grants) > tensors/2 {
 			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors,
 				len(grants), grants)
@@ -75,7 +76,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 	c.shutdown()
 }
 
-// Queued operations complete even if nobody calls Flush.
+// Queued operations complete even if the caller does not call Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 0)
@@ -93,30 +94,30 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 	c.shutdown()
 }
 
-// Queued operations complete even if more are queued all the time.
+// Queued operations complete even if the caller queues more operations all the time.
 func TestNotifyWhileQueueing(t *testing.T) {
-	const most = 500 // before the first heartbeat
+	const most = 500 // queued before the first heartbeat
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
-	time.Sleep(200 * time.Millisecond) // until the clocks are compared, which takes turns of the loops
+	time.Sleep(200 * time.Millisecond) // clock probes cause turns of the loops until then
 	c.each(func(r int) {
 		done := make(chan error, most)
 		queued := 0
 		for ; len(done) == 0 && queued < most; queued++ {
 			c.queue(r, fmt.Sprint(queued), done)
-			time.Sleep(time.Millisecond) // less than the period
+			time.Sleep(time.Millisecond) // less than the deferral period
 		}
 		if queued == most {
 			t.Errorf("rank %d: nothing was done before the last of %d operations was queued", r, queued)
 		}
 	})
 	for _, e := range c.engines {
-		e.Close() // the ranks have queued different tensors
+		e.Close() // a shutdown would fail: the ranks have queued different tensors
 	}
 }
 
-// Drive and Flush do not wait for a deferred notification. The next notification is deferred again, also by
-// the timer.
+// Drive and Flush do not wait until a deferred notification is due. The next notification is deferred again,
+// also if the timer has fired.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var recorded [2]log

@@ -13,8 +13,9 @@ import (
 )
 
 // BenchmarkDeterministic measures the cost of deterministic mode. Two jobs over TCP on loopback, one in each
-// mode, take turns, and the median of the ratios of their times is printed as cost-ratio. A step sums float32
-// tensors of the given bytes that are in flight together, as the gradients of a training step are.
+// mode, execute steps in turn, and the median of the ratios of their times is reported as cost-ratio. A step
+// sums float32 tensors of the given size that are all in flight at the same time, like the gradients of a
+// training step.
 func BenchmarkDeterministic(b *testing.B) {
 	for _, ranks := range []int{2, 4} {
 		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20},
@@ -50,11 +51,11 @@ func BenchmarkDeterministic(b *testing.B) {
 	}
 }
 
-// stepper runs steps of a job.
+// stepper is a job that executes equal steps.
 type stepper struct {
 	b    *testing.B
 	c    *cluster
-	bufs [][][]byte // by rank and tensor
+	bufs [][][]byte // indexed by rank, then by tensor
 	took time.Duration
 }
 
@@ -73,7 +74,7 @@ func newStepper(b *testing.B, ranks, tensors, numBytes int, deterministic bool) 
 	return s
 }
 
-// step sums all tensors at all ranks, and returns how long that took.
+// step sums all tensors at all ranks and returns the time that it took.
 func (s *stepper) step() time.Duration {
 	begin := time.Now()
 	s.c.each(func(r int) {

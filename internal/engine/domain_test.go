@@ -11,7 +11,8 @@ import (
 
 const clockChild = "HVD_TEST_CLOCK_CHILD"
 
-// TestClockOfAChild is executed by the child processes of the tests below. It prints the child's clock.
+// TestClockOfAChild is run by the child processes of the tests below. It prints the clock domain and the
+// clock of the child.
 func TestClockOfAChild(t *testing.T) {
 	if os.Getenv(clockChild) == "" {
 		t.Skip("run by other tests")
@@ -23,8 +24,8 @@ func TestClockOfAChild(t *testing.T) {
 	fmt.Println(clockDomain(), shown)
 }
 
-// Two processes of a host read the same clock: their readings differ by no more than the time between the
-// calls.
+// Two processes of a host read the same clock: the child's reading lies between two readings of this process,
+// before and after.
 func TestProcessesShareADomain(t *testing.T) {
 	before, err := monotonic(time.Now())
 	if err != nil {
@@ -43,7 +44,7 @@ func TestProcessesShareADomain(t *testing.T) {
 	}
 }
 
-// monotonic returns the reading at the given time, not at the time of the call.
+// monotonic returns the reading of the clock at the given time, which may be in the past.
 func TestMonotonicOfThePast(t *testing.T) {
 	now := time.Now()
 	a, err := monotonic(now)
@@ -54,13 +55,14 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The thread may be descheduled between two readings of a clock in every try.
+	// The thread may be descheduled between two readings of a clock in every try, so the error is only
+	// bounded by the time of the test.
 	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
 		t.Errorf("an hour is off by %v, within %v", d, took)
 	}
 }
 
-// A time namespace has a clock of its own.
+// A process in a time namespace is in another clock domain, because a time namespace has its own clock.
 func TestTimeNamespace(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1000", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)

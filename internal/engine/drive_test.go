@@ -12,7 +12,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// do submits an entry like a caller that waits at once, and reports whether it was done when Drive returned.
+// do submits an entry at rank r and waits for it, like a blocking call. It reports whether the entry was done
+// when Drive returned.
 func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	done := make(chan struct{})
 	var failed error
@@ -41,7 +42,7 @@ func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	return driven
 }
 
-// isClosed returns a function that reports whether c is closed.
+// isClosed returns a function that reports whether the channel c is closed.
 func isClosed(c <-chan struct{}) func() bool {
 	return func() bool {
 		select {
@@ -59,7 +60,7 @@ func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
 }
 
-// The caller that waits executes the operation.
+// A caller that waits for its operation drives the loop, and so executes the operation itself.
 func TestDrive(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	driven := make([]int, 3)
@@ -72,14 +73,15 @@ func TestDrive(t *testing.T) {
 		}
 	})
 	for r, n := range driven {
-		if n < 50 { // the background loop may do some, if it has begun before; more on a busy machine
+		if n < 50 { // BackgroundThreadLoop does some, more on a busy machine
 			t.Errorf("rank %d: 100 barriers, %d of them done by the caller", r, n)
 		}
 	}
 	c.shutdown()
 }
 
-// Goroutines that drive, and the background loop that serves the others, take the lock from each other.
+// Several goroutines that drive, and BackgroundThreadLoop, which serves the goroutines that do not, can take
+// the lock from each other.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.New(n), n, nil)
@@ -107,8 +109,8 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// A driver stops when its context ends, or when nothing has happened for a while. Its operation continues
-// without it.
+// A driver stops when its context ends, or when nothing has happened for the poll budget. Its operation
+// completes without it.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -141,14 +143,14 @@ func TestDriveEnds(t *testing.T) {
 		}
 	}
 	c.shutdown()
-	c.engines[1].Drive(c.ctx, never) // it returns at once
+	c.engines[1].Drive(c.ctx, never) // after the shutdown Drive returns at once
 }
 
-// oftenEnough is a number of operations that takes longer than the test may take if each waits for a
-// heartbeat, which is half a second.
+// oftenEnough is a number of operations that would take longer than a test may take if each of them waited
+// for a heartbeat, which takes half a second on average.
 const oftenEnough = 200
 
-// A rank that polls for a very long time notifies parked peers of the frames that it has sent.
+// A rank that polls for a very long time still notifies parked peers of the frames that it has sent.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
@@ -158,7 +160,7 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	})
 	for range oftenEnough {
 		early := c.allreduce(0, "x", make([]byte, 8))
-		<-time.After(2 * time.Millisecond) // for rank 0 to park
+		<-time.After(2 * time.Millisecond) // in this time rank 0 parks
 		c.do(1, sum("x", make([]byte, 8)))
 		if err := c.wait(early); err != nil {
 			t.Fatal(err)
@@ -167,14 +169,15 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// A deadline that results from a driver's turn is kept although BackgroundThreadLoop is parked.
+// A deadline that results from a driver's turn is met, although BackgroundThreadLoop is parked when the
+// driver stops.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
 		c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
 		entry := sum("never", make([]byte, 8))
 		entry.Timeout = 2 * time.Millisecond
-		<-time.After(2 * time.Millisecond) // for the loops to park
+		<-time.After(2 * time.Millisecond) // in this time the loops park
 		done := make(chan error, 1)
 		entry.Done = func(err error) { done <- err }
 		if err := c.engines[1].Queue(entry); err != nil {
@@ -191,7 +194,7 @@ func TestDriveKeepsDeadlines(t *testing.T) {
 	}
 }
 
-// Close of an engine ends a driver.
+// If the engine is closed, a driver returns.
 func TestCloseWhileDriving(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})

@@ -111,8 +111,8 @@ type Engine struct {
 	traced bool // the log has the level trace
 	start  time.Time
 	ctx    context.Context
-	cancel context.CancelCauseFunc // aborts what the lanes execute
-	links  []*link                 // control connections: to rank 0; at rank 0, to every other rank
+	cancel context.CancelCauseFunc // aborts the operations that the lanes execute
+	links  []*link                 // the control connections: to rank 0, or at rank 0 to every other rank
 	sched  *scheduler
 
 	// Used by any goroutine.
@@ -121,27 +121,27 @@ type Engine struct {
 	observer  observer
 	published atomic.Pointer[trace.Coordinator] // the coordinator's counters, up to publishPeriod old
 	leaving   atomic.Pointer[leaving]           // not nil once Shutdown was called
-	stop      chan struct{}                     // closed: end at once
+	stop      chan struct{}                     // when closed, the engine ends at once
 	stopOnce  sync.Once
-	ended     chan struct{} // closed: the epoch is over and every operation has ended
-	released  chan struct{} // closed: connections and goroutines are gone too
-	failure   error         // why the epoch ended, nil after an orderly shutdown; read after ended
+	ended     chan struct{} // when closed, the epoch is over and every operation has ended
+	released  chan struct{} // when closed, connections and goroutines are gone too
+	failure   error         // why the epoch ended, nil after a shutdown; read after ended
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 
 	// Owned by the goroutine that runs turns. It holds the scheduler's lock.
-	now         time.Duration // when the turn began
+	now         time.Duration // the time at which the turn began
 	member      *controller.Member
-	coordinator *controller.Coordinator // rank 0 only
+	coordinator *controller.Coordinator // only at rank 0
 	negotiation negotiation
-	polled      []*frames // frames of the links
+	polled      []*frames // the received frames of each link
 	clock       rankClock
 	tracing     bool          // the coordinator records arrival times for the observer
-	publishedAt time.Duration // when published was set
-	granted     int           // grants that were dispatched and have not finished
+	publishedAt time.Duration // the time at which published was set
+	granted     int           // number of grants that were dispatched and have not finished
 	started     []*lane       // lanes whose work a turn has started
 	stopped     bool          // the coordinator's stop was applied
-	stopCause   error         // why, unless this rank has asked for the stop: a *StallError or a *PeerError
+	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
 	works       []*work // free list

@@ -41,8 +41,8 @@ type cluster struct {
 	engines []*engine.Engine
 }
 
-// start starts a job of n ranks whose loops park as soon as they have nothing to do: in a bubble, time does
-// not pass for a loop that polls. change, if not nil, changes a rank's configuration.
+// start starts a job of n ranks. Their loops park as soon as they have nothing to do, because in a synctest
+// bubble the clock does not advance while a loop polls. change, if not nil, changes a rank's configuration.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		cfg.Spin = -1
@@ -52,7 +52,8 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	})
 }
 
-// startOn is start with the connections of net.
+// startOn starts a job of n ranks that are connected by net. change, if not nil, changes a rank's
+// configuration.
 func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	t.Cleanup(cancel)
@@ -85,7 +86,7 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 	return c
 }
 
-// each calls f for all ranks concurrently.
+// each calls f for all ranks at the same time and waits for them.
 func (c *cluster) each(f func(r int)) {
 	var wg sync.WaitGroup
 	for r := range c.engines {
@@ -102,7 +103,7 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// sum returns an in-place sum of int64.
+// sum returns an in-place sum of the int64 elements in buf.
 func sum(name string, buf []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{
@@ -114,7 +115,8 @@ func sum(name string, buf []byte) *tensorqueue.Entry {
 	}
 }
 
-// submit submits entries of rank r, one after another, and sends their errors in that order.
+// submit submits entries at rank r, one after another. The channel receives the error or nil of each entry
+// when it ends.
 func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	done := make(chan error, len(entries))
 	for _, e := range entries {
@@ -126,7 +128,7 @@ func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	return done
 }
 
-// allreduce submits an in-place sum of int64 at rank r.
+// allreduce submits an in-place sum of the int64 elements in buf at rank r.
 func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
 	return c.submit(r, sum(name, buf))
 }
@@ -155,7 +157,7 @@ func TestSums(t *testing.T) {
 	})
 }
 
-// An operation that is queued after a pending join is refused as this rank's own mistake, whichever goroutine
+// An operation that is queued while a join is pending is refused with a UsageError, whichever goroutine has
 // queued it.
 func TestSubmitBehindAJoin(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -205,8 +207,8 @@ func sums(t *testing.T, change func(*engine.Config)) {
 	}
 }
 
-// If a rank dies, the verdict at all other ranks names it, whether they execute or negotiate, and every
-// operation ends.
+// If a rank dies, the verdict at all other ranks names it, whether they are executing or negotiating, and
+// every operation ends.
 func TestDeath(t *testing.T) {
 	const n = 4
 	for _, over := range []string{"mem", "mem without polling", "tcp"} {
@@ -236,7 +238,8 @@ func TestDeath(t *testing.T) {
 	}
 }
 
-// dies makes a rank die: while all execute large operations, or while the others wait for it in negotiation.
+// dies makes the rank victim die: while all ranks execute large operations, or while the others wait for its
+// request.
 func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	started := make(chan struct{})
 	var once sync.Once
@@ -245,14 +248,14 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	killer.Go(func() {
 		<-started
 		if executing {
-			<-time.After(delay) // anywhere in an operation
+			<-time.After(delay) // the death comes at a random time of an operation
 		}
 		c.net.Kill(topo.Rank(victim))
 		c.engines[victim].Close()
 	})
 	c.each(func(r int) {
 		if r == victim && !executing {
-			once.Do(func() { close(started) }) // it never submits
+			once.Do(func() { close(started) }) // the victim submits nothing
 			return
 		}
 		size := 8
@@ -293,10 +296,10 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 // If a peer breaks the protocol, the verdict names it, and no rank hangs.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
-		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // wrong number
-		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // too long
-		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // unreadable
-		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // a heartbeat from the future
+		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // the frame has the wrong number
+		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // the frame is too long
+		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // the frame cannot be decoded
+		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // it has seen a cycle that was not issued
 	} {
 		net := mem.New(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -323,7 +326,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatalf("frame %x: no end", frame)
 		}
-		// The verdict reaches the peer, whose connection stays open until somebody closes the engine.
+		// The verdict reaches the peer. The connection stays open until the test closes the engine.
 		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -356,7 +359,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
-// gather returns an allgather of one byte, whose result is allocated by allocate.
+// gather returns an allgather of one byte. allocate allocates the memory of its result.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8,
@@ -366,15 +369,15 @@ func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	}
 }
 
-// gather submits an allgather.
+// gather submits an allgather of one byte at rank r. allocate allocates the memory of its result.
 func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
 	return c.submit(r, gather("gather", allocate))
 }
 
 func allocate(n int) []byte { return make([]byte, n) }
 
-// A shutdown whose context ends does not wait for peers that block it, not even in the middle of an
-// operation.
+// If the context of Shutdown ends, Shutdown returns without waiting for peers that block it, even in the
+// middle of an operation.
 func TestShutdownGivesUp(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -388,7 +391,7 @@ func TestShutdownGivesUp(t *testing.T) {
 			<-release
 			return make([]byte, n)
 		})
-		<-executing // and rank 1 sends nothing
+		<-executing // rank 0 executes now, and rank 1 sends nothing
 		ctx, cancel := context.WithCancel(c.ctx)
 		cancel()
 		if err := c.engines[0].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.Canceled) {
@@ -403,8 +406,8 @@ func TestShutdownGivesUp(t *testing.T) {
 	})
 }
 
-// In whatever order a shutdown and the last operations happen, every operation ends without error or with the
-// shutdown's, alike at all ranks, and no rank reports one that has left as dead.
+// In whatever order a shutdown and the last operations happen, every operation ends with success or with
+// ErrShutDown, in the same way at all ranks. No rank reports a rank that has left as dead.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
@@ -427,7 +430,7 @@ func TestShutdownCrossesWork(t *testing.T) {
 			for i := range outcomes[0] {
 				for r := range outcomes {
 					err := outcomes[r][i]
-					var mismatch *engine.MismatchError // the sizes are random
+					var mismatch *engine.MismatchError // the sizes are random, so the ranks may disagree
 					if err != nil && !errors.Is(err, engine.ErrShutDown) && !errors.As(err, &mismatch) {
 						t.Errorf("rank %d: x%d: %v", r, i, err)
 					}
@@ -440,11 +443,10 @@ func TestShutdownCrossesWork(t *testing.T) {
 	})
 }
 
-// In a bubble, time passes only while all goroutines sleep. An operation and a shutdown must take no time,
-// and only heartbeats may wake an idle rank.
+// In a synctest bubble, time passes only while all goroutines sleep. So an operation and a shutdown must take
+// no time, and only heartbeats may wake an idle rank.
 //
-// A rank that would poll parks at once here, because time does not pass while it polls. So this also tests
-// that ranks are notified.
+// The loops park at once here and do not poll. So this test also checks that ranks are notified.
 func TestNobodyWaitsForTheClock(t *testing.T) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
@@ -460,8 +462,8 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 			if took := time.Since(began); took != 0 {
 				t.Errorf("n=%d: ten operations waited for %v", n, took)
 			}
-			// Three times the liveness timeout, and a time between two heartbeats, because a heartbeat's turn
-			// would hide a lost notification.
+			// This is three times the liveness timeout, and ends between two heartbeats, because the turn of
+			// a heartbeat would hide a lost notification.
 			time.Sleep(30*time.Second + 500*time.Millisecond)
 			began = time.Now()
 			c.shutdown()
@@ -472,7 +474,8 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 	}
 }
 
-// A rank that sends nothing while its connection stays open is detected by its liveness timeout.
+// If a rank sends nothing although its connection stays open, the verdict names it after the liveness
+// timeout.
 func TestSilence(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -481,7 +484,7 @@ func TestSilence(t *testing.T) {
 			began := time.Now()
 			var silent sync.WaitGroup
 			silent.Go(func() {
-				// Rank 1 connects and sends nothing.
+				// Rank 1 connects, but it sends nothing.
 				if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
 					t.Error(err)
 				}
@@ -511,7 +514,7 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// A job of one rank can be closed in the middle of an operation.
+// The engine of a job of one rank can be closed in the middle of an operation.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{},
@@ -534,12 +537,13 @@ func TestAloneClosedWhileWorking(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		_ = e.Shutdown(ctx, engine.Departure{}) // in time or not
+		_ = e.Shutdown(ctx, engine.Departure{}) // the operation may end before the shutdown or not
 		<-done
 	})
 }
 
-// The memory for a peer's contribution is not allocated before the announced size is known to fit.
+// The memory for the result of an allgather is allocated only after its size is known to be within
+// MaxResultBytes.
 func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
@@ -567,14 +571,14 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// A rank whose lane is stuck does not delay the shutdown of all ranks for ever: after ten seconds without
-// progress the shutdown is cut short, and every operation ends.
+// A rank whose lane is stuck does not delay the shutdown of the other ranks forever. After ten seconds
+// without progress the shutdown is cut short, and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
 		zero := c.gather(0, allocate)
 		one := c.gather(1, func(n int) []byte {
-			time.Sleep(time.Hour) // in the bubble
+			time.Sleep(time.Hour) // this takes no real time in the bubble
 			return make([]byte, n)
 		})
 		synctest.Wait()

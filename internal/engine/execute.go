@@ -13,14 +13,14 @@ import (
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
-	fused  fusion.Buffer // payload that is not in a caller's buffer
-	counts []int64       // bytes by rank, or by tensor
+	fused  fusion.Buffer // holds data that is in no caller's buffer
+	counts []int64       // number of bytes of each rank or tensor
 	// tensors are the tensors of an operation whose backend reads and writes them in place.
 	tensors []ops.Tensor
-	wide    fusion.Buffer // buffers of compression
+	wide    fusion.Buffer // buffer for compression
 	back    fusion.Buffer
 	losses  []lossKey
-	types   []tensor.DType // types of a group
+	types   []tensor.DType // element types of a group
 	// residuals are the accumulated losses of tensors with error feedback.
 	residuals map[lossKey]*residual
 }
@@ -32,10 +32,10 @@ type execution struct {
 	work    *work
 	backend ops.Backend
 	lists   bool          // the backend reads and writes tensors in place
-	op      ops.Operation // operation of the current part
-	one     [1]ops.Tensor // tensor of the current part, if it is only one
+	op      ops.Operation // the operation of the current part
+	one     [1]ops.Tensor // the tensor of the current part, if there is only one
 
-	buf []byte // payload that is to be copied to the outputs
+	buf []byte // data that will be copied to the outputs
 	reduction
 }
 

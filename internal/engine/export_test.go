@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Submit queues entries, whose requests are valid, and notifies the loop.
+// Submit queues entries with valid requests and notifies the loop.
 func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	err := e.Queue(entries...)
 	if err == nil {
@@ -16,10 +16,10 @@ func (e *Engine) Submit(entries ...*tensorqueue.Entry) error {
 	return err
 }
 
-// Polls returns how often the loop was polled.
+// Polls returns the number of times that the loop has polled.
 func (e *Engine) Polls() uint64 { return e.sched.polls.Load() }
 
-// SetSpin sets how long the loop polls before it parks.
+// SetSpin sets the time for which the loop polls before it parks.
 func (e *Engine) SetSpin(d time.Duration) {
 	e.sched.mu.Lock()
 	defer e.sched.mu.Unlock()

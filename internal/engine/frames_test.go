@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// arrivals is a connection on which each piece arrives separately. An empty piece means that nothing has
-// arrived. After the last piece the connection ends.
+// arrivals is a connection whose bytes arrive in the given pieces. TryRead returns at most one piece, and
+// nothing for an empty piece. After the last piece it returns the error end.
 type arrivals struct {
 	transport.Conn
 	pieces [][]byte
@@ -39,7 +39,8 @@ func appendFrame(b []byte, seq uint32, body []byte) []byte {
 	return append(b, body...)
 }
 
-// take returns copies of all frames from f, until f has none after everything has arrived.
+// take returns copies of all frames from f. It stops when all pieces have arrived and f has no more frames,
+// or at the first error.
 func take(f *frames, a *arrivals) (got []string, err error) {
 	for {
 		for {
@@ -61,8 +62,8 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 	}
 }
 
-// However the bytes are cut into pieces, next returns the same frames, also the ones before the end of the
-// connection, and the end once.
+// However the bytes are cut into pieces, next returns the same frames, including those that arrive together
+// with the end of the connection. It reports the end once.
 func TestFramesHoweverTheyAreCut(t *testing.T) {
 	want := []string{"first", "", "third frame"}
 	var stream []byte
@@ -93,7 +94,8 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 	}
 }
 
-// If a stream ends in the middle of a frame, next returns the frames before it.
+// If a connection ends in the middle of a frame, next returns the frames before it, and then the end of the
+// connection.
 func TestFramesCutShort(t *testing.T) {
 	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
 	for _, short := range []int{1, 9, 10, 16} {
@@ -129,7 +131,7 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 	}
 }
 
-// The buffer for a large frame is proportional to the bytes that have arrived, and is released after the
+// The buffer for a large frame grows in proportion to the bytes that have arrived, and is released after the
 // frame.
 func TestFramesGrowWithWhatArrives(t *testing.T) {
 	body := bytes.Repeat([]byte("0123456789"), 1<<18)
@@ -160,7 +162,7 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 	}
 }
 
-// A steady stream of frames allocates nothing, even if the received bytes never end with a frame.
+// A steady stream of frames allocates nothing, even if the received bytes never end at the end of a frame.
 func TestFramesAllocateNothing(t *testing.T) {
 	var stream []byte
 	var pieces [2][]byte
@@ -183,8 +185,8 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
-// A stream that always leaves part of a frame in the buffer needs no more memory than one that pauses from
-// time to time.
+// A stream of which a part of a frame always stays in the buffer needs no more memory than a stream that
+// pauses from time to time.
 func TestFramesThatNeverPause(t *testing.T) {
 	var stream []byte
 	for seq := range uint32(2000) {

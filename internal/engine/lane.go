@@ -56,7 +56,7 @@ func (w *work) refuse(i int, err error) {
 // grants. While run has nothing to do, the loop may claim the lane and execute grants itself.
 type lane struct {
 	set            controller.Set
-	me             int // position of this rank in the set
+	me             int // the position of this rank in the set
 	queue          *tensorqueue.Queue
 	manager        *ops.Manager
 	maxResultBytes int64
@@ -75,7 +75,7 @@ type lane struct {
 	answering bool  // run has executed an operation, and has not answered all its tensors
 	claimed   bool  // the loop has claimed the lane, and run waits
 	ended     bool  // no more work will come
-	err       error // with which all remaining work is answered
+	err       error // the error with which all remaining work is answered
 }
 
 // newLane returns a lane for a set in which this rank has position me.

@@ -14,7 +14,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// unfinished is a backend whose operation was started and waits for a rank that does not take part.
+// unfinished is a backend on which an operation was started. The operation waits for a rank that does not
+// take part.
 type unfinished struct {
 	ops.Backend
 	ended bool
@@ -28,8 +29,8 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	return ops.Waiting, context.Cause(ctx)
 }
 
-// An operation that was started is ended at the backend before its tensors are answered, even if the epoch is
-// over before the lane executes it: peers may still read the tensors.
+// An operation that was started is ended at the backend before its tensors are answered, because until then
+// peers may read the tensors. This holds even if the epoch ends before the lane executes the operation.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
 	m, err := ops.NewManager(
@@ -62,7 +63,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
-	// The state at the end of an epoch.
+	// The test produces the state of a lane at the end of an epoch.
 	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
@@ -76,8 +77,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// A barrier that is executed in a turn of the loop does not complete before the answers of operations that
-// the lane has executed.
+// The loop cannot claim the lane for a barrier before the operations that the lane has executed are answered.
+// So the barrier does not complete before their answers.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{observer: &observer{start: time.Now()}}
 	l.changed.L = &l.mu

@@ -33,14 +33,14 @@ type link struct {
 	conn transport.Conn
 
 	seq    uint32
-	total  uint64     // bytes given to the connection
+	total  uint64     // number of bytes that were passed to the connection
 	queued []outgoing // buffers that the connection may still hold, oldest first
 	free   [][]byte
 }
 
 type outgoing struct {
 	buf []byte
-	end uint64 // total after this buffer
+	end uint64 // the value of total after this buffer
 }
 
 // errBacklog is the error of send if the peer does not read its frames, and errTooLarge if the frame exceeds

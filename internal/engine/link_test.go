@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// pipe is a connection that counts the bytes that it is given. The test sets how many of them it reports as
-// sent.
+// pipe is a connection that counts the bytes that are passed to Send. The test sets the number of bytes that
+// Sent reports.
 type pipe struct {
 	transport.Conn
 	taken, sent uint64
@@ -23,7 +23,7 @@ func (p *pipe) Send(b []byte) error {
 
 func (p *pipe) Sent() uint64 { return p.sent }
 
-// Buffers of frames are reused, but a connection keeps neither large buffers nor many.
+// The buffers of frames are reused, but a connection keeps neither large buffers nor many of them.
 func TestLinkKeepsLittle(t *testing.T) {
 	p := new(pipe)
 	l := &link{conn: p}
@@ -38,7 +38,7 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 	p.sent = p.taken
 	send(100)
-	if n := len(l.free); n != maxKeptBuffers-1 { // one is used again
+	if n := len(l.free); n != maxKeptBuffers-1 { // one of them is in use again
 		t.Errorf("keeps %d buffers, want %d", n, maxKeptBuffers-1)
 	}
 	for _, b := range l.free {
@@ -48,7 +48,8 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 }
 
-// The frames received over a connection are the ones that were sent, whatever bytes follow them.
+// FuzzReceive checks that frames are exactly the bytes that were received, and that memory is bounded by the
+// received bytes, whatever these are.
 func FuzzReceive(f *testing.F) {
 	header := func(n, seq uint32) []byte {
 		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)

@@ -53,14 +53,14 @@ type lockstep struct {
 	events
 	core        *controller.Lockstep
 	collectives collectives
-	star        *star // collectives, if it uses the control connections
+	star        *star // the collectives, if they use the control connections
 
 	phase    phase
-	and, or  []uint64      // vectors of this cycle
-	due      time.Duration // when the next cycle begins
-	pause    time.Duration // between cycles
-	deadline time.Duration // when the pending collective must have completed
-	last     time.Duration // when the last turn began
+	and, or  []uint64      // the bit vectors of this cycle
+	due      time.Duration // the time at which the next cycle begins
+	pause    time.Duration // the time between two cycles
+	deadline time.Duration // the time by which the pending collective must complete
+	last     time.Duration // the time at which the last turn began
 }
 
 func newLockstep(e *Engine) *lockstep {
@@ -241,10 +241,10 @@ func (n *lockstep) expire() {
 // star implements collectives over the control connections, with rank 0 in the center.
 type star struct {
 	e       *Engine
-	arrived [][][]byte // by rank: frames of collectives that have arrived and were not used yet
+	arrived [][][]byte // the frames that have arrived and were not used yet, by rank
 	phase   phase      // the pending collective
-	and, or []uint64   // vectors that it combines
-	own     []byte     // frame of this rank
+	and, or []uint64   // the vectors that the collective combines
+	own     []byte     // the frame of this rank
 	scratch struct{ and, or []uint64 }
 }
 

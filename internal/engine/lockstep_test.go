@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// againstFrames runs rank 0 in lock-step until its epoch ends. The function rank1 sends frames in place of
-// rank 1.
+// againstFrames runs rank 0 in lock-step until its epoch ends and returns the engine's error. The function
+// rank1 sends frames in place of rank 1.
 func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error) error {
 	net := mem.New(2)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -70,7 +70,7 @@ func wantRank1(t *testing.T, err error, text string) {
 	}
 }
 
-// In lock-step too, the verdict names the rank that breaks the protocol, not the rank that detects it.
+// In lock-step too, the verdict names the rank that breaks the protocol and not the rank that detects it.
 func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	q := message.Request{
 		Kind: message.Allreduce, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1}, Op: tensor.Sum,
@@ -106,8 +106,8 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	}
 }
 
-// If a rank sends heartbeats but does not enter a collective, the verdict names it when the collective's
-// deadline passes. No rank waits for it for ever.
+// If a rank sends heartbeats but does not enter a collective, the verdict names it when the deadline of the
+// collective passes, so no rank waits for it forever.
 func TestLockstepDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
@@ -122,7 +122,7 @@ func TestLockstepDeadline(t *testing.T) {
 				}
 				select {
 				case <-ctx.Done():
-				case <-time.After(time.Second): // in the bubble
+				case <-time.After(time.Second): // this takes no real time in the bubble
 				}
 			}
 			return nil

@@ -78,7 +78,7 @@ func (n events) next() time.Duration {
 // something.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // by this rank, or by a coordinator that sent a wrong grant
+	var failed error // an error of this rank, or of a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
@@ -195,7 +195,7 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
-		e.sched.extend() // rank 0 coordinates the others' operations, so they make it busy too
+		e.sched.extend() // rank 0 coordinates all operations, so all of them make it busy
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }

@@ -41,7 +41,7 @@ type observer struct {
 	counts  counts
 	offset  trace.Offset
 	aligned bool            // offset is set
-	op      trace.Operation // scratch
+	op      trace.Operation // scratch memory
 }
 
 // counts has the counters from which Stats is made.
@@ -120,7 +120,7 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	case a == unpacking:
 		return "MEMCPY_OUT_FUSION_BUFFER"
 	case r.Op == tensor.Adasum:
-		return "TCP_ADASUM_ALLREDUCE" // no other backend has it
+		return "TCP_ADASUM_ALLREDUCE" // no other backend executes Adasum
 	}
 	return exchangeNames[b][r.Kind]
 }

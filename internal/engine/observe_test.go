@@ -17,13 +17,13 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// log keeps the records that it receives.
+// log is a Recorder and a timeline that keeps what it receives.
 type log struct {
 	mu      sync.Mutex
 	ops     []trace.Operation
 	cycles  int
 	offsets []trace.Offset
-	aligned func() // called for each
+	aligned func() // called for each offset, if not nil
 }
 
 func (l *log) Record(op *trace.Operation) {
@@ -52,15 +52,15 @@ func (l *log) Offset(o trace.Offset) {
 	}
 }
 
-// operations returns the operations in the order in which they ended.
+// operations returns the recorded operations in the order in which they ended.
 func (l *log) operations() []trace.Operation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.ops)
 }
 
-// Every tensor is recorded before it is answered, with times in order and an operation number that is equal
-// at all ranks.
+// Every tensor is recorded before it is answered. Its times are in order, and the number of its operation is
+// the same at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	recorded := func(t *testing.T, lockstep bool) {
@@ -92,7 +92,7 @@ func TestOperationsAreTold(t *testing.T) {
 				if want := len(entries) - 3; refused != want {
 					t.Errorf("%d refused, want %d", refused, want)
 				}
-				// Records come before the answer, so all of them are there.
+				// A record is made before the answer, so the records of all answered tensors are there.
 				seen := 0
 				for _, op := range recorders[r].operations() {
 					seen += len(op.Tensors)
@@ -186,7 +186,7 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	}
 }
 
-// The record of a pending operation says how far the operation has got.
+// Pending returns how far each pending operation has got.
 func TestPending(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -218,7 +218,8 @@ func TestPending(t *testing.T) {
 	})
 }
 
-// looker reads the pending operations when an operation has ended and is not answered yet.
+// looker is a Recorder. For each operation that has ended and is not answered yet, it records what Pending
+// returns.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
 	saw    []trace.Pending
@@ -230,7 +231,7 @@ func (l *looker) Record(*trace.Operation) {
 	}
 }
 
-// The record of a granted tensor has the number of its operation and the backend.
+// For a tensor that was granted, Pending returns the number of its operation and the backend too.
 func TestPendingInAnOperation(t *testing.T) {
 	var l looker
 	c := start(t, 2, func(cfg *engine.Config) {
@@ -258,7 +259,7 @@ func TestPendingInAnOperation(t *testing.T) {
 	}
 }
 
-// The offset between different clocks is measured to within the reported error.
+// The measured offset between different clocks is correct within the error that is reported with it.
 func TestClocks(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, same := range []bool{false, true} {
@@ -269,7 +270,7 @@ func TestClocks(t *testing.T) {
 				if !same {
 					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 				}
-				// The engines must not start at the same time, or their clocks would have no offset.
+				// The engines start at different times, so that their clocks differ.
 				<-time.After(time.Duration(cfg.Rank) * 20 * time.Millisecond)
 			})
 			c.each(func(r int) {
@@ -283,7 +284,7 @@ func TestClocks(t *testing.T) {
 					t.Errorf("rank %d: no measurement of the clock", r)
 				}
 				o, _ := e.Offset()
-				// The process has one clock, so the true offset is known.
+				// All engines use the clock of this process, so the true offset is known.
 				truth := e.Clock().Start.Sub(c.engines[0].Clock().Start)
 				off := (o.Offset - truth).Abs()
 				if exact := same || r == 0; exact != (o.Error == 0) || !exact && off > o.Error ||
@@ -297,7 +298,7 @@ func TestClocks(t *testing.T) {
 	})
 }
 
-// Operations that end with the job are recorded and counted too.
+// Operations that fail at the end of the job are recorded and counted too.
 func TestFailedOperationsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		const n = 3
@@ -315,8 +316,8 @@ func TestFailedOperationsAreTold(t *testing.T) {
 	})
 }
 
-// Operations on which ranks disagree count only as refused. Operations that end with the job count as failed,
-// once.
+// An operation on which the ranks disagree counts only as refused. An operation that fails at the end of the
+// job counts as failed, once.
 func TestCounts(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
@@ -346,7 +347,7 @@ func TestCounts(t *testing.T) {
 	})
 }
 
-// Each tensor of a group in one request is counted, with its bytes by its type.
+// If a group is one request, each of its tensors is counted, and its bytes are counted by element type.
 func TestGroupsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		logs := make([]log, 2)
@@ -403,7 +404,8 @@ func TestGroupsAreTold(t *testing.T) {
 	})
 }
 
-// group returns an in-place sum of tensors of ten elements that is one request.
+// group returns an in-place sum of a group that is one request. It has one tensor of ten elements for each of
+// types.
 func group(types ...tensor.DType) *tensorqueue.Entry {
 	e := &tensorqueue.Entry{Request: message.Request{
 		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum,
@@ -418,7 +420,8 @@ func group(types ...tensor.DType) *tensorqueue.Entry {
 	return e
 }
 
-// A Recorder may keep the shape of a tensor: it keeps no other memory alive.
+// A Recorder may keep the shape of a tensor, because the shape is a copy: the caller's later changes do not
+// change it.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)
 	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })

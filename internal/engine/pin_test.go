@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// The loop and the lane of each rank run only on the processors that they are configured for.
+// The loop and the lane of each rank run only on the processors that the configuration names.
 func TestKeepsToItsProcessors(t *testing.T) {
 	if runtime.NumCPU() == 1 {
 		t.Skip("on one processor all threads keep to it")
@@ -22,14 +22,14 @@ func TestKeepsToItsProcessors(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	// Threads of an earlier run may not have ended yet.
+	// There may be more threads, because threads of an earlier run may not have ended yet.
 	if got, want := threadsOn(t, "0"), 2*ranks; got < want {
 		t.Errorf("%d threads keep to processor 0, want %d", got, want)
 	}
 	c.shutdown()
 }
 
-// threadsOn counts the threads of this process that may run only on these processors.
+// threadsOn returns the number of threads of this process that may run only on the given processors.
 func threadsOn(t *testing.T, processors string) int {
 	t.Helper()
 	allowed := regexp.MustCompile(`(?m)^Cpus_allowed_list:\t` + regexp.QuoteMeta(processors) + `$`)

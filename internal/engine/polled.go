@@ -68,7 +68,7 @@ type frames struct {
 	seq   uint32
 	buf   []byte // buf[at:] was received and not used yet
 	at    int
-	err   error // why the connection ended
+	err   error // the error that ended the connection
 	ended bool  // next has returned err
 }
 

@@ -20,8 +20,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c hardly poll for a while: once or twice for each heartbeat that they
-// receive or send.
+// comesToRest waits until the loops of c poll only once or twice for each heartbeat that they receive or
+// send. It fails the test if this does not happen.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -30,11 +30,11 @@ func comesToRest(t *testing.T, c *cluster) {
 		}
 		return n
 	}
-	const while = 100 * time.Millisecond // less than a heartbeat
+	const while = 100 * time.Millisecond // less than the time between two heartbeats
 	most := 10 * uint64(len(c.engines))
 	for range 50 {
 		before := looks()
-		<-time.After(while) // the time of the measurement
+		<-time.After(while) // the test counts the polls in this time
 		if looks()-before <= most {
 			return
 		}
@@ -42,7 +42,7 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Error("the loops do not come to rest")
 }
 
-// A loop polls while its rank is busy. It parks when the rank is idle, or waits for a rank that does not take
+// A loop polls while its rank is busy. It parks if the rank is idle or waits for a rank that does not take
 // part.
 func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
@@ -76,10 +76,10 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 	c.shutdown()
 }
 
-// An operation that took longer than the poll budget is followed by some polling, because the next operation
-// is likely to follow soon.
+// After an operation that took longer than the poll budget the loop polls for a while, because the next
+// operation is likely to follow soon.
 func TestPollsAfterALongOperation(t *testing.T) {
-	// every operation is longer than that
+	// With no budget, every operation takes longer than the budget.
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 })
 	release := make(chan struct{})
 	var done [2]chan error
@@ -92,7 +92,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 		})
 		<-executing
 	})
-	// Rank 1 does not coordinate, so from here on only the end of the operation makes it busy.
+	// Rank 1 is not the coordinator, so from here on only the end of the operation can make it busy.
 	e := c.engines[1]
 	e.SetSpin(time.Hour)
 	before := e.Polls()
@@ -102,7 +102,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	const want = 200 // without polling it is about two a second, for heartbeats
+	const want = 200 // without polling there are about two a second, for heartbeats
 	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
 			t.Fatalf("polled %d times, want %d", e.Polls()-before, want)
@@ -112,7 +112,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 	c.shutdown()
 }
 
-// counted counts the calls of Park and Unpark.
+// counted is a Mesh that counts the calls of Park and Unpark.
 type counted struct {
 	transport.Mesh
 	rests, wakes atomic.Int32
@@ -128,8 +128,8 @@ func (c *counted) Unpark() {
 	c.Mesh.Unpark()
 }
 
-// A loop that was parked unparks before it polls again, so that peers need not notify it of frames that it
-// polls anyway.
+// A loop that was parked calls Unpark before it polls again, so that peers need not notify it of frames that
+// it finds by polling.
 func TestLoopsWakeTheMesh(t *testing.T) {
 	net := mem.New(2)
 	var meshes [2]counted
@@ -153,7 +153,7 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 	}
 }
 
-// A rank whose epoch has failed keeps reading until it is closed, so that surviving peers can send their
+// If its epoch has failed, a rank keeps reading until it is closed, so that surviving peers can send their
 // backlog.
 func TestReadsOnAfterAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -178,7 +178,7 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 			if took := time.Since(began); err != nil || took != 0 {
 				t.Errorf("flushed after %v with %v", took, err)
 			}
-		case <-time.After(time.Minute): // in the bubble
+		case <-time.After(time.Minute): // this takes no real time in the bubble
 			t.Error("the loop does not read the connection")
 		}
 		for _, e := range c.engines {
@@ -187,11 +187,11 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 	})
 }
 
-// A deadline that is before the next heartbeat is not missed.
+// A rank notices a deadline that passes before its next heartbeat.
 func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
-		time.Sleep(100 * time.Millisecond) // all loops sleep until the next heartbeat
+		time.Sleep(100 * time.Millisecond) // by then all loops sleep until the next heartbeat
 		began := time.Now()
 		late := sum("x", make([]byte, 8))
 		late.Timeout = 300 * time.Millisecond
@@ -200,13 +200,13 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 			t.Errorf("after %v: got error %v, want that it timed out after %v", took, err, late.Timeout)
 		}
 		for _, e := range c.engines {
-			_ = e.Shutdown(c.ctx, engine.Departure{}) // the job has failed
+			_ = e.Shutdown(c.ctx, engine.Departure{}) // this returns an error, because the job has failed
 		}
 	})
 }
 
-// While a lane is busy, later operations are negotiated: one grant is ready to begin, and the other
-// operations collect and are granted together. They run in order.
+// While a lane is busy, later operations are negotiated: one grant waits for the lane, and the other
+// operations are collected and granted together later. They run in order.
 func TestNegotiationOverlapsExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -266,12 +266,12 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 	})
 }
 
-// An operation in the steady state allocates next to nothing, counting all its ranks: only fusion's list of
-// tensors that run together.
+// In the steady state an operation makes at most one allocation, counting all ranks: the list of the tensors
+// that were fused.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
 		c := startOn(t, mem.New(n), n, nil)
-		// Tensors without elements need no memory for data.
+		// The tensors have no elements, so that the test needs no memory for data.
 		entries := make([]*tensorqueue.Entry, n)
 		done := make(chan error, n)
 		finish := func(err error) { done <- err }
@@ -306,8 +306,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// If a peer sends more frames at once than a turn applies, all are applied, although no notification comes
-// for the rest.
+// If a peer sends more frames at once than one turn applies, all of them are applied, although no further
+// notification comes.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)
@@ -321,7 +321,8 @@ func TestManyFramesAtOnce(t *testing.T) {
 			stream = binary.LittleEndian.AppendUint32(stream, seq)
 			stream = append(stream, body...)
 		}
-		stream = append(stream, make([]byte, 8)...) // number 0 again: the error shows that all frames arrived
+		// The last frame has number 0 again. The error about it shows that all frames before it were applied.
+		stream = append(stream, make([]byte, 8)...)
 		var e *engine.Engine
 		var started sync.WaitGroup
 		started.Go(func() {

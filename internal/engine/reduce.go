@@ -24,7 +24,7 @@ type reduction struct {
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []lossKey
-	next    int // index of the first tensor after this part
+	next    int // the index of the first tensor after this part
 	batch   batch
 	staged  bool // the part is reduced in buf: its output, or the fusion buffer
 	direct  bool // buf is its output

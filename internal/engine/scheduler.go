@@ -48,9 +48,9 @@ type scheduler struct {
 	drivable bool // drive may take the lock
 
 	pending atomic.Bool   // notify was called since the last turn began
-	parked  atomic.Bool   // nobody polls, or the holder of mu is about to stop polling
+	parked  atomic.Bool   // no goroutine polls, or the holder of mu is about to stop polling
 	wake    chan struct{} // wakes BackgroundThreadLoop
-	polls   atomic.Uint64 // how often the loop was polled; for tests
+	polls   atomic.Uint64 // number of polls, for tests
 
 	mu         sync.Mutex  // held by the goroutine that runs turns
 	background atomic.Bool // BackgroundThreadLoop holds mu
@@ -58,14 +58,14 @@ type scheduler struct {
 	missed     atomic.Bool // BackgroundThreadLoop was woken while a driver held mu
 
 	// Owned by the holder of mu.
-	now        time.Duration // when the turn began, or about when the last poll did
-	budget     time.Duration // poll budget of the holder
-	busyUntil  time.Duration // when polling ends
-	alarm      time.Duration // when the timer of BackgroundThreadLoop fires, or should have fired
+	now        time.Duration // the time at which the turn began, or approximately the time of the last poll
+	budget     time.Duration // the poll budget of the goroutine that holds mu
+	busyUntil  time.Duration // the time at which polling ends
+	alarm      time.Duration // when BackgroundThreadLoop's timer fires, or should have fired
 	dispatched bool          // the last turn gave an operation to a lane
 	unnotified unnotified
 	over       bool
-	err        error // why it is over
+	err        error // the error with which the loop ended
 
 	deferred deferred
 }
@@ -120,7 +120,7 @@ const (
 type pollLimits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
-	pinned                        bool // to a thread, so that only another thread can run a lane
+	pinned                        bool // to a thread: only another thread can run a lane
 	oversubscribed                bool // a lane that executes needs the processor that polling would take
 	// BackgroundThreadLoop does not extend its polling because of its own work
 	onlyAfterDrive bool

@@ -12,16 +12,16 @@ import (
 	"time"
 )
 
-// fakeLoop is a loop whose turns are set by the test. It implements peers too.
+// fakeLoop is the loop of a scheduler under test. The test sets what its turns do. It also implements peers.
 type fakeLoop struct {
 	start time.Time
-	ahead atomic.Int64 // time by which the loop's clock is ahead of the bubble's, because polls take time
+	ahead atomic.Int64 // the loop's clock minus the bubble's; polls advance it
 
 	mu     sync.Mutex
-	turns  []time.Duration                     // when each began
-	turn   func() (time.Duration, bool, error) // nil: nothing is due for an hour
+	turns  []time.Duration                     // the time at which each turn began
+	turn   func() (time.Duration, bool, error) // if nil, the next turn is due in an hour
 	work   atomic.Int32                        // number of queued operations
-	polls  func(n int) bool                    // reports whether poll n finds an event; nil: none does
+	polls  func(n int) bool                    // reports whether poll n finds an event; if nil, no poll does
 	polled int
 
 	handOffs, notified, parks, unparks int
@@ -42,7 +42,7 @@ func (l *fakeLoop) RunLoopOnce() (time.Duration, bool, error) {
 	return l.clock() + time.Hour, false, nil
 }
 
-// arrived advances the fake clock by a microsecond.
+// arrived counts a poll and advances the loop's clock by a microsecond.
 func (l *fakeLoop) arrived() bool {
 	l.ahead.Add(int64(time.Microsecond))
 	l.polled++
@@ -68,14 +68,14 @@ func (l *fakeLoop) NotifyPeers() {
 	}
 }
 
-// nextTurns sets the function that turns call from now on; nil does nothing.
+// nextTurns sets the function that executes the next turns. With nil the turns do nothing.
 func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.turn = turn
 }
 
-// took returns the times at which turns have begun since the last call.
+// took returns the times at which turns have begun since the last call of took.
 func (l *fakeLoop) took() []time.Duration {
 	synctest.Wait()
 	l.mu.Lock()
@@ -85,8 +85,8 @@ func (l *fakeLoop) took() []time.Duration {
 	return turns
 }
 
-// scheduled calls test in a bubble with a scheduler that BackgroundThreadLoop runs. It compares the result of
-// run with want.
+// scheduled calls test in a synctest bubble, with a scheduler whose run runs in another goroutine. It checks
+// that run returns want.
 func scheduled(t *testing.T, budget time.Duration, want error,
 	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
@@ -112,14 +112,14 @@ func scheduled(t *testing.T, budget time.Duration, want error,
 	})
 }
 
-// isAt reports whether a turn began when it was due. Polls may have taken a little time after the last
-// reading of the clock.
+// isAt reports whether a turn that began at at was due at due. It allows for the time of the polls since the
+// last reading of the clock.
 func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
 
 const pollBudget = 50 * time.Microsecond
 
-// parked -> background: by notify, and when a turn is due. Many notifications before a turn have the effect
-// of one.
+// A parked scheduler takes a turn in the background when it is notified, or when a turn is due. Several
+// notifications before a turn have the effect of one.
 func TestSchedulerParks(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		if !s.parked.Load() || l.parks == 0 {
@@ -134,7 +134,7 @@ func TestSchedulerParks(t *testing.T) {
 				t.Errorf("notified at %v: turns at %v", at, got)
 			}
 		}
-		// A notification that comes after the last poll and before the loop has parked is not lost.
+		// A notification that comes after the last poll, while the loop is parking, is not lost.
 		l.onHandOff = func() {
 			l.onHandOff = nil
 			s.notify()
@@ -158,7 +158,7 @@ func TestSchedulerParks(t *testing.T) {
 	})
 }
 
-// background: a busy rank polls for its budget, an idle rank once.
+// In the background, a busy rank polls for its budget, and an idle rank polls once.
 func TestSchedulerPolls(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		for _, busy := range []bool{false, true} {
@@ -180,7 +180,7 @@ func TestSchedulerPolls(t *testing.T) {
 				t.Errorf("busy %v: %d polls, want %d", busy, l.polled, want)
 			}
 		}
-		// An event that a poll finds makes a turn run at once.
+		// If a poll finds an event, a turn runs at once.
 		l.polls = func(n int) bool { return n == 10 }
 		l.polled = 0
 		at := l.clock()
@@ -192,8 +192,8 @@ func TestSchedulerPolls(t *testing.T) {
 	})
 }
 
-// background, if the program is another process and needs the processor: the loop polls for a budget after a
-// drive, and once after a turn of its own.
+// If the program is another process that needs the processor, the scheduler polls in the background for its
+// budget after a drive, and only once after a turn of its own.
 func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.onlyAfterDrive = true
@@ -221,8 +221,9 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	})
 }
 
-// parked -> driven -> parked, and over: a driver runs the turns until its operation is done, its context
-// ends, or nothing arrives within the budget. BackgroundThreadLoop handles later events.
+// A driver runs the turns until its operation is done, its context ends, or nothing arrives within the
+// budget. Then the scheduler is parked again, and BackgroundThreadLoop handles later events. If the loop is
+// over, a driver returns at once.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
 	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -262,8 +263,8 @@ func TestSchedulerDrives(t *testing.T) {
 	})
 }
 
-// driven -> background: a deadline that results from a driver's turn is not lost, nor is a wake-up that
-// BackgroundThreadLoop could not follow because the driver held the lock.
+// When a driver returns, BackgroundThreadLoop takes over: a deadline that results from the driver's turn is
+// not lost. A wake-up that came while the driver held the lock is not lost either.
 func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
@@ -276,7 +277,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 			t.Errorf("turns at %v, want one at %v, which a driver's turn has returned", got, due)
 		}
 
-		// The timer fires while a driver holds the lock.
+		// Here the timer fires while a driver holds the lock.
 		due = l.clock() + 10*time.Microsecond
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
 		s.notify()
@@ -288,7 +289,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 			t.Errorf("turns at %v, want the driver's and one of BackgroundThreadLoop, which was woken meanwhile", got)
 		}
 
-		// The timer fires when the driver has seen that it is not due.
+		// Here the timer fires after the driver has seen that the turn is not due.
 		due = l.clock() + 10*time.Microsecond
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
 		s.notify()
@@ -296,7 +297,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 		l.nextTurns(nil)
 		l.onNotify = func() {
 			l.onNotify = nil
-			time.Sleep(time.Millisecond) // in the bubble
+			time.Sleep(time.Millisecond) // this takes no real time in the bubble
 		}
 		s.drive(t.Context(), func() bool { return true })
 		if got := l.took(); len(got) != 2 {
@@ -305,8 +306,8 @@ func TestSchedulerHandsOff(t *testing.T) {
 	})
 }
 
-// background -> wanted -> driven: a driver takes the lock from BackgroundThreadLoop. A second driver returns,
-// and the turn that it needs is run.
+// A driver takes the lock from BackgroundThreadLoop while that polls. A second driver returns at once, and
+// the turn that it needs is run.
 func TestSchedulerTakesTheLock(t *testing.T) {
 	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		var turns atomic.Int32
@@ -316,7 +317,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 			return l.clock() + 2*time.Hour, false, nil
 		})
 		var end atomic.Bool
-		l.polls = func(int) bool { // nothing arrives during the test
+		l.polls = func(int) bool { // no poll finds an event during the test
 			runtime.Gosched()
 			l.ahead.Store(0)
 			return false
@@ -353,8 +354,8 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 	})
 }
 
-// A rank that always finds something to do after a poll or two still notifies parked peers of what was sent:
-// after some polls or some time, and once.
+// A rank that finds something to do at almost every poll still notifies parked peers of the frames that it
+// has sent: once, after a number of polls or some time.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
 	s := newScheduler(l, l.clock, nil)
@@ -379,7 +380,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	for range 3 {
 		s.sent()
 		polls(pollsPerNotify - 1)
-		s.sent() // does not delay the notification of earlier frames
+		s.sent() // later frames do not delay the notification of earlier ones
 		want("before a peer has had time to poll", 0)
 		polls(1)
 		want("after that", 1)
@@ -393,8 +394,8 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	want("in an hour", 1)
 }
 
-// If polling takes the processor from a caller, queued operations are noticed when no more are queued, at the
-// latest after some periods, and at once if the caller flushes.
+// If polling would take the processor from a caller that queues operations, the turn is deferred: until no
+// more are queued, at most for a number of periods. Flush and Drive end the deferral at once.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.oversubscribed = true
@@ -433,7 +434,7 @@ func TestSchedulerDefers(t *testing.T) {
 			t.Errorf("driven at %v: turns at %v", at, got)
 		}
 		time.Sleep(time.Second)
-		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may set its alarm
+		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may take a turn to set its alarm
 			t.Errorf("turns at %v for what was driven", got)
 		}
 		s.oversubscribed = false
@@ -445,7 +446,7 @@ func TestSchedulerDefers(t *testing.T) {
 	})
 }
 
-// The time and the pace of polling depend on how many processes need a processor.
+// The budget and the pace of polling depend on how many processes share the processors.
 func TestPollLimits(t *testing.T) {
 	for _, test := range []struct {
 		name                  string

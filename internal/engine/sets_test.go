@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// withSet returns a configuration in which a process set of ranks 0 and 1 exists from the start.
+// withSet returns a change of the configuration by which a process set of ranks 0 and 1 exists from the
+// start.
 func withSet(lockstep bool) func(*engine.Config) {
 	return func(cfg *engine.Config) {
 		cfg.Lockstep = lockstep
@@ -40,12 +41,11 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 		Ranks: ranks}}
 }
 
-// isDone reports whether an operation has ended.
+// isDone reports whether the operation that sends its result to done has ended.
 func isDone(done chan error) bool { return len(done) > 0 }
 
-// Operations that are granted in a set when it is removed finish, and only then does the removal end at the
-// members. Operations that wait behind them, for a rank or for the end of a grant, end at once with the
-// removal.
+// Operations that were granted in a set before the set is removed finish, and only then does the removal end
+// at the members. Operations that have not been granted end at once with ErrNoProcessSet.
 func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 3, withSet(false))
@@ -83,7 +83,7 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 			engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
-		// Other sets continue meanwhile.
+		// In the meantime other sets can execute operations.
 		c.each(func(r int) {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 				t.Errorf("rank %d: %v", r, err)
@@ -102,8 +102,9 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	})
 }
 
-// An operation that is queued in a set while the set is removed ends once, even if the loop has not taken it.
-// The engine does not read its entry afterwards: the caller may use the entry for another operation by then.
+// An operation that is queued in a set while the set is being removed ends exactly once, even if the loop has
+// not taken it from the queue. Afterwards the engine does not read its entry, because the caller may already
+// use the entry for another operation.
 func TestRemovalWhileQueueing(t *testing.T) {
 	c := start(t, 3, nil)
 	for id := topo.ProcessSetID(1); id <= 20; id++ {
@@ -114,9 +115,9 @@ func TestRemovalWhileQueueing(t *testing.T) {
 				t.Errorf("rank %d: %v", r, err)
 			}
 			if r == 2 {
-				return // it is no member
+				return // rank 2 is not a member
 			}
-			// The lane is busy, so that it still exists in the turn after the removal.
+			// The lane is busy, so it still exists in the turn after the removal.
 			busy := over(id, sum("busy", make([]byte, 8)))
 			begun := make(chan struct{})
 			busy.Done = func(error) {
@@ -143,7 +144,7 @@ func TestRemovalWhileQueueing(t *testing.T) {
 			removals[r] = c.submit(r, removal(id))
 		}
 		queueing.Wait()
-		for range 3 { // turns of the loop
+		for range 3 { // each operation takes turns of the loop
 			c.each(func(r int) {
 				if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 					t.Errorf("rank %d: set %d: an operation of the global set: %v", r, id, err)
@@ -165,8 +166,8 @@ func TestRemovalWhileQueueing(t *testing.T) {
 	}
 }
 
-// A set with the members of a removed set is a new set: operations that waited in the removed set have no
-// effect on it.
+// A set that has the members of a removed set is a new set: operations that waited in the removed set do not
+// affect it.
 func TestSetsComeAndGo(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
@@ -210,14 +211,15 @@ func TestSetsComeAndGo(t *testing.T) {
 	})
 }
 
-// If a rank dies while a removed set still executes, the verdict names it, and every operation ends.
+// If a rank dies while a removed set still executes an operation, the verdict names the rank, and every
+// operation ends.
 func TestDeathDuringARemoval(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
 		executing := make(chan struct{})
 		one := c.submit(1, over(1, gather("granted", func(n int) []byte {
 			close(executing)
-			<-c.engines[0].Ended() // until rank 0 has the verdict
+			<-c.engines[0].Ended() // the operation runs until rank 0 has the verdict
 			return allocate(n)
 		})))
 		zero := c.submit(0, over(1, gather("granted", allocate)))
@@ -240,8 +242,8 @@ func TestDeathDuringARemoval(t *testing.T) {
 	})
 }
 
-// No tensor of a group is executed before all ranks have submitted all its tensors, whether they are new or
-// cached.
+// No tensor of a group is executed before all ranks have submitted all tensors of the group, whether they are
+// cached or not.
 func TestGroupWaitsForItsLast(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -279,7 +281,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 	})
 }
 
-// If no backend can run one tensor of a group, the whole group is refused, and its names can be used again.
+// If no backend can execute one tensor of a group, the whole group is refused. Its names can be used again.
 func TestGroupThatCannotRun(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) {
@@ -313,7 +315,7 @@ func TestGroupThatCannotRun(t *testing.T) {
 	})
 }
 
-// Entries are queued all together or not at all.
+// Submit queues all its entries or none of them.
 func TestSubmitManyOrNone(t *testing.T) {
 	c := start(t, 1, nil)
 	entries := []*tensorqueue.Entry{sum("a", make([]byte, 8)), sum("a", make([]byte, 8))}

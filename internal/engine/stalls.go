@@ -51,7 +51,7 @@ const (
 // stallLog counts the stalls of a window. The first stall opens the window.
 type stallLog struct {
 	named, unnamed int
-	end            time.Duration // end of the window; meaningless if named is 0
+	end            time.Duration // the end of the window; meaningless if named is 0
 }
 
 // due returns when the number of unnamed stalls is to be logged.

@@ -22,27 +22,27 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// testTimeout is no multiple of the heartbeat period, because a heartbeat's turn would hide a deadline that
-// nothing waits for.
+// testTimeout is not a multiple of the heartbeat period. Otherwise the turn of a heartbeat would hide a
+// missed deadline.
 const testTimeout = 2300 * time.Millisecond
 
-// reports collects the reports of rank 0's stall inspector, with their times.
+// reports collects the stall reports of rank 0, with the time of each.
 type reports struct {
 	began time.Time
 	list  []string
 }
 
-// attach makes the engine of cfg report its stalls to r.
+// attach makes the engine that cfg configures report its stalls to r.
 func (r *reports) attach(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
-		// Times are as precise as the cycles of lock-step.
+		// The times of reports are only as precise as the cycles of lock-step.
 		const precision = 100 * time.Millisecond
 		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s,
 			s.Waited.Truncate(precision)))
 	}
 }
 
-// take returns the reports since the last call. It first waits until the engines are idle.
+// take waits until the engines are idle and returns the reports since the last call of take.
 func (r *reports) take() []string {
 	synctest.Wait()
 	list := r.list
@@ -50,8 +50,8 @@ func (r *reports) take() []string {
 	return list
 }
 
-// A waiting tensor is reported when the stall time has passed, and again each time it has passed, until the
-// last rank submits it. This holds also for a cached tensor and for a process set without rank 0.
+// A waiting tensor is reported each time that another stall time has passed, until the last rank submits the
+// tensor. This holds also for cached tensors and for process sets without rank 0.
 func TestStallReports(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -61,7 +61,8 @@ func TestStallReports(t *testing.T) {
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
 				r.attach(cfg)
 			})
-			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} { // each the second time from the cache
+			// In the second round of each set the tensor is cached.
+			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} {
 				r.began = time.Now()
 				c.each(func(rank int) {
 					if set == 1 && rank == 0 {
@@ -86,7 +87,7 @@ func TestStallReports(t *testing.T) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
 				}
 			}
-			// Neither operations that are in time nor idle ranks are reported.
+			// Operations that end in time are not reported, and neither are idle ranks.
 			time.Sleep(10 * testTimeout)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
@@ -96,9 +97,9 @@ func TestStallReports(t *testing.T) {
 	})
 }
 
-// If a rank does not follow with many tensors, the log has ten lines a second, or one if the launcher makes a
-// report, and the number of the other stalls, even if the job ends within the second. The program receives
-// each stall.
+// If a rank is late for many tensors, the log has only ten lines in a second, or one line if the launcher
+// prints a report, and then the number of the other stalls. The number is logged even if the job ends within
+// the second. OnStall receives every stall.
 func TestManyStallsAreFewLines(t *testing.T) {
 	for _, q := range []struct {
 		absent    time.Duration
@@ -147,7 +148,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 					entry.ContextMap()["tensors"]))
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
-			// The number of the others follows at the end of the second, or of the job.
+			// The number of the other stalls is logged at the end of the second or of the job.
 			want = append(want, fmt.Sprintf("%v: stalled:, more: %d",
 				min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
@@ -157,7 +158,8 @@ func TestManyStallsAreFewLines(t *testing.T) {
 	}
 }
 
-// An operation that a rank does not finish is reported too, as far as its heartbeats show that.
+// An operation that one rank does not finish is reported too, when its heartbeats show that it is still
+// executing.
 func TestStallReportsOfExecution(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -169,7 +171,7 @@ func TestStallReportsOfExecution(t *testing.T) {
 			r.began = time.Now()
 			zero := c.gather(0, allocate)
 			one := c.gather(1, func(n int) []byte {
-				time.Sleep(2 * testTimeout) // in the bubble
+				time.Sleep(2 * testTimeout) // this takes no real time in the bubble
 				return allocate(n)
 			})
 			for _, done := range []chan error{zero, one} {
@@ -187,7 +189,8 @@ func TestStallReportsOfExecution(t *testing.T) {
 	})
 }
 
-// When a tensor has waited for too long, the job is shut down at all ranks, and the reason names the tensor.
+// When a tensor has waited for StallShutdown, the job is shut down at all ranks, and the error names the
+// tensor and the missing rank.
 func TestStallShutdown(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -220,14 +223,15 @@ func TestStallShutdown(t *testing.T) {
 	})
 }
 
-// late submits a sum with the timeout testTimeout.
+// late submits a sum with the timeout testTimeout at rank r.
 func (c *cluster) late(r int, name string) chan error {
 	e := sum(name, make([]byte, 8))
 	e.Timeout = testTimeout
 	return c.submit(r, e)
 }
 
-// wantTimeout checks at rank r the verdict of a timeout at rank by. It must name the missing rank.
+// wantTimeout checks the error err of rank r: an operation has timed out at rank by, and the verdict names
+// the rank missing.
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
@@ -237,8 +241,8 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace returns how long after the deadline a verdict may come. In lock-step, rank 0 knows a rank's requests
-// after two cycles.
+// grace returns the time after the deadline within which a verdict must come. In lock-step, rank 0 knows the
+// requests of a rank only after two cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
 		return 20 * time.Millisecond
@@ -246,11 +250,11 @@ func grace(lockstep bool) time.Duration {
 	return 0
 }
 
-// When an operation is not done in time, the job ends at all ranks with an error that names the rank that did
-// not submit it.
+// If an operation is not done before its timeout, the job fails at all ranks, and the error names the rank
+// that has not submitted the operation.
 func TestOperationTimeout(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
-		for by := range 2 { // at rank 0 and elsewhere
+		for by := range 2 { // the operation times out at rank 0 or at another rank
 			synctest.Test(t, func(t *testing.T) {
 				c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
 				began := time.Now()
@@ -260,7 +264,7 @@ func TestOperationTimeout(t *testing.T) {
 					case by:
 						done = c.late(r, "x")
 					case 2:
-						done = c.allreduce(r, "y", make([]byte, 8)) // and never x
+						done = c.allreduce(r, "y", make([]byte, 8)) // rank 2 never submits x
 					default:
 						done = c.allreduce(r, "x", make([]byte, 8))
 					}
@@ -278,7 +282,7 @@ func TestOperationTimeout(t *testing.T) {
 	})
 }
 
-// A cached tensor's timeout names the missing rank too.
+// If the tensor is cached, the error of the timeout names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -305,7 +309,8 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	})
 }
 
-// If an operation is granted and not finished in time, the error names the rank that does not finish it.
+// If an operation was granted and is not finished before its timeout, the error names the rank that does not
+// finish it.
 func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -347,7 +352,7 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	})
 }
 
-// Operations that end in time leave no deadline behind, in whatever order they end.
+// An operation that ends in time leaves no deadline behind, in whatever order operations end.
 func TestOperationsInTime(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -371,7 +376,7 @@ func TestOperationsInTime(t *testing.T) {
 	})
 }
 
-// The longest possible timeout never passes.
+// An operation with the longest possible timeout never times out.
 func TestOperationWithoutDeadline(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -391,8 +396,8 @@ func TestOperationWithoutDeadline(t *testing.T) {
 	})
 }
 
-// A deadline that passes while the grant is on its way to the rank still counts if the operation is not
-// finished then.
+// If the deadline of an operation passes while its grant is in flight to the rank, the operation still times
+// out, unless it has finished by then.
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
@@ -408,7 +413,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 			case 1:
 				e.Timeout = testTimeout
 			case 2:
-				time.Sleep(testTimeout - delay/2) // the grant is sent then, and arrives when the time is up
+				time.Sleep(testTimeout - delay/2) // sent before the deadline, granted after it
 				e.Allocate = func(n int) []byte {
 					<-release
 					return allocate(n)
@@ -425,7 +430,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 				close(release)
 				return
 			}
-			_ = c.wait(done) // the timeout, or the error caused by the end of rank 1's test
+			_ = c.wait(done) // the error is the timeout, or follows from the closed engine of rank 1
 		})
 		for _, e := range c.engines {
 			e.Close()
@@ -433,7 +438,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	})
 }
 
-// slowMesh delays the data of control connections.
+// slowMesh is a Mesh that delays the data of control connections.
 type slowMesh struct {
 	transport.Mesh
 	delay time.Duration
@@ -455,13 +460,13 @@ type slowConn struct {
 func (c slowConn) TryRead(p []byte) (int, error) {
 	n, err := c.Conn.TryRead(p)
 	if n > 0 {
-		time.Sleep(c.delay) // in the bubble
+		time.Sleep(c.delay) // this takes no real time in the bubble
 	}
 	return n, err
 }
 
-// Steps that take a little less than the time between heartbeats and use the same name are not reported as
-// one long operation, although each heartbeat finds the name a little older.
+// If steps take a little less than the time between two heartbeats and use the same name, they are not
+// reported as one long operation, although each heartbeat finds the name a little older.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -475,7 +480,7 @@ func TestRepeatedNameIsNoStall(t *testing.T) {
 					e := gather("x", func(n int) []byte {
 						long := 990 * time.Millisecond
 						if step == 0 {
-							long = 2500 * time.Millisecond // heartbeats report it from now on
+							long = 2500 * time.Millisecond // from now on heartbeats report the name
 						}
 						<-time.After(long)
 						return allocate(n)

@@ -11,18 +11,20 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A driver that has started an operation of many steps, and stops because another rank is late for one of
-// them, leaves the remaining steps to the lane.
+// If a driver has started an operation of many steps and stops because another rank is late for one of them,
+// the lane executes the remaining steps.
 func TestHelpLeavesSteps(t *testing.T) {
 	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) {
 		cfg.Spin = time.Millisecond
 	}}
-	release := make(chan chan struct{}, 1) // blocks the lane of rank 1
+	release := make(chan chan struct{}, 1) // carries a channel on which the lane of rank 1 blocks
 	testcluster.Run(t, o, func(r *testcluster.Rank) {
 		const numBytes = 128 << 10
 		buf := make([]byte, numBytes)
 		want := make([]byte, numBytes)
-		for i := range 3 * oftenEnough { // a heartbeat would also hand the rest to the lane, but late
+		// A heartbeat would hand the remaining steps to the lane too, but so late that the test would time
+		// out.
+		for i := range 3 * oftenEnough {
 			for at := 0; at < numBytes; at += 8 {
 				binary.NativeEndian.PutUint64(buf[at:], uint64(at+i)*uint64(r.Rank+1))
 				binary.NativeEndian.PutUint64(want[at:], uint64(at+i)*3)

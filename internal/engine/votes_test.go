@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// A cache bit is a guess: if the entry under the bit belongs to another tensor, the tensor is found by its
-// name instead.
+// votes finds an entry by a cache bit, which is only a guess: if another tensor's entry is stored under the
+// bit, take returns nil.
 func TestVotes(t *testing.T) {
 	entry := func(name string, bit uint32) *tensorqueue.Entry {
 		return &tensorqueue.Entry{Request: message.Request{Name: name, Bit: bit}}
@@ -27,7 +27,7 @@ func TestVotes(t *testing.T) {
 	if v.take(1, &message.Response{Name: "c"}) != nil || v.take(9, &message.Response{Name: "c"}) != nil {
 		t.Error("got c at another's bit")
 	}
-	v.drop(a) // it is not there
+	v.drop(a) // b has replaced a, so nothing is removed
 	v.drop(c)
 	v.drop(nil)
 	v.drop(entry("d", 99))

@@ -22,7 +22,8 @@ import (
 	"github.com/gohvd/gohvd/timeline"
 )
 
-// switched is a flight recorder that can be turned off, as HVD_FLIGHT_RECORDER does for good.
+// switched is a flight recorder that the benchmark can turn on and off while the job runs. In a real job
+// HVD_FLIGHT_RECORDER turns it off once and for all.
 type switched struct {
 	*recorder.Recorder
 	on atomic.Bool
@@ -34,7 +35,8 @@ func (s *switched) Record(op *trace.Operation) {
 	}
 }
 
-// gradients makes steps over ResNet-50's, as hvdbench has them.
+// gradients returns a function that returns the operations of one training step: an allreduce for each
+// gradient of ResNet-50, as in hvdbench.
 func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	type gradient struct {
 		name string
@@ -63,14 +65,18 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	}
 }
 
-// BenchmarkCost is what watching costs: steps over ResNet-50's gradients between two ranks in shared memory,
-// with and without, in one process, so that nothing else is different. Each pair is 40 parts of 5 steps (some
-// 100 ms) with and 40 without, in random order, and the ratio of the lower quartiles: what else the machine
-// does only adds to a part. Reported are the median of the pairs and the ends of its 95 % interval (order
-// statistics), in per cent. What a timeline has to write is written within the part, by one rank after the
-// other: on a machine whose ranks leave no processor idle, each waits for both. So it is with scrapes of the
-// metrics, of which there is one of each rank in every tenth part of those with; those parts have a quartile
-// of their own, and a tenth of the weight.
+// BenchmarkCost measures what observation costs: the time of steps over the gradients of ResNet-50, between
+// two ranks in shared memory, with a timeline, metrics or the flight recorder, relative to the time without.
+//
+// Both are measured in one process, so that nothing else differs. A pair is 40 parts of 5 steps (about 100
+// ms) with observation and 40 parts without, in random order. Its result is the ratio of their lower
+// quartiles, because other load of the machine can only make a part longer. The benchmark reports the median
+// over the pairs and the ends of its 95 % confidence interval (order statistics), in per cent.
+//
+// The records of a timeline are written within the part, by one rank after the other: on a machine whose
+// ranks use all processors, each rank waits for the writing of both. Scrapes of the metrics happen in the
+// same way, one of each rank in every tenth part with observation. These parts have a quartile of their own,
+// whose weight is a tenth.
 func BenchmarkCost(b *testing.B) {
 	const ranks, parts, steps, partsPerScrape = 2, 40, 5, 10
 	for _, way := range []string{"nothing", "timeline", "metrics", "recorder"} {
@@ -110,7 +116,7 @@ func BenchmarkCost(b *testing.B) {
 					}
 				}
 				handler := metrics.Handler(func() trace.Stats { return r.Engine.Stats() })
-				// part is the time of some steps, in seconds.
+				// part executes some steps and returns the time that they took, in seconds.
 				part := func(on, scrape bool) float64 {
 					watch(on)
 					r.Do(testcluster.Barrier("begin"))
@@ -136,7 +142,7 @@ func BenchmarkCost(b *testing.B) {
 					return took
 				}
 				part(false, false)
-				order := rand.New(rand.NewPCG(1, 2)) // the same at both ranks
+				order := rand.New(rand.NewPCG(1, 2)) // the order is the same at both ranks
 				for range max(b.N, 2) {
 					var without, with, scraped []float64
 					for _, i := range order.Perm(2 * parts) {
@@ -162,7 +168,7 @@ func BenchmarkCost(b *testing.B) {
 				}
 			})
 			slices.Sort(ratios)
-			// So many of the pairs are below the interval, and as many above it.
+			// This many results lie below the confidence interval, and as many above it.
 			n := float64(len(ratios))
 			outside := int(max(n/2-0.98*math.Sqrt(n), 0))
 			percent := func(i int) float64 { return 100 * (math.Exp(ratios[i]) - 1) }

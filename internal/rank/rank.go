@@ -101,14 +101,14 @@ type Rank struct {
 	Place       topo.Topology
 	Homogeneous bool // every host has the same number of ranks
 	Epoch       uint64
-	Global      *Set // of all ranks
+	Global      *Set // the set of all ranks
 
 	meeting     *place.Meeting
 	session     *Session    // nil in a job of one
 	log         *zap.Logger // nil if the program owns it
 	sets        setTable
 	dynamicSets bool
-	timeout     time.Duration // of operations without a timeout of their own
+	timeout     time.Duration // the timeout of operations that have none of their own
 }
 
 // Start joins r, which is zero, to its job and waits until all ranks have joined. After an error r cannot be

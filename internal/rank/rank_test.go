@@ -2,7 +2,7 @@ package rank
 
 import "testing"
 
-// Of a rank that is a sidecar there are two processes: it and its client.
+// If a rank is a sidecar, it counts as two processes: the sidecar and its client.
 func TestProcesses(t *testing.T) {
 	for _, c := range []struct {
 		forClient bool

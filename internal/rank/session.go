@@ -184,7 +184,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +
 			": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	// on several hosts, each host decides for itself
+	// On several hosts, each host decides for itself.
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
 		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {

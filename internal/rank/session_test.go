@@ -23,15 +23,16 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// open opens the sessions of a job whose ranks are in this process. It closes them at the end of the test.
+// open opens the sessions of a job whose ranks are all in this process. hosts has the name of each rank's
+// host, and set has further settings by rank. The sessions are closed when the test ends.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
 	return openLacking(t, hosts, set, nil)
 }
 
-// openLacking returns open with ranks that cannot share memory, for the reasons given.
+// openLacking is like open, but the ranks in lacks cannot share memory, for the given reasons.
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	lacks map[int]string) ([]*Session, []error) {
-	t.Setenv("TMPDIR", t.TempDir()) // where the sockets are
+	t.Setenv("TMPDIR", t.TempDir()) // the ranks put their sockets there
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	kv := store.NewHashStore(store.Limits{})
@@ -81,7 +82,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns where all are, and those of one host share memory.
+// Every rank learns the hosts of all ranks. The ranks share memory if all are on one host.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
@@ -115,7 +116,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// Each host may have its own names and addresses of interfaces.
+// The names and addresses of network interfaces may differ between the hosts.
 func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
 	_, errs := open(t, []string{"a", "b"}, map[int]map[string]string{
 		0: {"HOROVOD_GLOO_IFACE": "127.0.0.1"}, 1: {"HOROVOD_GLOO_IFACE": "127.0.0.0/8"},
@@ -125,7 +126,8 @@ func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
 	}
 }
 
-// The ranks share memory according to the settings, which are the same at all ranks.
+// The ranks share memory only if the settings allow it. If the settings require it and it is impossible, or
+// if they differ between the ranks, every rank gets an error.
 func TestOpenWithoutMemory(t *testing.T) {
 	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
 	either := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}
@@ -133,7 +135,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 	for name, test := range map[string]struct {
 		hosts []string
 		set   map[int]map[string]string
-		says  string // in the errors; empty if there are none
+		says  string // a part of every rank's error; empty if there is no error
 	}{
 		"disabled": {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp},
 			""},
@@ -160,7 +162,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 	}
 }
 
-// If one rank cannot use a backend, no rank uses it. If the settings choose that backend, every rank gets an
+// If one rank cannot use a backend, no rank uses it. If the settings require that backend, every rank gets an
 // error that names the rank and the reason.
 func TestOneRankLacksABackend(t *testing.T) {
 	hosts, lacks := []string{"a", "a", "a"}, map[int]string{1: "no memory today"}
@@ -193,7 +195,7 @@ func TestOneRankLacksABackend(t *testing.T) {
 	}
 }
 
-// sharer is a mesh with a group, or a reason why there is none.
+// sharer is a mesh that shares memory with the ranks in group, or with none for the reason why.
 type sharer struct {
 	shm.Sharer
 	group []topo.Rank
@@ -209,7 +211,7 @@ func TestShare(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		mesh *sharer
-		// fails are the modes in which there is an error.
+		// fails lists the modes in which useMemory returns an error.
 		fails []config.SharedMemory
 	}{
 		{"all", &sharer{group: []topo.Rank{0, 1}}, nil},
@@ -235,7 +237,7 @@ func TestShare(t *testing.T) {
 
 var _ transport.Mesh = (*sharer)(nil)
 
-// A rank that cannot share memory does not keep the ranks of another host from sharing theirs.
+// A rank that cannot share memory does not prevent the ranks of another host from sharing memory.
 func TestOneHostLacksMemory(t *testing.T) {
 	hosts, set := []string{"a", "a", "b"}, map[int]map[string]string{}
 	for r := range hosts {

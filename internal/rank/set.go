@@ -19,10 +19,10 @@ import (
 // Set is a process set of a rank's job.
 type Set struct {
 	ID    topo.ProcessSetID
-	Ranks []topo.Rank // ascending
-	Me    int         // position of this rank, or -1
+	Ranks []topo.Rank // in ascending order
+	Me    int         // the position of this rank, or -1
 
-	unnamed [message.NumKinds]atomic.Int64 // how many calls of each kind without a name this rank has made
+	unnamed [message.NumKinds]atomic.Int64 // number of calls of each kind without a name at this rank
 	joined  atomic.Bool                    // this rank has joined, and not all have
 }
 
@@ -45,7 +45,7 @@ func (s *Set) Release() {
 // setTable has the process sets of a rank.
 type setTable struct {
 	mu  sync.Mutex
-	all []*Set // ascending by ID
+	all []*Set // in ascending order of IDs
 }
 
 func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }

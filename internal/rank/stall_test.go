@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// The log names only one stall if the launcher listens and prints a report. A store without a launcher prints
-// none.
+// Stalls count as explained only if a launcher listens on the store, because only a launcher prints reports
+// about them. Then the log names only one stall.
 func TestStallsAreExplainedByAWatcher(t *testing.T) {
 	for _, watched := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -22,13 +22,13 @@ type timelines struct {
 	rank *Watch
 
 	mu      sync.Mutex
-	active  *timeline.Timeline // nil while there is none
-	path    string             // of it, as rank 0 has it
-	started int                // by signals
+	active  *timeline.Timeline // nil if no timeline is active
+	path    string             // the path of the active timeline at rank 0
+	started int                // number of timelines that signals have started
 
 	countMu sync.Mutex         // guards the fields below; its holder never blocks
-	current *timeline.Timeline // now
-	past    uint64             // operations that earlier ones have dropped
+	current *timeline.Timeline // the timeline that is counted now
+	past    uint64             // number of operations that earlier timelines have dropped
 }
 
 // dropped returns how many operations the timelines have dropped.
@@ -109,7 +109,7 @@ func (t *timelines) stop() error {
 	t.active, t.path = nil, ""
 	t.engine().Watch(nil)
 	err := old.Close()
-	t.count(nil) // counts what Close has dropped
+	t.count(nil) // counts the operations that Close has dropped
 	return err
 }
 
@@ -190,7 +190,7 @@ func (t *timelines) toggle() error {
 	if path == "" || path == config.TimelineDynamic {
 		path = "hvd-timeline.json"
 	}
-	taken := path == set.Timeline // by the timeline that Attach has started
+	taken := path == set.Timeline // the path is that of the timeline that Attach has started
 	path = pathOfEpoch(path, t.rank.cfg.Epoch)
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))

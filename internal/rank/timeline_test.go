@@ -19,7 +19,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// observed has f watch each rank of a job, in an epoch.
+// observed runs a job as the given epoch and calls f for each rank, with a Watch that is attached to the
+// rank's engine.
 func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	f func(r *testcluster.Rank, o *Watch)) {
 	t.Helper()
@@ -40,8 +41,8 @@ func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	})
 }
 
-// Each timeline has its own file, whether a call, a setting or a signal started it. An epoch does not
-// overwrite the files of an earlier epoch.
+// Each timeline has its own file, whether a call, a setting or a signal started it. A later epoch does not
+// overwrite the files of an earlier one.
 func TestFilesOfEpochs(t *testing.T) {
 	for name, c := range map[string]struct {
 		fromStart bool
@@ -60,9 +61,9 @@ func TestFilesOfEpochs(t *testing.T) {
 			}
 			for epoch := range uint64(2) {
 				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Watch) {
-					times := 4 // two timelines begin and end
+					times := 4 // four signals start and end two timelines
 					if c.fromStart {
-						times++ // the first signal ends the one that is there
+						times++ // the first signal ends the timeline of the settings
 					}
 					for range times {
 						if err := o.timeline.toggle(); err != nil {
@@ -92,8 +93,8 @@ func TestFilesOfEpochs(t *testing.T) {
 	}
 }
 
-// A signal that comes as soon as Init has returned starts the timeline. On one processor nothing else runs
-// before.
+// A signal that arrives as soon as Init has returned starts the timeline. The test uses one processor, so
+// that no other goroutine runs before.
 func TestSignalAtOnce(t *testing.T) {
 	t.Chdir(t.TempDir())
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
@@ -116,7 +117,7 @@ func TestSignalAtOnce(t *testing.T) {
 	})
 }
 
-// A signal for a timeline that goes to a device starts it there again.
+// If the timeline is written to a device, a signal that starts it again writes to the same device.
 func TestSignalsAndDevices(t *testing.T) {
 	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Watch) {
 		for range 2 {
@@ -130,7 +131,8 @@ func TestSignalsAndDevices(t *testing.T) {
 	})
 }
 
-// If an earlier job has left the file of a rank that this job does not have, the report ignores that file.
+// If an earlier job has left the file of a rank that this job does not have, the report says so and ignores
+// the file.
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {

@@ -48,7 +48,7 @@ type Watch struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
 	running sync.WaitGroup
-	stalls  chan recorder.Stall // stall reports of the engine for forwardStalls
+	stalls  chan recorder.Stall // the engine's stall reports, for forwardStalls
 	watched atomic.Bool         // the launcher prints a report for each stall
 
 	mu       sync.Mutex
@@ -291,7 +291,7 @@ func (r *Watch) sendReport(what string, body []byte) bool {
 func (r *Watch) stalled(s *controller.Stall) {
 	select {
 	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
-	default: // it was logged
+	default: // the report is dropped: it was logged
 	}
 }
 
