@@ -8,7 +8,7 @@ import (
 )
 
 func Example() {
-	// mpirun sets these variables for the only rank of a job.
+	// mpirun sets these variables for a job of one rank.
 	environment := map[string]string{
 		"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
 		"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// newIDs makes ids on loopback. Their stores end with the test.
+// newIDs returns n ids whose stores listen on loopback. The stores end when the test ends.
 func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -36,7 +36,8 @@ func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	return ids
 }
 
-// meetByIDs has ranks that have nothing but ids join; ids are those of each rank.
+// meetByIDs makes ranks join by ids only, one rank for each element of ids, and returns their sessions and
+// errors.
 func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 	t.Helper()
 	size := len(ids)
@@ -100,7 +101,7 @@ func TestID(t *testing.T) {
 	}
 }
 
-// Ranks that have nothing but ids meet, however many ids there are.
+// Ranks that know only ids meet, and there may be as many ids as ranks or fewer.
 func TestJoinByIDs(t *testing.T) {
 	for _, encrypt := range []bool{false, true} {
 		for _, size := range []int{2, 3, 7} {
@@ -123,7 +124,7 @@ func TestJoinByIDs(t *testing.T) {
 	}
 }
 
-// The store of an id ends a while after all ranks have met, and not before.
+// The store of an id ends a while after all ranks have met, and not earlier.
 func TestStoreOfIDEnds(t *testing.T) {
 	ctx := testnet.Context(t)
 	id, served, err := serveID(ctx, "127.0.0.1", false, nil, time.Millisecond)
@@ -241,7 +242,7 @@ func TestNoIDForWhatCannotBeDialed(t *testing.T) {
 	}
 }
 
-// Ids say whether connections are encrypted; a job does not have both kinds.
+// An id says whether connections are encrypted. If only some ids of a job say so, OpenIDs returns an error.
 func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	ctx := testnet.Context(t)
 	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
@@ -249,7 +250,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 		_, err := OpenIDs(ctx, ids, 0, 2)
 		testnet.WantError(t, err, "of ids 0 and 1 only one is for encrypted connections")
 	}
-	// A rank whose id lacks the flag gets an error that says why.
+	// A rank whose id lacks the flag gets an error that names HVD_TLS.
 	bare := sealed
 	bare[idFlags] = 0
 	bare.seal()
@@ -276,7 +277,7 @@ func FuzzParseID(f *testing.F) {
 	encrypted[idFlags] = flagEncrypt
 	encrypted.seal()
 	f.Add(encrypted.String())
-	f.Add("A\n" + strings.Repeat("A", 169)) // of the right length, and decodes to one byte less
+	f.Add("A\n" + strings.Repeat("A", 169)) // this has the right length but decodes to one byte less
 	f.Fuzz(func(t *testing.T, text string) {
 		id, err := ParseID(text)
 		if err == nil && id.String() != strings.TrimSpace(text) {
@@ -285,7 +286,7 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// The checksum stands in the way of a fuzzer that changes texts.
+// Texts that a fuzzer changes rarely have a valid checksum, so this test adds the checksum itself.
 func FuzzOpenID(f *testing.F) {
 	for _, addr := range []string{"10.1.2.3:4567", "[2001:db8::1]:80"} {
 		id := someID(f, addr)
@@ -306,7 +307,7 @@ func FuzzOpenID(f *testing.F) {
 	})
 }
 
-// addrOf returns where the store of an id is.
+// addrOf returns the address of the store of an id.
 func addrOf(t *testing.T, id ID) string {
 	t.Helper()
 	s, err := id.open()

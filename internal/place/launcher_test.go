@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Environments of a rank, by kind.
+// These are the variables that each kind of launcher sets for a rank.
 var (
 	hvdrunEnv = environment{
 		"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4",
@@ -45,7 +45,8 @@ func TestDetect(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		env  environment
-		// want is kind, rank/size, local, cross, job; and where the ranks meet.
+		// want has kind, rank/size, local rank/size, cross rank/size and job. where says where the ranks
+		// meet.
 		want, where string
 	}{
 		{"hvdrun", hvdrunEnv, "hvdrun 5/8 1/4 1/2 abc", "at the store at 10.0.0.1:4711"},
@@ -80,7 +81,7 @@ func TestDetect(t *testing.T) {
 			"at a store of rank 0, published at 127.0.0.1:29500"},
 		{"torchrun, no run id", torchrunEnv.with("TORCHELASTIC_RUN_ID", "", "TORCHELASTIC_RESTART_COUNT", ""),
 			"torchrun 3/4 1/2 1/2 none/0", ""},
-		// 1234*97+5 = 119703
+		// Port 29703: 1234*97+5 = 119703.
 		{"Slurm", slurmEnv, "Slurm 5/7 1/2 2/3 1234.5", "at a store of rank 0, node01:29703"},
 		{"Slurm, last host", slurmEnv.with("SLURM_PROCID", "6", "SLURM_LOCALID", "0", "SLURM_NODEID", "3"),
 			"Slurm 6/7 0/1 3/4 1234.5", ""},
@@ -255,7 +256,8 @@ func TestNoLauncher(t *testing.T) {
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 	)
-	// Outside of a step, an allocation of several tasks is suspect.
+	// Outside of a job step, an allocation for several tasks may be a mistake of the user and is marked as
+	// suspect.
 	for _, c := range []struct {
 		env     environment
 		why     string
@@ -288,7 +290,8 @@ func wantLines(t *testing.T, lines []Line, want ...string) {
 	}
 }
 
-// All at once, and one after the other taken away: the order of the kinds.
+// If the variables of several launchers are set, Detect takes the first kind in this order. Each turn removes
+// the variables of the first one.
 func TestFirstWins(t *testing.T) {
 	env := environment{}
 	kinds := []struct {
@@ -306,7 +309,7 @@ func TestFirstWins(t *testing.T) {
 		if err != nil || e.Kind != k.kind || len(lines) != len(kinds)+1 {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
-		lines = slices.Delete(lines, 1, 2) // that of HVD_SIZE=1
+		lines = slices.Delete(lines, 1, 2) // removes the line of HVD_SIZE=1
 		for j, l := range lines {
 			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
@@ -325,7 +328,8 @@ func TestFirstWins(t *testing.T) {
 	wantLines(t, lines[5:7],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
 		"Kubernetes: ignored, because Slurm comes first")
-	// Detect does not ignore a launcher that contradicts itself in favour of a consistent one.
+	// If the variables of a launcher contradict each other, Detect returns an error and does not fall back to
+	// another launcher.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK",
 		"9").get)
 	if e != nil || err == nil || !strings.Contains(lines[3].Why, "ignored") {
@@ -333,7 +337,7 @@ func TestFirstWins(t *testing.T) {
 	}
 }
 
-// For any environment Detect returns an error or a consistent place.
+// For any environment, Detect returns an error or a consistent place.
 func FuzzDetect(f *testing.F) {
 	names := []string{
 		"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",

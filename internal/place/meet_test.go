@@ -26,14 +26,14 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// soon ends soon: for meetings that cannot succeed.
+// soon returns a context that ends after 300 ms, for meetings that cannot succeed.
 func soon(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// loopbackNames resolves these names to loopback.
+// loopbackNames returns a resolver that resolves the given names to loopback and no others.
 func loopbackNames(want ...string) func(context.Context, string) (string, error) {
 	return func(_ context.Context, host string) (string, error) {
 		for _, w := range want {
@@ -45,7 +45,7 @@ func loopbackNames(want ...string) func(context.Context, string) (string, error)
 	}
 }
 
-// interfaces returns the choice of a list.
+// interfaces returns the choice of network interfaces that a list makes.
 func interfaces(t *testing.T, list ...string) netif.Choice {
 	t.Helper()
 	c, err := netif.Parse(list)
@@ -57,7 +57,7 @@ func interfaces(t *testing.T, list ...string) netif.Choice {
 
 func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
 
-// slurmRanks returns the four of a step, two on each of two hosts, or all on one.
+// slurmRanks returns the four ranks of a Slurm step, two on each of two hosts or all on one.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -76,16 +76,17 @@ func TestSlurm(t *testing.T) {
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
-	// On one host neither its name nor the interface matters.
+	// If all ranks are on one host, its name and the chosen interface do not matter.
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
-	// The user's host replaces the first host of the step.
+	// The host that the user sets replaces the first host of the step.
 	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other",
 		resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
-// Rank 0 listens on the interface that was chosen, if the others come that way.
+// Rank 0 listens only on the chosen interface, if that has the address of the host's name. Otherwise it
+// listens on all.
 func TestInterfaces(t *testing.T) {
 	meet := func(o MeetOptions) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
@@ -102,7 +103,7 @@ func TestInterfaces(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		o       MeetOptions
-		onOther bool // loopback's other addresses are listened on
+		onOther bool // rank 0 also listens on other addresses of loopback
 	}{
 		"none chosen": {MeetOptions{resolver: node1(loopback, nil)}, true},
 		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
@@ -131,7 +132,7 @@ func TestInterfaces(t *testing.T) {
 	}
 }
 
-// listens reports whether somebody listens there.
+// listens reports whether a process listens at host and port.
 func listens(t *testing.T, host string, port int) bool {
 	t.Helper()
 	conn, err := net.Dial("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
@@ -168,7 +169,7 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 	return envs
 }
 
-// The name of a pod is not there before the pod.
+// The name of a pod can be resolved only when the pod has started. The other ranks retry until then.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
 	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t)}
@@ -199,7 +200,7 @@ func TestSecretIsNeeded(t *testing.T) {
 	}
 }
 
-// A rank with another secret, or with none, is refused, and its error says why.
+// A rank with another secret or with none is refused, and its error says why.
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
@@ -225,7 +226,8 @@ func TestSecretDiffers(t *testing.T) {
 	}
 }
 
-// Two jobs that chose one port, and have no secret to tell them apart.
+// If two jobs choose the same port and have no secrets, the ranks of the second job get an error that names
+// the first.
 func TestAnotherJobsStore(t *testing.T) {
 	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
@@ -243,13 +245,13 @@ func TestAnotherJobsStore(t *testing.T) {
 	if !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v", err)
 	}
-	// A rank of the same job with another size is refused.
+	// A rank of the same job that has another size is refused.
 	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t),
 		o)
 	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
 }
 
-// Servers end before what they serve, all is closed whatever fails, and once.
+// Close closes servers before what they serve. It closes everything even if an error occurs, and only once.
 func TestClose(t *testing.T) {
 	p := new(Place)
 	var order []int
@@ -312,7 +314,8 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// openMPIRanks returns the four of a job on one host, with a directory of their own.
+// openMPIRanks returns the four ranks of a job of Open MPI on one host, and the new directory that they
+// share.
 func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -368,7 +371,7 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	testnet.WantError(t, err, "no such file")
 }
 
-// A secret given to one rank and not to another is no secret of the job.
+// If only some ranks are given a secret, the ranks do not meet.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
 	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not",
@@ -387,7 +390,7 @@ func TestGivenToSome(t *testing.T) {
 	}
 }
 
-// On several hosts Open MPI's ranks need to be told where rank 0 is.
+// On several hosts, Open MPI does not tell the ranks where rank 0 is, so the user must.
 func TestOpenMPIOnHosts(t *testing.T) {
 	ranks := func() (envs []*Env) {
 		for r := range 2 {
@@ -418,7 +421,7 @@ func TestPrivateFiles(t *testing.T) {
 	if text, err := readPrivate(path("good")); text != "text" || err != nil {
 		t.Errorf("got %q, %v", text, err)
 	}
-	// writePrivate replaces a file that exists, whatever its mode.
+	// writePrivate replaces an existing file, whatever its mode.
 	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644),
 		writePrivate(path("old"), "new")); err != nil {
 		t.Fatal(err)
@@ -486,7 +489,7 @@ func FuzzAnnouncement(f *testing.F) {
 	})
 }
 
-// torchRanks returns the four of torchrun's workers, two on each host or all on one.
+// torchRanks returns four workers of torchrun, two on each of two hosts or all on one.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -519,14 +522,15 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
 		"insecure")...)
-	// After a restart the ranks find no keys of the previous run.
+	// After a restart, the ranks find no keys of the previous run.
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
 		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// Anybody can read the store, so it has no secret, and the files with the secret are gone.
+	// Any process can read this store, so the secret is not in it. The files with the secret have been
+	// removed.
 	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
 	if err != nil || !filepath.IsAbs(string(word)) {
 		t.Errorf("the store has %q, %v, want a path", word, err)
@@ -535,7 +539,7 @@ func TestTorchrunsStore(t *testing.T) {
 		t.Errorf("left: %v, %v", left, err)
 	}
 
-	// Other users of the store may have written these values.
+	// Another user of the store may have written these values.
 	for word, part := range map[string]string{
 		"0123456789abcdef0123456789abcdef": "want a word or the path",
 		"/nonexistent/file":                "no such file",
@@ -558,7 +562,7 @@ func TestTorchrunsStore(t *testing.T) {
 		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// Ranks on other hosts cannot use a file on the host of rank 0.
+	// Ranks on other hosts cannot read a file on rank 0's host.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -567,7 +571,7 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
-// If torchrun's agent serves no store, rank 0 does.
+// If torchrun's agent does not serve a store, rank 0 does.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
@@ -581,7 +585,7 @@ func TestTorchrunWithoutStore(t *testing.T) {
 	}
 }
 
-// plainRanks returns the ranks of a job that nothing but the plain variables places.
+// plainRanks returns the n ranks of a job that has only PyTorch's variables, such as RANK and MASTER_ADDR.
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {
@@ -600,7 +604,7 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
-	// MASTER_ADDR may be localhost at rank 0, and the name of its host at the others.
+	// MASTER_ADDR may be localhost at rank 0 and the name of its host at the other ranks.
 	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{},
 		func(_ context.Context, host string) (string, error) {
 			return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
@@ -609,7 +613,7 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1],
 		plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
-	// The user's host and port replace those of the variables.
+	// The host and port that the user sets replace those of the variables.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
@@ -617,7 +621,7 @@ func TestPlain(t *testing.T) {
 	}
 }
 
-// meetBoth has two ranks meet.
+// meetBoth makes the two ranks of envs meet.
 func meetBoth(t *testing.T, envs []*Env) (met [2]*Place) {
 	t.Helper()
 	var errs [2]error
@@ -641,8 +645,8 @@ func closeBoth(t *testing.T, met [2]*Place) {
 	}
 }
 
-// PyTorch in rank 0 may want MASTER_PORT as soon as any rank goes on: rank 0 gives it up, and the others wait
-// for that. The ranks keep their store.
+// PyTorch in rank 0 may need MASTER_PORT as soon as any rank returns from Met. So rank 0 closes its listener
+// there, and the other ranks wait for that. The ranks keep their store.
 func TestMasterPortIsGivenUp(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
@@ -670,8 +674,8 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 	}
 }
 
-// PyTorch in rank 0 may have served a store at MASTER_PORT before. It lives on, and gohvd leaves nothing
-// there, so the ranks can meet there once more; but not two jobs at a time.
+// PyTorch in rank 0 may already serve a store at MASTER_PORT. The ranks use it to meet and leave no key in
+// it, so they can meet there again. Two jobs cannot use it at the same time.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -695,8 +699,8 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// Ranks that call Init and PyTorch's init_process_group in another order than rank 0 wait for it until the
-// timeout, and the log says why.
+// If ranks call Init and PyTorch's init_process_group in another order than rank 0, they wait for rank 0
+// until the timeout, and the log says why.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -740,7 +744,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 		"in the same order")
 }
 
-// Ranks of different sizes are no job.
+// Ranks that have different sizes do not meet, and the error names both sizes.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
@@ -754,7 +758,7 @@ func TestMasterOfAnotherSize(t *testing.T) {
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
-// A server at MASTER_PORT that is neither ours nor PyTorch's is reported as that.
+// If the server at MASTER_PORT is neither gohvd's nor PyTorch's, the error says so.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
@@ -769,7 +773,7 @@ func TestMasterPortIsTaken(t *testing.T) {
 	}
 }
 
-// Ranks meet under torchrun of Debian's PyTorch: with --standalone rank 0 serves the store, otherwise the
+// Ranks meet under torchrun of Debian's PyTorch. With --standalone rank 0 serves the store; otherwise the
 // agent does.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
@@ -779,8 +783,8 @@ func TestTorchrun(t *testing.T) {
 	} {
 		t.Run(secret, func(t *testing.T) {
 			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
-			// The redirect is for rank 9, which does not exist: the default, for all ranks, fails on Python
-			// 3.11.
+			// The redirect is for rank 9, which does not exist. The default, a redirect for all ranks, fails
+			// on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]},
 				append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
@@ -788,7 +792,7 @@ func TestTorchrun(t *testing.T) {
 	}
 }
 
-// Every meeting that cannot be ends with ctx.
+// If the other ranks do not come, Meet returns when ctx ends, for each kind of launcher.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t),

@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// settings returns those of an environment with nothing but these.
+// settings returns the settings of an environment with only these variables.
 func settings(t *testing.T, vars map[string]string) config.Config {
 	t.Helper()
 	var environ []string
@@ -36,7 +36,8 @@ func settings(t *testing.T, vars map[string]string) config.Config {
 	return cfg
 }
 
-// all opens a meeting for each Config at the same time, and closes those there are at the end of the test.
+// all calls Open with each Config concurrently and returns the meetings and errors. The meetings are closed
+// when the test ends.
 func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -60,7 +61,7 @@ func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	return met, errs
 }
 
-// meets checks that ranks have met at one store.
+// meets checks that the ranks have no errors and share one store.
 func meets(t *testing.T, met []*Meeting, errs []error) {
 	t.Helper()
 	if err := errors.Join(errs...); err != nil {
@@ -82,7 +83,7 @@ func meets(t *testing.T, met []*Meeting, errs []error) {
 	}
 }
 
-// outside returns an address of this machine that is not loopback.
+// outside returns an address of this machine other than loopback.
 func outside(t *testing.T) string {
 	t.Helper()
 	addrs, err := netif.Choice{}.Addresses()
@@ -100,7 +101,7 @@ func outside(t *testing.T) string {
 
 const given = "a secret that the user gave"
 
-// A process that neither settings nor a launcher place in a job is a job of its own.
+// A process that neither settings nor a launcher place in a job is a job of one rank.
 func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
@@ -114,7 +115,8 @@ func TestOpenAlone(t *testing.T) {
 	}
 }
 
-// Without a secret a rank opens no connection over the network, and no port to it.
+// Without a secret, a rank neither connects over the network nor listens on an address that the network can
+// reach.
 func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
@@ -141,7 +143,8 @@ func TestOpenNeedsSecret(t *testing.T) {
 	}
 }
 
-// A store of the program's own stays it, and the interface is chosen.
+// Close does not close a store that the program has passed. The rank listens on the interface that the
+// settings choose.
 func TestOwnStore(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -218,7 +221,7 @@ func TestByMethod(t *testing.T) {
 	}
 }
 
-// The settings say how to meet, and a launcher which rank this is.
+// The settings say where the ranks meet, and the launcher says which rank this is.
 func TestBySettings(t *testing.T) {
 	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
 	placed := map[string][2]string{
@@ -282,8 +285,8 @@ func TestBySettings(t *testing.T) {
 	meets(t, met, errs)
 }
 
-// Variables of a job that do not say the rank, or where the ranks meet, are errors. HVD_SIZE=1 makes the
-// process a job of its own.
+// It is an error if variables belong to a job but do not say the rank or where the ranks meet. With
+// HVD_SIZE=1 the process becomes a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -327,7 +330,7 @@ func TestByID(t *testing.T) {
 				ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
 		}
 		met, errs := all(t, configs...)
-		if test.ids == 1 { // several have a store each, and rank 0 uses the first
+		if test.ids == 1 { // if there are several ids, each has a store, and rank 0 uses the first
 			meets(t, met, errs)
 		} else if err := errors.Join(errs...); err != nil {
 			t.Fatal(err)
@@ -345,7 +348,7 @@ func TestByID(t *testing.T) {
 	}
 }
 
-// A contradiction between ranks is an error at all ranks.
+// If ranks contradict each other, all ranks get an error.
 func TestByIDRefused(t *testing.T) {
 	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
@@ -376,11 +379,11 @@ func TestByIDRefused(t *testing.T) {
 	}
 }
 
-// A rank that sees its own host alone learns how others reach it.
+// A rank that reaches the store over loopback learns at which address other hosts reach this one.
 func TestAgree(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		via  []string // how each rank reaches the store, empty for who serves it
+		via  []string // how each rank reaches the store; empty for the rank that serves it
 		want []string
 	}{
 		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"},
@@ -430,7 +433,7 @@ func TestAgree(t *testing.T) {
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	for range 3 { // a rank that tries again is no other rank
+	for range 3 { // a rank that tries again is not counted twice
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
 		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) ||
@@ -440,8 +443,8 @@ func TestAgree(t *testing.T) {
 	}
 }
 
-// When the time is over every rank names those that have not come, also if that of rank 0 ends first, which
-// serves the store.
+// When the time of any rank ends, all ranks name the rank that has not come, even if the time of rank 0,
+// which serves the store, ends first.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})
@@ -482,7 +485,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// Ranks that have only PyTorch's variables meet, also if MASTER_ADDR is localhost at one rank and the name of
+// Ranks that have only PyTorch's variables meet, even if MASTER_ADDR is localhost at one rank and the name of
 // this host at another.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
@@ -517,9 +520,9 @@ func TestOpenPlain(t *testing.T) {
 	}
 }
 
-// Under torchrun the ranks meet at its store, and may do so again.
+// Under torchrun the ranks meet at its store, and can meet there again.
 func TestByEnvironment(t *testing.T) {
-	tmp := t.TempDir() // for rank 0's file with the secret
+	tmp := t.TempDir() // rank 0 writes the secret to a file there
 	t.Setenv("TMPDIR", tmp)
 	server, err := c10d.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), c10d.Config{})
 	if err != nil {
@@ -590,8 +593,8 @@ func TestByEnvironment(t *testing.T) {
 	}
 }
 
-// The store that rank 0 serves where another launcher has started the ranks is on the interface that was
-// chosen.
+// If another launcher has started the ranks, rank 0 serves the store on the interface that the settings
+// choose.
 func TestChosenInterface(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := Open(testnet.Context(t), Config{Settings: settings(t, map[string]string{
@@ -616,7 +619,7 @@ func TestChosenInterface(t *testing.T) {
 	}
 }
 
-// A secret encrypts if the settings say so; none cannot.
+// A job's secret encrypts connections if the settings say so. Without a secret there is no encryption.
 func TestSecretOf(t *testing.T) {
 	for _, set := range []config.Config{
 		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
@@ -632,7 +635,7 @@ func TestSecretOf(t *testing.T) {
 	}
 }
 
-// proves has two secrets meet.
+// proves runs the handshake of two secrets and returns nil if they are equal.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

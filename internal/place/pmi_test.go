@@ -16,9 +16,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI returns a launcher's end of PMI-1, which answers each request by its cmd. A request without an
-// entry in answers closes the connection. A request whose answer is empty gets no answer, and fakePMI calls
-// silent. fd is the rank's end; asked returns the requests once fd is closed.
+// fakePMI returns fd, the rank's end of a connection to a PMI-1 launcher. The launcher answers each request
+// by its cmd. It closes the connection at a request that has no entry in answers. If the entry is empty, it
+// does not answer and calls silent. asked returns the requests once fd is closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -59,7 +59,7 @@ func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int,
 	}
 }
 
-// goodPMI returns the answers of a launcher. value is the announcement of rank 0.
+// goodPMI returns the answers of a working launcher. value is the address that rank 0 has announced.
 func goodPMI(value string) map[string]string {
 	return map[string]string{
 		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
@@ -113,8 +113,8 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts rank 0 is where its host's name is, or what the user says: a host, or an interface, on
-// which alone it listens then.
+// On several hosts, the other ranks find rank 0 by the name of its host, unless the user sets a host or an
+// interface. Rank 0 listens only on the chosen interface if that has the address under which it is found.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -123,7 +123,7 @@ func TestPMIOnHosts(t *testing.T) {
 	for _, c := range []struct {
 		o       MeetOptions
 		want    string
-		onOther bool // loopback's other addresses are listened on
+		onOther bool // rank 0 also listens on other addresses of loopback
 	}{
 		{MeetOptions{}, name, true},
 		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
@@ -202,7 +202,7 @@ func TestPMIRefuses(t *testing.T) {
 	testnet.WantError(t, err, "pmi: barrier_in: EOF")
 }
 
-// The end of ctx ends the wait for any answer of the launcher.
+// If the launcher does not answer a request, Meet returns when ctx ends.
 func TestPMISilence(t *testing.T) {
 	for _, cmd := range []string{"init", "barrier_in", "finalize"} {
 		answers := goodPMI("")

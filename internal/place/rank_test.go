@@ -21,11 +21,11 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// A process of the test binary with this variable is a rank, started by a real launcher. Its value says what
-// to do.
+// rankVariable is set in processes of the test binary that a real launcher starts as ranks. Its value says
+// what they do.
 const rankVariable = "PLACE_TEST_RANK"
 
-// givenVariable holds the text of a secret that the user gives the ranks.
+// givenVariable has the text of a secret that the user gives to the ranks.
 const givenVariable = "PLACE_TEST_SECRET"
 
 func TestMain(m *testing.M) {
@@ -64,14 +64,14 @@ func rankMain(what string) error {
 	if err := work(ctx, e, m, true); err != nil {
 		return err
 	}
-	// The line is one write, so that the launcher does not mix it with lines of other ranks.
+	// The line is written at once, so that the launcher does not mix it with lines of other ranks.
 	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank,
 		e.LocalSize, m.JobID)
 	return nil
 }
 
-// twice returns what a program does that starts over: the second time there is no connection to the launcher
-// any more.
+// twice does what a program does that starts over: it meets a second time, when the connection to the
+// launcher is closed.
 func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
@@ -87,8 +87,8 @@ func twice(ctx context.Context, first *Place) error {
 	return nil
 }
 
-// work is what ranks do where they have met, and the end of the meeting: they count themselves, read each
-// other's values, and, if there is a secret, show each other that it is one. None leaves before all are done.
+// work is what ranks do after they have met. They count themselves, read each other's values and, if there is
+// a secret, check that all have the same one. Then they end the meeting. No rank leaves before all are done.
 func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
@@ -131,7 +131,7 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	return awaitCount(ctx, m.Store, "done", e.Size-1)
 }
 
-// awaitCount waits until the number at key is n.
+// awaitCount waits until the value at key is the number n.
 func awaitCount(ctx context.Context, s store.Store, key string, n int) (err error) {
 	var value []byte
 	for n > 0 && string(value) != strconv.Itoa(n) && err == nil {
@@ -140,7 +140,8 @@ func awaitCount(ctx context.Context, s store.Store, key string, n int) (err erro
 	return err
 }
 
-// sameSecret has rank 0 serve another store, to which only those come who know its secret.
+// sameSecret checks that the ranks have the same secret: rank 0 serves another store with it, and the other
+// ranks connect to that.
 func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	cfg := store.Config{Secret: m.Secret}
 	if e.Rank != 0 {
@@ -166,7 +167,7 @@ func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	return errors.Join(awaitCount(ctx, m.Store, "proven", e.Size-1), s.Close(), h.Close())
 }
 
-// needLauncher skips where it is not installed, but not in CI.
+// needLauncher skips the test if the launcher is not installed. In CI it fails the test.
 func needLauncher(t *testing.T, name, pkg string) {
 	t.Helper()
 	if _, err := exec.LookPath(name); err != nil {
@@ -177,7 +178,7 @@ func needLauncher(t *testing.T, name, pkg string) {
 	}
 }
 
-// launch runs a launcher of ranks to its end and wants a line from each of n ranks.
+// launch runs a launcher of n ranks to its end and checks that each rank has printed its line.
 func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(testnet.Context(t), argv[0], argv[1:]...)
@@ -244,12 +245,12 @@ func TestMPICH(t *testing.T) {
 	})
 }
 
-// environment is made up, for a rank.
+// environment has the variables of a rank that a test makes up.
 type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }
 
-// with returns e and more, NAME, value and so on. An empty value takes the variable away.
+// with returns e changed by more, which has names and values in turn. An empty value removes the variable.
 func (e environment) with(more ...string) environment {
 	all := make(environment)
 	for name, value := range e {
@@ -270,7 +271,7 @@ func detect(t *testing.T, env environment) *Env {
 	return e
 }
 
-// meetAll has ranks meet and work, each a goroutine, and returns their errors.
+// meetAll makes each rank meet and work in a goroutine, and returns the errors by rank.
 func meetAll(ctx context.Context, wantSecret bool, options func(rank int) MeetOptions, envs ...*Env) []error {
 	errs := make([]error, len(envs))
 	var wg sync.WaitGroup

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// unknown returns options in which the URL says all.
+// unknown returns options without rank and size, so that the URL or env must have them.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
 }
@@ -99,7 +99,7 @@ func TestMethods(t *testing.T) {
 			at := method(t)
 			ctx := testnet.Context(t)
 			var wg sync.WaitGroup
-			var done sync.WaitGroup // rank 0 leaves last
+			var done sync.WaitGroup // makes rank 0 leave last
 			done.Add(n)
 			for rank := range n {
 				wg.Go(func() {
@@ -180,7 +180,7 @@ func TestMethodErrors(t *testing.T) {
 	} {
 		testMethodError(t, test.url, test.o, test.want)
 	}
-	// PyTorch may already serve its store at the port.
+	// PyTorch may already serve its store at this port.
 	_, port, err := net.SplitHostPort(testnet.FakeServer(t, func(net.Conn) {}))
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) 
 	}
 }
 
-// Methods can be added, and one that waits for ever is ended by its context.
+// A program can add methods. If a method waits for ever, it returns when its context ends.
 func TestOwnMethod(t *testing.T) {
 	m := NewMethods()
 	m["own"] = func(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
@@ -212,7 +212,8 @@ func TestOwnMethod(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal
+	// Long enough for at least one refused connection.
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer cancel()
 	_, err = m.Open(ctx, "tcp://127.0.0.1:"+freePort(t), MethodOptions{Rank: 1, Size: 2})
 	if !errors.Is(err, context.DeadlineExceeded) {
