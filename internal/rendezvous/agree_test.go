@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// onHosts has ranks on the given hosts check in.
+// onHosts makes ranks join and returns their sessions. Each letter of hosts is the host of a rank.
 func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	t.Helper()
 	kv := newStore(t)
@@ -39,7 +39,8 @@ func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	return results
 }
 
-// agree has ranks try; those without a try do nothing.
+// agree calls Agree concurrently at all ranks for which try returns a function, and returns the results by
+// rank.
 func agree(ctx context.Context, sessions []result,
 	try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
 	failed, errs = make([]map[topo.Rank]string, len(sessions)), make([]error, len(sessions))
@@ -55,13 +56,13 @@ func agree(ctx context.Context, sessions []result,
 
 func succeeds(context.Context) error { return nil }
 
-// waits returns a try that waits for others.
+// waits is a try that waits for a peer until ctx ends.
 func waits(ctx context.Context) error {
 	<-ctx.Done()
 	return fmt.Errorf("waiting for a peer: %w", ctx.Err())
 }
 
-// stoppedAfter returns a try that has failed when it is told to stop.
+// stoppedAfter returns a try that waits until it is told to stop and then returns err.
 func stoppedAfter(err error) func(context.Context) error {
 	return func(ctx context.Context) error {
 		<-ctx.Done()
@@ -73,7 +74,7 @@ func fails(err error) func(context.Context) error {
 	return func(context.Context) error { return err }
 }
 
-// The ranks of a host agree on who has failed, whatever other hosts do.
+// The ranks of a host agree on which of them have failed and why, whatever happens on other hosts.
 func TestAgree(t *testing.T) { overBoth(t, testAgree) }
 
 func testAgree(t *testing.T, key secret.Secret) {
@@ -109,7 +110,7 @@ func testAgree(t *testing.T, key secret.Secret) {
 		"a host without a try": {"baa", []func(context.Context) error{nil, succeeds, waits}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if test.want == nil { // rank 2 waits until ctx ends
+			if test.want == nil { // the other rank of the host waits until ctx ends
 				sessions := onHosts(t, key, test.hosts)
 				ctx, cancel := context.WithCancelCause(t.Context())
 				why := errors.New("enough")
@@ -135,7 +136,7 @@ func testAgree(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A rank that dies has no part in an agreement: it has failed for all.
+// If a rank dies before it takes part in an agreement, all other ranks get an error that names it.
 func TestDeathWhileAgreeing(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		sessions := onHosts(t, secret.Secret{}, "aaa")
@@ -163,7 +164,7 @@ func TestDeathWhileAgreeing(t *testing.T) {
 	}
 }
 
-// The messages of the root and its members after the table can be any bytes.
+// After the table, root and members may send each other any bytes. They decode them or return an error.
 func FuzzStatusAndAnswer(f *testing.F) {
 	for _, m := range []proto.Message{
 		&rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED, Text: "no memory", MayPass: true},

@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Three ranks meet. They are goroutines here; processes would each dial a TCPServer for their store.
+// Example makes three ranks meet. Here they are goroutines that share a store; processes would each dial a
+// TCPServer.
 func Example() {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

@@ -27,7 +27,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// recordOf returns the record of the incarnation-th process of rank.
+// recordOf returns the record of a process of rank. incarnation distinguishes the processes of one rank.
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2),
@@ -42,14 +42,14 @@ func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
-// keyed returns config with a secret.
+// keyed returns the same as config, with the secret key.
 func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	cfg := config(kv, rank, size)
 	cfg.Secret = key
 	return cfg
 }
 
-// overBoth runs a test without a secret, and with one that encrypts.
+// overBoth runs a test without a secret and with a secret that encrypts.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) {
@@ -58,7 +58,7 @@ func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	})
 }
 
-// say connects to a root, proves key and sends parts.
+// say connects to the root at addr, proves key and sends parts.
 func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
@@ -83,7 +83,8 @@ type result struct {
 	err error
 }
 
-// start joins in a goroutine. Sessions are closed at the end of the test.
+// start calls Join in a goroutine and returns the channel of its result. Sessions are closed when the test
+// ends.
 func start(t testing.TB, ctx context.Context, cfg JoinConfig) <-chan result {
 	t.Helper()
 	got := make(chan result, 1)
@@ -106,7 +107,7 @@ func start(t testing.TB, ctx context.Context, cfg JoinConfig) <-chan result {
 	return got
 }
 
-// joinAll joins with all cfgs at once.
+// joinAll calls Join with all cfgs concurrently and returns the results in the same order.
 func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
 	t.Helper()
 	var running []<-chan result
@@ -120,7 +121,8 @@ func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
 	return results
 }
 
-// formed checks that results, by rank, are one epoch of the given processes.
+// formed checks that results, which are in the order of ranks, belong to one epoch of the given processes. It
+// returns the epoch.
 func formed(t *testing.T, results []result, records ...Record) (epoch uint64) {
 	t.Helper()
 	for rank, r := range results {
@@ -258,7 +260,7 @@ func TestJoinChecksConfig(t *testing.T) {
 	}
 }
 
-// aliasStore makes the keys of one job those of another, as a store would that is shared by mistake.
+// aliasStore maps the keys of job from to those of job to, like a store that two jobs share by mistake.
 type aliasStore struct {
 	store.Store
 	from, to string
@@ -268,7 +270,7 @@ func (s aliasStore) Watch(ctx context.Context, key string, prev []byte) ([]byte,
 	return s.Store.Watch(ctx, strings.Replace(key, s.from, s.to, 1), prev)
 }
 
-// Every rank of a job that contradicts itself is told so, with the same text.
+// If the ranks of a job contradict each other, all of them get an error with the same text.
 func TestContradictions(t *testing.T) {
 	is := func(rank, size, incarnation int) func(*JoinConfig) {
 		return func(c *JoinConfig) {
@@ -279,10 +281,10 @@ func TestContradictions(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		size int
-		// change[i] changes the config of the i-th process, which is otherwise rank i.
+		// change[i] changes the config of process i, which otherwise is rank i.
 		change map[int]func(*JoinConfig)
-		// last is the process that joins when the root has failed, 0 if none. If it joined earlier, the epoch
-		// might be complete before the changed process joins.
+		// last is the process that joins only after the root has failed, 0 if there is none. If it joined
+		// earlier, the epoch might be complete before the changed process joins.
 		last   int
 		reason Reason
 		text   []string
@@ -354,7 +356,7 @@ func TestContradictions(t *testing.T) {
 					t.Errorf("process %d got %q, another process %q", i, refused.Text, text)
 				}
 			}
-			// With the mistake corrected the same processes can join again.
+			// After the mistake is corrected, the same processes can join again.
 			var cfgs []JoinConfig
 			var records []Record
 			for rank := range test.size {
@@ -365,7 +367,7 @@ func TestContradictions(t *testing.T) {
 	}
 }
 
-// Terms that are not the same at all ranks are named at all of them, with ranks and values, and no others.
+// If terms differ, the errors of all ranks name these terms with ranks and values, and no other terms.
 func TestTermsDiffer(t *testing.T) {
 	kv := newStore(t)
 	var cfgs []JoinConfig
@@ -394,8 +396,8 @@ func TestTermsDiffer(t *testing.T) {
 	}
 }
 
-// A rank that has heard of the failure and comes back, while the failed root still answers those who have
-// not, is there for the next epoch.
+// A rank may get the failure of a root and join again while the failed root still answers other ranks. It
+// then takes part in the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -406,7 +408,7 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	log, entries := testnet.Logs()
 	one.Log = log
 	again := start(t, ctx, one)
-	var failed *result // of rank 0, if it has ended before rank 1 came
+	var failed *result // result of rank 0, if rank 0 has ended before rank 1 joined again
 	testnet.Eventually(t, "rank 1 waits for the next root", func() bool {
 		select {
 		case r := <-r:
@@ -425,7 +427,7 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
-// A failed root sends its failure again to a call of Join that has had it, because the first answer may be
+// A failed root sends the failure again to the same call of Join, because the first answer may have been
 // lost. Another call of the same process has to wait for the next root.
 func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	cfg := config(newStore(t), 0, 3)
@@ -463,11 +465,11 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	}
 }
 
-// Two processes that both think they are rank 0 and start at the same time.
+// If two processes join as rank 0 at the same time, both get an error.
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
-	for range 20 { // jobs
+	for range 20 { // number of jobs
 		kv := newStore(t)
 		second := config(kv, 0, 2)
 		second.Self = recordOf(0, 9)
@@ -483,7 +485,8 @@ func TestTwoRootsAtOnce(t *testing.T) {
 	}
 }
 
-// A root whose key is taken over fails, even if the one who did it never spoke to it.
+// If another process replaces the key of a root in the store, the root fails, even if that process never
+// connects to it.
 func TestRootIsReplaced(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -500,7 +503,7 @@ func TestRootIsReplaced(t *testing.T) {
 	testnet.WantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
 }
 
-// publishRoot puts a root into the store that never was one of this test's.
+// publishRoot writes a root into the store that this test does not run.
 func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	t.Helper()
 	value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: newToken(), Addr: addr, Pid: pid})
@@ -512,7 +515,7 @@ func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	}
 }
 
-// rootOf waits for the root of the job in store.
+// rootOf waits for the root of the job in the store and returns it.
 func rootOf(t *testing.T, kv store.Store) *rendezvouspb.Root {
 	t.Helper()
 	value, err := kv.Get(testnet.Context(t), "gohvd/job/root")
@@ -561,7 +564,8 @@ func TestLatecomer(t *testing.T) {
 	}
 }
 
-// A rank 0 that is told to stop while it asks a root again says what that has answered before.
+// If the context of rank 0 ends while it asks another root a second time, the error has that root's first
+// answer.
 func TestLateWhileAsking(t *testing.T) {
 	kv := newStore(t)
 	ctx, cancel := context.WithCancel(testnet.Context(t))
@@ -593,7 +597,7 @@ func TestLateWhileAsking(t *testing.T) {
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
 }
 
-// A replacement that was started while the others are still in the old epoch waits for the new one.
+// If a rank's replacement starts while the others are still in the old epoch, it waits for the new epoch.
 func TestReplacementMeetsOldRoot(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {
@@ -634,8 +638,8 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 	}
 }
 
-// A process that was in the old epoch need not wait for its root to go: the ranks may be numbered
-// differently, and the old rank 0 is the last to notice that the epoch has ended.
+// A process that was in the old epoch need not wait for the old root to close. Ranks may get other numbers,
+// and the old rank 0 may be the last to notice that the epoch has ended.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -646,8 +650,8 @@ func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first session is still open
 }
 
-// An epoch exceeds what any rank has seen, and so does the counter, also when the store has forgotten
-// everything.
+// A new epoch is greater than any epoch that a rank has seen, and so is the counter, even if the store has
+// lost its content.
 func TestEpochExceedsAll(t *testing.T) {
 	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
 		ctx := testnet.Context(t)
@@ -668,7 +672,7 @@ func TestEpochExceedsAll(t *testing.T) {
 	}
 }
 
-// heldStore holds up its second Add until release is closed, and says so.
+// heldStore blocks its second Add until release is closed. It closes held when the call begins.
 type heldStore struct {
 	store.Store
 	adds          int
@@ -683,7 +687,8 @@ func (s *heldStore) Add(ctx context.Context, key string, delta int64) (int64, er
 	return s.Store.Add(ctx, key, delta)
 }
 
-// While rank 0 draws a greater epoch for one rank, another may take its place that needs a yet greater one.
+// While rank 0 gets a new epoch for a rank, a replacement of that rank may join that has seen a greater
+// epoch. The job's epoch is greater than that too.
 func TestEpochExceedsReplacement(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -714,15 +719,15 @@ func TestEpochExceedsReplacement(t *testing.T) {
 	}
 }
 
-// Ranks leave and rejoin at their own pace: most meet the root of the epoch they have left, because rank 0 is
-// last to leave, or find no root at all, because it was first.
+// Ranks leave and join again at different times. Most find the root of the epoch that they have left, if rank
+// 0 leaves last, or no root, if rank 0 leaves first.
 func TestManyEpochs(t *testing.T) {
 	const size, epochs = 4, 20
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
 	var seen [size][]uint64
-	// gets one element from each rank that leaves an epoch before the slowest does
+	// Receives one element from each rank that leaves an epoch before the slowest one.
 	var left [epochs]chan struct{}
 	for i := range left {
 		left[i] = make(chan struct{}, size)
@@ -770,7 +775,8 @@ func TestManyEpochs(t *testing.T) {
 	}
 }
 
-// A rank that breaks off before the others come is forgotten, and another process may take its place.
+// If a rank breaks off before the other ranks have joined, the root forgets it, and another process may take
+// its place.
 func TestRankBreaksOff(t *testing.T) { overBoth(t, testRankBreaksOff) }
 
 func testRankBreaksOff(t *testing.T, key secret.Secret) {
@@ -835,7 +841,7 @@ func TestDeadlines(t *testing.T) {
 		return ctx
 	}
 	brief := func() context.Context { return within(500 * time.Millisecond) }
-	// The previous root is closed, which the rank finds out by an attempt.
+	// The previous root is closed. The rank finds this out when it tries to connect.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded",
 		"connection refused")
@@ -884,7 +890,7 @@ func TestStoreIsLost(t *testing.T) {
 	testnet.WantError(t, (<-r1).err, "store is closed", "connection refused")
 }
 
-// closedPort returns an address on which nobody listens.
+// closedPort returns an address at which no process listens.
 func closedPort(t *testing.T) string {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -895,8 +901,8 @@ func closedPort(t *testing.T) string {
 	return ln.Addr().String()
 }
 
-// A root that a dead job has left in the store stops no rank, whether its port is closed or belongs to
-// another server.
+// A root that an earlier job has left in the store does not keep a rank from joining, whether its port is
+// closed or belongs to another server.
 func TestLeftovers(t *testing.T) {
 	hangUp := func(net.Conn) {}
 	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
@@ -937,7 +943,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// rootRequest returns a request as rank of a job of the given size sends it.
+// rootRequest returns the request that rank of a job of the given size sends to root.
 func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
 	t.Helper()
 	record := recordOf(rank, 0)
@@ -951,8 +957,8 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 	return frame
 }
 
-// A rank whose connection breaks asks again with the same nonce: it is no duplicate, and gets the table even
-// when the epoch was completed meanwhile.
+// If a rank's connection breaks, the rank asks again with the same nonce. The root does not take it for a
+// duplicate, and sends it the table even if the epoch has been completed meanwhile.
 func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
 
 func testRankAsksAgain(t *testing.T, key secret.Secret) {
@@ -991,7 +997,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 			}
 		}
 		if kind == rendezvouspb.Answer_TABLE {
-			return // more of the answer follows
+			return // the rest of the answer follows
 		}
 		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
 			t.Errorf("after the answer: got %d bytes, %v", n, err)
@@ -1016,7 +1022,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	wantKind(ask(nonce), rendezvouspb.Answer_STALE)
 }
 
-// A root that does not answer is asked again, also when it stays the newest.
+// If a root does not answer, the rank asks it again even if there is no newer root.
 func TestJoinerTriesAgain(t *testing.T) {
 	records := []Record{recordOf(0, 0), recordOf(1, 0)}
 	var mu sync.Mutex
@@ -1059,8 +1065,8 @@ func TestJoinerTriesAgain(t *testing.T) {
 	}
 }
 
-// A table that is on its way when the store has a newer root already is not lost: the old root was closed
-// because its epoch is complete, and all others are in it.
+// A table that arrives after the store has a newer root is still valid: the old root was closed because its
+// epoch is complete, and all other ranks are in it.
 func TestTableIsLateButValid(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -1135,7 +1141,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 			return testnet.Logged(entries, "closed a connection", test.reason)
 		})
 	}
-	// This client sends half a request and then nothing.
+	// This client sends half a request and nothing more.
 	say(t, key, root.GetAddr(), hello, request[:10])
 
 	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
@@ -1143,7 +1149,8 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		recordOf(3, 0))
 }
 
-// More clients than the root shakes hands with do not hold a rank up: the oldest has to go.
+// The root handles a bounded number of handshakes. If there are more clients, it closes the oldest
+// connection, so that a rank can still join.
 func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
 
 func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
@@ -1153,19 +1160,22 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	root := rootOf(t, kv)
 	var clients []net.Conn
 	for i := range maxHandshakes {
-		if i%32 > 0 && i < maxHandshakes-1 { // a thousand handshakes of TLS would take longer than each may
+		// Only every 32nd client and the last one run a handshake, since a thousand handshakes of TLS take
+		// too long.
+		if i%32 > 0 && i < maxHandshakes-1 {
 			clients = append(clients, testnet.RawDial(t, root.GetAddr()))
 			continue
 		}
 		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
-		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil { // the root has accepted it
+		// The greeting shows that the root has accepted the connection.
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
 		clients = append(clients, conn)
 	}
 	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
-	// part of its own limit has passed already
+	// The client's own timeout in the root is further away.
 	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2))
 	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) &&
 		!errors.Is(err, io.ErrUnexpectedEOF) {
@@ -1177,8 +1187,8 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A rank with another secret, or the only one that encrypts, is refused and learns why; the other ranks are
-// not affected.
+// A rank with another secret, or a rank that is the only one to encrypt, is refused and its error says why.
+// The other ranks are not affected.
 func TestSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	key, _ := secret.New()
@@ -1217,7 +1227,7 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// Rank 0 may leave as soon as it has the table: Close lets the others have it.
+// Rank 0 may call Close as soon as it has the table. Close still sends the table to the other ranks.
 func TestCloseDeliversTables(t *testing.T) { overBoth(t, testCloseDeliversTables) }
 
 func testCloseDeliversTables(t *testing.T, key secret.Secret) {
@@ -1291,7 +1301,7 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 	})
 }
 
-// BenchmarkJoin is the time from the start of all ranks, in one process, until all have the table.
+// BenchmarkJoin measures the time from the start of all ranks, in one process, until all have the table.
 func BenchmarkJoin(b *testing.B) {
 	for _, size := range []int{4, 16, 64} {
 		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {

@@ -16,13 +16,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// meet returns the sessions of size ranks that have met.
+// meet returns the sessions of size ranks that have joined.
 func meet(t *testing.T, size int, key secret.Secret) []*Session {
 	t.Helper()
 	return meetWith(t, size, key, 0)
 }
 
-// meetWith returns meet with a root that waits for so long, or 300 ms, for the cause of the first complaint.
+// meetWith is like meet, but after a rank's first report of a failure the root waits for suspicion, or 300 ms
+// if it is 0, until it decides the cause.
 func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
 	t.Helper()
 	kv := newStore(t)
@@ -42,7 +43,7 @@ func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration
 	return sessions
 }
 
-// each calls f for all ranks but without at once and returns the errors by rank.
+// each calls f concurrently for all ranks except without and returns the errors by rank.
 func each(sessions []*Session, without int, f func(rank int, s *Session) error) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -55,7 +56,7 @@ func each(sessions []*Session, without int, f func(rank int, s *Session) error) 
 	return errs
 }
 
-// wantFailure expects err to name ranks and to give a reason.
+// wantFailure checks that err is a FailedError that names ranks and has reason in its text.
 func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...topo.Rank) {
 	t.Helper()
 	why, ok := errors.AsType[*FailedError](err)
@@ -66,7 +67,7 @@ func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...to
 	testnet.WantError(t, err, reason)
 }
 
-// No rank is ready before all are, and a death afterwards is no matter of the rendezvous.
+// Ready returns only when all ranks are ready. If a rank dies later, the rendezvous reports no failure.
 func TestReady(t *testing.T) { overBoth(t, testReady) }
 
 func testReady(t *testing.T, key secret.Secret) {
@@ -100,7 +101,8 @@ func testReady(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A rank that ends before all are ready is named at every other rank, whatever those complain of.
+// If a rank ends before all are ready, the error of every other rank names it, whichever ranks the others
+// suspect.
 func TestDeathBeforeReady(t *testing.T) { overBoth(t, testDeathBeforeReady) }
 
 func testDeathBeforeReady(t *testing.T, key secret.Secret) {
@@ -128,14 +130,14 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 				t.Errorf("rank %d: got no error", rank)
 			}
 			if why, ok := errors.AsType[*FailedError](err); ok {
-				why.Epoch = sessions[rank].Epoch // the cause of a context has no epoch
+				why.Epoch = sessions[rank].Epoch // the cause of a context does not have the epoch
 			}
 			wantFailure(t, sessions[rank], err, "the process hung up during Init", topo.Rank(dead))
 		}
 	}
 }
 
-// kill ends the root's connections as the end of its process does.
+// kill closes the root's connections, as happens when its process ends.
 func (r *root) kill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -144,14 +146,14 @@ func (r *root) kill() {
 	}
 }
 
-// A rank that cannot go on says why, and the others name it, or the suspects, or those of which nothing is
-// heard.
+// If a rank fails, the errors of the others have its reason and name it. If it suspects other ranks, they
+// name those. If it suspects none, they name the ranks that have reported nothing.
 func TestFailure(t *testing.T) {
 	own := fmt.Errorf("accept: %w", syscall.EMFILE)
 	peer := errors.New("no connection")
 	for _, test := range []struct {
 		name   string
-		fails  map[int][]topo.Rank // with these suspects
+		fails  map[int][]topo.Rank // ranks that fail, with the ranks that they suspect
 		ready  []int
 		ranks  []topo.Rank
 		reason string
@@ -170,7 +172,7 @@ func TestFailure(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			ctx := testnet.Context(t)
-			// all complain in this time, half of what Fail waits
+			// Within 1 s all ranks report; Fail waits for 2 s.
 			sessions := meetWith(t, 4, secret.Secret{}, time.Second)
 			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
 				watched, stop := s.Watch(ctx)
@@ -196,7 +198,8 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// Ranks whose own time ends while others are missing are told which, and are not missing themselves.
+// If the context of a rank ends while other ranks are missing, its error names those. The rank itself is not
+// named as missing.
 func TestMissingRanksAreNamed(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// gather has the ranks of a job without those in dead learn the table.
+// gather makes all ranks except those in dead gather the table.
 func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead ...int) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -38,7 +38,8 @@ func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead .
 	return errs
 }
 
-// In a job of more than RingAbove ranks the root tells each rank of its neighbours, and the records go round.
+// In a job of more than RingAbove ranks, the root sends each rank only its neighbours, and the ranks pass the
+// records round a ring.
 func TestRing(t *testing.T) {
 	for _, size := range []int{2, 3, 4, 7, 16} {
 		for _, above := range []int{0, 2} {
@@ -79,7 +80,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// A rank that dies while the records go round is named at all others.
+// If a rank dies while records are passed round the ring, the errors of all others name it.
 func TestDeathInRing(t *testing.T) {
 	ctx, kv := testnet.Context(t), newStore(t)
 	const size, dead = 5, 3
@@ -97,7 +98,7 @@ func TestDeathInRing(t *testing.T) {
 	}
 	cluster := mem.New(size)
 	cluster.Kill(dead)
-	sessions[dead].member.conn.Close() // as when its process ends
+	sessions[dead].member.conn.Close() // as happens when its process ends
 	for rank, err := range gather(ctx, sessions, cluster, dead) {
 		why, ok := errors.AsType[*FailedError](err)
 		if rank != dead && (!ok || !slices.Equal(why.Ranks, []topo.Rank{dead})) {
@@ -113,7 +114,7 @@ func TestDeviceOfTwo(t *testing.T) {
 	}
 	for name, test := range map[string]struct {
 		gpus [4]gpu
-		want string // in the error, "" for none
+		want string // text of the error; empty if there is none
 	}{
 		"one each": {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"b", "1", false}},
 			""},
