@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// A server and a client that know the same secret, over TLS.
+// ExampleServe connects a client to a server over TLS. Both have the same secret.
 func ExampleServe() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

@@ -48,7 +48,7 @@ func TestFileStoreRepairs(t *testing.T) {
 				fmt.Sprint(cut)) {
 			t.Errorf("cut at %d: the file ends in %q, %v", cut, all, err)
 		}
-		other, err := store.NewFileStore(ctx, path, 0) // which reads all
+		other, err := store.NewFileStore(ctx, path, 0) // the new store reads the whole file
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -61,7 +61,7 @@ func TestFileStoreRepairs(t *testing.T) {
 	}
 }
 
-// A file that is no store, which somebody named by mistake, stays as it is.
+// NewFileStore does not change a file that is not a store, for example if the user has given the wrong path.
 func TestFileStoreLeavesOthers(t *testing.T) {
 	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x",
 		"\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
@@ -77,7 +77,7 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 	}
 }
 
-// A call that waits for the lock of the file ends with its context.
+// A call that waits for the lock of the file returns when its context ends.
 func TestFileStoreLocked(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -93,7 +93,8 @@ func TestFileStoreLocked(t *testing.T) {
 	}
 }
 
-// Nor does a call that waits for the lock: others end with their own contexts, and all with Close.
+// While one call waits for the lock, other calls still return when their own contexts end. Close ends all of
+// them.
 func TestFileStoreWaitsForLock(t *testing.T) {
 	s, lock := lockedStore(t)
 	lock(unix.LOCK_EX)
@@ -104,7 +105,7 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 		_, err := s.Get(ctx, "k")
 		long <- err
 	}()
-	for range 3 { // from the second on the other one waits too
+	for range 3 { // from the second time on, the other call waits too
 		err := briefly(t, func(ctx context.Context) error {
 			_, err := s.Check(ctx, "k")
 			return err
@@ -124,7 +125,8 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 	}
 }
 
-// While another process reads, a call that wants to write waits, and those that read do not.
+// While another process holds a read lock, a call that writes waits, but calls that read do not wait behind
+// it.
 func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -145,7 +147,7 @@ func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	}
 }
 
-// A call that comes beside the last Close does not bring the file back.
+// A call that runs concurrently with the last Close does not create the file again.
 func TestFileStoreStaysRemoved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "store")
 	for range 200 {
@@ -170,7 +172,7 @@ func TestFileStoreStaysRemoved(t *testing.T) {
 	}
 }
 
-// lockedStore is a store, and how another process locks its file.
+// lockedStore returns a store and a function that locks its file as another process would.
 func lockedStore(t *testing.T) (s *store.FileStore, lock func(how int)) {
 	path := filepath.Join(t.TempDir(), "store")
 	s, err := store.NewFileStore(t.Context(), path, 0)
@@ -190,7 +192,7 @@ func lockedStore(t *testing.T) (s *store.FileStore, lock func(how int)) {
 	}
 }
 
-// briefly is a call that does not wait for long.
+// briefly runs call with a context that ends after 30 ms.
 func briefly(t *testing.T, call func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
 	defer cancel()

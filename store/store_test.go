@@ -27,17 +27,17 @@ func TestHashStoreTotals(t *testing.T) {
 	s := NewHashStore(Limits{Keys: 2, Bytes: 10})
 	defer s.Close()
 	for _, step := range []struct {
-		key, value string // value "" deletes
+		key, value string // an empty value deletes the key
 		refused    string
 	}{
-		{"a", "1234", ""},        // 5 bytes
-		{"b", "12345", "6 more"}, // 11
-		{"b", "1234", ""},        // 10
-		{"a", "12345", "1 more"}, // 11
-		{"a", "123", ""},         // 9
+		{"a", "1234", ""},        // 5 bytes in the store
+		{"b", "12345", "6 more"}, // 11 bytes
+		{"b", "1234", ""},        // 10 bytes
+		{"a", "12345", "1 more"}, // 11 bytes
+		{"a", "123", ""},         // 9 bytes
 		{"c", "1", "has 2 keys"},
-		{"b", "", ""},      // 4
-		{"c", "12345", ""}, // 10
+		{"b", "", ""},      // 4 bytes
+		{"c", "12345", ""}, // 10 bytes
 	} {
 		var err error
 		if step.value == "" {
@@ -77,7 +77,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 		if n := s.Waits(); n != 2 {
 			t.Errorf("%d keys are waited for, want 2", n)
 		}
-		// Get 5 waits for k1 longer than the other calls that wait for k1.
+		// Two hours later all waits except that of Get 5 have timed out.
 		time.Sleep(2*time.Hour + time.Minute)
 		if err := s.Set(t.Context(), "k1", nil); err != nil {
 			t.Error(err)
@@ -92,7 +92,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 	})
 }
 
-// serveStore returns a server over an empty store.
+// serveStore returns a server and the empty store that it serves.
 func serveStore(t *testing.T, cfg Config) (*Server, *HashStore) {
 	t.Helper()
 	hash := NewHashStore(Limits{})
@@ -253,7 +253,8 @@ func TestServerAnswersPing(t *testing.T) {
 func TestDialTCP(t *testing.T) {
 	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	t.Run("refused", func(t *testing.T) {
-		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal
+		// Long enough for at least one refused connection.
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		_, err := Dial(ctx, addr, Config{})
 		if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, syscall.ECONNREFUSED) {
@@ -298,7 +299,7 @@ func TestDialTCP(t *testing.T) {
 					first := make([]byte, 4)
 					io.ReadFull(conn, first)
 					if string(first) != "GET " && !refuses {
-						io.Copy(io.Discard, conn) // it waits for the end of the line
+						io.Copy(io.Discard, conn) // the server waits for the end of the line
 						return
 					}
 					io.WriteString(conn, "HTTP/1.0 404 Not Found\r\nServer: BaseHTTP/0.6\r\n\r\n")
@@ -378,8 +379,8 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A client without the secret of the job is refused, gets an error if its protocol permits that, and is
-// logged.
+// A client that does not have the job's secret is refused and logged. It gets an error if its protocol can
+// carry one.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -413,7 +414,8 @@ func TestSecret(t *testing.T) {
 			defer server.Close()
 			hangTimeout := time.Minute
 			if test.want == context.DeadlineExceeded {
-				hangTimeout = 100 * time.Millisecond // it may be another's port, and ours may come
+				// The client retries, because the port may belong to another server that ends soon.
+				hangTimeout = 100 * time.Millisecond
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 			defer cancel()
@@ -437,7 +439,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// Connections that stay in the middle of their proof are ended, and disturb nobody.
+// The server closes connections that stop in the middle of the proof of the secret. Meanwhile it serves other
+// clients.
 func TestHalfOpen(t *testing.T) {
 	key, _ := secret.New()
 	for name, test := range map[string]struct {
@@ -449,7 +452,7 @@ func TestHalfOpen(t *testing.T) {
 		"TLS, in a word": {key.Encrypted(), "\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel() // most of it is waiting
+			t.Parallel() // the tests mostly wait
 			testHalfOpen(t, test.key, []byte(test.say))
 		})
 	}
@@ -543,7 +546,7 @@ func FuzzDecodeReply(f *testing.F) {
 	})
 }
 
-// BenchmarkSetGet has clients set a key and get it, each over a connection of its own.
+// BenchmarkSetGet measures how long clients take to set a key and get it. Each client has its own connection.
 func BenchmarkSetGet(b *testing.B) {
 	for _, clients := range []int{1, 64} {
 		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {

@@ -29,7 +29,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// serve returns the address of a server, and what it serves.
+// serve starts a server and returns its address and the store that it serves.
 func serve(t testing.TB, cfg c10d.Config) (addr string, hash *store.HashStore) {
 	t.Helper()
 	hash = store.NewHashStore(store.Limits{})
@@ -73,8 +73,9 @@ func TestStoreConforms(t *testing.T) {
 	}
 }
 
-// wire writes what goes over a connection: u8 as 01, strings and values as 'text' with their length before,
-// i64 as +5, -1, lists as [n, and anything else as hexadecimal bytes.
+// wire returns the bytes that text stands for: 01 is a byte in hexadecimal, 'text' a string or value after
+// its length, +5 and -1 are 64-bit integers, [n is a list of n elements, and longer words are bytes in
+// hexadecimal.
 func wire(t *testing.T, text string) []byte {
 	t.Helper()
 	var b []byte
@@ -100,7 +101,7 @@ func wire(t *testing.T, text string) []byte {
 	return b
 }
 
-// client is a raw connection.
+// client is a connection without a client library.
 type client struct {
 	t *testing.T
 	net.Conn
@@ -111,7 +112,7 @@ func dialRaw(t *testing.T, addr string, hello string) *client {
 	return &client{t, testnet.RawDial(t, addr, wire(t, hello))}
 }
 
-// say sends a request, all at once or byte by byte, and wants an answer.
+// say sends a request and checks the answer.
 func (c *client) say(request, answer string) {
 	c.t.Helper()
 	if _, err := c.Write(wire(c.t, request)); err != nil {
@@ -129,7 +130,7 @@ func (c *client) hear(what, answer string) {
 	}
 }
 
-// closed wants the server to close the connection without an answer.
+// closed checks that the server closes the connection without an answer.
 func (c *client) closed(why string) {
 	c.t.Helper()
 	if got, err := io.ReadAll(c); len(got) > 0 || err != nil && !errors.Is(err, syscall.ECONNRESET) {
@@ -137,15 +138,15 @@ func (c *client) closed(why string) {
 	}
 }
 
-// hello is how modern clients begin; since 2.5 with a ping.
+// hello is what modern clients send first. Since version 2.5 a ping follows.
 const hello = "00 ce f7 85 3c"
 
 // TestDialects compares the requests of clients of each version, and their answers, byte by byte.
 func TestDialects(t *testing.T) {
 	for name, test := range map[string]struct {
 		hello, ping string
-		n           func(modern int) string // the number of an operation
-		many        bool                    // append and calls with many keys
+		n           func(modern int) string // returns the number of an operation
+		many        bool                    // the version has append and calls with many keys
 		queues      bool
 	}{
 		"1.13": {n: func(m int) string {
@@ -165,11 +166,12 @@ func TestDialects(t *testing.T) {
 			if test.ping != "" {
 				c.say(test.ping, "39300000")
 			}
-			// Each client counts itself, and rank 0 reads the count.
+			// Each client increases the count of clients, and rank 0 reads it.
 			c.say(test.n(4)+" 'init/' +1", "+1")
 			c.say(test.n(3)+" 'init/'", "'1'")
 			if name == "1.13" {
-				silent := dialRaw(t, addr, "") // for watching, which nobody does
+				// Version 1.13 opens a second connection for watching keys, which this test does not use.
+				silent := dialRaw(t, addr, "")
 				defer silent.Close()
 			}
 			c.say(test.n(1)+" '/k' 'v1' "+test.n(6)+" [1 '/k' "+test.n(3)+" '/k'", "00 'v1'")
@@ -205,7 +207,7 @@ func TestDialects(t *testing.T) {
 	}
 }
 
-// Requests come in pieces.
+// The server accepts requests that arrive in pieces.
 func TestPieces(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	for _, hello := range []string{"", hello} {
@@ -224,14 +226,15 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// Which version an old client has shows in what it uses.
+// The server finds out the version of an old client from the operations that the client uses.
 func TestOldVersions(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	unsure := dialRaw(t, addr, "")
-	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // deletes
+	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // operation 8 deletes here
 	dialRaw(t, addr, "07 '/k'").closed("an operation 7 that may be watch_key")
 	shown := dialRaw(t, addr, "")
-	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'") // 10 is a multi_set of 2.1, so 8 appends
+	// Operation 10 is multi_set of version 2.1, where 8 appends.
+	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'")
 	shown.say("07 '/k'", "+1")
 	torch21, _ := serve(t, c10d.Config{Torch21: true})
 	dialRaw(t, torch21, "").say("08 '/k' 'w' 02 '/k'", "'w'")
@@ -241,16 +244,17 @@ func TestOldVersions(t *testing.T) {
 	}
 }
 
-// A wait that is cancelled is answered by one byte, after that of the wait if that came first.
+// The server answers the cancellation of a wait with one byte. If the wait has ended first, the answer to the
+// wait comes before that.
 func TestCancelWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, hello)
-	c.say("0c", "01") // none
+	c.say("0c", "01") // there is no wait to cancel
 	c.say("06 [1 '/k' 0c", "01")
 	if err := hash.Set(t.Context(), "/k", nil); err != nil {
 		t.Fatal(err)
 	}
-	c.say("07", "+1") // nothing came of the wait that was cancelled
+	c.say("07", "+1") // the cancelled wait has no answer
 	for i := range 200 {
 		key := fmt.Sprintf("/k%d", i)
 		if _, err := c.Write(wire(t, "06 [1 '"+key+"'")); err != nil {
@@ -279,8 +283,8 @@ func TestCancelWait(t *testing.T) {
 	}
 }
 
-// Old clients give a wait up without saying so. If its key came later the answer would be taken for that of
-// another request.
+// Old clients give up a wait without telling the server. If the server answered it later, the client would
+// take that for the answer to its next request.
 func TestStaleWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, "")
@@ -292,7 +296,7 @@ func TestStaleWait(t *testing.T) {
 	c.say("05 [1 '/late'", "00")
 }
 
-// The compare_set of another client wakes who waits.
+// Each operation of another client that sets a key wakes the clients that wait for the key.
 func TestWake(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'",
@@ -304,7 +308,7 @@ func TestWake(t *testing.T) {
 	}
 }
 
-// Old and new clients share keys, on one port.
+// Old and new clients share the keys of a server at one port.
 func TestFamiliesShare(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	older, newer := dialRaw(t, addr, ""), dialRaw(t, addr, hello)
@@ -315,7 +319,7 @@ func TestFamiliesShare(t *testing.T) {
 }
 
 func TestGarbage(t *testing.T) {
-	huge := "0000000000000010" // 2^60
+	huge := "0000000000000010" // a length of 2^60
 	for name, test := range map[string]struct{ sent, reason string }{
 		"web browser":        {hex.EncodeToString([]byte("GET / HTTP/1.1\r\n\r\n")), "unknown operation 71"},
 		"almost validated":   {"00 ce f7 85 3d 00000000", "set: got 1032189902 bytes, want at most 8192"},
@@ -354,7 +358,8 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
-// The values of one call are bounded together, because all of them are in memory before any is stored.
+// The values of one call are bounded together, because the server holds all of them in memory before it
+// stores them.
 func TestPairsAreBounded(t *testing.T) {
 	log, entries := testnet.Logs()
 	addr, hash := serve(t, c10d.Config{Log: log})
@@ -375,14 +380,15 @@ func TestPairsAreBounded(t *testing.T) {
 	}
 }
 
-// A client that says how much it will send is not believed.
+// The server does not allocate memory from the length that a client announces, only from the bytes that have
+// arrived.
 func TestLengthsAreNotBelieved(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	other := dialRaw(t, addr, hello)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	for range 100 {
-		c := dialRaw(t, addr, "00 '/k' 0000800000000000") // 8 MiB
+		c := dialRaw(t, addr, "00 '/k' 0000800000000000") // announces 8 MiB and sends nothing
 		defer c.Close()
 	}
 	other.say("07", "+0")
@@ -392,7 +398,7 @@ func TestLengthsAreNotBelieved(t *testing.T) {
 	}
 }
 
-// Many wait for one key.
+// Many clients can wait for one key.
 func TestManyWaiters(t *testing.T) {
 	const n = 1000
 	addr, hash := serve(t, c10d.Config{})
@@ -400,7 +406,7 @@ func TestManyWaiters(t *testing.T) {
 	for i := range clients {
 		clients[i] = dialRaw(t, addr, hello+" 06 [1 '/k'")
 	}
-	clients[0].say("0c 06 [1 '/k'", "01") // so it has been heard
+	clients[0].say("0c 06 [1 '/k'", "01") // the answer shows that the server has read the wait
 	if err := hash.Set(t.Context(), "/k", nil); err != nil {
 		t.Fatal(err)
 	}
@@ -411,7 +417,8 @@ func TestManyWaiters(t *testing.T) {
 	t.Logf("%d clients awake after %v", n, time.Since(began))
 }
 
-// answerModern answers modern requests for the number of keys. Old ones it leaves to old.
+// answerModern answers requests of modern clients for the number of keys. It calls old for the first request
+// of an old client.
 func answerModern(t *testing.T, conn net.Conn, old func()) {
 	var b [5]byte
 	if _, err := io.ReadFull(conn, b[:1]); err != nil {
@@ -433,8 +440,9 @@ func answerModern(t *testing.T, conn net.Conn, old func()) {
 	}
 }
 
-// answerOld answers old requests for the number of keys. It takes a modern one for setting a key, as PyTorch
-// does: when it has the length of the key, which is beyond any memory, it leaves the connection to modern.
+// answerOld answers requests of old clients for the number of keys. Like PyTorch's server, it takes the first
+// bytes of a modern client for a request to set a key. When it has read the length of the key, which exceeds
+// any memory, it calls modern.
 func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	for {
 		var b [9]byte
@@ -457,7 +465,7 @@ func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	}
 }
 
-// lateConn has a slow server.
+// lateConn delays what the server sends by 4 ms.
 type lateConn struct{ net.Conn }
 
 func (c lateConn) Write(b []byte) (int, error) {
@@ -465,7 +473,7 @@ func (c lateConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// A Go process is one of the workers that a TCPStore counts.
+// CountWorker adds this process to the workers that a TCPStore counts.
 func TestCountWorker(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	dialRaw(t, addr, hello).say("04 'init/' +1", "+1")
@@ -480,17 +488,17 @@ func TestDial(t *testing.T) {
 	for name, c := range map[string]struct {
 		serve   func(net.Conn)
 		timeout time.Duration
-		queues  bool // Dial found that the server is a modern one
+		queues  bool // Dial has found a modern server
 	}{
-		// PyTorch's server with libuv sends nothing to an old client, and keeps the connection open.
+		// PyTorch's server with libuv does not answer an old client and keeps the connection open.
 		"modern, silent to the old": {func(conn net.Conn) {
 			answerModern(t, conn, func() { io.Copy(io.Discard, conn) })
 		}, time.Minute, true},
 		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute,
 			true},
 		"old": {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
-		// An old server would take a shorter request for a part of a key, and meanwhile serve no other
-		// client.
+		// An old server would take a shorter first message for a part of a key, wait for the rest and serve
+		// no other client meanwhile.
 		"old, silent to the modern": {func(conn net.Conn) {
 			answerOld(t, conn, func() { io.Copy(io.Discard, conn) })
 		}, time.Millisecond, false},
@@ -510,7 +518,7 @@ func TestDial(t *testing.T) {
 			if err := s.Push(canceled(t), "q", nil); errors.Is(err, store.ErrUnsupported) {
 				t.Errorf("%v before the context", err)
 			}
-			// A modern server reads the request and closes the connection.
+			// A modern server reads this request and closes the connection.
 			ctx := testnet.Context(t)
 			if got := !errors.Is(s.Push(ctx, "q", nil), store.ErrUnsupported); got != c.queues {
 				t.Errorf("the server is taken for one with queues: %v, want %v", got, c.queues)
@@ -546,7 +554,8 @@ func TestDial(t *testing.T) {
 		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is not a TCPStore`)
 	})
 	t.Run("refused", func(t *testing.T) {
-		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond) // for at least one refusal
+		// Long enough for at least one refused connection.
+		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		_, err := c10d.Dial(ctx, "127.0.0.1:1", c10d.Unknown)
 		if !errors.Is(err, context.DeadlineExceeded) {
@@ -566,7 +575,7 @@ func canceled(t *testing.T) context.Context {
 	return ctx
 }
 
-// A call that is given up disturbs no later one.
+// A call whose context has ended does not affect later calls.
 func TestGivenUp(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	s := open(t, addr, c10d.Modern)

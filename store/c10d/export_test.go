@@ -11,15 +11,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// DialTimeout is Dial with another time for the first answer.
+// DialTimeout is like Dial, but the caller sets how long it waits for the first answer.
 var DialTimeout = dialStore
 
-// ServeBytes serves a client that sends in and leaves.
+// ServeBytes serves a client that sends in and closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
 	return (&Server{store: s}).serve(context.Background(), byteConn{bytes.NewReader(in)})
 }
 
-// byteConn is a connection over which certain bytes come, and all that is sent is taken.
+// byteConn is a connection that reads from a Reader and discards what is written.
 type byteConn struct{ io.Reader }
 
 func (byteConn) Write(b []byte) (int, error)      { return len(b), nil }
@@ -30,8 +30,8 @@ func (byteConn) SetDeadline(time.Time) error      { return nil }
 func (byteConn) SetReadDeadline(time.Time) error  { return nil }
 func (byteConn) SetWriteDeadline(time.Time) error { return nil }
 
-// ClientOf is a Store whose only connection has a server that answers in, whatever it is asked, and is gone
-// then.
+// ClientOf returns a Store whose only connection has a server that sends in, whatever the requests are, and
+// then closes the connection.
 func ClientOf(in []byte) *Store {
 	s := &Store{dialect: Modern, busy: make(map[*conn]struct{})}
 	over := byteConn{bytes.NewReader(in)}

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// PyTorch's client, through every call that it has.
+// Every call of PyTorch's client works with a Server.
 func TestTorchClient(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{Log: zaptest.NewLogger(t)})
 	host, port, err := net.SplitHostPort(addr)
@@ -122,14 +122,14 @@ a.set("from python", "done")
 	}
 	wait := testnet.StartTorch(t, script, host, port)
 	wait()
-	// The client of gohvd reads the values that PyTorch's client has written.
+	// gohvd's client reads the value that PyTorch's client has written.
 	s := open(t, addr, c10d.Unknown)
 	if v, err := s.Get(testnet.Context(t), "from python"); err != nil || string(v) != "done" {
 		t.Errorf("got %q, %v", v, err)
 	}
 }
 
-// PyTorch's server, with our client, which is one of the two workers that the server waits for.
+// gohvd's client works with PyTorch's server, which counts it as one of the two workers that it waits for.
 func TestTorchServer(t *testing.T) {
 	testnet.NeedTorch(t)
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -183,8 +183,8 @@ s.get("bye")
 	wait()
 }
 
-// BenchmarkServers has clients of the old dialect set a key and get it, as PyTorch's do: with two answers to
-// wait for. torch is PyTorch's own server, ours is a Server.
+// BenchmarkServers measures how long clients of the old dialect take to set a key and get it. Like PyTorch's
+// clients they wait for two answers. torch is PyTorch's server, ours a Server.
 func BenchmarkServers(b *testing.B) {
 	ours, _ := serve(b, c10d.Config{})
 	theirs, stop := torchServer(b)
@@ -217,14 +217,14 @@ func BenchmarkServers(b *testing.B) {
 	}
 }
 
-// setGet sets and gets a key n times.
+// setGet sets and gets key n times.
 func setGet(conn net.Conn, key string, n int) error {
 	field := func(b []byte, s string) []byte {
 		return append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
 	}
 	const value = "some value"
 	set := field(field([]byte{0}, key), value)
-	set = field(binary.LittleEndian.AppendUint64(append(set, 5), 1), key) // wait for one key
+	set = field(binary.LittleEndian.AppendUint64(append(set, 5), 1), key) // a wait for one key
 	get := field([]byte{2}, key)
 	want := field(nil, value)
 	got := make([]byte, len(want))
@@ -245,7 +245,7 @@ func setGet(conn net.Conn, key string, n int) error {
 	return nil
 }
 
-// torchServer runs PyTorch's server until stop.
+// torchServer runs PyTorch's server until stop is called.
 func torchServer(b *testing.B) (addr string, stop func()) {
 	testnet.NeedTorch(b)
 	port := strconv.Itoa(testnet.FreePort(b))

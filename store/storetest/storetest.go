@@ -1,4 +1,4 @@
-// Package storetest holds implementations of store.Store to its contract.
+// Package storetest checks that implementations of store.Store satisfy its contract.
 package storetest
 
 import (
@@ -15,20 +15,20 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Lacks are what a kind of store does not have.
+// Lacks says which parts of the contract a kind of store does not satisfy.
 type Lacks struct {
-	// Queues give ErrUnsupported.
+	// Queues is set if the operations on queues return ErrUnsupported.
 	Queues bool
-	// Empty values are like none to CompareAndSet.
+	// Empty is set if CompareAndSet takes an empty value for no value.
 	Empty bool
-	// Reasons says that a refused call may fail with any error.
+	// Reasons is set if a refused call may return any error.
 	Reasons bool
-	// OwnKeys is the number of keys that NumKeys counts beside those of the users.
+	// OwnKeys is the number of keys of the store itself that NumKeys counts.
 	OwnKeys int64
 }
 
-// Run runs the suite. open returns an empty store, and registers with t what there is to clean up beyond its
-// Close.
+// Run runs the suite. open returns an empty store; Run closes it. If there is more to clean up, open
+// registers it with t.
 func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	for _, test := range []struct {
 		name string
@@ -76,7 +76,7 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	}
 }
 
-// short is long enough for a call that need not wait, as a rule, and is spent in full by a call that has to.
+// short is usually long enough for a call that need not wait. A call that waits takes all of it.
 const short = 30 * time.Millisecond
 
 func noErr(t *testing.T, err error) {
@@ -239,7 +239,7 @@ func addConcurrently(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "n", fmt.Sprint(callers*calls))
 }
 
-// swap is a call of CompareAndSet and what should come of it.
+// swap is a call of CompareAndSet and its expected results.
 type swap struct {
 	expected, desired []byte
 	swapped           bool
@@ -534,11 +534,11 @@ func waitAndCheck(t *testing.T, ctx context.Context, s store.Store) {
 	noErr(t, err)
 	check(false, "b", "a")
 	times("a", "b")
-	check(true, "b") // a cancelled wait has no effect on the keys
+	check(true, "b") // a cancelled wait does not affect the keys
 }
 
-// waitForMany checks that waits for several keys end when the last of the keys gets its value, in any order
-// of the keys, and with keys that are deleted meanwhile.
+// waitForMany checks that a wait for several keys ends when the last of them gets its value, for any order of
+// the keys and if keys are deleted meanwhile.
 func waitForMany(t *testing.T, ctx context.Context, s store.Store) {
 	const n = 8
 	var keys []string
@@ -592,7 +592,7 @@ func many(t *testing.T, ctx context.Context, s store.Store) {
 	if err := s.MultiSet(ctx, []string{"a"}, nil); err == nil {
 		t.Error("a key without a value is accepted")
 	}
-	// The values exceed a TCP segment and the buffers of client and server.
+	// These values exceed a TCP segment and the buffers of client and server.
 	large := bytes.Repeat([]byte("0123456789abcdef"), 10_000)
 	noErr(t, s.MultiSet(ctx, []string{"l1", "l2"}, [][]byte{large, large[1:]}))
 	values, err = s.MultiGet(ctx, "l2", "l1")
