@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served returns a launcher's store and a way to reach it.
+// served serves a launcher's store. It returns the store and a function that connects a client to it.
 func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -46,7 +46,7 @@ func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	}
 }
 
-// listen listens until the end of the test.
+// listen calls Listen, and closes the Launcher when the test ends.
 func listen(t *testing.T, kv *store.HashStore, ranks int,
 	hear func(rank int, what string, body []byte)) *Launcher {
 	t.Helper()
@@ -64,7 +64,7 @@ func listen(t *testing.T, kv *store.HashStore, ranks int,
 
 func deaf(int, string, []byte) {}
 
-// answers has ranks 0 to n-1 answer until the test ends, or the returned function was called.
+// answers makes ranks 0 to n-1 answer questions with handle until end is called or the test ends.
 func answers(t *testing.T, n int, dial func() store.Store,
 	handle func(rank int, what string) []byte) (end func()) {
 	t.Helper()
@@ -100,7 +100,8 @@ func wantEchoes(t *testing.T, what string, n int, got map[int][]byte, missing []
 	}
 }
 
-// Several questions at once: each gets the answers to itself, and nothing stays in the store.
+// If several questions are asked at once, each gets its own answers, and no question or answer stays in the
+// store.
 func TestAsk(t *testing.T) {
 	const n, askers, times = 32, 4, 5
 	kv, dial := served(t)
@@ -132,8 +133,8 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// A rank that hangs is missing when the time is over, exactly then. Its late answer counts for no other
-// question.
+// Ask returns exactly when its context ends and reports the ranks that have not answered. A late answer does
+// not count for another question.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -172,7 +173,7 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// A rank that has nothing to say, or too much, is missing, and nobody waits for it.
+// A rank whose answer is nil or too large is reported as missing at once, without a wait for the deadline.
 func TestNothingToSay(t *testing.T) {
 	kv, dial := served(t)
 	l := listen(t, kv, 4, deaf)
@@ -195,7 +196,7 @@ func TestNothingToSay(t *testing.T) {
 	}
 }
 
-// A rank whose answers find no room in the store says so, and goes on.
+// A rank whose answer does not fit in the store is reported as missing. It answers later questions.
 func TestFullStore(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{Bytes: 64 << 10})
 	t.Cleanup(func() { kv.Close() })
@@ -215,8 +216,8 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
-// The first answer of a rank counts, also if it comes back in a new epoch and answers again, and one of a
-// rank that is not asked does not.
+// Only the first answer of a rank counts, even if the rank joins a new epoch and answers again. An answer of
+// a rank that was not asked does not count.
 func TestRepeatedAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -242,7 +243,8 @@ func TestRepeatedAnswers(t *testing.T) {
 	})
 }
 
-// Reports arrive once each, in the order of each rank, and those that came before the end are handed on.
+// Each report arrives once, and the reports of a rank arrive in order. Reports that come before Close are
+// passed on.
 func TestReports(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -345,7 +347,7 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// The end of the store ends everything, with an error.
+// If the store is closed, all calls return an error.
 func TestStoreGoesAway(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	l, err := Listen(kv, 1, deaf)
@@ -385,7 +387,7 @@ func FuzzDecode(f *testing.F) {
 		if m, err := decodeMessage(b); err == nil {
 			text, err := m.encode()
 			if err != nil {
-				return // a name that is longer with its escapes
+				return // with its escapes the name is too long
 			}
 			again, err := decodeMessage(text)
 			if err != nil || again.Rank != m.Rank || again.Question != m.Question ||
