@@ -2,5 +2,5 @@ package secret
 
 import "crypto/tls"
 
-// TLS returns how the processes of a job speak it.
+// TLS returns the configuration of TLS with which the processes of a job connect.
 func (s Secret) TLS() *tls.Config { return s.tls }

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// kinds are the two of a secret.
+// kinds are the two kinds of a secret: without and with encryption.
 var kinds = map[string]func(secret.Secret) secret.Secret{
 	"plain": func(s secret.Secret) secret.Secret { return s },
 	"TLS":   secret.Secret.Encrypted,
@@ -29,7 +29,7 @@ func parse(t *testing.T, text string) secret.Secret {
 	return s
 }
 
-// dial and accept are one end of a connection on which nothing follows the proof.
+// dial and accept run the proof at one end of a connection on which nothing follows.
 func dial(s secret.Secret, conn net.Conn, purpose string) error {
 	_, err := s.Dial(conn, purpose)
 	return err
@@ -40,7 +40,7 @@ func accept(s secret.Secret, conn net.Conn, purpose string) error {
 	return err
 }
 
-// connection returns both ends of one, with deadlines.
+// connection returns both ends of a TCP connection, with deadlines.
 func connection(t *testing.T) (a, b net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -57,7 +57,7 @@ func connection(t *testing.T) (a, b net.Conn) {
 	return a, b
 }
 
-// meet connects two ends, and gives what each says in the end.
+// meet runs client and server at the two ends of a connection and returns their errors.
 func meet(t *testing.T, client func(net.Conn) error,
 	server func(net.Conn) error) (clientErr, serverErr error) {
 	t.Helper()
@@ -81,7 +81,7 @@ func TestProof(t *testing.T) {
 			name             string
 			client, server   secret.Secret
 			purpose          [2]string
-			onClient, onServ error // what each finds, nil for nothing, io.EOF for anything
+			onClient, onServ error // errors at both ends: nil if there must be none, io.EOF for any error
 		}{
 			{"the same", one, one, [2]string{"store", "store"}, nil, nil},
 			{"no secrets", none, none, [2]string{"store", "store"}, nil, nil},
@@ -103,7 +103,7 @@ func TestProof(t *testing.T) {
 	}
 }
 
-// The bytes that follow a proof arrive as they were sent.
+// The bytes that follow a proof arrive unchanged.
 func TestWhatFollows(t *testing.T) {
 	for kind, of := range kinds {
 		s, text := secret.New()
@@ -131,7 +131,8 @@ func TestWhatFollows(t *testing.T) {
 	}
 }
 
-// A client without a secret is told that one is wanted, and a server without one is found out.
+// A client without a secret gets the error that one is needed. A client with a secret finds out that the
+// server has none.
 func TestOneHasNone(t *testing.T) {
 	s, _ := secret.New()
 	var none secret.Secret
@@ -173,7 +174,7 @@ func TestOneHasNone(t *testing.T) {
 	}
 }
 
-// A client that reads the answer of a server that wants a secret finds so, if it knows of secrets.
+// A client that begins without a proof and later reads the server's answer gets ErrNeeded.
 func TestNeeded(t *testing.T) {
 	s, _ := secret.New()
 	c, e := meet(t, func(conn net.Conn) error {
@@ -187,14 +188,14 @@ func TestNeeded(t *testing.T) {
 	}
 }
 
-// readFirst drops what is written.
+// readFirst discards what is written, so that the client only reads the answer.
 type readFirst struct{ net.Conn }
 
 func (readFirst) Write(b []byte) (int, error) { return len(b), nil }
 
-// recorded is a conversation's one side, played again.
+// recorded plays back one side of a captured connection.
 type recorded struct {
-	net.Conn // nil
+	net.Conn // always nil
 	in       io.Reader
 	out      bytes.Buffer
 }
@@ -202,7 +203,7 @@ type recorded struct {
 func (r *recorded) Read(b []byte) (int, error)  { return r.in.Read(b) }
 func (r *recorded) Write(b []byte) (int, error) { return r.out.Write(b) }
 
-// tap records what comes over a connection.
+// tap records what arrives over a connection.
 type tap struct {
 	net.Conn
 	heard *bytes.Buffer
@@ -214,7 +215,8 @@ func (t tap) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// An eavesdropper cannot replay either side of a recorded proof, nor reflect a side's own messages.
+// An eavesdropper can replay neither side of a captured proof. It cannot send a side's own messages back to
+// it either.
 func TestReplay(t *testing.T) {
 	s, _ := secret.New()
 	var fromServer, fromClient bytes.Buffer
@@ -236,7 +238,8 @@ func TestReplay(t *testing.T) {
 		if _, err := io.ReadFull(conn, hello[:]); err != nil {
 			return err
 		}
-		_, err := conn.Write(append(hello[:], make([]byte, 32)...)) // its own nonce, and no proof
+		// The client's own nonce, and a proof of zeros.
+		_, err := conn.Write(append(hello[:], make([]byte, 32)...))
 		return err
 	})
 	if !errors.Is(c, secret.ErrWrong) {
@@ -244,7 +247,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// A client without the secret cannot send the server's proof as its own.
+// A client without the secret cannot send the server's proof back as its own.
 func TestEcho(t *testing.T) {
 	s, _ := secret.New()
 	_, e := meet(t, func(conn net.Conn) error {

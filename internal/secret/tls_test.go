@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// pair returns both ends of a connection of a job over a and b.
+// pair runs the proof of s over a and b and returns the ends of the connection after it.
 func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn) {
 	t.Helper()
 	var wg sync.WaitGroup
@@ -45,7 +45,7 @@ func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn
 	return client, server
 }
 
-// wiretap hears and may change what is written.
+// wiretap records what is written. If spoil is set, it changes a byte of each write.
 type wiretap struct {
 	net.Conn
 	mu    sync.Mutex
@@ -64,9 +64,10 @@ func (w *wiretap) Write(b []byte) (int, error) {
 	return w.Conn.Write(b)
 }
 
-// An eavesdropper can read the messages without TLS, and none with TLS. A changed byte ends the connection.
+// An eavesdropper can read what is sent without TLS, but not what is sent with TLS. With TLS a changed byte
+// ends the connection.
 func TestWire(t *testing.T) {
-	words := strings.Repeat("the weights of a model ", 3000) // several records
+	words := strings.Repeat("the weights of a model ", 3000) // long enough for several records
 	for kind, of := range kinds {
 		s, _ := secret.New()
 		a, b := connection(t)
@@ -108,8 +109,8 @@ func TestWire(t *testing.T) {
 	}
 }
 
-// The job's certificates are of TLS 1.3, with a key exchange for each connection and nothing to resume one
-// with.
+// Connections use TLS 1.3 with a certificate at both ends and a new key exchange each, and no session is
+// resumed.
 func TestSession(t *testing.T) {
 	s, text := secret.New()
 	a, b := connection(t)
@@ -122,7 +123,8 @@ func TestSession(t *testing.T) {
 				len(state.PeerCertificates))
 		}
 	}
-	// Every process of a job derives the same key, and no process of another job does.
+	// All processes of a job derive the same key from its secret. Processes of another job derive another
+	// key.
 	key := func(s secret.Secret) ed25519.PublicKey {
 		a, b := connection(t)
 		client, _ := pair(t, s.Encrypted(), a, b)
@@ -141,7 +143,7 @@ func TestSession(t *testing.T) {
 	}
 }
 
-// tickets counts what a client could resume a session with.
+// tickets counts the tickets with which a client could resume a session.
 type tickets struct {
 	mu  sync.Mutex
 	got int
@@ -157,7 +159,7 @@ func (c *tickets) Put(_ string, s *tls.ClientSessionState) {
 	}
 }
 
-// A client that asks for a ticket gets none: what it has recorded of one connection opens no other.
+// A client gets no session ticket, even if it can use one. So nobody can resume a captured connection.
 func TestNoTickets(t *testing.T) {
 	s, _ := secret.New()
 	s = s.Encrypted()
@@ -169,7 +171,7 @@ func TestNoTickets(t *testing.T) {
 		if _, err := io.WriteString(tc, "this is no proof"); err != nil {
 			return err
 		}
-		_, err := io.Copy(io.Discard, tc) // also what comes before the answer
+		_, err := io.Copy(io.Discard, tc) // also reads a ticket, if the server sends one
 		return err
 	}, func(conn net.Conn) error { return accept(s, conn, "p") })
 	if c != nil || !errors.Is(e, secret.ErrNone) || cache.got != 0 {
@@ -177,13 +179,13 @@ func TestNoTickets(t *testing.T) {
 	}
 }
 
-// One end that encrypts and one that does not tell so at both ends.
+// If only one end encrypts, the errors of both ends say so.
 func TestMixed(t *testing.T) {
 	s, _ := secret.New()
 	for _, test := range []struct {
 		name           string
 		client, server secret.Secret
-		want           [2]string // what is in the errors of client and server
+		want           [2]string // text in the errors of client and server
 	}{
 		{"the client encrypts", s.Encrypted(), s, [2]string{"(this process has)", "(the peer has)"}},
 		{"the server encrypts", s, s.Encrypted(), [2]string{"(the peer has)", "(this process has)"}},
@@ -201,7 +203,7 @@ func TestMixed(t *testing.T) {
 	}
 }
 
-// certificate returns one of TLS that is not the job's.
+// certificate returns a TLS certificate that does not belong to the job.
 func certificate(t *testing.T) tls.Certificate {
 	t.Helper()
 	public, private, err := ed25519.GenerateKey(rand.Reader)
@@ -216,12 +218,13 @@ func certificate(t *testing.T) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: private}
 }
 
-// A server wants a certificate, of its job, whose key the client has; so does a client. None will do with an
-// older TLS.
+// Server and client each require the job's certificate from the peer and a proof of its key, and both require
+// TLS 1.3.
 func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
-	// An attacker can copy the job's certificate, which every client receives, but has another private key.
+	// Every client receives the job's certificate, so an attacker can copy it but does not have its private
+	// key.
 	a, b := connection(t)
 	client, _ := pair(t, s.Encrypted(), a, b)
 	shown := client.(interface {
@@ -229,9 +232,11 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	}).ConnectionState().PeerCertificates[0].Raw
 	stolen := tls.Certificate{Certificate: [][]byte{shown}, PrivateKey: foreign.PrivateKey}
 	for _, test := range []struct {
-		name   string
-		cfg    *tls.Config
-		client string // what is in the error of a client that meets it as a server, and of a server
+		name string
+		cfg  *tls.Config
+		// client is text of the error of a client whose server uses cfg, server that of a server whose client
+		// uses cfg.
+		client string
 		server string
 	}{
 		{"no certificate", &tls.Config{}, "", "client didn't provide a certificate"},
@@ -264,7 +269,8 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	}
 }
 
-// A client that has said nothing is no error for the log; one that broke off is.
+// If a client closes the connection before it has sent anything, the error is io.EOF, which is not logged. If
+// it closes the connection in the middle of the proof, the error is another one.
 func TestBreakingOff(t *testing.T) {
 	s, _ := secret.New()
 	for kind, of := range kinds {
@@ -284,7 +290,7 @@ func TestBreakingOff(t *testing.T) {
 	}
 }
 
-// The deadline of the caller bounds a handshake, and so does a number of bytes.
+// A handshake ends at the caller's deadline, and after a bounded number of bytes.
 func TestHandshakeIsBounded(t *testing.T) {
 	s, _ := secret.New()
 	for name, end := range map[string]func(secret.Secret, net.Conn, string) error{"client": dial,
@@ -300,7 +306,7 @@ func TestHandshakeIsBounded(t *testing.T) {
 	}
 	// The hello has 64 KiB, which crypto/tls would accept, in records of 1 KiB.
 	hello := append([]byte{1, 0, 0xff, 0xff}, make([]byte, 0xffff)...)
-	a, b := net.Pipe() // gives what is asked for and no more
+	a, b := net.Pipe() // a read takes only as many bytes as it asks for
 	var said int
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -311,7 +317,7 @@ func TestHandshakeIsBounded(t *testing.T) {
 			}
 		}
 	})
-	b.SetDeadline(time.Now().Add(time.Second)) // for the alert, which nobody reads
+	b.SetDeadline(time.Now().Add(time.Second)) // bounds the write of the alert, which nobody reads
 	testnet.WantError(t, accept(s.Encrypted(), b, "p"), "more than 16384 bytes")
 	b.Close()
 	wg.Wait()
@@ -320,7 +326,7 @@ func TestHandshakeIsBounded(t *testing.T) {
 	}
 }
 
-// Close does not wait for room to say goodbye, and deadlines are those of the connection below.
+// Close does not wait to send a last message. Deadlines of the connection below apply.
 func TestEndOfEncrypted(t *testing.T) {
 	s, _ := secret.New()
 	raw, b := net.Pipe()
@@ -341,7 +347,7 @@ func TestEndOfEncrypted(t *testing.T) {
 		t.Errorf("write got %v, want that the time is over", err)
 	}
 	began := time.Now()
-	server.Close() // a pipe has no room for a word
+	server.Close() // the pipe is not read, so Close cannot send a message
 	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("close took %v", took)
 	}
