@@ -1,4 +1,4 @@
 package dial
 
-// FrameStep is frameStep.
+// FrameStep lets tests use frameStep.
 const FrameStep = frameStep

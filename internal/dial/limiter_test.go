@@ -9,7 +9,8 @@ func (c *closer) Close() error {
 	return nil
 }
 
-// The oldest connection makes room for one more; one that was released is not closed.
+// If the limit is reached, Acquire closes the oldest connection. It never closes a connection that was
+// released.
 func TestLimiter(t *testing.T) {
 	l := NewLimiter(2)
 	var conns [4]closer
@@ -25,7 +26,7 @@ func TestLimiter(t *testing.T) {
 	if !third.Release() || !fourth.Release() {
 		t.Error("there was room for two")
 	}
-	l.Grow(1) // it has room for two
+	l.Grow(1) // Grow does not lower the limit of 2
 	var more [4]closer
 	for i := range more[:2] {
 		l.Acquire(&more[i])
