@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// The program that runs on a host of a test: it prints what addresses there are.
+// variable is set in a process of this test binary that a test starts on its host. The process prints the
+// addresses of the host.
 const variable = "GOHVD_NETIF"
 
 func TestMain(m *testing.M) {
@@ -30,7 +31,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// On a host with interfaces of all sorts only those count that are up, and no address of a link alone.
+// On a host with interfaces of all kinds, only those that are up count, and link-local addresses do not.
 func TestInterfaces(t *testing.T) {
 	host := testnet.NewHosts(t, 1)[0]
 	self, err := os.Executable()
