@@ -35,14 +35,14 @@ type Client struct {
 	wg   sync.WaitGroup
 
 	requests chan []byte   // frames for the writer
-	cancels  chan struct{} // capacity 1: cancelled is not empty
+	cancels  chan struct{} // capacity 1; has an element if cancelled is not empty
 	done     chan struct{} // closed when err is set
 
 	mu        sync.Mutex
 	lastID    uint64
 	pending   map[uint64]chan<- reply
 	cancelled []uint64 // ids for the writer to cancel
-	err       error    // why the connection ended
+	err       error    // the error that ended the connection
 }
 
 var _ Store = (*Client)(nil)

@@ -27,7 +27,7 @@ import (
 // If a process leaves the file in the middle of a write, the next process that writes repairs it.
 type FileStore struct {
 	path   string
-	size   int // of the job, 0 if the file is to stay
+	size   int // number of ranks in the job; 0 if the file is not to be removed
 	closed chan struct{}
 
 	// A caller may wait for mu while it holds the lock of the file, but never the other way round: another

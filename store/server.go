@@ -16,8 +16,8 @@ import (
 // Bounds of a Server.
 const (
 	maxClients        = 4096 // connections
-	maxWaitsPerClient = 1024 // calls of one connection
-	maxUnproven       = 1024 // connections that have not proven the secret
+	maxWaitsPerClient = 1024 // waiting calls of one connection
+	maxUnproven       = 1024 // connections that have not proven that they have the secret
 	serverIOTimeout   = 10 * time.Second
 )
 

@@ -10,7 +10,7 @@ import (
 // ring keeps the records of the last seconds.
 type ring struct {
 	last    time.Duration // how far back records are kept
-	max     int64         // most bytes of text
+	max     int64         // cap on the bytes of text
 	records []record
 	head    int           // index in records of the oldest record that is kept
 	size    int64         // estimated bytes of text of the records

@@ -84,8 +84,8 @@ func (s *stream) end(tail []byte) error {
 // so that the file is complete before and after the write.
 type disk struct {
 	path   string
-	max    int64    // most bytes of all segments together; 0 is no cap
-	limit  int64    // most bytes of a segment
+	max    int64    // cap on the bytes of all segments together; 0 is no cap
+	limit  int64    // cap on the bytes of a segment
 	late   bool     // the file gets its name only when show is called
 	f      *os.File // the open segment; nil if there is none
 	shown  bool     // f has its final name

@@ -30,7 +30,7 @@ type writer struct {
 	sink    sink
 	enc     encoder
 	format  formatter
-	ring    *ring // nil without Last
+	ring    *ring // nil if Config.Last is 0
 
 	reading *batch // the batch being written
 	// at is the first of the records being written that is not completely in pending, and inside is the first
@@ -45,7 +45,7 @@ type writer struct {
 	stale   bool  // a new file must be begun before the next write
 	body    int64 // bytes of the segment that are written, with the header
 	header  int64 // bytes of the header
-	limit   int64 // most bytes of a segment; 0 is no limit
+	limit   int64 // cap on the bytes of a segment; 0 is no cap
 
 	// warnedSlow and warnedBroken are the times of the last warnings, reported is the number of drops logged
 	// so far, and failed says that the last report was of an error that is not over.

@@ -31,7 +31,7 @@ type Held struct {
 	ranks []lateRank
 	// charged is the end of the last period that counted for a rank.
 	charged time.Duration
-	begun   bool   // charged is set
+	begun   bool   // whether charged is set
 	waited  uint64 // number of operations that the ranks waited for
 }
 

@@ -60,14 +60,14 @@ type Missing struct {
 // Running is one or several tensors of a process set that were granted together.
 type Running struct {
 	Set      uint32   `json:"set"`
-	Number   uint64   `json:"number"` // of the grant; 0 if it is not known
+	Number   uint64   `json:"number"` // number of the grant; 0 if it is not known
 	Kind     string   `json:"kind"`
 	Backend  string   `json:"backend"`
 	Names    []string `json:"names"`
 	NumNames int      `json:"num_names"`
 	Inside   []int    `json:"inside"` // the ranks inside the operation
 	Queued   []int    `json:"queued"` // the ranks that have not begun it
-	// the ranks that have asked for it and have not received the grant
+	// Waiting are the ranks that have asked for it and have not received the grant.
 	Waiting []int         `json:"waiting"`
 	Ended   []int         `json:"ended"` // the ranks where it has ended
 	Longest time.Duration `json:"longest_ns"`
@@ -253,7 +253,7 @@ func membersOf(views []*view) map[uint32][]int {
 type pendingTensor struct {
 	tensorKey
 	kind, backend                                   string
-	number                                          uint64 // of the grant, if it is granted and known
+	number                                          uint64 // number of the grant; 0 if it is not known
 	since                                           time.Duration
 	waiting, queued, inside, ended, missing, silent []int
 }

@@ -19,7 +19,7 @@ import (
 // set with the same number ran as one operation, on all members.
 type Record struct {
 	Set uint32 `json:"set,omitempty"`
-	// of the grant, from 1; 0 if there is none or it is not known
+	// Number is the number of the grant, from 1. It is 0 if there is no grant or the number is not known.
 	Number    uint64        `json:"number,omitempty"`
 	Kind      string        `json:"kind"`
 	Name      string        `json:"name"`
@@ -28,7 +28,7 @@ type Record struct {
 	Bytes     int64         `json:"bytes,omitempty"`
 	Backend   string        `json:"backend,omitempty"`
 	Cached    bool          `json:"cached,omitempty"`
-	Absent    bool          `json:"absent,omitempty"` // the rank had joined
+	Absent    bool          `json:"absent,omitempty"` // the rank was absent: it had joined
 	Error     string        `json:"error,omitempty"`
 	Submitted time.Duration `json:"submitted_ns,omitempty"`
 	Sent      time.Duration `json:"sent_ns,omitempty"`
@@ -46,7 +46,7 @@ type Set struct {
 // Snapshot is what a rank's flight recorder knows at one moment.
 type Snapshot struct {
 	Format  int       `json:"format"`
-	Version string    `json:"version"` // of this module
+	Version string    `json:"version"` // version of this module
 	Why     string    `json:"why"`
 	Rank    int       `json:"rank"`
 	Size    int       `json:"size"`

@@ -18,7 +18,7 @@ type Limiter struct {
 	most int
 
 	mu    sync.Mutex
-	slots list.List // of *Slot, oldest first
+	slots list.List // elements are *Slot, oldest first
 }
 
 // NewLimiter makes a Limiter for most connections, at least one.
@@ -35,7 +35,7 @@ func (l *Limiter) Grow(most int) {
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
-	at   *list.Element // nil once it was released or evicted
+	at   *list.Element // nil after the slot was released or evicted
 }
 
 // Acquire gives conn a slot. If there are too many connections it closes the one that has had a slot for the

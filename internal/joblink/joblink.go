@@ -422,7 +422,7 @@ type message struct {
 	Rank     int    `json:"rank"`
 	Question uint64 `json:"question"`
 	What     string `json:"what"`
-	Has      bool   `json:"has"` // a body
+	Has      bool   `json:"has"` // whether there is a body
 	body     []byte
 }
 

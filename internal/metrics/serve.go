@@ -61,7 +61,7 @@ type Server struct {
 	cancel   context.CancelFunc
 	close    sync.Once
 
-	running sync.WaitGroup // the server, and responses in progress
+	running sync.WaitGroup // counts the server and the responses in progress
 	mu      sync.Mutex
 	closed  bool // no further response may begin
 }

@@ -135,7 +135,7 @@ func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 type variables struct {
 	getenv  func(string) string
 	err     error
-	suspect bool // of Line
+	suspect bool // becomes Line.Suspect
 }
 
 func (v *variables) fail(format string, args ...any) {

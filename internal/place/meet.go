@@ -282,7 +282,7 @@ func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr,
 
 // Words in place of a secret, shorter than any.
 const (
-	wordGiven = "given" // by the user, to every rank
+	wordGiven = "given" // the user has given a secret to every rank
 	wordNone  = "none"
 )
 

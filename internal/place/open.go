@@ -58,8 +58,8 @@ type Meeting struct {
 	// Meeting. The store lives until rank 0 closes it.
 	Once bool
 
-	launcher store.Store // Store, if it is hvdrun's
-	again    bool        // another Meeting has the same Place
+	launcher store.Store // equal to Store if that is hvdrun's
+	again    bool        // whether another Meeting has the same Place
 }
 
 // Open finds the place where the ranks meet. It waits until the store is reachable, ctx ends, or something
@@ -370,7 +370,7 @@ const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
 	hostKey     = "host"  // address by which others reach that host
-	missingKey  = "lack"  // which ranks are missing; rank 0 sets it before it closes the store
+	missingKey  = "lack"  // ranks that are missing; rank 0 sets it before it closes the store
 	readKey     = "heard" // number of ranks that have read missingKey
 )
 

@@ -57,8 +57,8 @@ type Place struct {
 	Terms map[string]string
 
 	mu      sync.Mutex
-	closers []func() error                    // last first
-	atMet   []func(ctx context.Context) error // in this order
+	closers []func() error                    // called by Close, the last one first
+	atMet   []func(ctx context.Context) error // called by Met in this order
 }
 
 // Met removes what rank 0 has left for the others to find, such as the file with the secret, and frees a port

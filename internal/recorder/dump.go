@@ -30,7 +30,7 @@ const (
 	maxPending = 1 << 14
 	maxStalls  = 256
 	maxSets    = 256
-	maxMembers = 1 << 16 // of all sets together
+	maxMembers = 1 << 16 // members of all sets together
 	// maxNameBytes and maxTextBytes limit names of tensors and texts in a dump; longer ones are cut. They do
 	// not limit what a user may call.
 	maxNameBytes = 512

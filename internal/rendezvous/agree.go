@@ -172,7 +172,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 // sendTried sends a rank an answer about the try of its host. r is locked.
 func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
-		if frame, err := appendMessage(nil, a); err == nil { // never fails: all texts are UTF-8
+		if frame, err := appendMessage(nil, a); err == nil { // no error, because all texts are UTF-8
 			m.out <- frame
 		}
 	}

@@ -29,8 +29,8 @@ const (
 
 // Record is what one rank tells all others about itself.
 type Record struct {
-	Addr   string // where it takes data connections, host:port
-	Host   string // the name of its host, for people
+	Addr   string // host:port at which it accepts data connections
+	Host   string // the name of its host, for messages
 	HostID string // the identity of its host: equal for ranks that can share memory
 	PID    int
 	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if
@@ -57,7 +57,7 @@ func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", 
 // JoinConfig configures Join.
 type JoinConfig struct {
 	Store store.Store // may be nil if Size is 1
-	Job   string      // 1 to MaxNameBytes bytes; ranks of one job say the same
+	Job   string      // 1 to MaxNameBytes bytes; the same at all ranks of a job
 	Rank  topo.Rank
 	Size  int
 	// LastEpoch is the greatest epoch in which this process has been, 0 if none.
@@ -76,7 +76,7 @@ type JoinConfig struct {
 	RingAbove int
 	Log       *zap.Logger // may be nil
 
-	suspicion time.Duration // default suspicionTime
+	suspicion time.Duration // 0 means suspicionTime
 }
 
 // Session is the part of a rank in an epoch.
@@ -88,9 +88,9 @@ type Session struct {
 	Records []Record
 
 	rank   topo.Rank
-	ring   bool    // Gather is needed
-	root   *root   // at rank 0, unless the job has size 1
-	member *member // unless the job has size 1
+	ring   bool    // whether Gather is needed
+	root   *root   // set at rank 0, unless the job has size 1
+	member *member // set unless the job has size 1
 }
 
 // Close ends the root of rank 0; until then it listens, to tell latecomers that the epoch is complete. Tables
@@ -115,13 +115,13 @@ type Reason uint8
 const (
 	NoReason Reason = iota
 	SizeMismatch
-	DuplicateRank // also a second rank 0
+	DuplicateRank // two processes have the same rank, for example 0
 	RankOutOfRange
 	WrongJob
 	TermsDiffer
 	DuplicateDevice
 	Late       // the epoch was complete, and no newer one was formed in time
-	GaveUp     // rank 0's ctx ended before all ranks were there
+	GaveUp     // rank 0's ctx ended before all ranks had joined
 	RootFailed // rank 0 could not go on
 )
 

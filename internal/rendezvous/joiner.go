@@ -64,7 +64,7 @@ func isVersion(err error) bool {
 // askUntilNewer asks root, which was published as value, again while it cannot be reached, until it answers
 // or the store has a newer one.
 func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
-	newest, cancel := context.WithCancel(ctx) // until there is a newer root
+	newest, cancel := context.WithCancel(ctx) // ends when there is a newer root
 	var lost error                            // why the store was lost; read once watched is closed
 	watched := make(chan struct{})
 	go func() {

@@ -28,12 +28,12 @@ const (
 
 	// Each bound has 256 bytes for the field headers and numbers of a message.
 	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
-	maxTermsBytes       = 2 * MaxTermsBytes // with headers
+	maxTermsBytes       = 2 * MaxTermsBytes // including headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
-	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // of TRIED, the longest
+	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // an answer of kind TRIED is the longest
 	maxStatusBytes      = maxTextBytes + 256
-	maxFailedRanks      = 1000 // failed ranks that an answer names
+	maxFailedRanks      = 1000 // number of failed ranks that an answer names
 )
 
 // newToken returns random bytes.

@@ -28,7 +28,7 @@ const (
 	maxHandshakes    = 1024 // connections whose request has not arrived
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	// wait after the first report for the connection of a dead rank to end
+	// After the first report, suspicionTime is the time in which a dead rank's connection should end.
 	suspicionTime = 300 * time.Millisecond
 	probeTimeout  = 5 * time.Second // limit for an older root to answer a new rank 0
 	windDown      = 2 * time.Second // how long a failed root keeps answering
@@ -66,7 +66,7 @@ type root struct {
 	mu        sync.Mutex
 	state     rootState
 	callers   map[*caller]struct{} // all connections
-	members   []*caller            // by rank, nil if the rank is missing; that of rank 0 is set once complete
+	members   []*caller            // by rank, nil if the rank is missing; rank 0's is set once complete
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and gave up at their deadline
 	lastEpoch uint64        // greatest of all ranks that have ever joined this root
@@ -81,7 +81,7 @@ type root struct {
 	answered      map[process][]byte
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
 	ready         map[int]bool           // once complete: the ranks that are ready
-	// once complete: how the tries of ranks have ended, by host
+	// tried is set once complete: how the tries of the ranks have ended, by host.
 	tried   map[string]map[int]*rendezvouspb.Status
 	reports []report // once complete: failures that live ranks have reported
 }
@@ -443,7 +443,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	}
 	r.epoch, r.records, r.ring = epoch, records, len(records) > max(r.cfg.RingAbove, 2)
 	if !r.ring {
-		r.table = r.tableOf(0) // the same for all
+		r.table = r.tableOf(0) // the same for all members
 	}
 	r.decide(complete)
 	r.admitSelf()
@@ -458,7 +458,7 @@ func (r *root) admitSelf() {
 		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // ends when the Session does, whose calls return the error
+		_ = r.converse(g) // ends with the Session, whose methods return the error
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)

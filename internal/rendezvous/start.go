@@ -47,7 +47,7 @@ func (e *FailedError) Error() string {
 // outcome is whether all ranks of an epoch have become ready.
 type outcome struct {
 	done chan struct{} // closed once err is set
-	err  *FailedError  // nil if all have
+	err  *FailedError  // nil if all ranks have become ready
 }
 
 func newOutcome() outcome { return outcome{done: make(chan struct{})} }

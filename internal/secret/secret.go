@@ -80,7 +80,7 @@ const (
 // that it gets into no log.
 type Secret struct {
 	key *[sha256.Size]byte
-	tls *tls.Config // nil does not encrypt
+	tls *tls.Config // nil if connections are not encrypted
 }
 
 // New makes a random secret. text is what other processes Parse.

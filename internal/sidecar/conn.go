@@ -49,7 +49,7 @@ type conn struct {
 	// The following fields belong to the reader.
 	ring      *ring
 	until     uint64           // a turn starts the submissions with indexes below this
-	pollsLeft int              // how often the reader looks at the ring once more before it sleeps
+	pollsLeft int              // how many more times the reader looks at the ring before it sleeps
 	plans     map[uint32]*plan // by slot
 	// looks counts how often drive has looked at the ring.
 	looks int
@@ -64,7 +64,7 @@ type conn struct {
 	left      bool                // the connection has ended, and the client takes no more results
 	places    map[origin][]byte   // results that the client has not freed
 	announced map[uint32]bool     // arenas of the sidecar that the client knows
-	why       error               // why the connection was ended
+	why       error               // the error that ended the connection
 }
 
 // origin is a position in one of the sidecar's arenas.
@@ -158,7 +158,7 @@ func (c *conn) park() error {
 // may be more to do.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
-		c.ring.startLooking() // in each turn, because the ring may have come in the last one
+		c.ring.startLooking() // called in each turn, because the ring may have arrived in the last one
 		c.until = c.ring.pending()
 	}
 	// The client sends the frames that a submission refers to before it writes the submission. turn handles

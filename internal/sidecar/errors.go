@@ -56,7 +56,8 @@ func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*engine.PeerError](err); ok {
 		return classPeer
 	}
-	if _, ok := errors.AsType[*engine.StallError](err); ok { // before ErrShutDown, which it is too
+	// This comes before ErrShutDown, because a StallError is an ErrShutDown too.
+	if _, ok := errors.AsType[*engine.StallError](err); ok {
 		return classStall
 	}
 	switch {

@@ -54,9 +54,9 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 // inbox reads from a connection and holds the bytes and descriptors that were not used yet. It is for one
 // goroutine at a time.
 type inbox struct {
-	FD  int // the socket, which stays the caller's
+	FD  int // the socket, which the caller owns
 	buf []byte
-	at  int // where the unread bytes begin
+	at  int // index in buf of the first unread byte
 	fds []int
 	oob [128]byte
 }
@@ -73,7 +73,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
 	}
 	if len(i.buf) == cap(i.buf) {
-		// it grows with the bytes that came, not with the length that a frame announces
+		// buf grows with the bytes that have come, not with the length that a frame announces.
 		i.buf = slices.Grow(i.buf, readBytes)
 	}
 	flags := unix.MSG_CMSG_CLOEXEC

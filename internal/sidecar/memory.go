@@ -29,7 +29,7 @@ type memory struct {
 // clientArena is an arena of a client.
 type clientArena struct {
 	number uint32
-	id     uint32 // of the chunk
+	id     uint32 // ID of the chunk
 	bytes  []byte
 	owner  *conn
 	users  int  // uses by operations in flight, one for each place of each tensor

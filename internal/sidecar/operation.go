@@ -27,7 +27,7 @@ type plan struct {
 	rank.Call
 	set     int // ID of the process set
 	root    int
-	splits  []int64 // of an alltoall; nil means equal splits
+	splits  []int64 // splits of an alltoall; nil means equal splits
 	grouped bool
 	tensors []tensorSpec
 	places  []location // two for each tensor: input and output
@@ -49,7 +49,7 @@ type tensorSpec struct {
 type location struct {
 	arena            uint32
 	offset, numBytes uint64
-	none             bool // an output that the sidecar allocates
+	none             bool // set for an output that the sidecar allocates
 	// to is the memory itself, set for one run.
 	to []byte
 }
@@ -254,7 +254,8 @@ type operation struct {
 	entries []entry
 	left    atomic.Int64          // entries that are not done
 	failed  atomic.Pointer[error] // why the first output could not be allocated
-	// outputs that were allocated, by tensor; nil if the client gives all outputs
+	// allocated are the outputs that the sidecar has allocated, by tensor. It is nil if the client gives all
+	// outputs.
 	allocated [][]byte
 }
 

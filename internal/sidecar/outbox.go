@@ -24,9 +24,9 @@ type outbox struct {
 	wake chan struct{}
 
 	mu     sync.Mutex
-	less   sync.Cond // the queue has become shorter, or the outbox was closed
+	less   sync.Cond // notified when the queue has become shorter or the outbox was closed
 	queue  []packet
-	bytes  int // in queue
+	bytes  int // number of bytes in queue
 	closed bool
 }
 

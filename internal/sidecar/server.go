@@ -188,14 +188,14 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		s.mu.Unlock()
 		return errors.Join(errEnding, conn.Close())
 	}
-	s.wg.Add(1) // not after Close has begun to wait
+	s.wg.Add(1) // with mu held, so Close does not wait for wg yet
 	s.mu.Unlock()
 	defer s.wg.Done()
 	fd, pid, pidfd, err := s.accept(conn, path)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = unix.Close(fd) }() // after everything that uses it has ended
+	defer func() { _ = unix.Close(fd) }() // runs after everything that uses fd has ended
 	c := newConn(s, fd, pid)
 	s.mu.Lock()
 	var refused error
@@ -206,7 +206,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("refused: %d clients are connected, want at most %d", maxConns, maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		// under mu: a client that has the greeting is counted, and gets no notice before it
+		// With mu held, a client that has the greeting is counted and gets no notice before it.
 		c.out.Put(dial.Greeting(magic, version), -1)
 	}
 	s.mu.Unlock()

@@ -141,7 +141,7 @@ func (s *Store) probeDialect(ctx context.Context) error {
 type conn struct {
 	net.Conn
 	in reader
-	// bytes before the first request, sent in one write with it, so that no server gets only them
+	// first are bytes that precede the first request. One write sends both, so that no server gets only them.
 	first []byte
 }
 

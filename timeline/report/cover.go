@@ -9,7 +9,7 @@ const maxStretches = 64
 // cover adds up the time that intervals cover together. Time in several intervals counts once.
 type cover struct {
 	open  []stretch     // ascending, with gaps between them
-	total time.Duration // the covered time, except that in open
+	total time.Duration // the covered time before the stretches in open
 }
 
 // stretch is an interval without gaps.

@@ -57,7 +57,7 @@ type merger struct {
 	shift     int64 // added to all times, in ns
 	named     int   // number of threads of all ranks
 	sum       Merged
-	err       error // of the last write; the bufio.Writer keeps it
+	err       error // the error of the last write; the bufio.Writer keeps it
 }
 
 // Merge writes one Chrome trace of all ranks to a file, compressed if its name ends in .gz. Rank r is process

@@ -30,8 +30,8 @@ const (
 
 // source is a file of a rank.
 type source struct {
-	path string // as it is shown to people
-	at   string // the path to open, more than once
+	path string // the path as it is shown to the user
+	at   string // the path to open; the file is read more than once
 
 	// These fields are what survey found. Times are in ns, except start, which is in us since 1970.
 	horovod          bool

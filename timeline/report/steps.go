@@ -19,7 +19,7 @@ type stepFinder struct {
 	last                   []int64
 	step                   int64
 	names, again, previous int
-	fresh                  int // number of names that had not come in an earlier step
+	fresh                  int // number of names that had not occurred in an earlier step
 	begin                  time.Duration
 	lengths                analysis.Sketch
 	// The first complete step begins at firstBegin and has the number firstStep; 0 if there is none yet.
