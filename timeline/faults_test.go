@@ -197,7 +197,8 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 }
 
 // A reader that opens the file while it is written reads a complete timeline, if the size of the file has not
-// changed meanwhile.
+// changed meanwhile. The only exception is a reader that comes in the middle of a write: the kernel shows the
+// new bytes before the new size.
 func TestReadWhileWriting(t *testing.T) {
 	// Small segments make it likely that the reader sees a change of segments. The large ones have some
 	// hundred events.

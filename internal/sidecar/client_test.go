@@ -26,14 +26,15 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// server returns a Server that is closed when the test ends.
+// server returns a new Server and closes it when the test ends.
 func server(t testing.TB, cfg Config) *Server {
 	s := New(cfg)
 	t.Cleanup(func() { gone(t, s) })
 	return s
 }
 
-// gone ends s without leaving the job, as the end of its process would.
+// gone closes s with a context that has ended, so that s does not leave the job first. To the other ranks
+// this looks like the end of the process of s.
 func gone(t testing.TB, s *Server) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -43,7 +44,7 @@ func gone(t testing.TB, s *Server) {
 	}
 }
 
-// job returns n Servers. Their Inits make them the ranks of one job.
+// job returns n Servers with a common store. When their clients send Init, they become the ranks of one job.
 func job(t testing.TB, n int, settings ...string) []*Server {
 	kv := store.NewHashStore(store.Limits{})
 	t.Cleanup(func() { kv.Close() })
@@ -70,7 +71,7 @@ func (s stub) Begin(o *operation) error                    { return s.begin(o) }
 func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
-// install makes s run operations with r.
+// install makes s run its operations with r in place of an engine.
 func install(s *Server, r runner) { s.running.Store(&r) }
 
 // client is a client of a Server in this process.
@@ -80,7 +81,7 @@ type client struct {
 	served chan error // what ServeConn has returned
 }
 
-// connect returns a client of s that has exchanged greetings.
+// connect returns a new client of s that has exchanged greetings with s.
 func connect(t testing.TB, s *Server) *client {
 	t.Helper()
 	c := newClient(t, s)
@@ -88,7 +89,7 @@ func connect(t testing.TB, s *Server) *client {
 	return c
 }
 
-// newClient returns a client of s that has not sent anything.
+// newClient returns a new client of s that has not sent a greeting yet.
 func newClient(t testing.TB, s *Server) *client {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -105,7 +106,7 @@ func newClient(t testing.TB, s *Server) *client {
 	return c
 }
 
-// bye leaves in order.
+// bye leaves with a Bye and fails the test unless the connection then ends without an error.
 func (c *client) bye() {
 	c.t.Helper()
 	c.Bye()
@@ -126,7 +127,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f for each element of some concurrently, and waits for the calls.
+// all calls f for each element of some concurrently and returns when all calls have returned.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

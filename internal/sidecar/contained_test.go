@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused checks that an answer is an error of a class with a text that contains says.
+// refused fails the test unless the reply r is an error of the given class whose text contains says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -33,7 +33,7 @@ func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says s
 	}
 }
 
-// A wrong request of a client is answered with an error, and the connection and the job go on.
+// A client that sends a request with wrong parameters gets an error; its connection and the job go on.
 func TestUsage(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		good := func(f func(*sidecarpb.Operation, *sidecarpb.Tensor)) *sidecarpb.Operation {
@@ -102,7 +102,7 @@ func TestUsage(t *testing.T) {
 		} {
 			refused(t, what, c.Run(o), classUsage, what)
 		}
-		// Inputs may overlap, because they are not written.
+		// Inputs may overlap, because the operation does not write to them.
 		c.MustRun(good(func(o *op, tt *tens) {
 			o.Grouped = true
 			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
@@ -145,7 +145,8 @@ func release(t *testing.T, fd int, b []byte) {
 	}
 }
 
-// Memory that breaks the rules is refused, and its descriptor is closed.
+// The sidecar refuses an arena whose size, seals or number break the rules, and a ring with a wrong header.
+// It closes their descriptors.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
 	s := server(t, Config{})
@@ -207,7 +208,7 @@ func TestArenaRefused(t *testing.T) {
 		release(t, fd, b)
 	}
 	c.Ring(16)
-	// Only the sidecar, and processes that have mapped it already, can write to an arena.
+	// Only the sidecar and processes that have mapped an arena before can write to it.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
 	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err,
@@ -221,8 +222,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 }
 
-// An arena belongs to its connection: another client of the same rank can neither use nor drop it, and its
-// attempts do not affect the owner.
+// An arena belongs to its connection. Another client of the same rank can neither use nor drop it, and the
+// attempt does not affect the owner.
 func TestArenaOfAnother(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -237,7 +238,7 @@ func TestArenaOfAnother(t *testing.T) {
 	out.Tensors[0].Output = at(0, 0, 4)
 	refused(t, "the output", second.Run(out), classUsage, others)
 	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	// The refused requests have left no arena in use.
+	// After the refused requests both arenas still work and can be dropped.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
 		c.MustRun(sidecartest.Sum("x", number, 0, 1))
@@ -251,10 +252,10 @@ func TestArenaOfAnother(t *testing.T) {
 	second.bye()
 }
 
-// The memory of results is sealed before a client has it, which sidecartest checks; also in a job of one, in
-// which no other rank has caused the sealing.
+// The sidecar seals the memory of a result before a client gets it. Here sidecartest checks the seals in a
+// job of one rank, where no other rank has caused the sealing.
 func TestResultsAreSealed(t *testing.T) {
-	const large = 65 << 20 // more than what may be left of other jobs, and was sealed for them
+	const large = 65 << 20 // more than the sidecar may have kept, sealed, from earlier jobs
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Arena(9, large)
 		place := c.own("x", &sidecarpb.Memory{Arena: 9, Bytes: large})
@@ -273,8 +274,8 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// An arena in use cannot be dropped. It is unmapped when its client has gone and the operation is done, not
-// before.
+// A client cannot drop an arena that an operation uses. If the client leaves, the sidecar unmaps the arena
+// when the operation is done.
 func TestArenaInUse(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -289,7 +290,7 @@ func TestArenaInUse(t *testing.T) {
 		got.State != StateRunning {
 		t.Errorf("status: %v", got)
 	}
-	c.bye() // not the last client
+	c.bye() // another client stays connected, so the rank does not fail
 	if chunks, _, _ := arena.Stats(); chunks == 0 {
 		t.Error("the arena has gone in the middle of the operation")
 	}
@@ -304,8 +305,8 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within polls done until it returns true, for states without a notification, and fails the test if that
-// takes too long.
+// within polls done until it returns true, and fails the test after sidecartest.Patience. It is for states
+// whose change notifies nobody.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
@@ -316,8 +317,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// A client that breaks the protocol loses its connection, no descriptor is leaked, and other clients are
-// served.
+// The sidecar closes the connection of a client that breaks the protocol. It leaks no descriptor and goes on
+// serving other clients.
 func TestGarbage(t *testing.T) {
 	s := server(t, Config{})
 	var opened []func()
@@ -347,7 +348,7 @@ func TestGarbage(t *testing.T) {
 		},
 		"5 submissions, of which 0 were taken and 0 completed": func(c *client) {
 			c.Ring(16)
-			c.RingBytes[64] = 5 // and no entries: they have the number 0
+			c.RingBytes[64] = 5 // the entries are empty, so the operations have the number 0
 			c.Doorbell()
 		},
 		"17 submissions": func(c *client) {
@@ -390,7 +391,8 @@ func TestGarbage(t *testing.T) {
 	c.bye()
 }
 
-// A connection ends if it uses a number that is in use, or exceeds the limit of operations in flight.
+// The sidecar closes a connection on which a number that is in use comes again, or on which more operations
+// are in flight than the limit.
 func TestTooMany(t *testing.T) {
 	const most = 100
 	for _, what := range []string{"number", "operations", "tensors", "ring"} {
@@ -400,14 +402,15 @@ func TestTooMany(t *testing.T) {
 			c := connect(t, s)
 			c.Init()
 			if r > 0 {
-				return // it takes no part, so nothing is ever done
+				return // rank 1 submits nothing, so no operation completes
 			}
 			c.Arena(1, 4096)
 			switch what {
 			case "number":
 				q := sidecartest.Init(nil)
 				q.Id = c.Begin(sidecartest.Sum("x", 1, 0, 1))
-				c.Await(c.Begin(sidecartest.Sum("no arena", 9, 0, 1))) // so that both are begun
+				// Its error shows that both operations were begun.
+				c.Await(c.Begin(sidecartest.Sum("no arena", 9, 0, 1)))
 				c.Send(q)
 			case "operations":
 				c.Ring(128)
@@ -445,7 +448,8 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// For a client that does not read, no more than the bound is queued, and no goroutine waits for the client.
+// The sidecar queues only a bounded number of bytes for a client that does not read, and no goroutine waits
+// for that client.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -475,7 +479,7 @@ func TestClientThatNeverReads(t *testing.T) {
 	if got := waiting(); got > maxUnsentBytes+1100 {
 		t.Errorf("%d bytes are kept, want about %d", got, maxUnsentBytes)
 	}
-	for id := range uint64(asked) { // now it reads, and all is there
+	for id := range uint64(asked) { // the client reads now, and gets all answers
 		if got := c.Reply(id + 1).GetStatus(); got == nil {
 			t.Fatalf("reply %d: %v", id+1, got)
 		}
@@ -487,8 +491,8 @@ func TestClientThatNeverReads(t *testing.T) {
 	other.bye()
 }
 
-// The engine runs and ends the operations that such a client has submitted, although nothing more is read
-// from it.
+// If a client does not read its replies, the sidecar stops reading from it, but the engine still runs and
+// completes the operations that the client has submitted before.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	helped := make(chan struct{}, 1)
@@ -525,11 +529,11 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		t.Errorf("%d completions, want 1", got)
 	}
 	gone(t, s)
-	<-sent // an error, if not all was read
+	<-sent // the write fails if the sidecar did not read everything
 	s.running.Store(nil)
 }
 
-// A client that does not read can go while replies are queued for it.
+// A client that does not read its replies can disconnect while more are queued for it.
 func TestClientThatNeverReadsGoes(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	c := connect(t, s)
@@ -556,7 +560,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 	}
 }
 
-// Clients are refused if they send nothing, use another protocol or version, or do not know the secret.
+// The sidecar refuses clients that send nothing, use another protocol or version, or do not know the secret.
 func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
@@ -620,7 +624,8 @@ func TestUnauthenticatedPeers(t *testing.T) {
 
 const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
 
-// otherUser connects as another user. It returns the exit status, 0 if the client is served.
+// otherUser connects to the socket at path; the test runs it in a process of another user. It returns the
+// exit status of that process: 0 if the sidecar serves the client.
 func otherUser(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -636,7 +641,7 @@ func otherUser(path string) int {
 	return 0
 }
 
-// A process of another user is refused, even if it can open the socket.
+// The sidecar refuses a process of another user even if that process can open the socket.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start processes of other users")
@@ -652,7 +657,7 @@ func TestOtherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	// The program must also be in a place where other users can run it.
+	// The program must also be in a directory where other users can run it.
 	self, err := os.ReadFile("/proc/self/exe")
 	if err != nil {
 		t.Fatal(err)
@@ -685,7 +690,7 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// Close ends everything, whatever is in progress.
+// Close ends all connections, whether they are idle, have sent no greeting or have operations in flight.
 func TestClose(t *testing.T) {
 	s := New(Config{})
 	idle, silent := connect(t, s), newClient(t, s)

@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ranks runs f for the client of each of n ranks, between Init and Shutdown. The arena of rank r has the
-// number r+1; b is its memory.
+// ranks runs f for a client of each of n ranks, and calls Init before it and Shutdown after it. The arena of
+// rank r has the number r+1, and b is its memory.
 func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	t.Helper()
 	all(job(t, n), func(r int, s *Server) {
@@ -36,7 +36,7 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// An allreduce sums in place.
+// An allreduce in place sums the elements of all ranks.
 func TestAllreduce(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, b []byte) {
@@ -57,17 +57,17 @@ func TestAllreduce(t *testing.T) {
 	}
 }
 
-// at returns a place in the arena of rank r.
+// at returns the numBytes bytes at offset in the arena of rank r.
 func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
 }
 
-// Every operation works with an output of the client and without.
+// Every operation works with outputs in the client's arena and with outputs that the sidecar allocates.
 func TestOperations(t *testing.T) {
 	const n = 3
 	ranks(t, n, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
-		const out = 1 << 16 // where outputs are, in bytes
+		const out = 1 << 16 // offset of the outputs in the arena, in bytes
 		rows := int64(6)
 		if r == 1 {
 			rows = 0
@@ -136,7 +136,7 @@ func TestOperations(t *testing.T) {
 				}
 				if !given {
 					c.Send(sidecartest.Free(m.Arena, m.Offset))
-					c.Send(sidecartest.Free(m.Arena, m.Offset)) // again, which has no effect
+					c.Send(sidecartest.Free(m.Arena, m.Offset)) // freeing it again has no effect
 				}
 				if want := int32(100 * r); x[0] != want {
 					t.Errorf("%s: the input was overwritten", c2.what)
@@ -155,14 +155,14 @@ func TestOperations(t *testing.T) {
 		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
 			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
 		}
-		// Results that the client has not freed are freed when it goes.
+		// The sidecar frees the results that a client has not freed when the client leaves.
 	})
 	if _, _, live := arena.Stats(); live != 0 {
 		t.Errorf("%d bytes of results are left when their clients have gone", live)
 	}
 }
 
-// own returns the place of a result that the sidecar allocates.
+// own runs an allreduce on the bytes at in, and returns the place of its result, which the sidecar allocates.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name,
@@ -170,7 +170,7 @@ func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	return c.MustRun(o).Results[0].Memory
 }
 
-// A client cannot free memory that has become another client's.
+// A client that frees a result twice does not free memory that has become another client's.
 func TestFreeTwice(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -179,7 +179,7 @@ func TestFreeTwice(t *testing.T) {
 	second.Arena(2, 4096)
 	place := first.own("a", at(0, 0, 64))
 	first.Send(sidecartest.Free(place.Arena, place.Offset))
-	first.Must(sidecartest.Status()) // that it has been read
+	first.Must(sidecartest.Status()) // its answer shows that the sidecar has read the request before it
 	if again := second.own("b", at(1, 0, 64)); again.Offset != place.Offset || again.Arena != place.Arena {
 		t.Fatalf("the place %v was not used again, but %v", place, again)
 	}
@@ -192,9 +192,10 @@ func TestFreeTwice(t *testing.T) {
 	second.bye()
 }
 
-// A client is notified when an arena that it knows has gone, and may then unmap it.
+// When the sidecar removes an arena of its own, it notifies the clients that know the arena, so that they can
+// unmap it.
 func TestArenaOfTheSidecarGoes(t *testing.T) {
-	const large = 65 << 20 // more than what is kept for the next
+	const large = 65 << 20 // more than the sidecar keeps for later results
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Arena(9, large)
 		place := c.own("x", &sidecarpb.Memory{Arena: 9, Bytes: large})
@@ -209,8 +210,8 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// If an operation is done while the reader stops working for the engine, either the reader or the operation
-// sends the doorbell.
+// If an operation completes while the reader of the connection stops driving the engine, exactly one doorbell
+// is sent, by the reader or by the operation.
 func TestBellIsOwed(t *testing.T) {
 	s := server(t, Config{})
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -241,15 +242,15 @@ func TestBellIsOwed(t *testing.T) {
 	s.running.Store(nil)
 }
 
-// A client gets a doorbell at the completion that it wants, and one for earlier completions if it sends a
-// doorbell because it has changed that.
+// A client gets a doorbell for the completion that it waits for. If it changes that number and sends a
+// doorbell, it also gets a doorbell for completions that have come before.
 func TestWantedCompletions(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs operations one after the other, and returns how many doorbells the sidecar has sent. It
-		// sends them before it answers a request that came later.
+		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent.
+		// Status is answered after the doorbell, so no doorbell is missed.
 		do := func(n int) int {
 			before := c.Doorbells
 			for range n {
@@ -279,7 +280,7 @@ func TestWantedCompletions(t *testing.T) {
 		if got := do(2); got != 0 {
 			t.Errorf("got %d doorbells, want 0", got)
 		}
-		// look sends a doorbell and returns how many the sidecar sends in return.
+		// look sends a doorbell and returns how many doorbells the sidecar sends in return.
 		look := func() int {
 			before := c.Doorbells
 			c.Doorbell()
@@ -292,7 +293,8 @@ func TestWantedCompletions(t *testing.T) {
 			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
 				never, first, second)
 		}
-		// A frame without an answer works like a doorbell, for which there may be no room.
+		// A request that has no answer works like a doorbell. A client sends it if its socket has no room for
+		// a doorbell.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
@@ -307,7 +309,7 @@ func TestWantedCompletions(t *testing.T) {
 	})
 }
 
-// While the sidecar says that it looks at the ring, submissions need no doorbell.
+// While the ring says that the sidecar looks at it, a client can submit without a doorbell.
 func TestLookingNeedsNoDoorbell(t *testing.T) {
 	taken := make(chan struct{})
 	all(job(t, 2), func(r int, s *Server) {
@@ -320,7 +322,8 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 				64*uint64(slot), 1)))
 		}
 		if r == 0 {
-			// The sidecar works for the engine until the other rank has submitted the operation.
+			// The sidecar drives the engine, and looks at the ring meanwhile, until rank 1 has submitted the
+			// operation.
 			engine := *s.running.Load()
 			install(s, stub{begin: engine.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
@@ -347,8 +350,8 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// After submissions for which the client does not wait, the sidecar looks at the ring again without a
-// doorbell. After one for which the client waits it sleeps.
+// After submissions for which the client does not wait, the sidecar polls the ring for a while, so the next
+// submission needs no doorbell. After a submission for which the client waits, the sidecar sleeps.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
@@ -378,7 +381,7 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until waits until so returns true.
+// until polls so until it returns true, and fails the test after sidecartest.Patience.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !so(); runtime.Gosched() {
@@ -389,7 +392,7 @@ func until(t *testing.T, so func() bool) {
 	}
 }
 
-// A reader does not park if a submission came before park.
+// park returns false, and the reader does not sleep, if there is a submission that it has not taken.
 func TestPark(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
 	segment, err := shmem.Adopt(fd)
@@ -423,7 +426,7 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// Groups work with and without outputs, and also without tensors.
+// Groups work with outputs of the client, with outputs that the sidecar allocates, and without tensors.
 func TestGroups(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
@@ -465,8 +468,8 @@ func TestGroups(t *testing.T) {
 	})
 }
 
-// A group may have several types. A type other than the operation's is refused outside of a group, and
-// unknown types, unaligned places and wrong shapes are refused.
+// The tensors of a group may have different types. Outside of a group, a tensor must have the type of the
+// operation. Unknown types, unaligned places and wrong shapes are refused.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
@@ -479,7 +482,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
 		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true,
 			Name: "g", Tensors: []*sidecarpb.Tensor{
-				own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4), // 0 is the operation's
+				// Type 0 stands for the type of the operation.
+				own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4),
 			}}
 		c.MustRun(o)
 		if f[0] != 3 || f[16] != 5 || n[16] != 1<<40 {
@@ -520,8 +524,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	})
 }
 
-// A result without an output of the client is reported each time, even if it is empty. A result with an
-// output is not reported.
+// The sidecar sends an answer for each result that it has allocated, even if the result is empty. It sends
+// none if the outputs are the client's.
 func TestEmptyOverTheRing(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, _ []byte) {
@@ -549,7 +553,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 						o.Tensors = append(o.Tensors, empty(g))
 					}
 					c.Send(sidecartest.Prepare(slot, o))
-					// The outcome of an alltoall includes the received splits, so it is always reported.
+					// The result of an alltoall includes the received splits, so there is always an answer.
 					want := uint32(statusDone)
 					if kind == 4 || slices.Contains(given, false) {
 						want = statusReply
@@ -584,7 +588,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// Barriers and joins complete; a join reports the rank that joined last.
+// Barriers and joins complete, and a join returns the rank that joined last.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
@@ -607,12 +611,14 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
-// Operations work on all element types.
+// Allreduce takes the maximum of all element types.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
 			clear(b[:64])
-			b[0] = byte(r) // the least bits of a small number, or the least number there is
+			// The lowest bits: of an integer the values 0 and 1, of a float 0 and the smallest positive
+			// value.
+			b[0] = byte(r)
 			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(),
 				Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
@@ -621,7 +627,7 @@ func TestTypes(t *testing.T) {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
-		// A bool in a result is 0 or 1, whatever byte was sent.
+		// A bool in a result is 0 or 1, whichever byte the root had.
 		b[0] = byte(200 * r)
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
@@ -632,29 +638,29 @@ func TestTypes(t *testing.T) {
 	})
 }
 
-// Compression loses precision, which error feedback makes up for.
+// Compression rounds each value; error feedback adds the rounding error to the next value.
 func TestCompression(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
 		for range 3 {
-			x[0] = 1 + 1.0/1024/4 // a quarter of a step of float16
+			x[0] = 1 + 1.0/1024/4 // float16 rounds this to 1
 			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
 			o.WireDtype, o.ErrorFeedback = 7, true
 			c.MustRun(o)
 		}
-		if x[0] == 2 { // without feedback it always is
+		if x[0] == 2 { // without error feedback every sum is 2
 			t.Error("nothing was made up for")
 		}
 	})
 }
 
-// Many operations are in flight at once over a small ring, in a different order at each rank.
+// Many operations are in flight over a small ring, and each rank submits them in a different order.
 func TestManyOverTheRing(t *testing.T) {
 	const n, rounds = 16, 50
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
 		c.Ring(n)
-		for slot := range uint32(n) { // without waiting for the answers
+		for slot := range uint32(n) { // the frames are sent without waiting for the answers
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
 				uint64(1024*slot), 100)))
 		}
@@ -692,8 +698,8 @@ func TestManyOverTheRing(t *testing.T) {
 	})
 }
 
-// The sidecar, which looks at the ring because of an earlier doorbell, may see a submission before the frame
-// that prepares its slot.
+// A client may prepare a slot and submit it at once. The sidecar looks at the ring because of an earlier
+// doorbell, and may see the submission before it has read the frame that prepares the slot.
 func TestPrepareAndSubmitAtOnce(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)

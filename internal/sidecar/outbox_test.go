@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pair returns the two ends of a connection.
+// pair returns the two ends of a connection between Unix sockets.
 func pair(t *testing.T) (near, far int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -24,7 +24,7 @@ func pair(t *testing.T) (near, far int) {
 	return fds[0], fds[1]
 }
 
-// drain returns the bytes that can be read without waiting.
+// drain reads and returns what has arrived at fd, without waiting.
 func drain(t *testing.T, fd int) (got []byte) {
 	t.Helper()
 	b := make([]byte, 1<<16)
@@ -40,7 +40,7 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered returns n bytes that show their positions, none of which is a doorbell.
+// numbered returns n bytes whose values follow their positions. None of them is 0, which would be a doorbell.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -49,7 +49,8 @@ func numbered(n int) []byte {
 	return b
 }
 
-// A doorbell is not sent within a frame, nor if the other end has something to read.
+// SendDoorbell does not put a doorbell inside a frame, and sends none while bytes of a frame or another
+// doorbell are still to be read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
@@ -60,7 +61,7 @@ func TestBell(t *testing.T) {
 	}
 	sent := numbered(4 << 20)
 	o.Put(bytes.Clone(sent), -1)
-	got := drain(t, far) // the rest is queued, because Run is not called
+	got := drain(t, far) // the rest stays queued, because Run is not running
 	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}
@@ -86,7 +87,7 @@ func TestBell(t *testing.T) {
 	}
 }
 
-// Room returns when the other end has read.
+// Room blocks while too much is queued, and returns when the other end has read.
 func TestRoom(t *testing.T) {
 	near, far := pair(t)
 	synctest.Test(t, func(t *testing.T) {
@@ -98,7 +99,7 @@ func TestRoom(t *testing.T) {
 			defer close(waited)
 			o.Room()
 		}()
-		synctest.Wait() // it waits
+		synctest.Wait() // until Room blocks
 		var running sync.WaitGroup
 		running.Go(o.Run)
 		for n := 0; n < len(sent); {
@@ -110,7 +111,7 @@ func TestRoom(t *testing.T) {
 	})
 }
 
-// Close ends the wait for room, and closes the descriptors of packets that were not sent.
+// Close makes Room return, and closes the descriptors of packets that were not sent.
 func TestOutboxCloses(t *testing.T) {
 	near, _ := pair(t)
 	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)
