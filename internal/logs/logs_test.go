@@ -365,8 +365,8 @@ func ExampleNew() {
 		zap.Uint64("epoch", 1))
 	log.Warn("an operation failed", zap.String("tensor", "grad/7"))
 	log.Info("not at this level")
-	// Output: {"level":"warn","msg":"an operation
-	// failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
+	// Output:
+	// {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
 // Trace is a level with a name in each format, and its lines are complete, however many there are and however
