@@ -253,7 +253,7 @@ func TestServerAnswersPing(t *testing.T) {
 func TestDialTCP(t *testing.T) {
 	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	t.Run("refused", func(t *testing.T) {
-		// Long enough for at least one refused connection.
+		// The timeout is long enough for at least one refused connection.
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		_, err := Dial(ctx, addr, Config{})

@@ -828,7 +828,7 @@ func fillDisk(path string) error {
 	}); err != nil {
 		return err
 	}
-	// Flushes, so that the file does not change while it is read; it fails if the disk is full again.
+	// Write flushes, so that the file does not change while it is read. It fails if the disk is full again.
 	_ = tl.Write()
 	after, err := readFile(path)
 	if err != nil {

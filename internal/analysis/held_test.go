@@ -48,7 +48,7 @@ func TestHeld(t *testing.T) {
 		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
 		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. The others wait for it
-		// only in some operations, or its lateness is 0 there.
+		// only in the last operation, or in every second one.
 		"not waited for": {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}},
 			[]int{0, 3, 0}},
 		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},

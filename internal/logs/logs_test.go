@@ -195,8 +195,8 @@ func observed() (*zap.Logger, *observer.ObservedLogs) {
 	return logs.Quiet(log), entries
 }
 
-// lines returns the messages of entries. A message after which lines were left out has their number behind a
-// +.
+// lines returns the messages of entries. If an entry has the number of lines that were left out, it follows
+// after a plus sign.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {

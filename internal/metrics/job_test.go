@@ -42,8 +42,8 @@ func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 
 func asIs(*trace.Stats) {}
 
-// jobOf returns a job of size ranks on hosts a and b in turn, which answers with answers, and what the job
-// logs. The job is closed when the test ends.
+// jobOf returns a job of size ranks and the log of the job. The ranks are on hosts a and b in turn, and have
+// given answers. The job is closed when the test ends.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
 	t.Helper()
 	log, entries := testnet.Logs()

@@ -81,7 +81,7 @@ func TestDetect(t *testing.T) {
 			"at a store of rank 0, published at 127.0.0.1:29500"},
 		{"torchrun, no run id", torchrunEnv.with("TORCHELASTIC_RUN_ID", "", "TORCHELASTIC_RESTART_COUNT", ""),
 			"torchrun 3/4 1/2 1/2 none/0", ""},
-		// Port 29703: 1234*97+5 = 119703.
+		// The port is 29703 because 1234*97+5 = 119703.
 		{"Slurm", slurmEnv, "Slurm 5/7 1/2 2/3 1234.5", "at a store of rank 0, node01:29703"},
 		{"Slurm, last host", slurmEnv.with("SLURM_PROCID", "6", "SLURM_LOCALID", "0", "SLURM_NODEID", "3"),
 			"Slurm 6/7 0/1 3/4 1234.5", ""},

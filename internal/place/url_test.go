@@ -212,7 +212,7 @@ func TestOwnMethod(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	// Long enough for at least one refused connection.
+	// The timeout is long enough for at least one refused connection.
 	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer cancel()
 	_, err = m.Open(ctx, "tcp://127.0.0.1:"+freePort(t), MethodOptions{Rank: 1, Size: 2})

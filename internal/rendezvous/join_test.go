@@ -727,7 +727,7 @@ func TestManyEpochs(t *testing.T) {
 	kv := newStore(t)
 	log, entries := testnet.Logs()
 	var seen [size][]uint64
-	// Receives one element from each rank that leaves an epoch before the slowest one.
+	// left[i] receives one element from each rank that leaves epoch i before the slowest one.
 	var left [epochs]chan struct{}
 	for i := range left {
 		left[i] = make(chan struct{}, size)

@@ -238,7 +238,7 @@ func TestReplay(t *testing.T) {
 		if _, err := io.ReadFull(conn, hello[:]); err != nil {
 			return err
 		}
-		// The client's own nonce, and a proof of zeros.
+		// Send the client's own nonce back to it, with a proof of zeros.
 		_, err := conn.Write(append(hello[:], make([]byte, 32)...))
 		return err
 	})

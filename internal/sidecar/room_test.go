@@ -85,7 +85,8 @@ func TestNoRoomForAResult(t *testing.T) {
 		}
 	}
 	t.Cleanup(func() { limit(old.Cur) })
-	// Of each rank; the result is larger than the memory that the sidecar keeps from earlier ones.
+	// Each rank sends numElems elements. The result is larger than the memory that the sidecar keeps from
+	// earlier ones.
 	const numElems = 10 << 20
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)

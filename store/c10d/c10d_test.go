@@ -554,7 +554,7 @@ func TestDial(t *testing.T) {
 		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is not a TCPStore`)
 	})
 	t.Run("refused", func(t *testing.T) {
-		// Long enough for at least one refused connection.
+		// The timeout is long enough for at least one refused connection.
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		_, err := c10d.Dial(ctx, "127.0.0.1:1", c10d.Unknown)

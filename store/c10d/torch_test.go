@@ -48,7 +48,7 @@ def fails(f, *args):
 a.set("k", "v1")
 same(b.get("k"), b"v1")
 b.set("k", "x" * 5000)
-same(b.get("k"), b"x" * 5000) # a set has no answer: this is behind it
+same(b.get("k"), b"x" * 5000) # a set has no answer, so this request follows it
 same(a.get("k"), b"x" * 5000)
 big = "0123456789abcdef" * (9 << 15)
 a.set("big", big)

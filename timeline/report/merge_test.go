@@ -175,7 +175,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
 	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
 	f.end(1900, 0)
-	// In the second segment, ts is 0 60 us later than in the first.
+	// In the second segment, the time of ts = 0 is 60 us later than in the first.
 	put(t, dir, "t.rank1.1.json", f.b.String()+"\n]\n")
 	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, segment: 2, monotonic: 100})
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)

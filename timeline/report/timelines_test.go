@@ -27,7 +27,7 @@ type training struct {
 	exchange int
 	skew     []int
 	trip     int
-	// Rank starts broadcasts its parameters lateBy later than the other ranks.
+	// starts is the rank that broadcasts its parameters later than the others, by lateBy.
 	starts, lateBy int
 	// hosts is the number of hosts; each has its own clock, and rank r is on host r mod hosts. If firstHost
 	// is set, only the files of the ranks of the first host are written.
