@@ -33,7 +33,7 @@ type clientArena struct {
 	bytes  []byte
 	owner  *conn
 	users  int  // uses by operations in flight, one for each place of each tensor
-	left   bool // the owner has gone, and the last use to end removes the arena
+	left   bool // the owner has gone; the end of the last use removes the arena
 }
 
 // add maps the arena behind fd and records it under its number for owner. It takes over fd, also if it

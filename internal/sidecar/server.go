@@ -188,7 +188,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		s.mu.Unlock()
 		return errors.Join(errEnding, conn.Close())
 	}
-	s.wg.Add(1) // with mu held, so Close does not wait for wg yet
+	s.wg.Add(1) // Close sets closed before it waits for wg
 	s.mu.Unlock()
 	defer s.wg.Done()
 	fd, pid, pidfd, err := s.accept(conn, path)

@@ -29,7 +29,7 @@ for name in ("torch", "numpy"):
         versions.append("none")
 print(*versions)
 """
-# The tests that import torch.
+# These tests import torch.
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 

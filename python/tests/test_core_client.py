@@ -245,8 +245,8 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
 
     def test_names_of_no_use(self) -> None:
-        """An unnamed operation for which the program does not wait uses up no name. The client forgets names
-        that are not in use.
+        """An unnamed operation for which the program does not wait leaves no name in use. The client forgets
+        names that are not in use.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -1287,8 +1287,8 @@ class Nonsense(WithFake):
         self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
         self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
 
-        # Two valid arenas: the first comes one byte at a time. Then come places of results within and beyond
-        # them.
+        # The sidecar sends two valid arenas, the first one byte by byte. The client then reads places within
+        # and beyond them.
         def good(f: Fake) -> None:
             frame = news(1 << 31, 4096)
             socket.send_fds(f.sock, [frame[:1]], [fd])

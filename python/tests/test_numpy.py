@@ -186,7 +186,7 @@ class Numpy(unittest.TestCase):
         hvd.allreduce(np.ones(1))
         gc.collect()
         arena.collect()
-        # 50 arrays, and the staging of results that were not taken.
+        # The 50 arrays, and the staging of results that were not taken, must be freed by now.
         self.assertLessEqual(sum(c.live for c in arena._chunks), before + 2)
 
     def test_allgather(self) -> None:
@@ -382,7 +382,8 @@ class Numpy(unittest.TestCase):
 
     def test_join(self) -> None:
         for turn in range(2):
-            # The operations have no names: the ranks' counts differ, and begin again with the join.
+            # The operations have no names, so each rank counts them. The counts differ here, and start again
+            # with the join.
             for step in range(self.rank + 1):
                 got = hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait()
                 self.equal(got, np.full(2, float(self.size - step)))

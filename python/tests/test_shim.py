@@ -150,7 +150,7 @@ class Modules(RanksTest):
             ("ray", "on Ray: start the ranks with hvdrun"),
             ("data", "docs/migration.md"),
         ):
-            # As with a Horovod that was built without it.
+            # find_spec finds the module, as it does in a Horovod that was built without it.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))
             # Code that handles a missing package also handles this error.
             with self.assertRaisesRegex(ModuleNotFoundError, f"no module horovod.{name}: .*{want}"):

@@ -452,7 +452,7 @@ class Names(RanksTest):
             for turn in range(10):
                 handle = start("twice")
                 if turn % 3 == 0:
-                    hvd.barrier()  # the operation is done
+                    hvd.barrier()  # the operation is done when the barrier is
                 for _ in range(random.choice((0, 0, 50))):
                     os.sched_yield()
                 with self.assertRaisesRegex(ValueError, "twice.*same name.*not synchronized", msg=what):
