@@ -80,7 +80,7 @@ type Member struct {
 type memberSet struct {
 	Set
 	me        int // position in the set, or -1
-	voteState     // in lock-step
+	voteState     // used only in lock-step
 	cache     responsecache.Cache
 	join      string // the name of the join that this rank waits for, or ""
 	grants    uint64

@@ -631,8 +631,8 @@ type steady struct {
 	requests []message.Request
 	now      time.Duration
 	up       message.Up
-	downs    []message.Down // by member
-	ups      [][]byte       // by member
+	downs    []message.Down // indexed by member
+	ups      [][]byte       // indexed by member
 	down     []byte
 }
 

@@ -44,8 +44,8 @@ type setState struct {
 
 type tableRow struct {
 	wait
-	requests []message.Request // by member; Kind is NoKind for members without a request
-	arrivals []time.Duration   // by member; nil unless tracing is on
+	requests []message.Request // indexed by member; Kind is NoKind without a request
+	arrivals []time.Duration   // indexed by member; nil unless tracing is on
 	count    int
 	complete bool // the tensor is ready or held
 	granted  bool

@@ -35,7 +35,7 @@ func (s State) String() string { return [...]string{"miss", "hit", "invalid"}[s]
 
 // Cache maps names to bits and bits to responses. The zero value is empty and ready.
 type Cache struct {
-	entries []*message.Response // by bit; nil where free
+	entries []*message.Response // indexed by bit; nil if the bit is free
 	byName  map[string]uint32
 }
 

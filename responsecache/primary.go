@@ -21,7 +21,7 @@ type Primary struct {
 	Cache
 	capacity int
 
-	slots []slot // by bit
+	slots []slot // indexed by bit
 	// oldest and newest are the ends of the list of entries by the time of their last grant; -1 if there are
 	// none.
 	oldest, newest int32
@@ -200,7 +200,7 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {
-		p.slots[bit].grants = 1 // this grant; the name was not granted before
+		p.slots[bit].grants = 1 // counts this grant: the name was not granted before
 	}
 	p.linkNewest(bit)
 	return bit, true

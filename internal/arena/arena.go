@@ -55,7 +55,7 @@ type Chunk struct {
 type chunk struct {
 	Chunk
 	bytes []byte
-	live  map[int64]int64 // offset of a tensor to the bytes it takes up, a multiple of align
+	live  map[int64]int64 // maps the offset of a tensor to its bytes, a multiple of align
 	free  []span          // in ascending order; two spans never touch
 	// fresh is the offset of the bytes that were never handed out and are still zero.
 	fresh int64
@@ -71,9 +71,9 @@ type heap struct {
 	growing sync.Mutex
 
 	mu       sync.Mutex
-	chunks   []*chunk // ascending by ID
+	chunks   []*chunk // in ascending order of IDs
 	lastID   uint32
-	live     int64 // bytes of live tensors, rounded up to align
+	live     int64 // number of bytes of live tensors, each rounded up to align
 	watchers []*watcher
 
 	// index is for Find: the chunks in ascending order of address. It is replaced and never changed in place.

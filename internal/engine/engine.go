@@ -144,7 +144,7 @@ type Engine struct {
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
-	works       []*work // free list
+	works       []*work // the free list of work records
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event

@@ -163,7 +163,7 @@ func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.err, l.ended = err, true
-	l.changed.Signal() // also if run waits for the verdict
+	l.changed.Signal() // this wakes run even if it waits for the verdict
 }
 
 // next removes and returns the oldest work, and the err of end. It blocks until there is work, and returns

@@ -40,7 +40,7 @@ type collectives interface {
 type phase uint8
 
 const (
-	pausing phase = iota // until the next cycle is due
+	pausing phase = iota // the rank waits until the next cycle is due
 	combining
 	gathering
 	broadcasting
@@ -194,7 +194,7 @@ func (n *lockstep) combined() {
 // gathered continues the cycle when gather has completed.
 func (n *lockstep) gathered(frames [][]byte) {
 	var ups []*message.Up
-	for r, frame := range frames { // at rank 0
+	for r, frame := range frames { // frames is nil at other ranks than 0
 		up := new(message.Up)
 		if err := message.DecodeUp(frame, up); err != nil {
 			n.e.failSender(topo.Rank(r), err)

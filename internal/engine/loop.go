@@ -24,7 +24,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
-	e.sched.notifyPeers() // about the last frames
+	e.sched.notifyPeers() // a peer may be parked that has not read the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
@@ -71,7 +71,7 @@ func (e *Engine) answer(err error) {
 	for _, l := range e.lanes.all {
 		l.queue.Close(reason)
 	}
-	e.sched.mu.Lock() // a driver may be about to unlock it
+	e.sched.mu.Lock() // waits for a driver, which may be about to unlock mu
 	e.handOff()
 	e.sched.mu.Unlock()
 	e.endLanes(err)

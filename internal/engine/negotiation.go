@@ -54,7 +54,8 @@ func (n events) sendReplies() {
 			e.member.Drained()
 			sent = e.memberReady() || sent
 		}
-		again = sent && e.coordinator != nil // coordinatorReady has run before the coordinator received that
+		// coordinatorReady has run before the coordinator received the frames that memberReady has sent.
+		again = sent && e.coordinator != nil
 	}
 }
 
@@ -155,7 +156,7 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	case errors.Is(err, errBacklog):
 		return to, err
 	}
-	return 0, nil // see sendUp
+	return 0, nil // the receiving half reports any other error (see sendUp)
 }
 
 // handleEvent applies a frame or the end of a control connection. An error ends the epoch at once.
@@ -202,7 +203,8 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 
 func (e *Engine) memberStep(frame []byte) {
 	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // rank 0 may have sent it to itself
+		// At rank 0 the frame may come from its own coordinator.
+		e.member.Lost(fmt.Sprintf("malformed frame: %v", err))
 		return
 	}
 	e.traceDown(&e.scratch.down)
@@ -222,7 +224,8 @@ func (e *Engine) coordinatorReady() {
 	for _, o := range e.coordinator.Ready() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
 		if err != nil {
-			failed = append(failed, event{from: e.cfg.Rank, err: err}) // the others must not wait for it
+			// The other ranks must not wait for this frame, so this rank fails.
+			failed = append(failed, event{from: e.cfg.Rank, err: err})
 			continue
 		}
 		e.scratch.frame = frame

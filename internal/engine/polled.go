@@ -52,7 +52,7 @@ func (e *Engine) receive() error {
 // Its goroutines, which connected counts, end when the mesh is closed.
 func (e *Engine) drain(connected *sync.WaitGroup) {
 	for _, l := range e.links {
-		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // until the mesh is closed
+		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // ends when the mesh is closed
 	}
 }
 

@@ -50,7 +50,7 @@ type scheduler struct {
 	pending atomic.Bool   // notify was called since the last turn began
 	parked  atomic.Bool   // no goroutine polls, or the holder of mu is about to stop polling
 	wake    chan struct{} // wakes BackgroundThreadLoop
-	polls   atomic.Uint64 // number of polls, for tests
+	polls   atomic.Uint64 // number of polls; only tests read it
 
 	mu         sync.Mutex  // held by the goroutine that runs turns
 	background atomic.Bool // BackgroundThreadLoop holds mu
@@ -58,7 +58,7 @@ type scheduler struct {
 	missed     atomic.Bool // BackgroundThreadLoop was woken while a driver held mu
 
 	// Owned by the holder of mu.
-	now        time.Duration // the time at which the turn began, or approximately the time of the last poll
+	now        time.Duration // when the turn began, or about when the last poll ended
 	budget     time.Duration // the poll budget of the goroutine that holds mu
 	busyUntil  time.Duration // the time at which polling ends
 	alarm      time.Duration // when BackgroundThreadLoop's timer fires, or should have fired
@@ -232,7 +232,7 @@ func (s *scheduler) run() error {
 		case <-s.wake:
 		case <-timer.C:
 		case <-s.stop:
-			s.mu.Lock() // a driver is about to unlock it
+			s.mu.Lock() // waits for a driver, which is about to unlock mu
 			s.end(ErrClosed)
 			s.mu.Unlock()
 			return s.err
@@ -475,10 +475,10 @@ const (
 type deferred struct {
 	period time.Duration
 	timer  *time.Timer
-	armed  atomic.Bool // the timer will notify
+	armed  atomic.Bool // the timer is running and will notify
 
 	mu sync.Mutex // guards the fields below
-	// operations that were queued when the timer last fired, and how often it has deferred
+	// Number of operations that were queued when the timer fired last, and number of deferrals since then.
 	queued, periods int
 }
 
@@ -503,7 +503,8 @@ func (s *scheduler) flush() {
 // cancel drops a deferred notification. The caller runs a turn next.
 func (d *deferred) cancel() {
 	if d.armed.Load() {
-		d.timer.Stop() // before armed: a caller that then arms it again has a running timer
+		// The timer stops before armed changes. So if another caller arms it again, its timer runs.
+		d.timer.Stop()
 		d.armed.Store(false)
 	}
 }
@@ -515,7 +516,7 @@ func (s *scheduler) deferralEnds() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if !d.armed.Load() {
-		d.queued, d.periods = 0, 0 // a turn has taken those operations
+		d.queued, d.periods = 0, 0 // a turn has taken the operations that were queued
 		return
 	}
 	queued := s.loop.queued()

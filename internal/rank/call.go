@@ -195,7 +195,7 @@ func (c *Call) Submit(e *tensorqueue.Entry) error {
 // c.
 func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	for _, e := range entries {
-		if err := e.Request.CheckParameters(); err != nil { // as in Submit
+		if err := e.Request.CheckParameters(); err != nil { // the same check as in Submit
 			return c.Misuse("%w", err)
 		}
 	}

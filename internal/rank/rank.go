@@ -104,7 +104,7 @@ type Rank struct {
 	Global      *Set // the set of all ranks
 
 	meeting     *place.Meeting
-	session     *Session    // nil in a job of one
+	session     *Session    // nil in a job of one rank
 	log         *zap.Logger // nil if the program owns it
 	sets        setTable
 	dynamicSets bool

@@ -23,7 +23,7 @@ type Set struct {
 	Me    int         // the position of this rank, or -1
 
 	unnamed [message.NumKinds]atomic.Int64 // number of calls of each kind without a name at this rank
-	joined  atomic.Bool                    // this rank has joined, and not all have
+	joined  atomic.Bool                    // this rank has joined, and not all members have
 }
 
 // Size returns the number of members.

@@ -190,7 +190,7 @@ func (t *timelines) toggle() error {
 	if path == "" || path == config.TimelineDynamic {
 		path = "hvd-timeline.json"
 	}
-	taken := path == set.Timeline // the path is that of the timeline that Attach has started
+	taken := path == set.Timeline // Attach has started a timeline with this path
 	path = pathOfEpoch(path, t.rank.cfg.Epoch)
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))

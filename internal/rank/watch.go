@@ -54,7 +54,7 @@ type Watch struct {
 	mu       sync.Mutex
 	engine   *engine.Engine // nil before Attach
 	metrics  *metrics.Server
-	reported []reportedStall // the last stalls
+	reported []reportedStall // the stalls that were reported last
 }
 
 // reportedStall is a stall that was reported, and when it was last.

@@ -192,7 +192,7 @@ func fix(name string, fd int) error {
 // harmful one. It is not an error if the file already has these seals.
 func seal(name string, fd int) error {
 	err := addSeals(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
-	if err == unix.EINVAL { // Linux before 5.1, where peers could map it for writing
+	if err == unix.EINVAL { // Linux before 5.1, in which a peer could map the file for writing
 		err = addSeals(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
@@ -204,7 +204,7 @@ func seal(name string, fd int) error {
 // addSeals adds seals to a descriptor. It succeeds if the descriptor has them already.
 func addSeals(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-	if err == unix.EPERM { // the seals are sealed
+	if err == unix.EPERM { // the file allows no more seals
 		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil &&
 			has&seals == seals {
 			return nil

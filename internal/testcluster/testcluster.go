@@ -88,7 +88,7 @@ type cluster struct {
 	ctx    context.Context // it ends with the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []opsshm.Memory // by rank, for SHM
+	memory []opsshm.Memory // indexed by rank; only for SHM
 	ranks  []*Rank
 }
 

@@ -151,7 +151,7 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
-	last    int // the tensor that at found last
+	last    int // the index of the tensor that at has found last
 
 	room   []byte // memory of the packed tensors
 	packed []ops.Tensor

@@ -87,26 +87,25 @@ type Backend struct {
 	spins, yields  int
 	oversubscribed bool
 
-	ctx     context.Context // of the running operation
+	ctx     context.Context // the context of the running operation
 	err     error           // the error that ended the backend
 	segment []byte          // this rank's segment; nil before the first operation
-	peers   []peer          // by rank of the set, with this one
+	peers   []peer          // indexed by rank of the set, including this rank
 	// connected says that the segments of all peers are mapped.
 	connected bool
 	// progress and parked are words in the segment of this rank (see Memory).
 	progress *uint64
 	parked   *uint32
 
-	op    ops.Operation // in progress
+	op    ops.Operation // the operation in progress
 	state state
 
-	// rounds of the operations before this one, which all ranks have finished or will finish
-	rounds     uint64
-	smallCount uint64 // small operations that were started
+	rounds     uint64 // number of rounds before this operation, which all ranks finish
+	smallCount uint64 // number of small operations that were started
 	// smallTotal is the number of bytes of the small operation in progress.
 	smallTotal int64
 	running    running // the exchange in progress
-	stage      int     // steps staged in the operations before this one
+	stage      int     // number of steps staged before this operation
 	turn       int     // the table that this operation uses, 0 or 1
 	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd the
 	// position of the next one's.
@@ -115,7 +114,7 @@ type Backend struct {
 	// The fields below are kept between operations so that steady state allocates nothing.
 	own        own
 	one        [1]ops.Tensor
-	layouts    []layout // by rank of the set
+	layouts    []layout // indexed by rank of the set
 	sources    [][]byte
 	plan       plan
 	counts     [][]int64 // for alltoall: bytes that member i sends to member k

@@ -2,7 +2,7 @@ package tcp
 
 import (
 	"iter"
-	_ "unsafe" // for lockedOSThread
+	_ "unsafe" // for the linkname of lockedOSThread
 
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
@@ -18,7 +18,7 @@ type steps struct {
 	resume  func() (ops.Progress, bool) // nil until the first step that may not wait
 	stop    func()
 	yield   func(ops.Progress) bool
-	err     error // of the operation that has finished
+	err     error // the error of the operation that has finished
 	running bool  // an operation is suspended
 	closed  bool
 }
@@ -106,7 +106,7 @@ func (b *Backend) await(p ops.Progress) error {
 type stream struct {
 	transport.Conn
 	b      *Backend
-	queued uint64 // bytes given to the channel
+	queued uint64 // number of bytes that were passed to the channel
 }
 
 // Read implements io.Reader.

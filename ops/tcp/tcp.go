@@ -95,22 +95,22 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
-	conns         []*stream // by rank of the set, nil until needed
+	conns         []*stream // indexed by rank of the set; nil until needed
 	watch         watch
 	err           error // the error that ended the backend
 
-	op      ops.Operation // in progress
-	started bool          // op is set
+	op      ops.Operation // the operation in progress
+	started bool          // an operation was started
 	steps   steps
-	ctx     context.Context // of the step, if it may wait; else nil
+	ctx     context.Context // the context of the step if it may wait, otherwise nil
 
 	// The fields below are kept between operations so that steady state allocates nothing. Each operation
 	// fills the ones that it uses.
 	parts   cut      // the ranks' parts of the buffer
-	in      scratch  // received but not yet reduced
-	ordered inOrder  // for direct reductions
+	in      scratch  // bytes that were received and not reduced yet
+	ordered inOrder  // state of a direct reduction
 	starts  []uint64 // position in the stream to each rank at which this operation began
-	blocks  blocks   // for alltoall
+	blocks  blocks   // state of an alltoall
 	adasum  adasum
 }
 

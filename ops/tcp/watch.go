@@ -14,7 +14,7 @@ type watch struct {
 
 	// mu may be held when abort is called. abort takes locks of the mesh and does not call the watch.
 	mu      sync.Mutex
-	done    <-chan struct{} // of the watched context
+	done    <-chan struct{} // the Done channel of the watched context
 	stop    func() bool
 	running bool
 	cause   error // the reason why the running operation was aborted

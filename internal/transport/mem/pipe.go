@@ -96,7 +96,7 @@ type pipe struct {
 	notifyDue     atomic.Bool // bytes were sent, and receiverWaker was not called
 	mu            sync.Mutex
 	changed       sync.Cond
-	queue         []piece // unread from head on
+	queue         []piece // pieces; those from head on are not read yet
 	head          int
 	drops         bool // bytes that are sent from now on are dropped
 	errReturned   bool // a read has returned the receiver's error
@@ -114,7 +114,7 @@ type piece struct {
 // of the other rank.
 type side struct {
 	own, peer error
-	due       time.Duration // time from which peer takes effect
+	due       time.Duration // the time from which peer takes effect
 }
 
 // err returns the error of the side at time now, or nil.

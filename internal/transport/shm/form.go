@@ -60,10 +60,10 @@ type setup struct {
 	e     *Endpoint
 	ep    *Epoch
 	group []topo.Rank
-	index int // of this rank in the group
+	index int // this rank's index in the group
 
 	layout controlLayout
-	peers  []*peer // by rank
+	peers  []*peer // indexed by rank
 
 	mu      sync.Mutex
 	claimed map[topo.Rank]bool

@@ -76,9 +76,9 @@ type conn struct {
 	inTail       *uint64   // in this rank's segment
 	tail         uint64
 	seen         uint64 // the greatest head that was read
-	notifiedTail uint64 // tail when the peer was last notified of room
+	notifiedTail uint64 // the tail when the peer was last notified of room
 	rerr         error
-	errReturned  bool // a call has returned cause or rerr
+	errReturned  bool // a call has returned the error cause or rerr
 
 	writing sync.Mutex
 	emptied sync.Cond // signals that queue is empty
@@ -89,7 +89,7 @@ type conn struct {
 	outTail *uint64   // in the peer's segment
 	head    uint64
 	freed   uint64   // the greatest tail that was read
-	queue   [][]byte // unwritten from first on
+	queue   [][]byte // buffers; those from first on are not written yet
 	first   int
 	full    bool // the value of outFull
 	werr    error

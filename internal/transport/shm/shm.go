@@ -179,7 +179,7 @@ func (e *Endpoint) listen() error {
 	if err := os.Chmod(path, permSocket); err != nil {
 		return errors.Join(err, ln.Close())
 	}
-	ln.SetUnlinkOnClose(false) // Close removes it, and reports an error of that
+	ln.SetUnlinkOnClose(false) // Close removes the socket and reports its errors
 	e.ln, e.offer.Socket = ln, path
 	return nil
 }

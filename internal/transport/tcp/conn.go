@@ -60,7 +60,7 @@ type conn struct {
 
 	mu      sync.Mutex
 	changed sync.Cond // signals that queue ran empty or got a buffer, or that cause was set
-	queue   [][]byte  // unwritten from head on; the writer removes buffers only after they are written
+	queue   [][]byte  // buffers from head on are unwritten; the writer removes written ones
 	head    int
 	writer  bool  // the writer has been started
 	serr    error // error of the sending half

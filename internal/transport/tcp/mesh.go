@@ -23,7 +23,7 @@ type Mesh struct {
 	rank  topo.Rank
 	addrs []string // guarded by e.mu once the Mesh is in use
 	lanes map[transport.Lane]*lane
-	poll  *poller // of the Control lane
+	poll  *poller // polls the Control lane
 	// released has the lanes that were released. They are not in lanes any more and never return.
 	released transport.LaneSet
 }

@@ -25,7 +25,7 @@ type poller struct {
 	notify atomic.Pointer[func()]
 	parked atomic.Bool
 
-	mu     sync.Mutex // held to use inner
+	mu     sync.Mutex // must be held to use inner
 	closed bool
 	conns  []*conn
 	event  unix.EpollEvent // kept here so that report does not allocate
@@ -129,9 +129,9 @@ func (p *poller) park() bool {
 		return false
 	}
 	p.parked.Store(true)
-	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also reports data that has arrived since the check
+	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // this also reports data that has arrived since the check
 	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
-		p.parked.Store(false) // abort may have read parked before it was set
+		p.parked.Store(false) // abort may have read parked before this call set it
 		return false
 	}
 	return true
