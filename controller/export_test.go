@@ -14,7 +14,7 @@ const (
 	CloseTimeout    = closeTimeout
 )
 
-// Never is the result of Next if no turn is due.
+// Never is the time that Next returns if no turn is due.
 const Never time.Duration = never
 
 // CachedAndRequested returns a name that is both in the cache of the set and in its request table. It returns

@@ -80,7 +80,7 @@ func TestArrivals(t *testing.T) {
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
 		analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
-	// b has bit 0 now, and a has bit 1. Both are cached. c is not cached and is sent in full, between them.
+	// Now b has bit 0 and a has bit 1: both are cached. c is not cached and is sent in full, between them.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
 	all := func() message.UpSet {
 		u := asks("c")

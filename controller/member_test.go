@@ -610,7 +610,7 @@ func TestCoordinatorNext(t *testing.T) {
 	}
 	want(c, controller.Never, "failed")
 
-	// Something is ready, and it is too early for a cycle.
+	// A tensor is ready, but it is too early for a cycle.
 	c = start(beat / 2)
 	for cycle := range uint64(2) {
 		for r := range topo.Rank(2) {
@@ -651,7 +651,7 @@ func newSteady(tb testing.TB, ranks, tensors int) *steady {
 	for i := range tensors {
 		s.requests = append(s.requests, allreduce(fmt.Sprintf("layer%d.weight", i), 1000))
 	}
-	// Run cycles until the tensors are cached and every buffer has its final size.
+	// The cycles fill the cache and bring every buffer to its final size.
 	for range 3 {
 		s.cycle()
 	}

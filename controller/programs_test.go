@@ -45,7 +45,7 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 // parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand
-	// races lets removals of process sets race with requests, so that the answers depend on timing.
+	// races is set if removals of process sets may race with requests, so that the answers depend on timing.
 	races    bool
 	all      []topo.Rank
 	sets     []*plannedSet

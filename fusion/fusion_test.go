@@ -152,8 +152,8 @@ func TestPlanOptions(t *testing.T) {
 	}
 }
 
-// For any input, every index is in exactly one group, groups are within the threshold and compatible, and the
-// groups are in the order of their first tensors.
+// TestPlanProperties checks random inputs: every index is in exactly one group, the groups are within the
+// threshold and compatible, and they are in the order of their first tensors.
 func TestPlanProperties(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

@@ -23,7 +23,7 @@ func (p *planner) Close() { p.closed = true }
 
 func (p *planner) Plan(*message.Response, int64) (message.Algorithm, error) { return p.alg, p.err }
 
-// These numbers stand for backends that later versions of package message may define.
+// first and second stand for backends that later versions of package message may define.
 const (
 	first  = message.Backend(101)
 	second = message.Backend(102)

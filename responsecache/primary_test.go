@@ -170,7 +170,7 @@ func TestInvalidations(t *testing.T) {
 	if bit, ok, _ := assign(t, p, allreduce("a", 9), 4); ok {
 		t.Errorf("got bit %d after three invalidations", bit)
 	}
-	// Evictions do not count as invalidations, and other names are not affected.
+	// Evictions do not count as invalidations: names that were evicted often can still be cached.
 	q := responsecache.NewPrimary(1, 1)
 	for i := range 10 {
 		if _, ok, _ := assign(t, q, allreduce([]string{"a", "b"}[i%2], 1), uint64(i+1)); !ok {

@@ -33,7 +33,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const deadline = 60 * time.Second
 
-// cluster is a job whose ranks run in this process.
+// cluster is a job whose ranks are engines in this process.
 type cluster struct {
 	t       testing.TB
 	ctx     context.Context

@@ -67,7 +67,8 @@ type lane struct {
 	// voted finds submitted entries by their cache bits. The loop owns it.
 	voted votes
 
-	// guards the fields below; claimed and executing also decide who owns scratch and execution
+	// mu guards the fields below. claimed and executing also decide which goroutine owns scratch and
+	// execution.
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*work

@@ -331,7 +331,7 @@ func TestCounts(t *testing.T) {
 			}
 		})
 		left := c.allreduce(0, "left", make([]byte, 8))
-		// It is an error if rank 1 leaves first.
+		// Shutdown returns an error at rank 0 if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got %v, want the shutdown", err)
@@ -368,7 +368,7 @@ func TestGroupsAreTold(t *testing.T) {
 			}
 		})
 		left := c.submit(0, group(tensor.Int64, tensor.Int8))
-		// It is an error if rank 1 leaves first.
+		// Shutdown returns an error at rank 0 if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got %v, want the shutdown", err)

@@ -262,7 +262,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		for range 3 {
 			var dones []chan error
 			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
-			// In two rounds of another operation the group could have run too.
+			// In the time of these two rounds of another operation the group could have run.
 			pass("x")
 			pass("x")
 			for _, done := range dones {

@@ -530,7 +530,7 @@ func (d *decoder) text() string {
 		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
-	// truncates as appendText does, so that re-encoding gives the same bytes
+	// The text is truncated as in appendText, so that encoding it again gives the same bytes.
 	return truncateText(string(d.take(n)))
 }
 

@@ -508,7 +508,7 @@ func TestParts(t *testing.T) {
 		{floats, changed(4, int64(tensor.Int32)), 1},
 		{floats, changed(8, 4), 2},
 		{floats, floats[:6], 2},
-		// the number of dimensions differs first
+		// The first difference is the number of dimensions.
 		{floats, message.Parts{}.Append(tensor.Float32, tensor.Shape{2}), 0},
 	} {
 		if got := c.p.Difference(c.q); got != c.want {
@@ -527,7 +527,7 @@ func TestVectors(t *testing.T) {
 	and, or := []uint64{1, 0, 0}, []uint64{1 << 63, 0}
 	b := message.AppendVectors(nil, and, or)
 	gotAnd, gotOr, err := message.DecodeVectors(b, []uint64{9, 9, 9, 9}, nil)
-	// Trailing zeros count: the lengths of all ranks' vectors must be equal.
+	// Trailing zeros are decoded too, because the vectors of all ranks must have the same length.
 	if err != nil || !reflect.DeepEqual(gotAnd, and) || !reflect.DeepEqual(gotOr, or) {
 		t.Errorf("got %v, %v and error %v", gotAnd, gotOr, err)
 	}

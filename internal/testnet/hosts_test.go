@@ -83,8 +83,8 @@ func where() error {
 	return err
 }
 
-// interfaces returns the interfaces and addresses of this process's network. It leaves out IPv6 addresses,
-// because they are assigned at an unknown time.
+// interfaces returns the interfaces of this process's network and their addresses. It leaves out IPv6
+// addresses, because the kernel may assign them later.
 func interfaces() (string, error) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -302,7 +302,8 @@ func TestHostsAreApart(t *testing.T) {
 	}
 }
 
-// Commands behave as os/exec promises: the process is the command itself, with its arguments and exit status.
+// Command keeps the promises of os/exec: the process is the command itself, with its arguments and exit
+// status, and the end of the context kills it.
 func TestCommand(t *testing.T) {
 	h := testnet.NewHosts(t, 1)[0]
 	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")

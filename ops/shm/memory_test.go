@@ -91,7 +91,7 @@ func (m *rankMemory) Err(lane transport.Lane, rank topo.Rank) error {
 	return m.dead[rank]
 }
 
-// kill makes Err report the death of rank at all ranks.
+// kill makes Err report at all ranks that rank has died of err.
 func (h *host) kill(rank topo.Rank, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -54,7 +54,7 @@ func (b *Backend) finishSmall() {
 		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}
 	if len(b.own.tensors) == 1 {
-		// reading it from the segment is slower, because other processors hold its lines
+		// Reading it from the segment would be slower, because other processors hold its cache lines.
 		b.sources[b.me] = b.own.tensors[0].In
 	}
 	out := b.own.tensors[0].Out

@@ -18,7 +18,7 @@ import (
 
 var _ ops.Backend = (*shm.Backend)(nil)
 
-// errOr returns err, or an error with this text if err is nil.
+// errOr returns err, or a new error with text if err is nil.
 func errOr(err error, text string) error {
 	if err == nil {
 		err = errors.New(text)

@@ -64,7 +64,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 			break
 		}
 		if b.oversubscribed && k%yieldsPerGosched == yieldsPerGosched-1 {
-			// the loop of this rank, or another rank of this process, may need the processor
+			// The loop of this rank, or another rank of this process, may need the processor.
 			runtime.Gosched()
 		}
 		if k == 0 {

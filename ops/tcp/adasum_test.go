@@ -254,7 +254,7 @@ func TestAdasumNotFinite(t *testing.T) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}
 				}
-				// The other tensors have their usual results.
+				// The other two tensors must have their usual results.
 				copy(got[10*dt.Size():30*dt.Size()], want[10*dt.Size():])
 				wantClose(t, fmt.Sprintf("%v beside %v", dt, bad), dt, finite, tensors, got, want)
 			}

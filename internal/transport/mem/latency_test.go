@@ -97,8 +97,8 @@ func TestLatency(t *testing.T) {
 	})
 }
 
-// Lanes, pairs of ranks and directions are separate links: bytes that are in flight or unread on one link
-// delay no other link.
+// Each pair of ranks has a separate link for each lane and direction: bytes that are in flight or unread on
+// one link delay no other link.
 func TestLinksAreIndependent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -145,8 +145,8 @@ func TestLinksAreIndependent(t *testing.T) {
 	})
 }
 
-// Peers observe a death at the time at which the last bytes of the dead rank arrive. Ranks that wait for it
-// in Conn observe it at once, and its own calls fail at once.
+// Peers observe the death of a rank when the last bytes of that rank arrive. Ranks that wait for it in Conn
+// observe the death at once, and its own calls fail at once.
 func TestKillWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)

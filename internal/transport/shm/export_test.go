@@ -30,7 +30,8 @@ func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).c
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }
 
-// Sleepers returns the number of parked goroutines, and whether the peers see that there are any.
+// Sleepers returns the number of parked goroutines, and whether the word that the peers read says that there
+// are any.
 func (m *Mesh) Sleepers() (int, bool) {
 	m.waker.mu.Lock()
 	defer m.waker.mu.Unlock()

@@ -53,7 +53,7 @@ type Mesh struct {
 
 	// mu is locked before the locks of conns and outboxes, and never together with the lock of package arena.
 	mu sync.Mutex
-	// closed when something has changed that await may wait for; nil if no goroutine waits
+	// changed is closed when something has changed that await may wait for. It is nil if no goroutine waits.
 	changed  chan struct{}
 	released transport.LaneSet
 	closed   bool

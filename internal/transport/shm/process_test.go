@@ -23,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child starts a rank in a process of its own, with its socket in dir and the given time limit. The test
-// writes lines to the process (<) and reads lines that it prints (>):
+// child runs one rank in a child process that a test has started. The rank puts its socket into dir, and
+// waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
 //	< rank, the store of the job, addresses and offers of all
@@ -122,7 +122,7 @@ func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rende
 	})
 }
 
-// serve serves a store until the end of the test.
+// serve serves a store over TCP until the end of the test. It returns the store and its address.
 func serve(tb testing.TB) (kv store.Store, addr string) {
 	tb.Helper()
 	h := store.NewHashStore(store.Limits{})

@@ -542,7 +542,7 @@ func measure(b *testing.B, c transport.Conn, size int) {
 	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
 }
 
-// ping sends p and polls, without yielding the processor, until it has received as many bytes.
+// ping sends p. Then it polls without yielding the processor until it has received as many bytes.
 func ping(c transport.Conn, p []byte) error {
 	if err := c.Send(p); err != nil {
 		return err

@@ -44,7 +44,7 @@ func newPoller() (*poller, error) {
 		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
 			return os.NewSyscallError("epoll_ctl", err)
 		}
-		// package os puts only nonblocking files into the runtime's poller
+		// Package os puts only nonblocking files into the runtime's poller.
 		return unix.SetNonblock(p.outer, true)
 	}()
 	if err != nil {

@@ -115,7 +115,7 @@ type Endpoint struct {
 	connected chan struct{} // closed by Connect
 	refused   *zap.Logger   // log with floods of messages shortened (logs.Quiet)
 	limiter   *dial.Limiter
-	// holds a token for each connection that has sent its hello and is not a channel yet
+	// slots holds a token for each connection that has sent its hello and is not a channel yet.
 	slots chan struct{}
 	wg    sync.WaitGroup
 
@@ -123,7 +123,8 @@ type Endpoint struct {
 	mu     sync.Mutex
 	closed bool
 	mesh   *Mesh
-	// connections that are not channels yet (in their handshake), or not any more (released)
+	// unattached has the connections that are not channels yet (in their handshake) or not any more
+	// (released).
 	unattached map[net.Conn]struct{}
 }
 

@@ -35,7 +35,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // hangTimeout is the time after which a test regards a call as hung. No test that passes waits for so long.
 const hangTimeout = time.Minute
 
-// overBoth runs a test over plain connections without a secret, and over encrypted ones.
+// overBoth runs a test twice: over plain connections without a secret, and over encrypted connections.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
@@ -46,7 +46,7 @@ func encrypted() secret.Secret {
 	return key.Encrypted()
 }
 
-// meshes connects size ranks over loopback.
+// meshes returns the meshes of size ranks that are connected over loopback.
 func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
 
 // sealedMeshes is like meshes, with TLS.

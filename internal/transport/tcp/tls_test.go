@@ -225,7 +225,7 @@ func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
 	}
 }
 
-// In the steady state, messages allocate no memory in this package, also with encryption.
+// In the steady state this package allocates no memory for a message, even with encryption.
 func TestEncryptedSteadyState(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
