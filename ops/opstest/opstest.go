@@ -1,5 +1,5 @@
-// Package opstest lets tests and benchmarks of backends call collectives as functions that return when they
-// are done.
+// Package opstest lets tests and benchmarks of backends call collectives as functions that block until the
+// operation has ended.
 package opstest
 
 import (
@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// Blocking calls the operations of a backend, and returns when they have ended. If Steps
-// is set, it polls Step instead of waiting for other ranks, unless the backend returns ops.Blocked.
+// Blocking calls the operations of a backend and blocks until they have ended. If Steps is set, it polls Step
+// instead of waiting for other ranks, unless the backend returns ops.Blocked.
 type Blocking struct {
 	ops.Backend
 	Steps bool
@@ -35,7 +35,7 @@ func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
 		wait = p == ops.Blocked
 		if p == ops.Waiting {
 			if err := context.Cause(ctx); err != nil {
-				wait = true // a step that waits returns the cause
+				wait = true // a step that waits returns the cause of the context
 			}
 			runtime.Gosched()
 		}
@@ -54,14 +54,14 @@ func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tens
 	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
 }
 
-// AllreduceFused reduces tensors, scaling them.
+// AllreduceFused reduces tensors and scales them.
 func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op,
 		Tensors: tensors, Scaling: s})
 }
 
-// Adasum combines the tensors of buf, which have counts bytes.
+// Adasum combines the tensors in buf in place. counts has their sizes in bytes.
 func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte,
 	counts []int64) error {
 	return b.run(ctx, ops.Operation{
@@ -70,24 +70,25 @@ func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.
 	})
 }
 
-// Allgather fills out.
+// Allgather fills out with the blocks of all ranks. Before the call out has this rank's own block.
 func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
 }
 
-// Broadcast copies root's buf to the others.
+// Broadcast copies buf of rank root to the buf of the other ranks.
 func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
 	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
 }
 
-// Reducescatter reduces the blocks of buf in place.
+// Reducescatter reduces buf, of which each rank gets the result of its own block in place.
 func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, buf []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
 		Counts: counts})
 }
 
-// Alltoall sends the blocks of in.
+// Alltoall sends the blocks of in to the ranks. It puts the blocks that it receives into the memory from
+// allocate.
 func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
 	allocate func(counts []int64) ([]byte, error)) error {
 	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// PingPong measures round trips of one message there and one back; the throughput counts both.
+// PingPong measures round trips: one message to rank 1 and one back. The throughput counts both.
 func PingPong(b *testing.B, f Factory) {
 	for _, size := range []int{8, 64 << 10} {
 		b.Run(fmt.Sprintf("%dB", size), func(b *testing.B) {
@@ -39,7 +39,7 @@ func PingPong(b *testing.B, f Factory) {
 	}
 }
 
-// Stream measures one direction of messages of 1 MiB, each flushed before the next.
+// Stream measures messages of 1 MiB in one direction. Each message is flushed before the next one is sent.
 func Stream(b *testing.B, f Factory) {
 	const size = 1 << 20
 	zero, done := benchPair(b, f, func(one transport.Conn) {
@@ -63,8 +63,8 @@ func Stream(b *testing.B, f Factory) {
 	}
 }
 
-// benchPair connects two ranks on lane 1 and lets peer serve the end of rank 1 until an error, which closes
-// that rank. done ends rank 0 and waits for peer.
+// benchPair connects two ranks on lane 1 and runs peer with rank 1's end of the channel. When peer returns,
+// the mesh of rank 1 is closed. done closes the mesh of rank 0 and waits until peer has returned.
 func benchPair(b *testing.B, f Factory, peer func(one transport.Conn)) (zero transport.Conn, done func()) {
 	meshes := f(b, 2)
 	closeMesh := func(m transport.Mesh) {

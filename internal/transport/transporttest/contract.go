@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// unread is more bytes than the kernel buffers of a stream that is not read.
+// unread is a number of bytes that does not fit into the kernel's buffers of a stream that the peer does not
+// read.
 const unread = 64 << 20
 
 // sendPieces sends data in pieces of random size, some of them empty.
@@ -34,7 +35,8 @@ func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	return c.Flush()
 }
 
-// readPieces reads into buffers of random, mostly odd size until it has all of want, and compares.
+// readPieces reads into buffers of random, mostly odd size until it has len(want) bytes, and compares them
+// with want.
 func readPieces(c transport.Conn, want []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 1))
 	buf := make([]byte, 70_001)
@@ -105,7 +107,8 @@ func testAllSendFirst(s *suite) {
 				if p == r {
 					continue
 				}
-				// Each peer gets the bytes from another offset on, so that the test detects swapped streams.
+				// Each peer gets the bytes from a different offset on, so that the test detects swapped
+				// streams.
 				if err := errors.Join(conns[r][p].Send(data[r][p+1:]),
 					conns[r][p].Send(data[r][:p+1])); err != nil {
 					return err
@@ -162,7 +165,7 @@ func testManySmallSends(s *suite) {
 	}
 }
 
-// testSteadyBacklog keeps more bytes in flight than the buffers of the kernel hold, while the receiver reads.
+// testSteadyBacklog keeps more bytes in flight than the kernel's buffers hold, while the receiver reads.
 func testSteadyBacklog(s *suite) {
 	const pieceBytes, backlog, rounds = 1000, 16_000, 40_000
 	zero, one := s.pair(s.open(2), 1)
@@ -311,7 +314,7 @@ func testSent(s *suite) {
 	)
 }
 
-// waitSent polls Sent, because no notification tells of its changes.
+// waitSent polls Sent until it returns want, because no notification of its changes exists.
 func waitSent(c transport.Conn, want int) error {
 	for end := time.Now().Add(hangTimeout); c.Sent() < uint64(want); runtime.Gosched() {
 		if time.Now().After(end) {
@@ -327,7 +330,7 @@ func fill(b []byte, v byte) {
 	}
 }
 
-// readRounds reads n bytes of value i for each i below rounds.
+// readRounds reads n bytes in each of the given number of rounds. In round i all bytes must have the value i.
 func readRounds(c transport.Conn, rounds, n int) error {
 	got, want := make([]byte, n), make([]byte, n)
 	for i := range rounds {
@@ -360,8 +363,8 @@ func testContext(s *suite) {
 	s.exchange(s.pair(meshes, 1))
 }
 
-// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1 until end, which must fail these calls,
-// and all later ones, with want.
+// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1 and then calls end. These calls, and all
+// later ones, must fail with want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
 	m := meshes[1]

@@ -13,14 +13,14 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// polling is a rank that polls its Control lane and parks when nothing comes.
+// polling is a rank that polls its channels of the Control lane and parks when nothing arrives.
 type polling struct {
 	mesh     transport.Mesh
 	conns    []transport.Conn
 	notified chan struct{}
 }
 
-// polls connects two ranks on the Control lane, both of which poll.
+// polls connects two ranks on the Control lane. Both of them poll.
 func (s *suite) polls() (meshes []transport.Mesh, zero, one *polling) {
 	s.Helper()
 	meshes = s.open(2)
@@ -39,14 +39,14 @@ func newPolling(m transport.Mesh, conns ...transport.Conn) *polling {
 	return p
 }
 
-// send sends and notifies, as a loop does before it parks.
+// send sends b and notifies the peers, as a loop does before it parks.
 func (p *polling) send(b []byte) error {
 	err := p.conns[0].Send(b)
 	p.mesh.NotifyPeers()
 	return err
 }
 
-// next polls the first Conn until it returns bytes or an error, and parks while it returns nothing.
+// next polls the first channel until that returns bytes or an error. It parks while nothing arrives.
 func (p *polling) next(b []byte) (int, error) {
 	hung := time.NewTimer(hangTimeout)
 	defer hung.Stop()
@@ -68,7 +68,7 @@ func (p *polling) next(b []byte) (int, error) {
 	}
 }
 
-// park parks the rank. That must succeed when nothing is left to read.
+// park parks the rank. It returns an error if that does not succeed when nothing is left to read.
 func (p *polling) park() error {
 	for end := time.Now().Add(hangTimeout); !p.mesh.Park(); runtime.Gosched() {
 		for _, c := range p.conns {
@@ -93,8 +93,7 @@ func (p *polling) awaitNotify() error {
 	}
 }
 
-// testTryRead reads a stream with TryRead, on the Control lane and on another one, from a sender that is
-// often late.
+// testTryRead reads a stream with TryRead, on the Control lane and on another lane. The sender is often late.
 func testTryRead(s *suite) {
 	meshes := s.open(2)
 	for _, lane := range []transport.Lane{transport.Control, 1} {
@@ -155,8 +154,8 @@ func testTryRead(s *suite) {
 	}
 }
 
-// testPollPingPong makes two ranks wait for each other, polling or parked. A lost notification makes the test
-// fail.
+// testPollPingPong makes two ranks wait for each other in turn, polling or parked. The test fails if a
+// notification is lost.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
 	const rounds = 2000
@@ -188,8 +187,8 @@ func testPollPingPong(s *suite) {
 	s.together(play(zero, true), play(one, false))
 }
 
-// testPollParks checks that a parked rank is notified of bytes on the Control lane, and only of those, from a
-// peer that polls and from one that does not.
+// testPollParks checks that a parked rank is notified of bytes on the Control lane, and of no others, whether
+// the sender polls or not.
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
@@ -228,8 +227,8 @@ func testPollParks(s *suite) {
 	}
 }
 
-// testPollPeerCloses checks that the end of a peer comes after its bytes and notifies, and that a rank to
-// which the error was returned can park.
+// testPollPeerCloses checks that the end of a peer is reported after its bytes and notifies a parked rank,
+// and that a rank can park after a call has returned the error.
 func testPollPeerCloses(s *suite) {
 	meshes, zero, one := s.polls()
 	s.together(one.park)

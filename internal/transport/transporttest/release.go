@@ -16,8 +16,8 @@ func testReleaseUnblocks(s *suite) {
 	testUnblocks(s, func(m transport.Mesh) { m.Release(1) }, transport.ErrReleased)
 }
 
-// testReleaseDeliversAll checks that a peer that is still reading when the lane is released, and that has
-// sent bytes that were not read, gets all bytes.
+// testReleaseDeliversAll checks that a peer gets all bytes of a released lane, even if it was still reading
+// when the lane was released, and has sent bytes that were not read.
 func testReleaseDeliversAll(s *suite) {
 	meshes := s.open(2)
 	zero, one := s.pair(meshes, 1)
@@ -65,7 +65,8 @@ func testReleaseOneLane(s *suite) {
 	})
 }
 
-// testReleaseIsFinal releases lanes in every state, some of them twice.
+// testReleaseIsFinal releases lanes in several states, each of them twice. All calls on them must fail with
+// ErrReleased, also after Close.
 func testReleaseIsFinal(s *suite) {
 	meshes := s.open(2)
 	used, _ := s.pair(meshes, 1)
@@ -102,7 +103,8 @@ func testReleaseIsFinal(s *suite) {
 	})
 }
 
-// testReleaseEndsLateChannels opens channels that the peer never asks for, before and after its release.
+// testReleaseEndsLateChannels opens channels on lanes that the peer releases without a call of Conn. Each
+// channel ends with a *PeerError, whether it is opened before or after the peer's release.
 func testReleaseEndsLateChannels(s *suite) {
 	meshes := s.open(2)
 	for lane, open := range map[transport.Lane]bool{1: true, 2: false} {
@@ -143,12 +145,12 @@ func testReleaseOfControl(s *suite) {
 	s.await(read)
 }
 
-// testReleaseWhileInUse releases a lane that is in use, which is a misuse. All calls still end.
+// testReleaseWhileInUse releases lanes that are in use, which is a misuse. All calls must end nevertheless.
 func testReleaseWhileInUse(s *suite) {
 	meshes := s.open(2)
 	for lane := range transport.Lane(20) {
 		zero, one := s.pair(meshes, lane+1)
-		// The rank that releases second may get an error because of the first.
+		// The rank that releases second may get the error of a lost peer from the first release.
 		until := func(peer topo.Rank, op func() error) func() error {
 			return func() error {
 				err := op()
@@ -185,7 +187,8 @@ func testReleaseWhileInUse(s *suite) {
 	}
 }
 
-// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process holds no more than before.
+// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process must not have more
+// goroutines and open files than before.
 func testReleaseFreesAll(s *suite) {
 	meshes := s.open(2)
 	s.exchange(s.pair(meshes, transport.Control))
@@ -213,7 +216,7 @@ func testReleaseFreesAll(s *suite) {
 	}
 }
 
-// openFiles returns the number of the file descriptors of this process, if the system reports it.
+// openFiles returns the number of file descriptors of this process, or 0 if the system does not report it.
 func openFiles(s *suite) int {
 	s.Helper()
 	fds, err := os.ReadDir("/proc/self/fd")

@@ -1,4 +1,4 @@
-// Package transporttest holds implementations of transport.Mesh to their contract, and measures them.
+// Package transporttest checks that implementations of transport.Mesh keep their contract, and measures them.
 package transporttest
 
 import (
@@ -21,10 +21,10 @@ import (
 // Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes them.
 type Factory func(tb testing.TB, size int) []transport.Mesh
 
-// hangTimeout is the time after which a test treats a call as hung. No test waits for it to pass.
+// hangTimeout is the time after which a test regards a call as hung. No test that passes waits for so long.
 const hangTimeout = time.Minute
 
-// Run runs the contract against the meshes of f, each clause as a subtest.
+// Run checks the contract of transport.Mesh with the meshes of f. Each clause is a subtest.
 func Run(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
@@ -43,8 +43,8 @@ func RunUnreleased(t *testing.T, f Factory) {
 	}
 }
 
-// RunInBubble runs the tests of Run with each clause in a testing/synctest bubble, for meshes that do no I/O.
-// In a bubble a call that hangs is found at once.
+// RunInBubble runs each clause of Run in a testing/synctest bubble, for meshes that do no I/O. In a bubble a
+// call that hangs is detected at once.
 func RunInBubble(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) {
@@ -93,7 +93,7 @@ var contract = []struct {
 	{"ReleaseFreesAll", testReleaseFreesAll},
 }
 
-// suite is the T of one clause.
+// suite is the testing.T of one clause, with the factory of the meshes.
 type suite struct {
 	*testing.T
 	factory Factory
@@ -115,13 +115,14 @@ func (s *suite) open(size int) []transport.Mesh {
 	return meshes
 }
 
-// together runs fns at once and waits for all; the clause ends if one fails or hangs.
+// together runs fns at the same time and waits for all of them. It ends the clause if one of them fails or
+// hangs.
 func (s *suite) together(fns ...func() error) {
 	s.Helper()
 	s.await(s.begin(fns...))
 }
 
-// begin starts fns. The channel gets their joined errors, or nil, when all have returned.
+// begin starts fns. When all of them have returned, the channel receives their joined errors, or nil.
 func (s *suite) begin(fns ...func() error) <-chan error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(fns))
@@ -143,7 +144,7 @@ func (s *suite) await(done <-chan error) {
 	}
 }
 
-// result returns what came through done.
+// result returns what done receives. It ends the clause if that takes longer than hangTimeout.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
 	hung := time.NewTimer(hangTimeout)
