@@ -116,9 +116,9 @@ func (r *Rank) Errorf(format string, args ...any) {
 	r.c.t.Errorf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
 }
 
-// Fatalf makes the test fail and ends the job, so that the other ranks' waits end with an error. It does not
-// return. If another rank has ended the job before, Fatalf only logs the message, because this failure is a
-// consequence.
+// Fatalf makes the test fail and ends the job, so that the waits of the other ranks end with an error. It
+// does not return. If another rank has ended the job before, this failure is a consequence of that, and
+// Fatalf only logs the message.
 func (r *Rank) Fatalf(format string, args ...any) {
 	if r.c.ctx.Err() != nil {
 		r.c.t.Logf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))

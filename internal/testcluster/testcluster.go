@@ -295,7 +295,7 @@ func (c *cluster) each(f func(r *Rank)) {
 	wg.Wait()
 }
 
-// shutdown ends all engines. It reports errors unless the job has failed before.
+// shutdown shuts all engines down. It reports their errors unless the job has failed before.
 func (c *cluster) shutdown() {
 	failed := c.ctx.Err() != nil
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)

@@ -32,15 +32,15 @@ const (
 	timeout = time.Minute
 )
 
-// Host is a host for tests that need several: a network namespace with one interface. A bridge in a namespace
-// of its own connects it to the others, so the machine's own network is not touched, and no route leads out
-// of the host's network. It needs Linux, root, and Debian's packages iproute2 and util-linux. Hosts share the
-// machine's files, processes and clock.
+// Host is a host for tests that need several. It is a network namespace with one interface, which a bridge in
+// a namespace of its own connects to the other hosts. So the machine's own network does not change, and no
+// route leads out of the hosts' network. Host needs Linux, root, and Debian's packages iproute2 and
+// util-linux. Hosts share the machine's files, processes and clock.
 //
-// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and the time when it
-// started. The next NewHosts can so find and remove the namespaces of a process that was killed.
+// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and the time at
+// which it started. So the next NewHosts can find and remove the namespaces of a process that was killed.
 //
-// Methods without an error fail the test instead, and must be called by the test's goroutine.
+// Methods without an error result fail the test on an error. Only the test's goroutine may call them.
 type Host struct {
 	// Name is the name of the host and of its namespace, which "ip netns exec NAME" enters.
 	Name string
@@ -52,8 +52,8 @@ type Host struct {
 	port   string // the name of the bridge's end of the cable
 }
 
-// haveHosts makes and removes a namespace with everything that NewHosts needs, and returns the error if it
-// cannot.
+// haveHosts makes and removes a namespace with everything that NewHosts needs. If that fails, it returns the
+// error.
 var haveHosts = sync.OnceValue(func() (err error) {
 	name := newNames() + "probe"
 	defer func() { err = errors.Join(err, remove(name)) }()
@@ -69,7 +69,8 @@ var haveHosts = sync.OnceValue(func() (err error) {
 	return run(h.Command(ctx, "true"))
 })
 
-// NeedHosts skips the test if hosts cannot be made. In CI, which can make them, it fails the test instead.
+// NeedHosts skips the test if hosts cannot be made on this machine. In CI, where they can be made, it fails
+// the test instead.
 func NeedHosts(t testing.TB) {
 	t.Helper()
 	err := haveHosts()
@@ -83,8 +84,8 @@ func NeedHosts(t testing.TB) {
 	t.Skipf("%s: %v", needs, err)
 }
 
-// NewHosts makes n hosts, 1 to MaxHosts, each of which can reach all others. When the test ends, in whatever
-// way, the processes on the hosts are killed and the hosts are removed. It takes about 10 ms for each host.
+// NewHosts makes n hosts, 1 to MaxHosts, each of which can reach all others. When the test ends, also by a
+// panic, the processes on the hosts are killed and the hosts are removed. It takes about 10 ms for each host.
 func NewHosts(t testing.TB, n int) []*Host {
 	t.Helper()
 	NeedHosts(t)
@@ -178,7 +179,8 @@ func (h *Host) SetLink(up bool) {
 	}
 }
 
-// newNames returns a prefix for the names of a set of namespaces of this process. No other set has it.
+// newNames returns a prefix for the names of the namespaces of one NewHosts. No other NewHosts gets the same
+// prefix.
 func newNames() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("%s%d-%s-%s-", prefix, pid, startOf(pid), strings.ToLower(rand.Text()[:8]))

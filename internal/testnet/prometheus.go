@@ -20,8 +20,8 @@ import (
 // maxAnswer is the greatest number of bytes that get reads of an answer.
 const maxAnswer = 16 << 20
 
-// prometheusProgram returns the path of a program of Debian's package prometheus. Without the program it
-// skips the test; in CI, which has it, it fails the test instead.
+// prometheusProgram returns the path of a program of Debian's package prometheus. If the program is missing,
+// it skips the test; in CI it fails the test instead.
 func prometheusProgram(t testing.TB, name string) string {
 	t.Helper()
 	path, err := exec.LookPath(name)
@@ -125,7 +125,7 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 
 // listening returns the server's address from its log, or "" if the server is not ready yet.
 func listening(log string) string {
-	// The two lines may come in either order.
+	// The two lines may be logged in either order.
 	ready := strings.Contains(log, `msg="Server is ready to receive web requests."`)
 	_, rest, _ := strings.Cut(log, `msg="Listening on" address=`)
 	addr, _, whole := strings.Cut(rest, "\n")

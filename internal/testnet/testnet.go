@@ -26,8 +26,8 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
-// Eventually polls cond until it returns true, for changes by other goroutines that cannot be waited for.
-// After a minute it fails the test.
+// Eventually polls cond until it returns true, for a change by another goroutine or process of which no
+// notification exists. After a minute it fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
 	ctx := Context(t)

@@ -19,7 +19,7 @@ var haveTorch = sync.OnceValue(func() error {
 	return exec.Command(Python, "-c", "import torch.distributed").Run()
 })
 
-// NeedTorch skips the test if there is no PyTorch. In CI, which has it, it fails the test instead.
+// NeedTorch skips the test if PyTorch is not installed. In CI, where it is, NeedTorch fails the test instead.
 func NeedTorch(t testing.TB) {
 	t.Helper()
 	if err := haveTorch(); err != nil {
