@@ -9,18 +9,19 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Registry lists the backends of a job in order of preference: the first that can run a response runs it. It
-// is the same on all ranks.
+// Registry lists the backends of a job in order of preference: a response runs on the first backend of the
+// list that can run it. All ranks have the same Registry.
 type Registry []Registration
 
 // Registration describes one backend of a Registry.
 type Registration struct {
 	ID message.Backend
-	// Lists says that the backend reads and writes the tensors of an allreduce in place, in any number, and
-	// scales them itself. The tensors are then not packed into a fusion buffer.
+	// Lists is set if the backend takes the tensors of an allreduce as a list of any length, reads and writes
+	// them in place, and scales them itself. If it is not set, the engine packs the tensors into a fusion
+	// buffer and scales them.
 	Lists bool
-	// New makes the backend for a process set on its lane. ranks are the members of the set, and me is the
-	// position of this rank among them.
+	// New makes the backend that a process set uses on its lane. ranks are the members of the set, and me is
+	// the index of this rank in ranks.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 
@@ -30,8 +31,8 @@ type Manager struct {
 	backends []Backend // in the order of registry
 }
 
-// NewManager makes the backends of a process set. If one of them fails, NewManager closes those that it has
-// already made.
+// NewManager makes the backends of a process set. If one backend cannot be made, NewManager closes those that
+// it has already made.
 func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me int) (*Manager, error) {
 	m := &Manager{registry: registry}
 	for _, r := range registry {
@@ -45,10 +46,10 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 	return m, nil
 }
 
-// Plan returns the first backend that can run r, which has numBytes of output, and the algorithm that the
-// backend would use. If no backend can run r, the error names each backend that was tried and wraps its
-// reason. Kinds that move no data need no backend: for them Plan returns NoBackend. Plan may be called while
-// operations run.
+// Plan chooses the backend and the algorithm for r, whose output has numBytes bytes. It returns the first
+// backend of the registry that can run r. If no backend can, the error names each backend with its reason,
+// and wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend. Plan may
+// be called while operations run.
 func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
@@ -69,20 +70,19 @@ func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, me
 		refusals = errors.New("none is configured")
 	}
 	return message.NoBackend, message.NoAlgorithm,
-		fmt.Errorf("ops: no backend for %v %q of %v: %w", r.Kind, r.Name, r.DType, refusals)
+		fmt.Errorf("ops: no backend can run %v %q of type %v: %w", r.Kind, r.Name, r.DType, refusals)
 }
 
-// Get returns the backend with the given ID, which a granted response names, and whether the backend takes
-// lists of tensors (Registration.Lists).
+// Get returns the backend that a granted response names by id. lists is the field Lists of its Registration.
 func (m *Manager) Get(id message.Backend) (b Backend, lists bool, err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })
 	if i < 0 {
-		return nil, false, fmt.Errorf("ops: got backend %v, which this rank does not have", id)
+		return nil, false, fmt.Errorf("ops: got a response for backend %v, which this rank does not have", id)
 	}
 	return m.backends[i], m.registry[i].Lists, nil
 }
 
-// Close closes the backends.
+// Close closes all backends.
 func (m *Manager) Close() {
 	for _, b := range m.backends {
 		b.Close()

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// planner is a backend of which the Manager uses only Plan.
+// planner is a backend for tests in which the Manager calls only Plan and Close.
 type planner struct {
 	ops.Backend
 	alg    message.Algorithm
@@ -29,7 +29,7 @@ const (
 	second = message.Backend(102)
 )
 
-// entry returns a registration that makes p the backend with this number.
+// entry returns a registration of p with the number id.
 func entry(id message.Backend, p *planner) ops.Registration {
 	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 		return p, nil
@@ -54,7 +54,7 @@ func TestManagerPlan(t *testing.T) {
 		id  message.Backend
 		alg message.Algorithm
 	}{
-		message.Allreduce: {second, message.Tree}, // first refuses; second is asked before message.TCP
+		message.Allreduce: {second, message.Tree}, // first refuses it, and second comes before message.TCP
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},
@@ -70,13 +70,13 @@ func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
 	_, _, err := newManager(t).Plan(r, 4)
-	if want := `ops: no backend for allreduce "g0" of float32: none is configured`; err == nil ||
+	if want := `ops: no backend can run allreduce "g0" of type float32: none is configured`; err == nil ||
 		err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
 	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(
 		r, 4)
-	if want := `ops: no backend for allreduce "g0" of float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
+	if want := `ops: no backend can run allreduce "g0" of type float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
 	if !errors.Is(err, one) || !errors.Is(err, two) {
@@ -101,7 +101,8 @@ func TestManagerGet(t *testing.T) {
 	}
 }
 
-// If one backend cannot be made, NewManager returns the error and closes the backends that it has made.
+// If the second backend of the registry cannot be made, NewManager returns the error and closes the first
+// backend.
 func TestManagerFails(t *testing.T) {
 	a, boom := new(planner), errors.New("boom")
 	_, err := ops.NewManager(ops.Registry{entry(first, a),

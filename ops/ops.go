@@ -1,5 +1,5 @@
-// Package ops runs granted responses. It tries an ordered list of backends, and the first that can run a
-// response runs it, as in Horovod's operation manager.
+// Package ops runs granted responses. As in Horovod's operation manager, backends are tried in a fixed order,
+// and a response runs on the first backend that can run it.
 package ops
 
 import (
@@ -10,95 +10,103 @@ import (
 )
 
 // Backend runs collectives among the members of one process set on one lane, one after another. All members
-// start the same operations in the same order with matching arguments. Calls are not concurrent. Ranks are
-// positions in the set: 0 to n-1 in the order of the set.
+// must start the same operations in the same order with matching arguments. A caller must not call two
+// methods at the same time, except for Plan. In this package a rank is an index into the process set, from 0
+// to n-1.
 //
-// An operation runs from Start until Step returns Finished or an error. After that nothing reads or writes
-// its buffers. After an error the contents of the buffers are undefined and the backend cannot be used any
-// more, because its streams have lost their position.
+// An operation runs from Start until Step returns Finished or an error. After that the backend no longer
+// reads or writes the buffers of the operation. After an error, the contents of the buffers are undefined.
+// The backend must then not be used any more, because its connections may have been left in the middle of a
+// message.
 type Backend interface {
-	// Plan returns the algorithm with which the backend would run a response of r's kind on numBytes of
-	// output, or an error if it cannot run it. The error has only the reason: the Manager adds the backend
-	// and the operation. Plan must return the same result on every rank that has the same capabilities: only
-	// the coordinator calls it, and its result binds all ranks.
+	// Plan returns the algorithm with which the backend would run a response of r's kind whose output has
+	// numBytes bytes, or an error if the backend cannot run it. The error states only the reason, because the
+	// Manager adds the backend and the operation. Only the coordinator calls Plan, and the result binds all
+	// ranks. So Plan must return the same result on every rank with the same capabilities.
 	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
 
 	// Start begins op. It does not wait for other ranks.
 	Start(op Operation) error
 
 	// Step runs the next step of the operation. If wait is set, Step waits for other ranks until ctx ends,
-	// and may run all remaining steps. If wait is not set, Step ignores ctx and returns Waiting or Blocked
-	// instead of waiting. A backend whose operations can only block returns Blocked, and finishes in its
-	// first step with wait set.
+	// and may run all remaining steps. If wait is not set, Step ignores ctx, and returns Waiting or Blocked
+	// instead of waiting. A backend that cannot poll returns Blocked while wait is not set, and runs the
+	// whole operation in the first step with wait set.
 	Step(ctx context.Context, wait bool) (Progress, error)
 
-	// Close releases the resources of the backend. It abandons an operation that has not ended.
+	// Close releases the resources of the backend. An operation that has not ended is abandoned.
 	Close()
 }
 
-// Progress is the result of a step.
+// Progress is the result of Step.
 type Progress uint8
 
 const (
-	// Waiting means that the step was not done because another rank is not ready for it. It may be tried
-	// again.
+	// Waiting means that the step was not done because another rank is not ready for it. The caller may try
+	// the step again.
 	Waiting Progress = iota
-	// Blocked means that the step can only be done by a call with wait set.
+	// Blocked means that the step was not done and needs a call of Step with wait set.
 	Blocked
 	// Moving means that the step was done and that other steps remain.
 	Moving
-	// Finished means that the last step was done.
+	// Finished means that the last step was done and the operation has ended.
 	Finished
 )
 
-// Operation is this rank's part in a collective. Kind decides which of the other fields are used.
+// Operation describes a collective and this rank's buffers for it. Which other fields are used depends on
+// Kind.
 type Operation struct {
 	// Kind is Allreduce, Allgather, Broadcast, Alltoall or Reducescatter.
 	Kind      message.Kind
 	Algorithm message.Algorithm
 
 	// DType is the type of the elements that are reduced. Op is the reduction: Sum, Min, Max or Product, or
-	// Adasum for an Allreduce. An average is a Sum with Scaling.
+	// for an Allreduce also Adasum. An average is a Sum with a Scaling.
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
-	// Tensors are the tensors that an Allreduce reduces, as if they were concatenated. The number and the
-	// lengths of the tensors may differ between ranks, but their total length must not. Afterwards all ranks
-	// hold the same bits. A backend that is not registered with Lists takes one tensor, whose In is its Out,
-	// and does not scale.
+	// Tensors are the tensors that an Allreduce reduces, as if they were concatenated. The number of tensors
+	// and their lengths may differ between ranks, but the total length must be the same. Afterwards all ranks
+	// hold the same bits. A backend that is registered without Lists gets exactly one tensor, whose In and
+	// Out are the same memory, and ignores Scaling.
 	Tensors []Tensor
 	Scaling Scaling
 
-	// Buf is the buffer of all kinds other than Allreduce. An Allgather fills it with the contributions of
-	// all ranks in order; the caller has put this rank's contribution in its place. A Broadcast copies the
-	// Buf of Root to all other ranks. A Reducescatter reduces it and leaves the result in this rank's block;
-	// the other blocks are then undefined. An Alltoall sends each rank its block of it.
+	// Buf is the buffer of the kinds other than Allreduce:
+	//
+	//   - An Allgather fills Buf with the blocks of all ranks in order. The caller has stored this rank's block in
+	//     its place.
+	//   - A Broadcast copies the Buf of Root to the Buf of all other ranks.
+	//   - A Reducescatter reduces Buf and leaves the result in this rank's block. The other blocks are then
+	//     undefined.
+	//   - An Alltoall sends block i of Buf to rank i.
 	Buf []byte
 
-	// Counts are the sizes of the blocks of Buf in bytes, by rank. For Adasum they are the sizes in bytes of
-	// the tensors that are concatenated in the one tensor of the operation; each of them is combined
+	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. In an Adasum, Counts are instead
+	// the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of them is combined
 	// separately.
 	Counts []int64
 
 	// Root is the rank whose Buf is broadcast.
 	Root int
 
-	// Allocate returns the output buffer of an Alltoall, for the blocks that the ranks send to this rank, in
-	// the order of the ranks. The backend calls it once, with the number of bytes from each rank, which this
-	// rank does not know before; counts is valid during the call. An error from Allocate ends the operation.
+	// Allocate returns the output buffer of an Alltoall, which receives the blocks for this rank in the order
+	// of the ranks that send them. The backend calls Allocate once. counts[i] is the number of bytes from
+	// rank i, which only the backend learns; counts is valid during the call. An error from Allocate ends the
+	// operation.
 	Allocate func(counts []int64) ([]byte, error)
 }
 
-// Tensor is this rank's part in one tensor of an allreduce. Its elements are given as bytes.
+// Tensor has the input and the output buffer of this rank for one tensor of an allreduce.
 type Tensor struct {
-	// In is the rank's contribution, and Out receives the result. They have the same length and are aligned
-	// for the elements. They are the same memory or do not overlap.
+	// In is the rank's contribution, and Out receives the result. Both have the same length and the alignment
+	// of the element type. They are either the same memory or do not overlap.
 	In, Out []byte
 }
 
-// Scaling multiplies and divides the elements around a reduction. All contributions are multiplied by Pre.
-// The result is divided by Divisor (integer types only; 0 and 1 do nothing) and multiplied by Post. The
-// factors are rounded as in kernel.Scale.
+// Scaling describes how the elements are scaled before and after a reduction. All contributions are
+// multiplied by Pre. The result is divided by Divisor (integer types only; 0 and 1 do nothing) and then
+// multiplied by Post. The products are rounded as in kernel.Scale.
 type Scaling struct {
 	Pre, Post float64
 	Divisor   int64

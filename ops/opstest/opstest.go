@@ -1,5 +1,5 @@
-// Package opstest lets tests and benchmarks of backends call collectives as functions that block until the
-// operation has ended.
+// Package opstest lets tests and benchmarks call each collective of a backend as a function that returns when
+// the operation has ended.
 package opstest
 
 import (
@@ -11,13 +11,14 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// Blocking calls the operations of a backend and blocks until they have ended. If Steps is set, it polls Step
-// instead of waiting for other ranks, unless the backend returns ops.Blocked.
+// Blocking wraps a Backend and adds a method for each collective. A method starts the operation and returns
+// when the operation has ended. If Steps is set, the method polls Step without waiting, as long as the
+// backend does not return ops.Blocked.
 type Blocking struct {
 	ops.Backend
 	Steps bool
 
-	one [1]ops.Tensor // the tensor of the running operation, kept so that steady state allocates nothing
+	one [1]ops.Tensor // Tensors of the running operation, kept here so that no call allocates
 }
 
 func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
@@ -35,33 +36,33 @@ func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
 		wait = p == ops.Blocked
 		if p == ops.Waiting {
 			if err := context.Cause(ctx); err != nil {
-				wait = true // a step that waits returns the cause of the context
+				wait = true // if the step has to wait, it returns the cause
 			}
 			runtime.Gosched()
 		}
 	}
 }
 
-// single returns buf as the tensor of an operation in place.
+// single returns buf as the only tensor of an in-place operation.
 func (b *Blocking) single(buf []byte) []ops.Tensor {
 	b.one[0] = ops.Tensor{In: buf, Out: buf}
 	return b.one[:]
 }
 
-// Allreduce reduces buf in place.
+// Allreduce reduces buf in place, without scaling.
 func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp,
 	buf []byte) error {
 	return b.AllreduceFused(ctx, alg, dt, op, ops.Scaling{Pre: 1, Post: 1}, b.single(buf))
 }
 
-// AllreduceFused reduces tensors and scales them.
+// AllreduceFused reduces tensors and scales them by s.
 func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op,
 		Tensors: tensors, Scaling: s})
 }
 
-// Adasum combines the tensors in buf in place. counts has their sizes in bytes.
+// Adasum combines the tensors that are concatenated in buf. counts are the sizes of the tensors in bytes.
 func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte,
 	counts []int64) error {
 	return b.run(ctx, ops.Operation{
@@ -70,25 +71,25 @@ func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.
 	})
 }
 
-// Allgather fills out with the blocks of all ranks. Before the call out has this rank's own block.
+// Allgather fills out with the blocks of all ranks. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
 }
 
-// Broadcast copies buf of rank root to the buf of the other ranks.
+// Broadcast copies the buf of rank root to the buf of all other ranks.
 func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
 	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
 }
 
-// Reducescatter reduces buf, of which each rank gets the result of its own block in place.
+// Reducescatter reduces buf and leaves the result in this rank's block of it. counts are the sizes of the
+// blocks in bytes.
 func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, buf []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
 		Counts: counts})
 }
 
-// Alltoall sends the blocks of in to the ranks. It puts the blocks that it receives into the memory from
-// allocate.
+// Alltoall sends block i of in to rank i. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
 	allocate func(counts []int64) ([]byte, error)) error {
 	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,

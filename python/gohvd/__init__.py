@@ -18,8 +18,8 @@ __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "Host
 def alloc(nbytes: int) -> Block:
     """Allocates nbytes zeros of memory that operations work on without copying.
 
-    Use the ``view`` of the ``Block`` that it returns, or arrays and tensors over that. The call starts the sidecar
-    if there is none yet. It may come before ``init``, and the block outlives ``shutdown``. Raises MemoryError if
-    there is no memory.
+    The program uses the ``view`` of the returned ``Block``, or arrays and tensors over this view. alloc starts the
+    sidecar if it is not running yet. It may be called before ``init``, and the block outlives ``shutdown``. Raises
+    MemoryError if there is not enough memory.
     """
     return _engine.engine.alloc(nbytes)

@@ -1,11 +1,12 @@
 """Memory that the sidecar and the other ranks of the host read in place: chunks of sealed shared memory, and an
 allocator of blocks in them.
 
-A chunk has 64 MiB, or the size of the one larger block that it was made for. It is a memfd, allocated in full and
-sealed against shrinking and growing, as docs/sidecar.md requires. Blocks begin at multiples of 64 bytes. A chunk is
-found by an address in it, so tensors of any framework are recognised.
+A chunk has 64 MiB. For a block of more than 64 MiB a chunk of the size of the block is made. A chunk is a memfd,
+allocated in full and sealed against shrinking and growing, as docs/sidecar.md requires. Blocks begin at multiples of
+64 bytes. ``Arena.find`` finds the chunk of any address, so a tensor in a chunk is recognised whichever framework made
+it.
 
-Locks: ``Arena._lock`` is a leaf; nothing else is taken while it is held.
+Locks: ``Arena._lock`` is a leaf: no other lock is taken while it is held.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 PAGE = mmap.PAGESIZE
 
-# A block of at least this many bytes takes whole pages, so that blocks of nearly equal size can reuse each other's
-# place.
+# A block of at least this many bytes takes whole pages. So a block can reuse the place of a freed one of nearly the
+# same size.
 _PAGED_FROM = 16 << 10
 
 
 class Chunk:
-    """A memfd, mapped to read and write."""
+    """A memfd that is mapped for reading and writing. Blocks are taken from it."""
 
     __slots__ = (
         "number", "size", "map", "view", "address", "fd", "announcement", "mapped", "live", "dropped", "_offsets",
@@ -60,16 +61,16 @@ class Chunk:
             os.close(fd)
             raise
         self.fd = fd
-        # The number is random because it must be unique among the clients of a sidecar, which do not know of each
-        # other.
+        # The number must be unique among all clients of a sidecar. It is random because the clients do not know each
+        # other's numbers.
         self.number = random.SystemRandom().randrange(1, 1 << 31)
         self.size = size
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.announcement: Any = None
-        """The request that sent the chunk to the sidecar, answered or not; None before it."""
+        """The request that sent the chunk to the sidecar, answered or not. None if no request has been sent."""
         self.mapped = False
-        """Whether the sidecar has mapped the chunk. It seals the chunk, which then belongs to this connection only."""
+        """Whether the sidecar has mapped the chunk. From then on the chunk belongs to this connection only."""
         self.dropped = False
         self.live = 0
         self.reset()
@@ -92,7 +93,8 @@ class Chunk:
     def take(self, size: int) -> int:
         """Takes size bytes and returns their offset, or -1 if there is no room.
 
-        It takes a place that was given back with this size, else the first that fits.
+        It prefers a place of exactly this size that was given back. Otherwise it takes the first free place that is
+        large enough.
         """
         same = self._bins.get(size)
         if same:
@@ -126,7 +128,7 @@ class Chunk:
             self._bins.setdefault(size, []).append(offset)
 
     def _sweep(self) -> None:
-        """Joins the places in the bins with free neighbours."""
+        """Empties the bins: joins the places in them with free neighbours, so that larger blocks fit."""
         free = list(zip(self._offsets, self._sizes))
         for size, offsets in self._bins.items():
             free += [(offset, size) for offset in offsets]
@@ -141,14 +143,14 @@ class Chunk:
 
 
 Extent = Tuple[Chunk, int, int]
-"""A chunk, an offset in it, and the bytes that were taken."""
+"""A taken place: the chunk, the offset in the chunk, and the number of bytes."""
 
 
 class Block:
     """Memory that operations read and write in place.
 
-    It is given back by ``free``, or when neither the block nor anything made of its view (a slice, a numpy array, a
-    tensor) is left. After ``free`` the view must not be used.
+    ``free`` gives the memory back. Without ``free`` the memory is given back when the block and all objects made of
+    its view (slices, numpy arrays, tensors) are gone. After ``free`` the view must not be used.
     """
 
     __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
@@ -156,11 +158,11 @@ class Block:
     def __init__(self, nbytes: int, view: memoryview, finalizer: weakref.finalize) -> None:
         self.nbytes = nbytes
         self.view = view
-        """The writable bytes, which are zero in a new block."""
+        """The bytes of the block, writable. In a new block they are zero."""
         self._finalizer = finalizer
 
     def free(self) -> None:
-        """Gives the memory back; doing so again does nothing. No operation on it may be in flight."""
+        """Gives the memory back. Freeing again does nothing. No operation on the block may be in flight."""
         self._finalizer()
 
     def __repr__(self) -> str:
@@ -174,22 +176,24 @@ def rounded(nbytes: int) -> int:
 
 
 class Arena:
-    """The chunks of a connection. Its methods may be called from any thread."""
+    """The chunks of a connection to the sidecar. All methods may be called from any thread."""
 
     def __init__(self, on_drop: Callable[[Chunk], None]) -> None:
-        """Makes an arena without chunks. It calls on_drop, without holding a lock, with each chunk that it no
-        longer uses.
+        """Makes an arena without chunks. The arena passes each chunk that it no longer uses to on_drop, and holds no
+        lock meanwhile.
         """
         self._lock = threading.Lock()
         self._on_drop = on_drop
-        self._chunks: List[Chunk] = []  # by address
+        self._chunks: List[Chunk] = []  # sorted by address
         self._addresses: List[int] = []
-        # A finalizer can run anywhere, even while its thread holds the lock. It appends its block here, and the
-        # next take or collect frees it.
+        # A finalizer can run at any point, even while its thread holds the lock. So it only appends the place of its
+        # block here, and the next take or collect frees the place.
         self._returned: Deque[Extent] = collections.deque()
 
     def take(self, nbytes: int) -> Extent:
-        """Takes nbytes and returns their place. The memory is not zeroed. Raises MemoryError if there is no memory."""
+        """Takes nbytes and returns their place. The memory is not zeroed. Raises MemoryError if there is not enough
+        memory.
+        """
         size = rounded(nbytes)
         dropped: List[Chunk] = []
         try:
@@ -209,13 +213,13 @@ class Arena:
                 self._on_drop(chunk)
 
     def give(self, extent: Extent) -> None:
-        """Gives back a place that take returned. A finalizer may call it: the next call of take or collect does the
-        work.
+        """Gives back a place that take returned. Finalizers may call it, because it takes no lock: the next take or
+        collect frees the place.
         """
         self._returned.append(extent)
 
     def collect(self) -> None:
-        """Frees what was given back, and drops chunks that have become empty."""
+        """Frees the places that were given back, and drops chunks that have become empty."""
         dropped: List[Chunk] = []
         with self._lock:
             self._collect(dropped)
@@ -228,7 +232,7 @@ class Arena:
             chunk.give(offset, size)
             if chunk.live or chunk.dropped:
                 continue
-            # One empty chunk is kept for later blocks, but no large one.
+            # One empty chunk of the usual size is kept for later blocks.
             others = any(c.live == 0 for c in self._chunks if c is not chunk)
             if others or chunk.size > CHUNK_BYTES:
                 self._remove(chunk)
@@ -245,7 +249,8 @@ class Arena:
             raise ValueError(f"alloc: got {nbytes} bytes, want 0 or more")
         extent = self.take(nbytes)
         chunk, offset, size = extent
-        # Every buffer made of the block refers to this ctypes array, so its finalizer runs when none is left.
+        # Every buffer made of the block refers to this ctypes array. So the finalizer of the array runs when no such
+        # buffer is left.
         root = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(chunk.map, offset)
         ctypes.memset(root, 0, max(nbytes, 1))
         finalizer = weakref.finalize(root, self.give, extent)
@@ -253,17 +258,21 @@ class Arena:
         return Block(nbytes, memoryview(root).cast("B")[:nbytes], finalizer)
 
     def find(self, address: int) -> Optional[Tuple[Chunk, int]]:
-        """Returns the chunk that contains an address, and the offset there; None if no chunk does."""
+        """Returns the chunk that contains address, and the offset of address in it. Returns None if no chunk contains
+        address.
+        """
         i = bisect.bisect(self._addresses, address) - 1
         if i < 0:
             return None
         try:
             chunk = self._chunks[i]
-        except IndexError:  # another thread has dropped a chunk meanwhile
+        except IndexError:  # another thread has dropped a chunk since the search
             return None
         offset = address - chunk.address
         return (chunk, offset) if 0 <= offset < chunk.size else None
 
     def after_fork(self) -> None:
-        """Makes the arena usable in a forked process, which has only the thread that forked."""
+        """Makes the arena usable in a forked process. Only the forking thread exists there, so no other thread can
+        release the old lock.
+        """
         self._lock = threading.Lock()

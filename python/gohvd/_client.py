@@ -1,17 +1,18 @@
 """A connection to a sidecar, and the sidecar's process if this process started it. docs/sidecar.md describes the
 protocol.
 
-There is no thread that only reads: a thread that waits for an operation, the reader, reads for all of them. The
-others wait until they have their answer, or until the reader is done and one of them takes its place.
+No thread only reads. Of the threads that wait for operations, one is the *reader*, which reads the answers for all of
+them. Each other thread waits until its own answer has come, or until the reader has finished and a waiting thread
+becomes the reader.
 
 Invariants:
 
 1. The reader holds ``_reader``. A thread that sends or submits holds ``_lock``. ``_lock`` may be taken while
-   ``_reader`` is held, not the other way round, except by ``_reader.acquire(False)``, which does not wait.
-   ``_mapping_lock`` is taken before both. No thread waits for an answer while it holds ``_lock``.
-2. Data that was read is in ``_state`` before any Python code runs. It is taken out in steps that can be repeated,
-   so an exception of a signal handler (Ctrl-C) between any two of them loses nothing. The same holds for data to
-   send, in ``_outbox``.
+   ``_reader`` is held. A thread that holds ``_lock`` may take ``_reader`` only by ``_reader.acquire(False)``, which
+   does not wait. ``_mapping_lock`` is taken before both. No thread waits for an answer while it holds ``_lock``.
+2. Data that was read is in ``_state`` before any Python code runs. It is taken out of ``_state`` in steps that can be
+   repeated. So no data is lost if a signal handler (Ctrl-C) raises an exception between two steps. The same holds
+   for the data to send, in ``_outbox``.
 3. A submission is in ``_pending`` before the sidecar can see it.
 """
 
@@ -37,20 +38,21 @@ from ._sidecar import GREETING_SECONDS, Child, connect, receive
 from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
 
 _GREETING = struct.pack(">4sI", b"GHVD", 2)
-_EXIT_SECONDS = 15.0  # how long the sidecar may take to exit; it waits at most ten seconds for other ranks
+_EXIT_SECONDS = 15.0  # how long the sidecar may take to exit: it waits up to 10 s for other ranks
 
 _MAX_IN_FLIGHT = 65536
 _RING_ENTRIES = _MAX_IN_FLIGHT
 _RING_BYTES = 4096 + 32 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
-# Indexes of the words of the ring.
+# Indexes of the counters and flags in the ring's header, in words of 8 bytes.
 _SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
-# Values of _LOOKING: the sidecar looks at the ring now, or within a millisecond. With 0 it looks only after a
-# doorbell.
+# Values of the word _LOOKING. _NOW: the sidecar looks at the ring all the time. _SOON: it looks within a
+# millisecond. 0: it looks only after a doorbell.
 _NOW, _SOON = 1, 2
-# Values of _WANTED: no thread waits, or a thread waits and polls the ring itself.
+# Values of the word _WANTED that ask for no doorbell. _NEVER: no thread waits. _POLLING: a thread waits and polls the
+# ring itself.
 _NEVER, _POLLING = (1 << 64) - 1, (1 << 64) - 2
-# How long a thread polls for the completion of the only operation in flight before it sleeps.
+# How long a thread that waits for the only operation in flight polls the ring before it sleeps.
 _POLL_SECONDS = 50e-6
 _SLOTS = 131072
 _MIN_NAMES = 4096
@@ -68,10 +70,10 @@ _completion = struct.Struct("<QI").unpack_from
 
 
 class Operation:
-    """An operation that can be submitted any number of times, through a slot of the ring.
+    """An encoded operation that can be submitted any number of times, by the number of its slot.
 
-    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is the process set and the name, which only one
-    operation in use may have.
+    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is the process set and the name. Only one operation
+    in use may have a given key.
     """
 
     __slots__ = ("body", "key", "label", "slot")
@@ -79,13 +81,13 @@ class Operation:
     def __init__(self, body: bytes, label: str, key: Optional[Tuple[int, str]] = None) -> None:
         self.body = body
         self.label = label
-        """The kind and name of the operation, for errors."""
+        """The kind and name of the operation, for error texts."""
         self.key = key
         self.slot = -1
 
 
 class _OutgoingFrame:
-    """A frame to send, and how much of it was sent."""
+    """A frame to send, and the progress of sending it."""
 
     __slots__ = ("data", "fd", "sent")
 
@@ -93,22 +95,22 @@ class _OutgoingFrame:
         self.data = memoryview(wire.frame(message))
         self.fd = fd
         self.sent: List[int] = []
-        """How many bytes each system call has sent."""
+        """The number of bytes that each system call has sent."""
 
 
 class Pending:
-    """A request that was sent. done is the last attribute to be set."""
+    """A request that was sent. When its answer has come, done is set after all other attributes."""
 
     __slots__ = ("done", "held", "in_ring", "reply", "error", "keep")
 
     def __init__(self, held: bool = False, keep: object = None, in_ring: bool = False) -> None:
         self.done = False
         self.held = held
-        """Whether the name stays in use after the request is done, until the program has seen that."""
+        """Whether the name stays in use after the request is done, until the program has learned that it is done."""
         self.in_ring = in_ring
-        """Whether its completion comes through the ring."""
+        """Whether the completion of the request comes through the ring."""
         self.reply: Optional[wire.Reply] = None
-        """The answer. It is None after an operation whose results are all in its outputs."""
+        """The answer. It is None if the request was an operation and all results are in the operation's outputs."""
         self.error: Optional[Callable[[], Exception]] = None
         self.keep = keep
         """An object that is kept alive until the request is done, such as the memory that the sidecar works on."""
@@ -118,13 +120,14 @@ class Pending:
         return self.held or not self.done
 
 
-# Data that is not fully parsed, the parsed length, descriptors that no frame has named yet, the results of reads,
-# and how many of these are in data. The tuple is replaced as a whole.
+# The state of reading: the data that is not fully parsed, how many bytes of it are parsed, the descriptors that no
+# frame has named yet, the results of recvmsg, and how many of these results are in the data already. The tuple is
+# replaced as a whole.
 _State = Tuple[bytes, int, Tuple[int, ...], List[Tuple[bytes, list, int, object]], int]
 
 
 def to_exception(e: wire.Error) -> Exception:
-    """Returns the exception for an error of the sidecar. Classes 1 and 2 are ValueErrors, as in Horovod."""
+    """Returns the exception for an error that the sidecar sent. Kinds 1 and 2 become ValueErrors, as in Horovod."""
     if e.kind in (1, 2):
         return ValueError(e.text)
     if e.kind == 3:
@@ -137,29 +140,30 @@ def to_exception(e: wire.Error) -> Exception:
 
 
 class Client:
-    """A connection. The constructor makes it complete or raises; after an error the connection is over, and every
-    call raises the reason.
+    """A connection to a sidecar. The constructor connects completely, or raises. After an error the connection is
+    over, and every call raises this error.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reader = threading.RLock()
-        # The lock of _cond. It is taken directly, because a signal may come in Condition.__exit__ before that
-        # releases it.
+        # The lock of _cond. It is taken directly, because a signal may arrive in Condition.__exit__ before the lock
+        # is released there.
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
         self._waiting: Set[int] = set()  # threads that wait while another one reads
-        self._fence = threading.Lock()  # it protects no data: see _order
-        # Whether the ring may have submissions of which the sidecar was not notified.
+        self._fence = threading.Lock()  # protects no data: _order uses it as a memory barrier
+        # Whether the ring may have submissions of which the sidecar has not been notified.
         self._notification_deferred = False
-        # How many submissions the sidecar had taken at the last doorbell for a submission.
+        # How many submissions the sidecar had taken when the last doorbell for a submission was sent.
         self._taken_at_doorbell = -1
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
         # The last operation of each name. Names that are not in use are dropped when there are many.
         self._names: Dict[Tuple[int, str], Pending] = {}
         self._most_names = _MIN_NAMES
-        # The numbers of the last answer and completion that were taken. After a signal they may be taken once more.
+        # The numbers of the last answer and of the last completion that were taken. If a signal interrupts the
+        # taking, the same answer or completion may be taken once more.
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
         self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
@@ -210,7 +214,7 @@ class Client:
             self._ring = mmap.mmap(fd, _RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             struct.pack_into("<III", self._ring, 0, 0x52564847, 2, _RING_ENTRIES)
-            # A memoryview reads and writes items of 8 bytes in one access each, not byte by byte.
+            # A memoryview of 8-byte items reads and writes each item in one memory access, not byte by byte.
             self._words = memoryview(self._ring).cast("Q")
             self._words[_WANTED] = _NEVER
             self.wait(self.request(lambda i: wire.ring(i, _RING_BYTES), fd))
@@ -218,15 +222,15 @@ class Client:
             os.close(fd)
 
     def close(self) -> None:
-        """Leaves the sidecar. If this process started it, the sidecar ends, and close waits for it. Closing again
-        does nothing.
+        """Closes the connection. If this process started the sidecar, the sidecar exits, and close waits for its
+        exit. Closing again does nothing.
         """
         with self._lock:
             if self._over is None:
                 try:
                     self._sock.send(wire.frame(wire.bye(next(self._ids))), _SEND_FLAGS)
                 except OSError:
-                    pass  # the sidecar has exited or does not read; the end of the connection replaces the bye
+                    pass  # the sidecar has exited or does not read: then the end of the connection stands for the bye
             self._end(lambda: SidecarError(f"{self._sidecar_name}: this process has closed the connection"))
         self._sock.close()
         self._maps = {}
@@ -239,7 +243,7 @@ class Client:
             return
         self._over = why
         try:
-            # Another thread may be reading, which close does not end.
+            # Another thread may be blocked in recvmsg. shutdown wakes it, close would not.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -252,16 +256,18 @@ class Client:
             self._cond.notify_all()
 
     def _fail(self, reason: str) -> None:
-        """Ends the connection because the sidecar has gone or breaks the protocol."""
+        """Ends the connection because the sidecar has exited or violates the protocol."""
         try:
-            # The shutdown precedes the lock, because the holder of the lock may be waiting for room in the socket.
+            # shutdown comes before the lock is taken, because the holder of the lock may be waiting for room in the
+            # socket, and shutdown wakes it.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         with self._lock:
             if self._over is not None:
                 return
-            # A child that has closed its connection is about to exit. Its exit status and log explain more than reason.
+            # A sidecar that has closed the connection is about to exit. If it is our child, its exit status and log
+            # explain more than reason does.
             child = self._child
             name = self._sidecar_name
             text = f"{name}: {reason}" if child is None else f"{name} {child.describe_exit(reason)}"
@@ -282,15 +288,15 @@ class Client:
         return self._child.process.pid if self._child is not None else 0
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the sidecar if this process started it. It takes no lock, so signal handlers may call
-        it.
+        """Sends a signal to the sidecar if this process started it. Signal handlers may call this method, because it
+        takes no lock.
         """
         child = self._child
         if child is not None:
             child.signal(number)
 
     def after_fork(self) -> None:
-        """Ends the connection in a forked process, because it belongs to the parent."""
+        """Ends the connection in a forked process, because the connection belongs to the parent."""
         self._lock = threading.RLock()
         self._reader = threading.RLock()
         self._mutex = threading.Lock()
@@ -301,7 +307,7 @@ class Client:
         self.arena.after_fork()
         if self._child is not None:
             self._child.after_fork()
-        # A shutdown would end the parent's connection too.
+        # close without shutdown, because a shutdown would end the parent's connection too.
         self._sock.close()
         if self._over is None:
             self._over = lambda: HorovodInternalError(
@@ -321,7 +327,7 @@ class Client:
         self._flush()
 
     def _flush(self) -> None:
-        """Sends the frames in the outbox. If it is interrupted, the next call continues: see invariant 2."""
+        """Sends the frames in the outbox. If a signal interrupts it, the next call continues: see invariant 2."""
         try:
             while self._outbox:
                 frame = self._outbox[0]
@@ -343,8 +349,8 @@ class Client:
             raise self._over_error() from None
 
     def _make_room(self) -> None:
-        """Waits until the socket has room. It also reads, because a sidecar stops reading while its replies are not
-        read.
+        """Waits until the socket has room for more data. It also reads meanwhile, because a sidecar whose replies are
+        not read stops reading.
         """
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT | select.POLLIN)
@@ -365,19 +371,20 @@ class Client:
                     self._notify(_NOW)
 
     def _notify(self, when: int) -> None:
-        """Makes sure that the sidecar looks at the ring: now (_NOW), or within a millisecond (_SOON).
+        """Makes sure that the sidecar looks at the ring at once (when is _NOW) or within a millisecond (_SOON).
 
-        _SOON needs no doorbell while submissions follow each other. The caller holds _lock.
+        With _SOON no doorbell is sent while submissions follow each other closely. The caller holds _lock.
         """
         words = self._words
-        # The sidecar sets _LOOKING before it looks at the ring. After it has set _LOOKING to a value that needs
-        # doorbells, it looks at the ring once more.
+        # No submission is missed: the sidecar sets _LOOKING before it looks at the ring, and looks once more after it
+        # has set _LOOKING to a value with which clients must send doorbells.
         self._order()
         state = words[_LOOKING]
         if state > when or not state:
             self._order()
             taken = words[_TAKEN]
-            # A sleeping sidecar that has taken nothing since the last doorbell has not woken yet.
+            # If a sleeping sidecar has taken nothing since the last doorbell, it has not woken yet and needs no second
+            # doorbell.
             if taken != words[_SUBMITTED] and (state or taken != self._taken_at_doorbell):
                 self._doorbell()
                 # If a signal comes before this line, the sidecar gets a second doorbell, which is harmless.
@@ -386,21 +393,22 @@ class Client:
 
     def _doorbell(self) -> None:
         if self._outbox:
-            # The doorbell is still needed, because the frames in the outbox may have been sent before the submission.
+            # The doorbell is still needed: a signal may have interrupted an earlier _flush, so that these frames were
+            # sent before the submission but are still in the outbox.
             self._flush()
         try:
             self._sock.send(_DOORBELL, _SEND_FLAGS)
         except BlockingIOError:
-            pass  # the sidecar has frames to read, and looks at the ring after each
+            pass  # the socket is full: the sidecar has frames to read, and looks at the ring after each frame
         except OSError as e:
             self._fail(f"sending failed: {e.strerror}")
             raise self._over_error() from None
 
     def _order(self) -> None:
-        """Orders accesses to the memory that is shared with the sidecar: those before the call happen before those
-        after it.
+        """Is a memory barrier for the memory shared with the sidecar: accesses before the call take effect before
+        accesses after it.
 
-        Releasing a lock and then acquiring it orders all accesses on every machine that the sidecar is built for.
+        On every machine that the sidecar is built for, releasing a lock and acquiring it again has this effect.
         """
         with self._fence:
             pass
@@ -410,8 +418,8 @@ class Client:
     # Requests.
 
     def request(self, encode: Callable[[int], bytes], fd: int = -1) -> Pending:
-        """Sends the message that encode makes for a new number, with a descriptor unless fd is -1, and returns the
-        pending request.
+        """Sends a request and returns it as pending. encode gets the number of the request and returns the message.
+        Unless fd is -1, this descriptor is sent with the message.
         """
         with self._lock:
             if self._over is not None:
@@ -431,12 +439,12 @@ class Client:
     def submit(self, op: Operation, keep: object = None, later: bool = False, held: bool = False) -> Pending:
         """Begins an operation and returns it as a pending request.
 
-        keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond, or
-        with later possibly not before notify_now, another submission, or a wait. What op uses must not be touched until
-        the operation is done.
+        keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond. If later
+        is true, it may see the submission only at the next notify_now, submission or wait. The memory that op uses
+        must not be touched until the operation is done.
 
-        Raises ValueError if the name of op.key is in use. The name of an operation is in use until it is done and,
-        with held, until wait has ended or held of its Pending is False.
+        Raises ValueError if the name of op.key is in use. A name is in use until its operation is done. If held is
+        true, the name stays in use until wait has ended or the returned Pending's held is set to False.
         """
         key = op.key
         p = Pending(held, keep, True)
@@ -461,7 +469,7 @@ class Client:
                 if op.slot < 0:
                     self._prepare(op)
                 elif self._outbox:
-                    self._flush()  # after a signal it may hold the frame that prepares the slot
+                    self._flush()  # if a signal interrupted _prepare, the frame of the slot may still be in the outbox
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
@@ -472,8 +480,8 @@ class Client:
                 if not later:
                     self._notify(_SOON)
             except BaseException:
-                # A signal handler has raised. An operation that the sidecar will not see is done; any other operation
-                # goes on and keeps its memory.
+                # A signal handler has raised an exception. If the sidecar cannot see the submission, the operation
+                # counts as done. Otherwise it goes on and its memory stays in use.
                 if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
@@ -492,7 +500,7 @@ class Client:
                 self._most_names = max(_MIN_NAMES, 2 * len(self._names))
             return
         if not p.held and not p.done:
-            self.poll_all()  # the operation may be done without a thread having read that
+            self.poll_all()  # the operation may be done, but no thread has read its completion yet
         if p.in_use():
             raise ValueError(
                 f"{label or key[1]}: a tensor with the same name as another tensor that is currently being processed, or whose "
@@ -500,22 +508,24 @@ class Client:
             )
 
     def release_names(self) -> None:
-        """Frees all names, each as soon as its operation is done, because the program has left the job."""
+        """Frees each name as soon as its operation is done, waited for or not. It is called when the program leaves
+        the job.
+        """
         with self._lock:
             for p in list(self._names.values()):
                 p.held = False
 
     def in_use(self, key: Tuple[int, str]) -> bool:
-        """Returns whether a name is in use, as far as is known without looking at the socket."""
+        """Returns whether a name is in use, from the completions read so far. It reads nothing."""
         p = self._names.get(key)
         return p is not None and p.in_use()
 
     def _prepare(self, op: Operation) -> None:
-        """Sends the description of op for a free slot. The sidecar reads it before any later submission. The caller
-        holds _lock.
+        """Assigns a free slot to op and sends the description of op for this slot. The sidecar reads the description
+        before any later submission. The caller holds _lock.
         """
         if self._free_slots:
-            slot = self._free_slots.pop()  # no other thread takes one, because _lock is held
+            slot = self._free_slots.pop()  # not empty: other threads only add slots while _lock is held here
         elif self._next_slot < _SLOTS:
             slot = self._next_slot
             self._next_slot += 1
@@ -526,7 +536,7 @@ class Client:
         self._flush()
 
     def forget(self, op: Operation) -> None:
-        """Frees the slot of op. op must not be in flight, nor be submitted again. A finalizer may call it."""
+        """Frees the slot of op. op must not be in flight, and must not be submitted again. Finalizers may call it."""
         slot, op.slot = op.slot, -1
         if slot >= 0:
             self._free_slots.append(slot)
@@ -554,7 +564,7 @@ class Client:
 
     def _drop_chunk(self, chunk: Chunk) -> None:
         if chunk.mapped and self._over is None:
-            # The answer is not waited for: if the sidecar keeps the chunk, that only costs memory.
+            # No thread waits for the answer, because a refusal would only mean that the sidecar keeps some memory.
             self.request(lambda i: wire.drop_arena(i, chunk.number))
 
     # Results in the sidecar's memory.
@@ -584,17 +594,17 @@ class Client:
                 self._send_frame(wire.free(next(self._ids), place[0], place[1]))
 
     def discard_result(self, place: wire.Place) -> None:
-        """Does what free_result does, but later. A finalizer may call it."""
+        """Frees a result as free_result does, but only at the next submission. Finalizers may call it."""
         self._discarded.append(place)
 
     # Waiting.
 
     def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
-        """Waits until p is done, and raises its error. The name of p is free then.
+        """Waits until p is done, and raises the error of p if there is one. Then the name of p is free.
 
-        others are the requests for which the caller will wait next: the thread may sleep until half of them are
-        done too. An exception of a signal handler ends the wait; the name is then free when p is done, because the
-        caller may have lost p.
+        others are the requests for which the caller waits next. The thread may sleep until half of them are done too.
+        An exception of a signal handler ends the wait. Then the name becomes free when p is done, because the caller
+        may have lost p.
         """
         try:
             self._wait(p, others)
@@ -606,12 +616,12 @@ class Client:
         words, me = self._words, threading.get_ident()
         while not p.done:
             if words[_WANTED] == _NEVER:
-                # The value is set before the sidecar looks at the ring. If it overwrites the reader's value,
-                # _wake_reader corrects that. The next reader sets its own value.
+                # This is set before the sidecar looks at the ring, so that it sends no doorbell for the completion. If
+                # it overwrites the value of a reader, _wake_reader repairs that. A later reader sets its own value.
                 words[_WANTED] = _POLLING
             self.notify_now()
-            # _SEEN is read before the done flags. Other threads may read meanwhile, and until must not exceed the
-            # completions that can come.
+            # _SEEN is read before the done flags, because other threads may take completions in between: until must
+            # not exceed the number of completions that can come.
             until = words[_SEEN] + 1
             until += len([True for q in others if q.in_ring and not q.done]) // 2
             if self._take_turn(_WAITING, p, until):
@@ -620,15 +630,16 @@ class Client:
             try:
                 self._wake_reader()
                 with self._mutex:
-                    # No wake-up is lost, because the reader checks _waiting after it has set done, and once more
-                    # after it has released _reader.
+                    # No wake-up is lost, because the reader checks _waiting after it has set done, and again after it
+                    # has released _reader.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:
                 self._waiting.discard(me)
 
     def _wake_reader(self) -> None:
-        """Makes the reader wake for every completion from now on, and for those that it has not seen yet."""
+        """Makes the reader wake for every completion from now on, and for the completions that it has not taken yet.
+        """
         words = self._words
         words[_WANTED] = 0
         self._order()
@@ -648,17 +659,20 @@ class Client:
         return p.done
 
     def poll_all(self) -> None:
-        """Reads the completions and answers that have come, or makes the reader do it."""
+        """Takes the completions and answers that have come. If another thread is the reader, it wakes that thread to
+        do so.
+        """
         self.notify_now()
         if not self._take_turn(_NOT_WAITING):
             self._wake_reader()
 
     def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
-        """Reads once, or until p is done, and sleeps until there are as many completions as until says. Returns
-        False if another thread reads.
+        """Makes this thread the reader, which reads until p is done, or once if p is None. While it sleeps, it is
+        woken when the ring has had until completions. Returns False if another thread is the reader.
         """
-        # An exception of a signal handler may come between any two steps, also between taking _reader and the next
-        # one, and in the first finally. However the function ends, _reader is free for the threads that wait for it.
+        # A signal handler may raise an exception between any two steps: also right after _reader is taken, and in the
+        # first finally. The nested finally blocks release _reader in each of these cases, so that other threads can
+        # take it.
         turn = leave = True
         try:
             try:
@@ -680,7 +694,9 @@ class Client:
         return turn
 
     def _no_reader(self) -> bool:
-        """Returns whether no other thread reads. It may be interrupted as _take_turn may be."""
+        """Returns whether no other thread is the reader. As in _take_turn, a signal handler may raise an exception
+        between any two steps.
+        """
         free = True
         try:
             try:
@@ -692,9 +708,10 @@ class Client:
         return free
 
     def _enter_reader(self) -> bool:
-        """Takes _reader unless another thread has it, and returns whether it did."""
+        """Takes _reader unless another thread holds it, and returns whether this thread holds it now."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
-            # No caller holds _reader, so an exception of a signal handler must have prevented its release.
+            # No caller holds _reader. So this thread took it before, and an exception of a signal handler prevented
+            # its release.
             self._reader.release()
         return self._reader.acquire(False)
 
@@ -707,12 +724,12 @@ class Client:
                 self._cond.notify_all()
 
     def _release_reader(self) -> None:
-        """Releases _reader if this thread has it."""
+        """Releases _reader if this thread holds it."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
             self._reader.release()
 
     def _poll_ring(self) -> None:
-        """Polls the ring for a short time for a completion, for which the sidecar need not send a doorbell. The
+        """Polls the ring for a completion, for at most _POLL_SECONDS. Meanwhile the sidecar sends no doorbell. The
         caller holds _reader.
         """
         words = self._words
@@ -723,16 +740,17 @@ class Client:
             os.sched_yield()
 
     def _may_sleep(self, until: int) -> bool:
-        """Asks the sidecar for a doorbell at so many completions, and returns whether the thread may sleep.
+        """Asks the sidecar for a doorbell when the ring has had until completions, and returns whether the thread may
+        sleep.
 
-        If another thread waits, the doorbell comes at the first new completion. If there is a new completion or
-        unread data already, _may_sleep takes it and returns False. The caller holds _reader.
+        If another thread waits, it asks for a doorbell at the next completion. If a new completion or unread data is
+        there already, _may_sleep takes it and returns False. The caller holds _reader.
         """
         words = self._words
         seen = words[_SEEN]
         words[_WANTED] = max(until, seen + 1)
         self._order()
-        if self._waiting:  # a thread that waits adds itself there before it asks for doorbells
+        if self._waiting:  # complete, because a waiting thread adds itself before it asks for doorbells
             words[_WANTED] = seen + 1
             self._order()
         if words[_COMPLETED] == seen:
@@ -744,17 +762,17 @@ class Client:
         return False
 
     def _take_rest(self) -> bool:
-        """Takes data that was read but not taken because a signal came, and returns whether there was any."""
+        """Takes data that was read but not taken because of a signal. Returns whether there was such data."""
         data, at, _, inbox, _ = self._state
         if not data and not inbox:
             return False
         return self._take() and (bool(inbox) or len(self._state[0]) < len(data) - at)
 
     def _read(self, flags: Tuple[int, ...]) -> None:
-        """Reads once and takes the data that has come. The caller holds _reader."""
+        """Reads from the socket once and takes the data that has come. The caller holds _reader."""
         data, at, fds, inbox, taken = self._state
         try:
-            # One call reads and stores, because the interpreter runs no signal handler in between: see invariant 2.
+            # Reading and storing is one call into C, so that no signal handler runs in between: see invariant 2.
             inbox.extend(map(self._recvmsg, _SIZES, _SPACES, flags))
         except BlockingIOError:
             pass
@@ -774,7 +792,9 @@ class Client:
                 self._cond.notify_all()
 
     def _take(self) -> bool:
-        """Does what _parse does, and also ends the connection if the data is not a valid message."""
+        """Calls _parse and returns its result. If the data is not a valid message, it ends the connection and returns
+        False.
+        """
         try:
             return self._parse()
         except wire.WireError as e:
@@ -782,7 +802,7 @@ class Client:
             return False
 
     def _parse(self) -> bool:
-        """Takes the complete frames that have come. Returns False if the connection is over."""
+        """Decodes and handles the complete frames that have come. Returns False if the connection is over."""
         while True:
             data, at, fds, inbox, taken = self._state
             while at < len(data):
@@ -834,7 +854,7 @@ class Client:
         self._finish(reply.id, p)
 
     def _look(self) -> None:
-        """Takes the completions of the ring."""
+        """Takes the new completions from the ring."""
         words = self._words
         completed = words[_COMPLETED]
         seen = words[_SEEN]
@@ -865,7 +885,7 @@ class Client:
     def _map(self, arena: Tuple[int, int], fd: int) -> None:
         number, size = arena
         if number in self._maps:
-            return  # it was mapped before a signal came
+            return  # a signal interrupted this function after it had mapped the arena, and it is called again
         if number >> 31 != 1 or size <= 0 or size % PAGE:
             raise wire.WireError(
                 f"arena {number} of {size} bytes: want a number from {1 << 31} to {(1 << 32) - 1} "
