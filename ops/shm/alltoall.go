@@ -11,7 +11,7 @@ import (
 )
 
 // startAlltoall starts an exchange in which every rank has a block for every other rank. At first only the
-// owner of a block knows its size. In step t a rank stages part t of each block for another rank.
+// sender of a block knows the size of the block. In step t, a rank stages part t of each of its blocks.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
 	if err := b.cut(counts); err != nil {
@@ -22,7 +22,7 @@ func (b *Backend) startAlltoall() error {
 		return fmt.Errorf("got %d ranks, want at most %d", n, maxMembers)
 	}
 	if total := b.plan.ends[n-1]; total != int64(len(in)) {
-		return fmt.Errorf("got blocks of %d bytes together, want %d", total, len(in))
+		return fmt.Errorf("got blocks of %d bytes in total, want %d", total, len(in))
 	}
 	copy(b.counts[b.me], counts)
 	if n == 1 {
@@ -47,8 +47,8 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If other ranks are not ready for it, alltoallStep waits if wait is set,
-// and otherwise returns Waiting.
+// alltoallStep does the next step. If other ranks are not ready for the step, alltoallStep waits if wait is
+// set, and otherwise returns Waiting.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
 	if x.awaitsReaders {
@@ -64,7 +64,8 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if t == 0 {
 		if err := b.readCounts(); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// a peer has shared an arena chunk, and its descriptor has not arrived
+				// A peer has a tensor in a new arena chunk, and the descriptor of the chunk has not arrived
+				// yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
@@ -87,14 +88,14 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// countsOf returns the part of a table that has the bytes for each member.
+// countsOf returns the part of a table that has the number of bytes for each member.
 func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 
-// maxMembers is the greatest number of members whose counts fit in a table.
+// maxMembers is the largest number of members whose counts fit in a table.
 const maxMembers = (tableBytes - tableHeader - extentBytes) / 8
 
-// readCounts reads how many bytes every rank sends to every other, and computes the number of steps from
-// that.
+// readCounts reads from the peers' tables how many bytes every rank sends to every other rank, and computes
+// the number of steps.
 func (b *Backend) readCounts() error {
 	steps := 0
 	for i := range b.peers {
@@ -115,9 +116,9 @@ func (b *Backend) readCounts() error {
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
 				return b.peerError(i, err)
 			}
-			// pullBlocks treats the first extent as the whole buffer
+			// pullBlocks relies on one extent that has the whole buffer.
 			if n := len(b.layouts[i].extents); n > 1 {
-				return b.peerError(i, fmt.Errorf("got a table of %d extents, want 1 for an alltoall", n))
+				return b.peerError(i, fmt.Errorf("got a table with %d extents, want 1 in an alltoall", n))
 			}
 		}
 		for k, c := range b.counts[i] {
@@ -130,11 +131,12 @@ func (b *Backend) readCounts() error {
 	return nil
 }
 
-// allocate reads from the counts how many bytes this rank gets from each rank, makes the caller allocate the
-// output, and copies this rank's own block there.
+// allocate computes how many bytes this rank gets from each rank, calls Allocate for the output buffer, and
+// copies this rank's block for itself there.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
-	total := b.counts[b.me][b.me] // counted first, so that an overflow is the error of a peer
+	// this rank's own block first, so that an overflow is always caused by a peer
+	total := b.counts[b.me][b.me]
 	for i := range b.counts {
 		c := b.counts[i][b.me]
 		b.received = append(b.received, c)
@@ -149,7 +151,7 @@ func (b *Backend) allocate() error {
 	}
 	out, err := b.op.Allocate(b.received)
 	if err == nil && int64(len(out)) != total {
-		err = fmt.Errorf("got %d bytes for the output, want %d", len(out), total)
+		err = fmt.Errorf("got an output buffer of %d bytes, want %d", len(out), total)
 	}
 	if err != nil {
 		return err
@@ -159,7 +161,7 @@ func (b *Backend) allocate() error {
 	return nil
 }
 
-// blockOffset returns where the block of member i for member k begins in i's buffer.
+// blockOffset returns the offset in member i's buffer at which the block for member k begins.
 func (b *Backend) blockOffset(i, k int) (begin int64) {
 	for _, c := range b.counts[i][:k] {
 		begin += c
@@ -167,7 +169,8 @@ func (b *Backend) blockOffset(i, k int) (begin int64) {
 	return begin
 }
 
-// stageBlocks stages step t of all blocks for other ranks, unless they can read them in place.
+// stageBlocks copies step t of the blocks for other ranks to the staging area. It does nothing if the other
+// ranks can read the blocks in place.
 func (b *Backend) stageBlocks(t int) {
 	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]
@@ -184,7 +187,7 @@ func (b *Backend) stageBlocks(t int) {
 	}
 }
 
-// pullBlocks copies step t of the blocks that the others have for this rank.
+// pullBlocks copies step t of the blocks that the other ranks have for this rank to the output.
 func (b *Backend) pullBlocks(t int) {
 	out, column := b.running.out, b.plan.column
 	n := len(b.ranks)
@@ -204,7 +207,7 @@ func (b *Backend) pullBlocks(t int) {
 	}
 }
 
-// outputOffset returns where the block of member i begins in this rank's result.
+// outputOffset returns the offset in this rank's output at which the block from member i begins.
 func (b *Backend) outputOffset(i int) (begin int64) {
 	for _, c := range b.received[:i] {
 		begin += c

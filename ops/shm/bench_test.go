@@ -11,14 +11,15 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// BenchmarkAllreduce runs the ranks as goroutines of one process. Each rank writes to its buffer before every
-// operation, as a training step does.
+// BenchmarkAllreduce measures allreduces between ranks that run as goroutines of one process. Each rank
+// writes to its buffer before every operation, as a training step does.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, n := range []int{2, 4} {
 		for _, kind := range []string{"arena", "slice"} {
 			for _, size := range []int{4, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20} {
 				b.Run(fmt.Sprintf("%d/%s/%d", n, kind, size), func(b *testing.B) {
-					// A rank that waits keeps its processor, so every rank needs a processor of its own.
+					// A waiting rank keeps its processor for a while, so every rank needs a processor of its
+					// own.
 					defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n + 1))
 					var busy time.Duration
 					run(b, n, shm.Config{SmallBytes: 64 << 10, Oversubscribed: n > runtime.NumCPU()},

@@ -12,25 +12,26 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is the size from which results of peers are written past the caches, because they do not fit:
-// they would evict each other.
+// streamBytes is the buffer size from which pullStep writes results past the caches. Results of that size do
+// not fit into the caches and would evict each other.
 const streamBytes = 8 << 20
 
-// plan describes an exchange. The buffer is cut into blocks, one for each rank.
+// plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column
+// of every block.
 type plan struct {
-	// ends are the ends of the ranks' blocks.
+	// ends are the offsets at which the ranks' blocks end.
 	ends []int64
-	// stride is the distance of the blocks' columns in a stage, and column their size: in each step a rank
-	// handles that much of every block.
+	// column is the number of bytes of each block that a step handles. stride is the distance in a stage
+	// between the columns of two neighbouring blocks.
 	stride, column int64
-	// reduce makes the owner of a block reduce what all ranks have in it. Otherwise only what the owner has
-	// counts.
+	// reduce is set if the owner of a block reduces the contributions of all ranks to the block. If it is not
+	// set, the owner's data is the result.
 	reduce bool
-	// pull makes every rank copy the blocks of the others.
+	// pull is set if every rank copies the results of the other ranks' blocks.
 	pull bool
 }
 
-// block returns the range of block i that step t handles.
+// block returns the range of bytes of block i that step t handles.
 func (p *plan) block(i, t int) (from, to int64) {
 	begin := int64(0)
 	if i > 0 {
@@ -40,7 +41,7 @@ func (p *plan) block(i, t int) (from, to int64) {
 	return min(from, p.ends[i]), min(from+p.column, p.ends[i])
 }
 
-// steps returns the number of steps.
+// steps returns the number of steps that the longest block needs.
 func (p *plan) steps() int {
 	var longest, begin int64
 	for _, end := range p.ends {
@@ -50,26 +51,32 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
-// findNone finds nothing in arenas.
+// findNone reports every buffer as not in an arena. It replaces Config.Find where tensors must be staged.
 func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
-// running is an exchange in progress.
+// running is the state of an exchange in progress.
 type running struct {
 	plan          *plan // nil if no exchange is in progress
 	total         int64
 	steps, rounds int
-	lag           int // rounds from staging a step to copying its results
-	next          int // the next round
+	lag           int // how many rounds after staging a step its results are copied
+	next          int // the number of the next round
 	base          uint64
-	awaitsReaders bool   // all rounds are done, and the others may still read this rank's buffers
+	awaitsReaders bool   // all rounds are done, but peers may still read this rank's buffers
 	out           []byte // the output of an alltoall
 }
 
-// An exchange runs in rounds over this rank's tensors, which b.own has. A rank begins round r when all others
-// have finished round r-1. In round r it stages step r, reduces step r-1, posts its progress, and copies the
-// results of step r-2, or of step r-1 if there is nothing to reduce. So the data that a rank reads is in the
-// caches, and a rank may be late by one round without delaying the others. The stages of three steps are in
-// use. A rank that has posted its round and still copies may read a fourth.
+// An exchange runs in rounds over the tensors of this rank in b.own. A rank begins round r when all others
+// have finished round r-1. In round r the rank
+//
+//   - reduces step r-1,
+//   - stages step r,
+//   - posts its progress,
+//   - copies the results of step r-2, or of step r-1 if there is nothing to reduce.
+//
+// So a rank reads data that is still in the caches, and a rank that is late by one round does not delay the
+// others. The stages of three steps are in use. A fourth is in use while a rank has posted its round and
+// still copies.
 
 // start begins an exchange and does the first round, which does not wait for other ranks.
 func (b *Backend) start(p *plan) {
@@ -98,8 +105,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If other ranks are not ready for it, round waits if wait is set, and otherwise
-// returns Waiting.
+// round does the next round. If other ranks are not ready for the round, round waits if wait is set, and
+// otherwise returns Waiting.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
@@ -116,13 +123,14 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if r == 1 {
 		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// a peer has shared an arena chunk, and its descriptor has not arrived
+				// A peer has a tensor in a new arena chunk, and the descriptor of the chunk has not arrived
+				// yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
 		}
 		if !p.reduce && !b.anyStaged(p) {
-			// Only staging needs several steps. Without it all data can be copied in one step.
+			// Only staging needs several steps. If nothing is staged, one step copies all data.
 			p.column = x.total
 			x.steps, x.rounds = 1, 2
 		}
@@ -148,8 +156,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// anyStaged reports whether any rank stages data in an exchange without a reduction, because its own block
-// cannot be read in place. The answer is the same at all ranks.
+// anyStaged reports whether any rank stages data in an exchange without a reduction, because a part of the
+// rank's own block cannot be read in place. All ranks get the same result.
 func (b *Backend) anyStaged(p *plan) bool {
 	begin := int64(0)
 	for i, end := range p.ends {
@@ -168,8 +176,8 @@ func (b *Backend) anyStaged(p *plan) bool {
 	return false
 }
 
-// finishRounds ends the rounds of an exchange after the last one. If peers may still read a caller's buffer,
-// it returns true: the operation then ends only when all peers have finished.
+// finishRounds records the end of the last round of an exchange. It returns true if peers may still read the
+// buffers of a caller: the operation then must not end before all peers have finished.
 func (b *Backend) finishRounds(round uint64, steps int) bool {
 	b.stage += steps
 	b.rounds = round
@@ -184,7 +192,8 @@ func (b *Backend) finishRounds(round uint64, steps int) bool {
 	return false
 }
 
-// awaitReaders reports whether all others have finished reading. If wait is set it waits for that.
+// awaitReaders reports whether all other ranks have finished reading. If wait is set, it waits until they
+// have.
 func (b *Backend) awaitReaders(wait bool) (bool, error) {
 	if ok, err := b.arrived(b.rounds, wait); !ok {
 		return false, err
@@ -192,10 +201,11 @@ func (b *Backend) awaitReaders(wait bool) (bool, error) {
 	return true, b.checkAborts()
 }
 
-// checkAborts returns an error if a peer has given up the operation. A rank announces that before it gives
-// its buffers back to its caller. So without an error, all buffers that this rank has read were unchanged.
+// checkAborts returns an error if a peer has given up the operation. A rank sets its abort word before it
+// gives its buffers back to its caller. So if there is no error, no buffer has changed while this rank read
+// it.
 func (b *Backend) checkAborts() error {
-	shmem.Fence() // orders the reads of the buffers before those of the abort words
+	shmem.Fence() // orders the reads of the peers' buffers before the reads of the abort words
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].abort) != 0 {
 			return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: errGivenUp}
@@ -204,14 +214,14 @@ func (b *Backend) checkAborts() error {
 	return nil
 }
 
-// table returns this rank's table for the operation.
+// table returns the table in this rank's segment that the operation uses.
 func (b *Backend) table() []byte { return tableOf(b.segment, b.turn) }
 
 func tableOf(segment []byte, turn int) []byte {
 	return segment[tablesAt+turn*tableBytes:][:tableBytes]
 }
 
-// readLayouts reads where the peers' tensors lie.
+// readLayouts reads from the peers' tables where their tensors lie.
 func (b *Backend) readLayouts(p *plan, total int64) error {
 	elem := int64(1)
 	if p.reduce {
@@ -229,14 +239,15 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 	return nil
 }
 
-// staged returns the place where member i stages n bytes from byte v on of block j. Step t of the block
-// begins at byte from.
+// staged returns the n bytes of the staging area in which member i stages byte v and the following bytes of
+// block j. Step t of the block begins at byte from.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 
-// contribution returns the contribution of member i from byte v on, at most n bytes, in block j.
+// contribution returns what member i contributes to block j from byte v on, at most n bytes. Step t of the
+// block begins at byte from.
 func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	if i == b.me {
 		in, _ := b.own.at(v, n)
@@ -253,7 +264,8 @@ func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	return e.in.mem[at : at+n]
 }
 
-// result returns the result of member i, another member, for block i from byte v on, at most n bytes.
+// result returns the result of block i from byte v on, at most n bytes, in the memory of member i. i must not
+// be this rank.
 func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	l := &b.layouts[i]
 	k, begin := l.find(v)
@@ -269,12 +281,12 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	return at.mem[at.offset+v-begin:][:n]
 }
 
-// stageStep copies the data that peers will read in step t and cannot read in place to the stage.
+// stageStep copies to the stage what peers read in step t but cannot read in place.
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
-			// In a reduction no peer reads this rank's contribution to its own block. Otherwise peers read
-			// only that block.
+			// In a reduction no peer reads this rank's contribution to this rank's own block. Without a
+			// reduction, peers read only that block.
 			continue
 		}
 		from, to := p.block(j, t)
@@ -297,8 +309,8 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 	}
 }
 
-// reduceStep reduces step t of this rank's block, and stages the result if peers read it and cannot read it
-// in place.
+// reduceStep reduces step t of this rank's block. If peers copy the result but cannot read it in place,
+// reduceStep also stages the result.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)
@@ -316,7 +328,8 @@ func (b *Backend) reduceStep(p *plan, t int) {
 	}
 }
 
-// reducePiece reduces the sources to out, block by block, so that a copy finds each block in the cache.
+// reducePiece reduces the sources to out. If copied is set, it also copies the result to the stage:
+// blockBytes at a time, so that the copy reads from the cache.
 func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied bool) {
 	if !copied {
 		b.reducer.reduce(out, b.sources)
@@ -330,11 +343,11 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 	}
 }
 
-// pullStep copies the results of step t from the owners of the other blocks.
+// pullStep copies the results of step t of the other blocks from their owners.
 func (b *Backend) pullStep(p *plan, t int, total int64) {
 	n := len(p.ends)
 	for k := 1; k < n; k++ {
-		i := (b.me + k) % n // each rank begins with another peer
+		i := (b.me + k) % n // every rank begins with another peer, so that not all read from the same one
 		from, to := p.block(i, t)
 		for v := from; v < to; {
 			_, out := b.own.at(v, to-v)

@@ -4,9 +4,9 @@ import (
 	"sync/atomic"
 )
 
-// PretendToCome writes to segment what a rank writes when it starts its first operation: its words, and the
-// table of one tensor of numBytes in the given arena chunk. Before the rank appears to have started, change
-// may modify the table.
+// PretendToCome writes to segment what a rank writes when it starts its first operation. The operation has
+// one tensor of numBytes bytes in the given arena chunk. change may modify the rank's table before the
+// progress word shows that the rank has started.
 func PretendToCome(segment []byte, numBytes int64, chunk uint32, change func(table []byte)) {
 	l := layout{extents: []extent{{end: numBytes, in: place{chunk: chunk}, out: place{chunk: chunk}}}}
 	l.write(tableOf(segment, 0))
@@ -15,7 +15,7 @@ func PretendToCome(segment []byte, numBytes int64, chunk uint32, change func(tab
 }
 
 // PretendToHaveDone writes to segment what a rank has written when it has finished such an operation. If
-// gaveUp is set, it also writes the word by which a rank tells that it gave up the operation.
+// gaveUp is set, it also sets the abort word, with which a rank tells that it gave up the operation.
 func PretendToHaveDone(segment []byte, numBytes int64, chunk uint32, gaveUp bool) {
 	if gaveUp {
 		atomic.StoreUint32(flag(segment, abortAt), 1)

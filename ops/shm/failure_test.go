@@ -19,8 +19,9 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// In every operation, a rank waits for a rank that has not started the operation until the mesh reports that
-// its process has ended. Then the operation fails, and all later ones fail with the same error.
+// In every kind of operation, a rank waits for a rank that has not started the operation. When the mesh
+// reports that the process of that rank has ended, the operation fails, and all later operations fail with
+// the same error.
 func TestDeadPeer(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -57,7 +58,7 @@ func TestDeadPeer(t *testing.T) {
 	}
 }
 
-// A waiting operation fails when its context ends.
+// If the context of a waiting operation ends, the operation fails with the cause of the context.
 func TestContextEnds(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {
@@ -111,8 +112,8 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 	}
 }
 
-// A rank that gives up an operation while other ranks may be reading its buffer announces that first. So the
-// operation fails at every rank that may have read the buffer after that.
+// A rank that gives up an operation sets its abort word, because other ranks may still be reading its buffer.
+// An operation that has read the buffer fails if the abort word is set, and succeeds if it is not.
 func TestAbandonedBuffer(t *testing.T) {
 	const size = 8 << 10
 	for _, gaveUp := range []bool{false, true} {
@@ -166,8 +167,8 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
-// An alltoall fails too if the table of a peer is malformed. Its table has one extent and the counts. Nothing
-// is allocated for impossible counts.
+// An alltoall fails if the table of a peer does not have exactly one extent, or if its counts are impossible.
+// The alltoall then does not call Allocate.
 func TestPeersCounts(t *testing.T) {
 	put := func(table []byte, words ...uint64) {
 		for i, w := range words {
@@ -180,7 +181,8 @@ func TestPeersCounts(t *testing.T) {
 			put(table, 2)
 			put(table[8:], 16)
 			put(table[8+16:], 2*pretended-16)
-			put(table[8+32:], pretended, 0) // the second extent, then the counts
+			// the second extent overwrites the place of the counts, so they follow it
+			put(table[8+32:], pretended, 0)
 		},
 		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },
 		"negative":            func(table []byte) { put(table[8+32:], math.MaxUint64-7, pretended+8) },
@@ -202,12 +204,12 @@ func TestPeersCounts(t *testing.T) {
 	}
 }
 
-// pretended is the size of the tensor of the rank that besidePretender simulates. The arena of this rank has
+// pretended is the size in bytes of the tensor of rank 1 in besidePretender. The arena chunk of rank 1 has
 // twice this size.
 const pretended = 8 << 10
 
-// besidePretender runs op at rank 0. Rank 1 only pretends to have started the operation, with a table that
-// change has modified. The test fails if op does not return a *PeerError for rank 1.
+// besidePretender runs op at rank 0. Rank 1 does not run op: its segment only looks as if it had started,
+// with a table that change has modified. The test fails if op does not return a *PeerError for rank 1.
 func besidePretender(t *testing.T, change func(table []byte), op func(ctx context.Context, r *rank) error) {
 	t.Helper()
 	err := try(newHost(), 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
@@ -233,7 +235,7 @@ func besidePretender(t *testing.T, change func(table []byte), op func(ctx contex
 	}
 }
 
-// An alltoall fails if the caller provides an output buffer of the wrong length.
+// An alltoall fails if Allocate returns a buffer that is one byte too short or too long.
 func TestAlltoallOutput(t *testing.T) {
 	for n := 1; n <= 2; n++ {
 		for _, wrong := range []int{-1, 1} {
@@ -243,7 +245,7 @@ func TestAlltoallOutput(t *testing.T) {
 					func(counts []int64) ([]byte, error) {
 						return aligned(int(sum(counts)) + wrong), nil
 					})
-				if want := fmt.Sprintf("got %d bytes for the output, want %d", 64*n+wrong,
+				if want := fmt.Sprintf("got an output buffer of %d bytes, want %d", 64*n+wrong,
 					64*n); err == nil || !strings.Contains(err.Error(), want) {
 					t.Errorf("got %v, want %s", err, want)
 				}
@@ -253,8 +255,8 @@ func TestAlltoallOutput(t *testing.T) {
 	}
 }
 
-// Wrong arguments are refused before the peers can see any of them. The backend fails, because the other
-// ranks do run the operation.
+// An operation with wrong arguments fails before the peers can see any of it. The backend then fails all
+// later operations, because the other ranks may run the operation and this rank does not.
 func TestRefused(t *testing.T) {
 	for name, op := range map[string]func(r *rank) error{
 		"algorithm": func(r *rank) error {
@@ -315,8 +317,8 @@ func TestPlan(t *testing.T) {
 	})
 }
 
-// After an operation has failed, nothing writes to its buffers, even if the rank that it waited for starts
-// the operation later.
+// After an operation has failed, nothing writes to its buffers, even if the rank that it has waited for
+// starts the operation later.
 func TestBuffersAreLetGo(t *testing.T) {
 	failed, over := make(chan struct{}), make(chan struct{})
 	run(t, 2, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {

@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// counts returns the lengths of n blocks in the given round. The lengths vary, and some are 0.
+// counts returns the lengths of n blocks in the given round. The lengths differ, and some are 0.
 func counts(n, round int) (c []int64) {
 	lengths := []int64{0, 8, 40, 1000, 8000, 50_000, 72}
 	for i := range n {
@@ -28,8 +28,8 @@ func sum(counts []int64) (total int64) {
 	return total
 }
 
-// buffer returns numBytes of memory, which in alternate rounds is in an arena or ordinary memory. The ranks
-// do not alternate in step.
+// buffer returns numBytes bytes of memory. It alternates between an arena and ordinary memory every two
+// rounds, and neighbouring ranks get different kinds in the same round.
 func (r *rank) buffer(round int, numBytes int64) []byte {
 	if numBytes > 0 && (round/2+r.me)%2 == 0 {
 		return r.mem.alloc(int(numBytes))
@@ -37,7 +37,7 @@ func (r *rank) buffer(round int, numBytes int64) []byte {
 	return aligned(int(numBytes))
 }
 
-// fill writes to dst the block that rank from sends to rank to in the given round.
+// fill fills dst with the block that rank from sends to rank to in the given round.
 func fill(dst []byte, from, to, round int) {
 	for i := range dst {
 		dst[i] = byte(i + 31*from + 7*to + round)
@@ -127,7 +127,7 @@ func TestAlltoall(t *testing.T) {
 				return c[rank%2:][:n]
 			}
 			for round := range 14 {
-				// In each round one rank in three runs its operation step by step. The other ranks wait.
+				// In each round one rank in three runs its operation step by step, and the other ranks block.
 				r.Steps = (round+r.me)%3 == 0
 				c := gives(r.me, round)
 				in := r.buffer(round, sum(c))
@@ -164,8 +164,8 @@ func TestAlltoall(t *testing.T) {
 	}
 }
 
-// Operations of several kinds and sizes run one after the other, at ranks of very different speed, and all
-// give the right results.
+// Three ranks run 300 rounds of operations of several kinds and sizes, one after the other and at very
+// different speeds. All results are right.
 func TestMixture(t *testing.T) {
 	run(t, 3, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
 		for round := range 300 {

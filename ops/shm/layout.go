@@ -11,39 +11,40 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// extent is a piece of the operation's buffer, which is the concatenation of the tensors. The first begins at
-// byte 0, and each other one at the end of the one before.
+// extent is a part of the operation's buffer, which is the concatenation of the tensors. The first extent
+// begins at byte 0. Every other extent begins where the extent before it ends.
 type extent struct {
-	end     int64 // the offset after the last byte
+	end     int64 // the offset after the last byte, in the operation's buffer
 	in, out place
 }
 
-// place is the place where a peer reads an extent: at offset in an arena chunk, or in the staging area if
+// place says where peers find the bytes of an extent: at offset in an arena chunk, or in the staging area if
 // chunk is 0.
 type place struct {
 	chunk  uint32
 	offset int64
-	mem    []byte // the chunk as it is mapped in this process; nil at its owner
+	mem    []byte // the mapping of the chunk in this process; nil at the chunk's owner
 }
 
 func (p *place) staged() bool { return p.chunk == 0 }
 
-// A table is u32 number of extents | u32 0, then for each: u64 end | u32 chunk of in | u32 chunk of out | u64
-// offset of in | u64 offset of out. An alltoall has one extent, and after it u64 bytes for each member of the
-// set.
+// A table has the layout of one rank. It begins with the number of extents (u32) and zero (u32). For each
+// extent follow: end (u64), chunk of in (u32), chunk of out (u32), offset of in (u64), offset of out (u64).
+// In an alltoall the table has one extent, followed by the number of bytes for each member of the set (u64
+// each).
 const (
 	tableHeader = 8
 	extentBytes = 32
 	maxExtents  = (tableBytes - tableHeader) / extentBytes
 )
 
-// layout is where the tensors of one rank lie.
+// layout says where the tensors of one rank lie.
 type layout struct {
 	extents []extent
-	direct  bool // some extent is not staged
+	direct  bool // at least one input or output is not staged
 }
 
-// find returns the index of the extent that contains byte v, and where that extent begins.
+// find returns the index of the extent that contains byte v, and the offset at which that extent begins.
 func (l *layout) find(v int64) (i int, begin int64) {
 	if n := len(l.extents); n > 1 {
 		i = sort.Search(n, func(i int) bool { return l.extents[i].end > v })
@@ -54,8 +55,8 @@ func (l *layout) find(v int64) (i int, begin int64) {
 	return i, begin
 }
 
-// describe makes the layout of this rank's tensors. Tensors in arenas are read in place, as long as the table
-// has room for their extents.
+// describe sets l to the layout of this rank's tensors. A tensor in an arena is read in place if the table
+// has room for its extent. All other tensors are staged.
 func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bool)) {
 	l.extents, l.direct = l.extents[:0], false
 	var end int64
@@ -85,7 +86,7 @@ func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bo
 	}
 }
 
-// write puts l into a table.
+// write encodes l into a table.
 func (l *layout) write(table []byte) {
 	binary.LittleEndian.PutUint32(table, uint32(len(l.extents)))
 	at := table[tableHeader:]
@@ -100,14 +101,14 @@ func (l *layout) write(table []byte) {
 	}
 }
 
-// read reads the layout of a peer from its table, and maps the chunks that it names. total is the size that
-// the buffer should have. elem is the size of an element, a power of two, for kernels that need aligned
-// elements, or 1 if the bytes are only copied.
+// read decodes the layout of a peer from its table, and maps the chunks that the layout names. total is the
+// size that the buffer must have. elem is the alignment that all extents must have, a power of two: the size
+// of an element if kernels read the data, or 1 if the data is only copied.
 func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
 	if n > maxExtents {
-		return fmt.Errorf("got a table of %d extents, want at most %d", n, maxExtents)
+		return fmt.Errorf("got a table with %d extents, want at most %d", n, maxExtents)
 	}
 	at := table[tableHeader:]
 	var begin int64
@@ -119,10 +120,10 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 		e.out.offset = int64(binary.LittleEndian.Uint64(at[24:]))
 		at = at[extentBytes:]
 		if e.end <= begin || e.end > total {
-			return fmt.Errorf("got an extent from byte %d to byte %d of %d bytes", begin, e.end, total)
+			return fmt.Errorf("got an extent from byte %d to byte %d in a buffer of %d bytes", begin, e.end, total)
 		}
 		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
-			return fmt.Errorf("got an extent to byte %d at offsets %d and %d, want multiples of %d", e.end,
+			return fmt.Errorf("got an extent with end %d and offsets %d and %d, want multiples of %d", e.end,
 				e.in.offset, e.out.offset, elem)
 		}
 		for _, p := range []*place{&e.in, &e.out} {
@@ -147,25 +148,26 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	return nil
 }
 
-// own has this rank's tensors, and finds them by their position in the buffer.
+// own has this rank's tensors and finds them by their offset in the operation's buffer.
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
-	last    int // the index of the tensor that at has found last
+	last    int // the index of the tensor that at returned last
 
-	room   []byte // memory of the packed tensors
+	room   []byte // the memory into which small tensors are packed
 	packed []ops.Tensor
 }
 
 const (
-	// packedBytes is the greatest size of a tensor that is packed. Copying such a tensor costs less than
+	// packedBytes is the largest size of a tensor that is packed. Copying such a tensor costs less than
 	// handling it separately in every step.
 	packedBytes = 2 << 10
-	// roomBytes bounds the packed bytes, so that they stay in the cache.
+	// roomBytes limits the sum of the packed tensors, so that they stay in the cache.
 	roomBytes = 512 << 10
 )
 
-// pack joins small neighbouring tensors. After the operation unpack distributes their results.
+// pack copies each run of small neighbouring tensors into one tensor. After the operation, unpack copies the
+// results back.
 func (o *own) pack() {
 	if len(o.tensors) < 2 {
 		return
@@ -173,7 +175,8 @@ func (o *own) pack() {
 	if o.room == nil {
 		o.room = make([]byte, roomBytes)
 	}
-	// begin is the offset in room at which the last tensor begins, or -1 if it is not packed
+	// begin is the offset in room of the tensor that is being packed, or -1 if the previous tensor was too
+	// large to be packed.
 	n, used, begin := 0, 0, -1
 	for i, t := range o.tensors {
 		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
@@ -220,19 +223,19 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 	return total, nil
 }
 
-// clear drops the tensors, so that they can be garbage collected.
+// clear drops the references to the tensors, so that the tensors can be garbage collected.
 func (o *own) clear() {
 	clear(o.tensors)
 	clear(o.packed)
 	o.tensors, o.packed = o.tensors[:0], o.packed[:0]
 }
 
-// at returns the contribution and the memory of the result from byte v on, at most n bytes.
+// at returns the contribution and the memory for the result from byte v on, at most n bytes.
 func (o *own) at(v, n int64) (in, out []byte) {
 	i := o.last
 	t := &o.tensors[i]
 	if begin := o.ends[i] - int64(len(t.In)); v < begin || v >= o.ends[i] {
-		if i++; v != o.ends[i-1] { // in most calls it is the next tensor
+		if i++; v != o.ends[i-1] { // most calls are for the tensor after the last one
 			i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
 		}
 		o.last, t = i, &o.tensors[i]
@@ -242,10 +245,10 @@ func (o *own) at(v, n int64) (in, out []byte) {
 	return t.In[from : from+n], t.Out[from : from+n]
 }
 
-// word returns the u64 at an offset of a segment, which is aligned for it.
+// word returns the u64 at offset at of a segment. The offset must be a multiple of 8.
 func word(segment []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&segment[at])) }
 
-// flag returns the u32 at an offset of a segment.
+// flag returns the u32 at offset at of a segment. The offset must be a multiple of 4.
 func flag(segment []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&segment[at])) }
 
 func contextError(ctx context.Context) error {

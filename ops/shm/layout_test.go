@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// FuzzReadLayout checks that reading the table of a peer does not panic, and that the extents that it accepts
-// are within the peer's memory, whatever the table contains.
+// For any content of a peer's table, read does not panic, and all extents that it accepts lie within the
+// peer's memory.
 func FuzzReadLayout(f *testing.F) {
 	table := make([]byte, tableBytes)
 	(&layout{extents: []extent{{end: 64, in: place{chunk: 1, offset: 64}}, {end: 128}}}).write(table)

@@ -7,38 +7,40 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Memory provides what a Backend needs from the ranks' host: segments of each other's memory. The mesh of
-// package transport/shm implements it.
+// Memory gives a Backend access to the memory of the other ranks of the host. The mesh of package
+// transport/shm implements it.
 type Memory interface {
-	// Share makes this rank's segment for lane, numBytes of zeros, which the peers can read but not write. It
-	// does not wait for them.
+	// Share makes this rank's segment for lane. The segment has numBytes bytes, all zero; the peers can read
+	// it but not write it. Share does not wait for the peers.
 	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
 
-	// Peer returns the segment that rank shared for lane. It waits until there is one, ctx ends, or the rank
-	// or the lane is given up.
+	// Peer returns the segment that rank has shared for lane. It waits until rank has shared the segment. It
+	// returns an error if ctx ends first, or if the rank or the lane fails.
 	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
 
-	// Arena returns a chunk of the allocator of rank's process. It waits as Peer does.
+	// Arena returns a chunk of the arena allocator of rank's process. It waits for the chunk as Peer waits
+	// for a segment.
 	Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error)
 
-	// Err returns why waiting for rank on lane is useless, or nil. It is called often.
+	// Err returns an error if waiting for rank on lane cannot succeed any more, and otherwise nil. Err is
+	// called often, so it must be cheap.
 	Err(lane transport.Lane, rank topo.Rank) error
 }
 
-// A segment is one rank's memory for a lane. Only that rank writes it, and all members read it. It has these
-// parts, each on cache lines of its own:
+// A segment is one rank's memory for a lane. Only that rank writes to it, and all members read it. It has
+// these parts, each on its own cache lines:
 //
-//	progressAt    u64  rounds that the rank has finished, over all operations (small ones not counted)
+//	progressAt    u64  rounds that the rank has finished in all operations except small ones
 //	abortAt       u32  not 0: the rank has failed, and its buffers may change from now on
 //	parkedAt      u32  not 0: the rank sleeps or is about to, so a rank that posts must wake it
-//	tablesAt      two tables, used by operations in turn: where the rank's tensors lie
-//	slotsAt       two slots, used by small operations in turn: u64 number of the operation, contribution of a few bytes
-//	ringAt        ring buffer of the contributions of more bytes to small operations
+//	tablesAt      two tables that operations use in turn: where the rank's tensors lie
+//	slotsAt       two slots that small operations use in turn: u64 number of the operation, then its data if short
+//	ringAt        ring buffer for the longer data of small operations
 //	stagingAt     stages × stageBytes: data that the peers cannot read in place
 //
-// Two of each are enough because an operation does not end before all ranks have begun it. A rank that writes
-// a table or slot again has finished the operation in between. So all others have begun that one, and have
-// finished the one before.
+// Two tables and two slots are enough, because no operation ends before all ranks have begun it. When a rank
+// writes to a table or slot again, it has finished the operation in between. So all others have begun the
+// operation in between, and have finished the one before that, which used the same table or slot.
 const (
 	progressAt = 0
 	abortAt    = 128
@@ -49,22 +51,22 @@ const (
 	stagingAt  = ringAt + ringBytes
 
 	lineBytes = 64
-	// pageBytes is the alignment of the large parts. Most buffers are aligned to a page too. If source and
-	// destination of a copy are at different offsets in their pages, the processor takes some loads for
-	// dependent on stores in flight.
+	// pageBytes is the alignment of the large parts. Most buffers of callers are aligned to a page too. If
+	// source and destination of a copy have different offsets in their pages, the copy is slower: the
+	// processor takes some loads for dependent on stores in flight.
 	pageBytes  = 4096
 	tableBytes = 64 << 10
 	slotBytes  = lineBytes
-	// smallBytes is the most that the other ranks together may contribute to a small operation, which every
-	// rank reduces completely.
+	// smallBytes is the upper limit of Config.SmallBytes: of what the other ranks together contribute to a
+	// small operation.
 	smallBytes = 64 << 10
 	// ringBytes is so large that a line of the ring has left the second-level caches of all processors before
-	// it is written again: writing a line that another processor holds takes four times as long.
+	// the line is written again. Writing a line that another processor holds takes four times as long.
 	ringBytes = 4 << 20
-	// stages is the number of parts of the staging area. While a rank fills one, peers may still reduce from
-	// the one before it and copy from the two before that.
+	// stages is the number of parts of the staging area. While a rank fills one part, peers may still reduce
+	// from the part before it and copy from the two parts before that.
 	stages = 4
 )
 
-// segmentBytes returns the size of a segment.
+// segmentBytes returns the size of a segment whose stages have stageBytes each.
 func segmentBytes(stageBytes int64) int64 { return stagingAt + stages*stageBytes }

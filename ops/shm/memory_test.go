@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// host implements Memory for the ranks of one process, without files and mappings, so that the race detector
-// sees every access.
+// host implements Memory for ranks that are goroutines of one process. It uses neither files nor mappings, so
+// the race detector sees every access.
 type host struct {
 	mu       sync.Mutex
 	changed  *sync.Cond
@@ -42,7 +42,7 @@ func newHost() *host {
 	return h
 }
 
-// rankMemory is a rank's view of its host.
+// rankMemory is the Memory of one rank of a host.
 type rankMemory struct {
 	*host
 	rank topo.Rank
@@ -91,7 +91,7 @@ func (m *rankMemory) Err(lane transport.Lane, rank topo.Rank) error {
 	return m.dead[rank]
 }
 
-// kill makes Err report at all ranks that rank has died of err.
+// kill makes Err return err for rank at all ranks.
 func (h *host) kill(rank topo.Rank, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -108,7 +108,7 @@ func (m *rankMemory) alloc(numBytes int) []byte {
 	return mem
 }
 
-// find is the Config.Find of the rank's backend.
+// find is the Config.Find of the rank's backend. It finds buffers from alloc.
 func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -121,14 +121,14 @@ func (m *rankMemory) find(b []byte) (arena.Ref, bool) {
 	return arena.Ref{}, false
 }
 
-// aligned returns n bytes that begin at a cache line, as a memory page does.
+// aligned returns n bytes that begin at a cache line, as memory pages do.
 func aligned(n int) []byte {
 	mem := make([]byte, n+63)
 	skip := -uintptr(unsafe.Pointer(&mem[0])) & 63
 	return mem[skip:][:n:n]
 }
 
-// rank is one rank of a test, with its backend and its memory.
+// rank is one rank of a test: its backend, its memory, its number and the number of ranks.
 type rank struct {
 	opstest.Blocking
 	mem *rankMemory
@@ -136,7 +136,8 @@ type rank struct {
 	n   int
 }
 
-// run calls f for n ranks at the same time, and fails the test with the errors of all ranks.
+// run calls f for n ranks at the same time. If any rank returns an error, run fails the test with the errors
+// of all ranks.
 func run(t testing.TB, n int, cfg shm.Config, f func(r *rank) error) {
 	t.Helper()
 	if err := try(newHost(), n, cfg, f); err != nil {
@@ -155,7 +156,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 		wg.Go(func() {
 			mem := &rankMemory{h, topo.Rank(i)}
 			own := cfg
-			// With the default limits, tests would need large tensors.
+			// The default limits would need large tensors in the tests.
 			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
@@ -170,7 +171,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 	return errors.Join(errs...)
 }
 
-// both returns the ranks of a job of two ranks.
+// both returns the ranks of a job with two ranks.
 func (m *rankMemory) both() []topo.Rank { return []topo.Rank{0, 1} }
 
 // chunkOf returns the number of the arena chunk that contains b.

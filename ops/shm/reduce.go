@@ -8,33 +8,35 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// blockBytes is how many bytes are reduced at a time. All buffers of a block fit in the first-level cache.
+// blockBytes is the number of bytes that are reduced at a time. All buffers that are needed for a block fit
+// in the first-level cache.
 const blockBytes = 8 << 10
 
-// reducer combines the ranks' contributions, always in the order of the ranks. So the bits of the result
-// depend neither on the rank that computes it nor on the other tensors of the operation.
+// reducer combines the ranks' contributions. It always combines them in the order of the ranks. So the bits
+// of the result depend neither on the rank that computes it nor on the other tensors of the operation.
 type reducer struct {
 	op    tensor.ReduceOp
 	dt    tensor.DType
 	s     ops.Scaling
 	into  kernel.IntoFunc
 	scale kernel.ScaleFunc
-	// wide says that 16-bit floats of more than two ranks are widened, reduced and rounded once.
+	// wide is set if the elements are 16-bit floats of more than two ranks and are added or multiplied. They
+	// are then converted to float32, reduced, and rounded once at the end.
 	wide    bool
 	widen   kernel.ConvertFunc
 	narrow  kernel.ConvertFunc
-	combine kernel.Func // reduces elements of the wide type
+	combine kernel.Func // reduces float32 elements if wide is set
 
-	sum     [2 * blockBytes]byte // the reduction of the first sources; of twice the size if wide is set
+	sum     [2 * blockBytes]byte // the reduction of the first sources; has room for float32 if wide is set
 	scaled  [2][blockBytes]byte
 	widened [2 * blockBytes]byte
 }
 
-// prepare configures r for an operation of n ranks.
+// prepare configures r for an operation with n ranks.
 func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
 	r.wide = dt.IsHalf() && n > 2 && (op == tensor.Sum || op == tensor.Product)
 	if s.Divisor > 1 && kernel.Divide(dt) == nil {
-		return fmt.Errorf("got a division of %v, want an integer type", dt)
+		return fmt.Errorf("got a divisor for type %v, want an integer type", dt)
 	}
 	if r.op == op && r.dt == dt && r.into != nil {
 		r.s = s
@@ -65,8 +67,8 @@ func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n 
 	return err
 }
 
-// reduce sets dst to the reduction of srcs, of which there are at least two, all of the length of dst. dst
-// may be one of them.
+// reduce stores the reduction of srcs in dst. There are at least two sources, which have the length of dst.
+// dst may be one of the sources.
 func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	for at := 0; at < len(dst); at += blockBytes {
 		end := min(at+blockBytes, len(dst))
@@ -74,7 +76,7 @@ func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	}
 }
 
-// block reduces one block, which lies at the given offset of each source, as reduce does.
+// block reduces one block: the len(dst) bytes at offset at of each source. The conditions of reduce apply.
 func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	n := len(dst)
 	if r.wide {
@@ -86,7 +88,7 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 		}
 		r.narrow(dst, sum)
 	} else {
-		// dst may be one of the sources, so it is written last.
+		// dst may be one of the sources, so only the last reduction writes to dst.
 		sum := r.source(srcs[0], at, n, 0)
 		for i, s := range srcs[1:] {
 			to := r.sum[:n]
@@ -100,7 +102,8 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	r.finish(dst)
 }
 
-// source returns a contribution. If it has to be scaled, the result is in the given buffer.
+// source returns n bytes of a contribution from offset at on. If they have to be scaled, they are copied to
+// the given buffer of r.scaled and scaled there.
 func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	part := src[at : at+n]
 	if r.s.Pre == 1 || r.scale == nil {
@@ -112,7 +115,7 @@ func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	return scaled
 }
 
-// finish applies Divisor and Post to the result of a reduction.
+// finish divides the result of a reduction by Divisor and multiplies it by Post.
 func (r *reducer) finish(dst []byte) {
 	if r.s.Divisor > 1 {
 		kernel.Divide(r.dt)(dst, r.s.Divisor)
@@ -122,7 +125,7 @@ func (r *reducer) finish(dst []byte) {
 	}
 }
 
-// reduceOne applies to buf what a reduction of one rank does: the scaling.
+// reduceOne does the reduction for a single rank: it only scales buf.
 func (r *reducer) reduceOne(buf []byte) {
 	if r.s.Pre != 1 && r.scale != nil {
 		r.scale(buf, r.s.Pre)

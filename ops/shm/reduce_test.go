@@ -13,11 +13,11 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input returns the contribution of rank to tensor number t. The numbers are small, so the result does not
-// depend on the order of the additions.
+// input returns the contribution of rank to tensor number t. Its elements are small integers, so the order of
+// the additions does not change their sum.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
-	// The numbers repeat with this period. Setting each one separately would take minutes with the race
-	// detector.
+	// The elements repeat with this period, because setting each one separately would take minutes with the
+	// race detector.
 	const period = 10
 	b := aligned(numElems * dt.Size())
 	v := make([]float64, min(numElems, period))
@@ -34,7 +34,7 @@ func input(dt tensor.DType, rank, t, numElems int) []byte {
 	return b
 }
 
-// encode writes the numbers v to dst as elements of dt.
+// encode stores the numbers v in dst as elements of dt.
 func encode(dt tensor.DType, dst []byte, v []float64) {
 	for i, x := range v {
 		switch dt {
@@ -64,7 +64,7 @@ func encode(dt tensor.DType, dst []byte, v []float64) {
 	}
 }
 
-// reduced returns the reduction of the inputs of n ranks to tensor number t.
+// reduced returns the expected reduction of the inputs of n ranks to tensor number t.
 func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	f, err := kernel.Reduce(op, dt)
 	if err != nil {
@@ -79,12 +79,12 @@ func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 
 var one = ops.Scaling{Pre: 1, Post: 1}
 
-// sizes has numbers of elements around each limit: a cache line, the greatest small operation, one step,
-// several steps, and the last block.
+// sizes are numbers of elements just below and above each limit: a cache line, the largest small operation,
+// one step, several steps, and a partial last block.
 var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
 
-// TestAllreduce runs allreduces of all types, operations and sizes for several numbers of ranks. The tensors
-// are in ordinary memory, in arenas, or in both, depending on the rank.
+// Allreduces of all types, reductions and sizes give the right result with 1 to 5 ranks. Depending on the
+// rank, the tensors are in ordinary memory, in arenas, or in both.
 func TestAllreduce(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		for _, dt := range tensor.DTypes() {
@@ -126,8 +126,9 @@ func difference(got, want []byte) string {
 	return "the lengths differ"
 }
 
-// A fused allreduce gives the same result as one tensor with the same bytes. Every rank divides the bytes
-// differently into tensors, in ordinary memory or in arenas, in place or not.
+// A fused allreduce gives the same result as an allreduce of one tensor with the same bytes. Every rank
+// divides the bytes into other tensors, which are in ordinary memory or in arenas, and have separate outputs
+// or not.
 func TestAllreduceFused(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -139,10 +140,11 @@ func TestAllreduceFused(t *testing.T) {
 				total := common.IntN([]int{300, 3000, 30_000}[round%3]) + 1
 				longest := total
 				if round%4 == 0 {
-					longest = min(total, 700) // some tensors are small enough to be packed, others are not
+					// some tensors are small enough to be packed, and others are not
+					longest = min(total, 700)
 				}
 				if round == 32 {
-					total, longest = 200_000, 400 // more bytes than are packed in one operation
+					total, longest = 200_000, 400 // more bytes of small tensors than one operation can pack
 				}
 				whole := input(tensor.Float32, r.me, round, total)
 				var tensors []ops.Tensor
@@ -171,8 +173,8 @@ func TestAllreduceFused(t *testing.T) {
 	}
 }
 
-// tensor returns a tensor with this content. Its memory is in an arena or not, and its output is its input or
-// not, at random.
+// tensor returns a tensor with this content. At random, its memory is in an arena or not, and its output is
+// its input or separate.
 func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	memory := func() []byte {
 		if len(content) > 0 && rng.IntN(2) == 0 {
@@ -188,7 +190,8 @@ func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	return ops.Tensor{In: in, Out: memory()}
 }
 
-// Scaling by the operation rounds in the same way as scaling the tensor before and after the operation.
+// An operation with Scaling gives the same bits as scaling the inputs before and the result after the
+// operation.
 func TestScaling(t *testing.T) {
 	for n := 1; n <= 4; n++ {
 		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64,
@@ -263,8 +266,8 @@ func scaledSum(t *testing.T, dt tensor.DType, n, numElems int, s ops.Scaling) []
 	return sum
 }
 
-// Floats are added in the order of the ranks, wherever an element lies in the tensor and whatever it is fused
-// with.
+// Floats are added in the order of the ranks, wherever an element lies in the tensor and whatever other
+// tensors the operation has. All results have the same bits.
 func TestOrderOfAdditions(t *testing.T) {
 	const n, numElems = 4, 3000
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -296,13 +299,13 @@ func TestOrderOfAdditions(t *testing.T) {
 	}
 }
 
-// In the steady state an allreduce allocates nothing.
+// Once the first operations have run, an allreduce allocates nothing.
 func TestAllreduceAllocatesNothing(t *testing.T) {
 	run(t, 2, shm.Config{}, func(r *rank) error {
 		small, large := aligned(64), aligned(1<<20)
 		tensors := []ops.Tensor{{In: small, Out: small}, {In: large, Out: large}}
 		op := func() {
-			for range 2 { // each rank runs the same number of operations
+			for range 2 { // both ranks must run the same number of operations
 				for _, buf := range [][]byte{small, large} {
 					if err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum,
 						buf); err != nil {

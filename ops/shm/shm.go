@@ -1,26 +1,26 @@
-// Package shm runs collectives between the ranks of one host, on each other's memory.
+// Package shm runs collectives between the ranks of one host, which map each other's memory.
 //
-// Every rank has a segment for a lane and may have tensors in arenas. It reads those of its peers and writes
-// only its own, so a rank that is late, stopped or broken corrupts no other rank. Data in ordinary memory,
-// which peers cannot read where it lies, passes through the staging area of its owner's segment, in steps
-// that fit the caches. There is no fusion buffer.
+// Every rank has a segment for each lane, and may have tensors in arenas. A rank reads the segments and
+// arenas of its peers but writes only its own. So a rank that is late, stopped or broken corrupts no other
+// rank. Peers cannot read ordinary memory in place: data there is copied through the staging area of its
+// owner's segment, in steps that fit into the caches. There is no fusion buffer.
 //
 // A reduction cuts the buffer into as many blocks as there are ranks. The owner of a block reads it from all
-// others, reduces it, and the others copy the result. For a buffer of B bytes at n ranks, in place, memory
-// beyond the caches sees at least
+// other ranks and reduces it, and the other ranks copy the result. If a buffer of B bytes is reduced in place
+// at n ranks, the traffic of main memory is at least
 //
 //	from arenas             nB read, nB written
 //	from ordinary memory    nB read, nB written; the staging areas stay in the caches
 //
-// Pushing the parts to their owners, or a fusion buffer, would cost at least half as much again.
-// Contributions are reduced in the order of the ranks whatever the size, so the result of an element depends
-// only on the values of the ranks, and the deterministic mode costs nothing.
+// To send the parts to their owners, or to use a fusion buffer, would cost at least half as much again.
+// Contributions are always reduced in the order of the ranks. So the result of an element depends only on the
+// values of the ranks, and the deterministic mode costs nothing.
 //
-// Small operations take another path: each rank writes all its bytes and the number of the operation to its
-// segment, and every rank reduces all bytes.
+// Small operations take another path: each rank writes its whole contribution and the number of the operation
+// to its segment, and every rank reduces all contributions.
 //
-// A waiting rank spins for a short while, then yields the core, then sleeps on a futex. With more ranks than
-// cores it does not spin. docs/arena.md has the rules for shared memory.
+// A rank that waits spins for a short while, then yields the core, then sleeps on a futex. If there are more
+// ranks than cores, it yields almost at once. docs/arena.md has the rules for shared memory.
 package shm
 
 import (
@@ -40,40 +40,44 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// DefaultStageBytes is the size of a stage unless a Config sets it.
+// DefaultStageBytes is the default of Config.StageBytes.
 const DefaultStageBytes = 512 << 10
 
 const defaultDirectBytes = 3 << 19
 
-// Config configures a Backend. The zero value is the default.
+// Config configures a Backend. Fields that are zero stand for their defaults.
 type Config struct {
-	// StageBytes is how much a rank stages in a step. It is rounded down to a cache line for each member of
-	// the set, with at least one line. All ranks must use the same value. Larger stages cost fewer rounds and
-	// more cache. Default 512 KiB.
+	// StageBytes is the number of bytes that a rank stages in a step. It is rounded down to a multiple of one
+	// cache line per member of the set, with at least one line each. All ranks must use the same value.
+	// Larger stages need fewer rounds but more cache. Default 512 KiB.
 	StageBytes int64
 
-	// SmallBytes is the most that the other ranks together may give to a rank for every rank to reduce all of
-	// it; all ranks must use the same value. Default and maximum 64 KiB.
+	// SmallBytes is the largest size of a small operation, in which every rank reduces all contributions. The
+	// size is the number of bytes that a rank reads from all other ranks together. All ranks must use the
+	// same value. Default and maximum 64 KiB.
 	//
-	// DirectBytes is the size from which a reduction reads tensors in arenas where they lie, if each rank has
-	// a processor. Below that it copies them first: the result is written over what the peers have just read,
-	// and writing cache lines that other processors hold costs more than a copy, until there are so many that
-	// they have left the caches. With 1 MiB between two ranks it took 85 us instead of 50. Default 1.5 MiB.
+	// DirectBytes is the size from which a reduction reads tensors in arenas in place. Smaller reductions
+	// copy the tensors first, because in place the result overwrites what the peers have just read. Writing
+	// cache lines that other processors hold costs more than the copy, unless the data is so large that it
+	// has left their caches. An allreduce of 1 MiB between two ranks took 85 us in place and 50 us with the
+	// copy. If Oversubscribed is set, DirectBytes has no effect and all sizes are read in place. Default 1.5
+	// MiB.
 	SmallBytes, DirectBytes int64
 
-	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must yield its
+	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must soon yield its
 	// core.
 	Oversubscribed bool
 
-	// Find returns where a buffer lies in this process's arenas. Default arena.Find.
+	// Find returns the place of a buffer in this process's arenas, and whether it lies in one. Default
+	// arena.Find.
 	Find func([]byte) (arena.Ref, bool)
 }
 
 // Backend is the ops.Backend of one process set on one lane.
 //
-// Any error ends the backend: later calls fail with it. The error wraps the cause: a *transport.PeerError
-// names the peer whose process is gone. If the context of a call ends, the error wraps context.Cause; it is
-// noticed within 20 ms.
+// Any error ends the backend: later calls fail with the same error. If the process of a peer is gone, the
+// error wraps a *transport.PeerError that names the peer. If the context of a call ends, the error wraps
+// context.Cause. A waiting call notices the end of its context within 20 ms.
 type Backend struct {
 	mem   Memory
 	lane  transport.Lane
@@ -87,45 +91,48 @@ type Backend struct {
 	spins, yields  int
 	oversubscribed bool
 
-	ctx     context.Context // the context of the running operation
-	err     error           // the error that ended the backend
+	ctx     context.Context // the context of the running step
+	err     error           // the error that ended the backend, or nil
 	segment []byte          // this rank's segment; nil before the first operation
 	peers   []peer          // indexed by rank of the set, including this rank
-	// connected says that the segments of all peers are mapped.
+	// connected is set if the segments of all peers are mapped.
 	connected bool
-	// progress and parked are words in the segment of this rank (see Memory).
+	// progress and parked are the words at progressAt and parkedAt of this rank's segment (see segment layout
+	// in memory.go).
 	progress *uint64
 	parked   *uint32
 
 	op    ops.Operation // the operation in progress
 	state state
 
-	rounds     uint64 // number of rounds before this operation, which all ranks finish
+	// rounds is the number of rounds of all operations before this one. All ranks have finished them or will
+	// finish them without waiting for this rank.
+	rounds     uint64
 	smallCount uint64 // number of small operations that were started
 	// smallTotal is the number of bytes of the small operation in progress.
 	smallTotal int64
-	running    running // the exchange in progress
-	stage      int     // number of steps staged before this operation
-	turn       int     // the table that this operation uses, 0 or 1
-	// ringPos is the position of the running small operation's bytes in the ring, and ringEnd the
-	// position of the next one's.
+	running    running // the exchange or alltoall in progress
+	stage      int     // number of steps that were staged in the operations before this one
+	turn       int     // index of the table that this operation uses, 0 or 1
+	// ringPos is the offset in the ring of the data of the running small operation, and ringEnd is the offset
+	// at which the data of the next operation goes.
 	ringPos, ringEnd int64
 
-	// The fields below are kept between operations so that steady state allocates nothing.
+	// The fields below are kept from one operation to the next so that an operation allocates nothing.
 	own        own
 	one        [1]ops.Tensor
 	layouts    []layout // indexed by rank of the set
 	sources    [][]byte
 	plan       plan
-	counts     [][]int64 // for alltoall: bytes that member i sends to member k
+	counts     [][]int64 // in an alltoall, counts[i][k] is the number of bytes from member i to member k
 	received   []int64
 	reducer    reducer
 	scratch    [smallBytes]byte
-	chunk      func(id uint32) ([]byte, error) // maps a chunk of member chunkOwner
+	chunk      func(id uint32) ([]byte, error) // maps an arena chunk of member chunkOwner
 	chunkOwner int
 }
 
-// peer has the parts of a member's segment that this rank reads.
+// peer has a member's segment and pointers to the words in it that this rank reads.
 type peer struct {
 	segment  []byte
 	progress *uint64
@@ -133,8 +140,8 @@ type peer struct {
 	parked   *uint32
 }
 
-// New returns the backend of rank ranks[me] for the process set ranks, all of which share memory, on a lane
-// that no other Backend uses. Open, or the first operation, shares the memory.
+// New returns the backend of rank ranks[me] for the process set ranks. All ranks of the set must share
+// memory, and no other Backend may use the lane. Open or the first operation makes this rank's segment.
 func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
@@ -164,13 +171,13 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	return b
 }
 
-// SegmentBytes returns how much memory the backend shares.
+// SegmentBytes returns the size of the segment that the backend shares.
 func (b *Backend) SegmentBytes() int64 { return segmentBytes(b.stageBytes) }
 
-// SegmentBytes returns how much memory a backend of n ranks with this configuration shares.
+// SegmentBytes returns the size of the segment that each of n ranks shares with the configuration cfg.
 func SegmentBytes(n int, cfg Config) int64 { return segmentBytes(cfg.stage(n)) }
 
-// stage returns the size of a stage among n ranks.
+// stage returns the size of a stage for a set of n ranks.
 func (cfg *Config) stage(n int) int64 {
 	bytes := cfg.StageBytes
 	if bytes <= 0 {
@@ -179,8 +186,9 @@ func (cfg *Config) stage(n int) int64 {
 	return max(bytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
 }
 
-// Register registers the backend. The set of all ranks gets its memory before anything runs; other sets may
-// never need it.
+// Register returns the Registration of the backend. The global process set shares its segment when its
+// backend is made, before any operation. Other sets share theirs with their first operation, because they may
+// never run one on this backend.
 func Register(mem Memory, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.SHM, Lists: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
@@ -194,13 +202,13 @@ func Register(mem Memory, cfg Config) ops.Registration {
 		}}
 }
 
-// Oversubscribed reports whether this host has more processes of the job than processors for them, so that a
-// waiting rank must yield its core.
+// Oversubscribed reports whether the given number of processes exceeds the number of processors that they can
+// use, so that a waiting rank must soon yield its core.
 func Oversubscribed(processes int) bool {
 	return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
 }
 
-// Open shares this rank's memory, so that operations need not do it.
+// Open makes and shares this rank's segment, so that the first operation need not do it.
 func (b *Backend) Open() error {
 	if b.segment != nil {
 		return nil
@@ -221,7 +229,7 @@ func peerOf(segment []byte) peer {
 		parked: flag(segment, parkedAt)}
 }
 
-// connect shares this rank's memory and maps that of all members.
+// connect shares this rank's segment and maps the segments of all members.
 func (b *Backend) connect() error {
 	if err := b.Open(); err != nil {
 		return err
@@ -244,7 +252,8 @@ func (b *Backend) connect() error {
 	return nil
 }
 
-// peerError returns err as a *transport.PeerError for member i, unless err wraps one already.
+// peerError returns err as a *transport.PeerError for member i. If err already wraps a PeerError, it returns
+// err.
 func (b *Backend) peerError(i int, err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -253,8 +262,8 @@ func (b *Backend) peerError(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGivenUp is the error for a peer that has failed and may have changed its buffers while this rank read
-// them.
+// errGivenUp is the error for a peer that has failed, and so may have changed its buffers while this rank
+// read them.
 var errGivenUp = errors.New("the peer gave up the operation")
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
@@ -263,7 +272,7 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
 		if r.Op.Base() == tensor.Adasum {
-			return message.NoAlgorithm, fmt.Errorf("%v by %v is not supported", r.Kind, r.Op)
+			return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, r.Op)
 		}
 		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
 			return message.NoAlgorithm, err
@@ -275,24 +284,26 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
-// fail ends the backend. It returns the error of the operation that ends it, or that comes after the end.
+// fail ends the backend and returns the error for the operation. If the backend has already ended, the
+// returned error wraps the error that ended it.
 func (b *Backend) fail(kind message.Kind, err error) error {
 	if b.err != nil {
-		return fmt.Errorf("ops/shm: %v: after an earlier failure: %w", kind, b.err)
+		return fmt.Errorf("ops/shm: %v: the backend has failed before: %w", kind, b.err)
 	}
 	b.own.clear()
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
 		atomic.StoreUint32(flag(b.segment, abortAt), 1)
-		shmem.Fence() // peers see the abort word before the caller changes its buffers
+		shmem.Fence() // so that peers see the abort word before the caller changes its buffers
 	}
 	return b.err
 }
 
-// column returns how much of each of n blocks a step handles.
+// column returns how many bytes of each of n blocks a step handles.
 func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
 
-// even cuts total bytes into blocks of whole cache lines, as even as possible.
+// even cuts total bytes into one block per rank. The blocks have whole cache lines and lengths as equal as
+// possible.
 func (b *Backend) even(total int64) {
 	n := int64(len(b.ranks))
 	lines := (total + lineBytes - 1) / lineBytes
@@ -301,7 +312,7 @@ func (b *Backend) even(total int64) {
 	}
 }
 
-// columns plans one column for each rank.
+// columns divides a stage into one column for each rank.
 func (b *Backend) columns() {
 	b.plan.column = b.column(len(b.ranks))
 	b.plan.stride = b.plan.column
@@ -310,7 +321,7 @@ func (b *Backend) columns() {
 func (b *Backend) cut(counts []int64) error {
 	var total int64
 	if len(counts) != len(b.ranks) {
-		return fmt.Errorf("got the lengths of %d blocks, want one for each of %d ranks", len(counts),
+		return fmt.Errorf("got %d block sizes, want one for each of the %d ranks", len(counts),
 			len(b.ranks))
 	}
 	for i, c := range counts {
@@ -320,13 +331,13 @@ func (b *Backend) cut(counts []int64) error {
 	return nil
 }
 
-// single makes the buffer the one tensor of the operation, in place.
+// single returns the operation's buffer as its only tensor, in place.
 func (b *Backend) single() []ops.Tensor {
 	b.one[0] = ops.Tensor{In: b.op.Buf, Out: b.op.Buf}
 	return b.one[:]
 }
 
-// reduceSingle does an allreduce of one rank.
+// reduceSingle runs an allreduce in a set with one rank.
 func (b *Backend) reduceSingle() {
 	for _, t := range b.own.tensors {
 		if &t.In[0] != &t.Out[0] {
@@ -362,8 +373,8 @@ func (b *Backend) planAllgather() error {
 	return nil
 }
 
-// planPull plans an exchange in which every rank copies. A rank stages only its own block, so the blocks need
-// no columns beside each other.
+// planPull plans an exchange in which every rank copies the other ranks' blocks. A rank stages only its own
+// block, so that block gets the whole stage.
 func (b *Backend) planPull() {
 	b.plan.stride, b.plan.column = 0, b.stageBytes
 	b.plan.reduce, b.plan.pull = false, true

@@ -2,15 +2,16 @@ package shm
 
 import "github.com/gohvd/gohvd/ops"
 
-// A small operation takes one step: each rank publishes its whole contribution, and every rank reduces all of
-// them. The number of the operation is beside the contribution, so that a few bytes cost one cache line.
+// A small operation has one step: each rank publishes its whole contribution, and every rank reduces the
+// contributions of all ranks. The number of the operation is stored beside the contribution, so that a
+// contribution of a few bytes takes one cache line.
 
-// isSmall reports whether an operation of total bytes is run as a small operation.
+// isSmall reports whether a reduction of total bytes runs as a small operation.
 func (b *Backend) isSmall(total int64) bool {
 	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
-// startSmall publishes this rank's contribution to the others.
+// startSmall publishes this rank's contribution of total bytes to the others.
 func (b *Backend) startSmall(total int64) {
 	b.smallTotal = total
 	b.smallCount++
@@ -20,11 +21,12 @@ func (b *Backend) startSmall(total int64) {
 	b.post(word(mine, 0), b.smallCount)
 }
 
-// smallSlot returns which slot the running small operation uses. A rank begins the operation after the next
-// only when all ranks have begun the next one, and so have finished this one.
+// smallSlot returns the index of the slot that the running small operation uses. Two slots are enough: a rank
+// begins the operation after the next one only when all ranks have begun the next one, and so have finished
+// the running one.
 func (b *Backend) smallSlot() int { return int(b.smallCount & 1) }
 
-// awaitSmall waits for the contributions of the others.
+// awaitSmall waits for the contributions of all other ranks.
 func (b *Backend) awaitSmall() error {
 	for i := range b.peers {
 		if i == b.me {
@@ -37,7 +39,7 @@ func (b *Backend) awaitSmall() error {
 	return nil
 }
 
-// smallArrived reports whether the contributions of the others have arrived.
+// smallArrived reports whether the contributions of all other ranks have arrived.
 func (b *Backend) smallArrived() bool {
 	for i := range b.peers {
 		if i != b.me && !reached(word(slotOf(b.peers[i].segment, b.smallSlot()), 0), b.smallCount) {
@@ -47,14 +49,15 @@ func (b *Backend) smallArrived() bool {
 	return true
 }
 
-// finishSmall reduces the contributions, which have arrived.
+// finishSmall reduces the contributions. All of them must have arrived.
 func (b *Backend) finishSmall() {
 	total := b.smallTotal
 	for i := range b.peers {
 		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}
 	if len(b.own.tensors) == 1 {
-		// Reading it from the segment would be slower, because other processors hold its cache lines.
+		// Reading this rank's contribution from its segment is slower, because other processors hold those
+		// lines.
 		b.sources[b.me] = b.own.tensors[0].In
 	}
 	out := b.own.tensors[0].Out
@@ -69,14 +72,15 @@ func (b *Backend) finishSmall() {
 	}
 }
 
-// flagBytes is the size of the number before the contribution in a slot.
+// flagBytes is the size of the operation's number, which precedes the contribution in a slot.
 const flagBytes = 8
 
 func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// smallBuffer returns the contribution of total bytes to the running small operation in a segment.
+// smallBuffer returns the place in a segment of the contribution to the running small operation, which has
+// total bytes.
 func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
 		return slotOf(segment, b.smallSlot())[flagBytes:][:total]
@@ -84,7 +88,8 @@ func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	return segment[ringAt+b.ringPos:][:total]
 }
 
-// advance reserves total bytes in the ring. The position is the same at all ranks.
+// advance reserves total bytes in the ring. All ranks call it with the same sizes, so they reserve the same
+// place.
 func (b *Backend) advance(total int64) {
 	if total <= slotBytes-flagBytes {
 		return
@@ -96,7 +101,7 @@ func (b *Backend) advance(total int64) {
 	b.ringEnd = b.ringPos + (total+lineBytes-1)/lineBytes*lineBytes
 }
 
-// gather concatenates the tensors.
+// gather concatenates the inputs of tensors in dst.
 func gather(dst []byte, tensors []ops.Tensor) {
 	for _, t := range tensors {
 		dst = dst[copy(dst, t.In):]

@@ -12,14 +12,15 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// The contributions to small operations follow each other in a ring. This test runs so many operations that
-// the ring wraps around several times.
+// Small operations store their contributions one after another in a ring. The results stay right when the
+// ring has wrapped around several times.
 func TestSmallRoundTheRing(t *testing.T) {
 	for _, n := range []int{2, 3} {
 		run(t, n, shm.Config{SmallBytes: 64 << 10}, func(r *rank) error {
 			for i := range 500 {
 				elems := (i*i*37)%(16<<10/(n-1)) + 1
-				first := elems / (1 + i%3) // the operation has one or two tensors
+				// the length of the first tensor, in an operation with one or two tensors
+				first := elems / (1 + i%3)
 				buf := input(tensor.Float32, r.me, i, elems)
 				tensors := []ops.Tensor{{In: buf[:4*first], Out: buf[:4*first]},
 					{In: buf[4*first:], Out: buf[4*first:]}}

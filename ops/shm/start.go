@@ -10,17 +10,17 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// An operation runs in steps. A step needs the previous step of all other ranks.
+// An operation runs in steps. A rank can do a step when all other ranks have done the previous one.
 
-// Start implements ops.Backend. If the peers' segments are mapped, it already writes what the first step of
-// the peers reads.
+// Start implements ops.Backend. If the peers' segments are mapped, Start also does the first round, so that
+// the peers need not wait for the first Step of this rank.
 func (b *Backend) Start(op ops.Operation) error {
 	if b.err != nil || b.state != idle {
 		return b.fail(op.Kind, errNotFinished)
 	}
 	b.op, b.state = op, started
 	if !b.connected && len(b.ranks) > 1 {
-		return nil // the first step that waits makes the connections
+		return nil // the first step with wait set maps the segments
 	}
 	if err := b.begin(); err != nil {
 		return b.fail(op.Kind, err)
@@ -28,7 +28,7 @@ func (b *Backend) Start(op ops.Operation) error {
 	return nil
 }
 
-// Step implements ops.Backend. It does at most one round.
+// Step implements ops.Backend. A call does at most one round.
 func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if b.err != nil || b.state == idle {
 		return ops.Waiting, b.fail(b.op.Kind, errNotStarted)
@@ -48,22 +48,22 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	return p, nil
 }
 
-// Close implements ops.Backend. It does nothing: the mesh frees the memory when the lane is released.
+// Close implements ops.Backend. It does nothing, because the mesh frees the memory when the lane is released.
 func (b *Backend) Close() {}
 
-// state is the state of the operation.
+// state is the state of the backend: idle, or the kind of the step that comes next.
 type state uint8
 
 const (
 	idle    state = iota
-	started       // set between Start and begin
+	started       // Start has been called, and begin has not
 	exchanging
 	small
 	alltoall
 	done
 )
 
-// begin does the first round, which does not wait for other ranks.
+// begin begins the operation: it does the part that does not wait for other ranks.
 func (b *Backend) begin() error {
 	op := &b.op
 	if op.Algorithm != message.Direct {
@@ -93,7 +93,7 @@ func (b *Backend) begin() error {
 func (b *Backend) beginAllreduce() error {
 	op := &b.op
 	if op.Op == tensor.Adasum {
-		return errors.New("allreduce by adasum is not supported")
+		return errors.New("allreduce with adasum is not supported")
 	}
 	total, err := b.own.set(op.Tensors)
 	if err != nil {
@@ -123,7 +123,8 @@ func (b *Backend) beginAllreduce() error {
 	return nil
 }
 
-// exchange begins the exchange that b.plan describes. If there is only one rank, the operation is then done.
+// exchange begins the exchange that b.plan describes. If the set has only one rank, or if there is no data,
+// the operation is then done.
 func (b *Backend) exchange() {
 	b.state = done
 	if len(b.ranks) == 1 {
@@ -135,8 +136,8 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If other ranks are not ready for it, step waits if wait is set, and otherwise
-// returns Waiting or Blocked.
+// step does the next step. If other ranks are not ready for the step, step waits if wait is set, and
+// otherwise returns Waiting or Blocked.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {
@@ -173,7 +174,7 @@ func (b *Backend) step(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// endedContext is the context of a step that does not wait: it has ended.
+// endedContext is the context of steps that do not wait. It has ended, so that nothing waits by mistake.
 var endedContext = func() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -181,8 +182,8 @@ var endedContext = func() context.Context {
 }()
 
 var (
-	// errNotFinished is the error of Start while an operation is in progress.
+	// errNotFinished is the error of Start if an operation is in progress.
 	errNotFinished = errors.New("the previous operation has not finished")
-	// errNotStarted is the error of Step if no operation was started.
-	errNotStarted = errors.New("no operation was started")
+	// errNotStarted is the error of Step if no operation is in progress.
+	errNotStarted = errors.New("no operation is in progress")
 )

@@ -18,7 +18,7 @@ import (
 
 var _ ops.Backend = (*shm.Backend)(nil)
 
-// errOr returns err, or a new error with text if err is nil.
+// errOr returns err. If err is nil, it returns an error with the given text.
 func errOr(err error, text string) error {
 	if err == nil {
 		err = errors.New(text)
@@ -26,7 +26,7 @@ func errOr(err error, text string) error {
 	return err
 }
 
-// start starts an allreduce of buf, a sum of float32.
+// start starts an in-place allreduce of buf: a float32 sum.
 func start(r *rank, buf []byte) error {
 	return r.Start(ops.Operation{
 		Kind: message.Allreduce, Algorithm: message.Direct, DType: tensor.Float32, Op: tensor.Sum,
@@ -34,7 +34,7 @@ func start(r *rank, buf []byte) error {
 	})
 }
 
-// connect runs a first operation, which maps the memory of the other ranks. Its first step must return
+// connect runs the first operation of r, which maps the memory of the other ranks. The first step must return
 // Blocked, because that memory is not mapped yet.
 func connect(r *rank) error {
 	buf := input(tensor.Float32, r.me, 0, 1)
@@ -47,7 +47,8 @@ func connect(r *rank) error {
 	return finish(r, 0)
 }
 
-// finish steps a started operation until it has finished. The first tries steps do not wait; later ones do.
+// finish calls Step until the operation has finished. The first tries calls do not wait, and the later calls
+// do.
 func finish(r *rank, tries int) error {
 	for i := 0; ; i++ {
 		p, err := r.Step(context.Background(), i >= tries)
@@ -60,8 +61,9 @@ func finish(r *rank, tries int) error {
 	}
 }
 
-// A started operation can be finished by steps that wait, by steps that do not wait, or by both. This works
-// for operations of one or many steps, from ordinary memory and from arenas, between blocking operations.
+// A started operation can be finished by steps that wait, by steps that do not wait, or by both. This holds
+// for operations of one step or many, from ordinary memory and from arenas, with blocking operations in
+// between.
 func TestStart(t *testing.T) {
 	const n = 3
 	for _, elems := range []int{100, 5000, 50_000} {
@@ -97,7 +99,7 @@ func TestStart(t *testing.T) {
 	}
 }
 
-// Allgathers and broadcasts can be started and stepped too.
+// Allgathers and broadcasts can be run step by step too.
 func TestStartGather(t *testing.T) {
 	const n = 3
 	for _, each := range []int{0, 96, 20_000} {
@@ -145,8 +147,8 @@ func TestStartGather(t *testing.T) {
 	}
 }
 
-// A step does not wait for a rank that has not started the operation, unless wait is set. With wait it waits
-// at most until its context ends.
+// If another rank has not started the operation, a step without wait returns Waiting. A step with wait waits
+// until its context ends.
 func TestStartDoesNotWait(t *testing.T) {
 	for _, elems := range []int{1, 5000} {
 		var waited atomic.Bool
@@ -182,7 +184,7 @@ func TestStartDoesNotWait(t *testing.T) {
 	}
 }
 
-// Start fails while an operation is in progress, and Step fails if none was started.
+// Start fails while an operation is in progress. Step fails if no operation is in progress.
 func TestStepsOfAStart(t *testing.T) {
 	begun := func(r *rank, elems int) bool {
 		return start(r, input(tensor.Float32, r.me, 0, elems)) == nil

@@ -9,39 +9,41 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// A waiting rank first spins, that is, it loads the word again and again. Then it alternates between spinning
-// and yielding its core, and at last it sleeps. Spinning is fastest if each rank has a core of its own.
-// Otherwise it takes the core from the rank that it waits for. That can happen on every machine: the kernel
-// may put two ranks on one core though another core is idle. So a rank never spins for longer than one or two
-// yields take.
+// A waiting rank first spins: it loads a word again and again. Then it alternates between spinning and
+// yielding its core, and at last it sleeps. Spinning is fastest if each rank has a core of its own. If two
+// ranks share a core, spinning takes the core from the rank that is waited for. This can happen on every
+// machine, because the kernel may put two ranks on one core even if another core is idle. So a rank never
+// spins for longer than one or two yields take.
 const (
-	// spins is how often a rank loads the word before it yields, and between two yields: about 2 us.
+	// spins is the number of times that a rank loads the word before the first yield and between two yields.
+	// This takes about 2 us.
 	spins = 60
-	// oversubscribedSpins is the same number if there are more ranks than cores: enough to see a word that is
-	// being written.
+	// oversubscribedSpins replaces spins if there are more ranks than cores. It is enough to see a word that
+	// is just being written.
 	oversubscribedSpins = 2
-	// yields is how often a rank yields its core before it sleeps, and oversubscribedYields the same number
-	// if there are more ranks than cores. Then each yield may run another rank for a while, and waking takes
-	// longest.
+	// yields is the number of times that a rank yields its core before it sleeps. oversubscribedYields
+	// replaces it if there are more ranks than cores. Then each yield may run another rank for a while, and
+	// it takes longest to wake a rank.
 	yields               = 30
 	oversubscribedYields = 100
-	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, which costs three times as
-	// much as a yield.
+	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, because a call of Gosched
+	// costs three times as much as a yield.
 	yieldsPerGosched = 16
-	// maxYielding bounds the time of all yields together. A yield may run another process for milliseconds. A
-	// rank that sleeps would be woken sooner.
+	// maxYielding limits the time of all yields together. One yield may run another process for milliseconds.
+	// If it does, it is faster to sleep and be woken.
 	maxYielding = time.Millisecond
-	// maxSleep bounds a sleep, because the end of a context wakes no rank: the rank checks its context after
+	// maxSleep limits one sleep. The end of a context wakes no rank, so the rank checks its context after
 	// each sleep.
 	maxSleep = 20 * time.Millisecond
 )
 
-// post stores v in a word of this rank's segment, which publishes all that was written before, and wakes
-// ranks that sleep.
+// post stores v in a word of this rank's segment and wakes ranks that sleep. A rank that sees v also sees all
+// that this rank wrote before.
 func (b *Backend) post(word *uint64, v uint64) {
 	atomic.StoreUint64(word, v)
 	// This rank stores word and then loads parked. A rank that goes to sleep stores parked and then loads
-	// word. All are sequentially consistent, so at least one of the two sees the store of the other (Dekker).
+	// word. All these accesses are sequentially consistent, so at least one of the two ranks sees the store
+	// of the other (Dekker's algorithm).
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].parked) != 0 {
 			shmem.Wake(lowHalf(word))
@@ -50,7 +52,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 	}
 }
 
-// await waits until the word of member i of the set has reached want.
+// await waits until the given word, in the segment of member i, has reached want.
 func (b *Backend) await(i int, word *uint64, want uint64) error {
 	var began time.Time
 	for k := 0; ; k++ {
@@ -64,7 +66,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 			break
 		}
 		if b.oversubscribed && k%yieldsPerGosched == yieldsPerGosched-1 {
-			// The loop of this rank, or another rank of this process, may need the processor.
+			// The loop of this rank, or another rank in this process, may need the processor.
 			runtime.Gosched()
 		}
 		if k == 0 {
@@ -88,7 +90,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 	}
 }
 
-// awaitAll waits until all members have finished the rounds before want.
+// awaitAll waits until all members have finished want rounds.
 func (b *Backend) awaitAll(want uint64) error {
 	for i := range b.peers {
 		if i == b.me {
@@ -101,7 +103,7 @@ func (b *Backend) awaitAll(want uint64) error {
 	return nil
 }
 
-// arrived reports whether all members have finished the rounds before want. If wait is set it waits for that.
+// arrived reports whether all members have finished want rounds. If wait is set, it waits until they have.
 func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	if wait {
 		err := b.awaitAll(want)
@@ -115,7 +117,8 @@ func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	return true, nil
 }
 
-// waitError returns the reason why member i will not come, or nil if waiting for it still makes sense.
+// waitError returns the reason why member i can no longer make progress, or why this rank must stop waiting.
+// It returns nil if waiting still makes sense.
 func (b *Backend) waitError(i int) error {
 	if err := b.mem.Err(b.lane, b.ranks[i]); err != nil {
 		return err
@@ -125,6 +128,6 @@ func (b *Backend) waitError(i int) error {
 
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
-// lowHalf returns the low half of a word, which changes with every step. A futex has only 32 bits. gohvd
-// supports only little-endian processors, on which the low half comes first.
+// lowHalf returns the low 32 bits of a word, because a futex has 32 bits. The low half changes whenever the
+// word increases. gohvd supports only little-endian processors, where the low half comes first.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }
