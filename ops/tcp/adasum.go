@@ -11,21 +11,21 @@ import (
 )
 
 // runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that the package comment
-// defines. With p the largest power of two up to n, ranks from p on first send their vectors to partners. The
-// other ranks work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the same part of two
-// vectors; they send each other one half of it and combine the other half. For this, the 2d ranks that hold
-// parts of these vectors add up their dot products. At the end the halves are exchanged again in the opposite
-// order, and the ranks from p on receive the result.
+// defines. Let p be the largest power of two up to n. First, ranks from p on send their vectors to partners
+// below p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the
+// same part of two different vectors. Each sends one half of its part to the other and combines the other
+// half. For this, the 2d ranks that hold parts of these two vectors add up their dot products. At the end the
+// ranks exchange the halves again in the opposite order, and the ranks from p on receive the result.
 //
-// With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps, of which L(L+1)/2 are for dot
-// products: 24 bytes for each tensor. If n is not a power of two, n-p pairs send another len(buf) each way in
-// 2 more steps. The backend keeps half of len(buf) of memory, or all of it if the rank receives the vector of
-// a rank from p on.
+// With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps. L(L+1)/2 of these steps are for
+// dot products: 24 bytes for each tensor. If n is not a power of two, n-p pairs of ranks send another
+// len(buf) each way in 2 more steps. The backend keeps memory of half of len(buf). A rank that receives the
+// vector of a rank from p on keeps len(buf).
 //
-// The halves are cut from the whole buffer and their dot products are added by segments: the other tensors in
-// buf and the size of segments may change the last bits of the products, and so of the results. All ranks
-// still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, as the
-// arithmetic yields.
+// The halves are cut from the whole buffer, and their dot products are added segment by segment. So the other
+// tensors in buf and the segment size may change the last bits of the products, and so of the results. All
+// ranks still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, as IEEE
+// 754 arithmetic yields.
 func (b *Backend) runAdasum() error {
 	if err := b.by(message.HalvingDoubling); err != nil {
 		return err
@@ -43,15 +43,15 @@ func (b *Backend) runAdasum() error {
 	return b.adasumHalvingDoubling(b.segment(b.op.DType.Size()), buf)
 }
 
-// adasumHalvingDoubling combines the tensors in buf over two or more ranks. b.adasum must be prepared for
-// them.
+// adasumHalvingDoubling combines the tensors in buf over two or more ranks. The caller has prepared b.adasum
+// for these tensors.
 func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	n := len(b.ranks)
 	p := 1 << (bits.Len(uint(n)) - 1)
 	if b.me >= p {
 		return b.delegate(b.me-p, seg, buf)
 	}
-	sender := b.me + p // the rank that sends its vector to this one, if it exists
+	sender := b.me + p // the rank that sends its vector to this rank; there is none if sender >= n
 	if sender < n {
 		if err := b.combineFrom(sender, seg, buf); err != nil {
 			return err
@@ -73,7 +73,7 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	return nil
 }
 
-// delegate sends buf to rank host of the set, and receives the result.
+// delegate sends buf to rank host of the set, which takes part in this rank's place, and receives the result.
 func (b *Backend) delegate(host, seg int, buf []byte) error {
 	c, err := b.conn(host)
 	if err != nil {
@@ -85,8 +85,8 @@ func (b *Backend) delegate(host, seg int, buf []byte) error {
 	return exchange(c, nil, buf, seg)
 }
 
-// combineFrom combines buf, as the vector of the lower side, with the vector that rank sender of the set
-// sends with delegate.
+// combineFrom receives the vector that rank sender of the set sends with delegate, and combines buf with it.
+// buf is vector a in the formula of the package comment.
 func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
 	c, err := b.conn(sender)
 	if err != nil {
@@ -100,8 +100,8 @@ func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
 	return nil
 }
 
-// halve combines the vectors of two blocks of d ranks. This rank and its partner in the other block hold the
-// same part; each combines one half of it.
+// halve combines the vectors of two neighbouring blocks of d ranks. This rank and its partner in the other
+// block hold the same part of the two vectors. Each of them combines one half of that part.
 func (b *Backend) halve(d, seg int, buf []byte) error {
 	a, lower := &b.adasum, b.me&d == 0
 	c, err := b.conn(b.me ^ d)
@@ -116,8 +116,8 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 		return err
 	}
 	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the
-	// same bits. The last exchange is with the partner again. Its flush also ensures that the half for the
-	// partner has been sent.
+	// same bits. The last exchange is again with the partner in the other block. The flush in that exchange
+	// also ensures that the half for the partner has been sent, so that combineRange may overwrite it.
 	for e := 1; e <= d; e *= 2 {
 		if c, err = b.conn(b.me ^ e); err != nil {
 			return err
@@ -130,8 +130,7 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	return nil
 }
 
-// unite reverses the halving at distance d: this rank and its partner send each other the parts that they
-// hold.
+// unite reverses halve at distance d: this rank and its partner send each other the parts that they hold.
 func (b *Backend) unite(d, seg int, buf []byte) error {
 	c, err := b.conn(b.me ^ d)
 	if err != nil {
@@ -142,7 +141,7 @@ func (b *Backend) unite(d, seg int, buf []byte) error {
 }
 
 // exchange sends out and receives in, while the peer does the opposite. It cannot deadlock: send does not
-// wait, so both sides receive, and so both flushes end.
+// wait, so both sides get to receive, and so both flushes end.
 func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err
@@ -153,26 +152,27 @@ func exchange(c *stream, out, in []byte, seg int) error {
 	return c.Flush()
 }
 
-// byteRange is a range of bytes of a buffer.
+// byteRange is a range of bytes of a buffer: from included, to excluded.
 type byteRange struct{ from, to int }
 
 func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
 
-// adasum is the state of one rank while it combines vectors.
+// adasum is the state of one rank during an Adasum.
 type adasum struct {
 	size    int // size of an element in bytes
 	dot     kernel.DotFunc
 	combine kernel.CombineFunc
 	tensors cut     // the boundaries of the tensors in the buffer
-	other   scratch // the partner's values of this rank's half
+	other   scratch // the other vector, for the half that this rank combines
 
-	// dots has three numbers for each tensor, for vectors a and b: a·b, a·a and b·b. They are first the dot
-	// products of this rank's half, then the sums over more and more ranks. otherDots receives the numbers of
-	// another rank, to add to dots.
+	// dots has three numbers for each tensor: a·b, a·a and b·b for the two vectors a and b. At first they are
+	// the dot products over this rank's half. Then they become the sums over more and more ranks. otherDots
+	// receives the numbers of another rank, which are added to dots.
 	dots, otherDots []float64
 }
 
-// prepare sets a up for tensors of dt that have counts bytes each and numBytes together.
+// prepare sets a up for tensors with elements of type dt. counts are the sizes of the tensors in bytes, and
+// numBytes must be the sum of counts.
 func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err error) {
 	if a.dot, err = kernel.Dot(dt); err != nil {
 		return err
@@ -189,8 +189,9 @@ func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err err
 	return a.tensors.by(counts, numBytes, a.size)
 }
 
-// half returns the part that rank r of the set holds after a buffer of numBytes was halved at all distances
-// up to d. The lower of two ranks holds the lower half, which is the smaller one if the halves differ.
+// half returns the part that rank r of the set holds after a buffer of numBytes bytes was halved at all
+// distances up to d. The lower of two ranks gets the lower half. If the halves differ in size, the lower half
+// is the smaller one.
 func (a *adasum) half(r, d, numBytes int) byteRange {
 	s := byteRange{0, numBytes / a.size}
 	for e := 1; e <= d; e *= 2 {
@@ -203,8 +204,9 @@ func (a *adasum) half(r, d, numBytes int) byteRange {
 	return byteRange{s.from * a.size, s.to * a.size}
 }
 
-// receiveDots receives range s of the other vector into a.other, and computes the dot products over it while
-// more arrives. buf holds vector a if lower is set, else vector b.
+// receiveDots receives range s of the other vector into a.other, segment by segment, and computes the dot
+// products of each segment when it has arrived. If lower is set, buf holds vector a; otherwise it holds
+// vector b.
 func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)
@@ -225,7 +227,8 @@ func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower 
 	return nil
 }
 
-// addDots exchanges dot products with the rank at the other end of c and adds them. That rank does the same.
+// addDots exchanges dot products with the rank at the other end of c and adds what it receives to a.dots.
+// That rank does the same.
 func (a *adasum) addDots(c *stream, seg int) error {
 	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
 		return err
@@ -236,7 +239,8 @@ func (a *adasum) addDots(c *stream, seg int) error {
 	return nil
 }
 
-// combineRange combines range s of buf with a.other, using the dot products. lower is as in receiveDots.
+// combineRange combines range s of buf with a.other, with the factors from a.dots. lower is as in
+// receiveDots.
 func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
 	in := a.other.room(s.to - s.from)
 	for t, p := range a.pieces(s) {
@@ -247,7 +251,7 @@ func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
 	}
 }
 
-// sides orders two vectors: the vector of the lower block is a.
+// sides returns the two vectors in order: a is the vector of the lower block.
 func sides(own, other []byte, lower bool) (a, b []byte) {
 	if lower {
 		return own, other
@@ -255,7 +259,8 @@ func sides(own, other []byte, lower bool) (a, b []byte) {
 	return other, own
 }
 
-// factor returns the factor of a vector, given its dot products with the other vector and with itself.
+// factor returns the factor by which a vector is multiplied. dot is its dot product with the other vector,
+// and square its dot product with itself.
 func factor(dot, square float64) float64 {
 	const tiny = 0x1p-511
 	if square < tiny {
@@ -264,11 +269,11 @@ func factor(dot, square float64) float64 {
 	return 1 - dot/square/2
 }
 
-// pieces yields the tensors that overlap s, by number, and the piece of s that belongs to each.
+// pieces yields the index of each tensor that overlaps s, and the part of s that belongs to that tensor.
 func (a *adasum) pieces(s byteRange) iter.Seq2[int, byteRange] {
 	return func(yield func(int, byteRange) bool) {
-		// t is the first tensor that does not end before s. If it ends where s begins, its piece is empty; so
-		// is the piece of an empty tensor.
+		// t is the first tensor that does not end before s. If t ends exactly where s begins, its piece is
+		// empty. The piece of an empty tensor is empty too.
 		t, _ := slices.BinarySearch(a.tensors[1:], int64(s.from))
 		for at := s.from; at < s.to; t++ {
 			end := min(int(a.tensors[t+1]), s.to)

@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// alike returns the ranks' contributions to tensors of the given lengths. The vectors are similar to each
-// other, so their combination differs much from their sum and depends on the order.
+// alike returns the ranks' contributions to tensors of the given lengths. The ranks' vectors are similar to
+// each other, so that their combination differs much from their sum and depends on the order.
 func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	rng := rand.New(rand.NewPCG(3, 4))
 	numElems := 0
@@ -39,8 +39,8 @@ func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	return all
 }
 
-// adasum runs Adasum on copies of the contributions, checks that all ranks have the same result, and returns
-// it.
+// adasum runs Adasum on copies of the contributions in and returns the result. It checks that all ranks have
+// the same result.
 func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []int) []byte {
 	t.Helper()
 	var counts []int64
@@ -59,8 +59,8 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 	return bufs[0]
 }
 
-// adasumReference is a simple implementation to compare with. It combines whole vectors, tensor by tensor, in
-// the tree that the package comment describes.
+// adasumReference is a simple implementation to compare Adasum with. It combines whole vectors, tensor by
+// tensor, in the tree that the package comment describes.
 func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0
@@ -118,12 +118,13 @@ func epsilon(dt tensor.DType) float64 {
 	}[dt]
 }
 
-// wantClose compares the results of two implementations for the contributions in.
+// wantClose fails the test if the results got and want, of two implementations for the contributions in,
+// differ too much.
 //
-// The order in which products are added changes the last bits of the factors. So at each level a result that
-// lies between two numbers may be rounded to either of them. The bound is two units in the last place of the
-// largest element in a tensor's inputs. For float64 it is 64 units, because there the factors are not more
-// precise than the elements.
+// Each implementation adds products in its own order, which changes the last bits of the factors. So at each
+// level of the tree, a result that lies between two numbers may be rounded to either of them. The limit is
+// two units in the last place of the largest element in a tensor's inputs. For float64 it is 64 units,
+// because float64 factors are not more precise than the elements.
 func wantClose(t *testing.T, what string, dt tensor.DType, in [][]byte, tensors []int, got, want []byte) {
 	t.Helper()
 	if len(got) != len(want) {
@@ -176,7 +177,7 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// TestAdasumNumbersOfRanks runs Adasum with numbers of ranks that eachCluster leaves out.
+// Adasum is right for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
 func TestAdasumNumbersOfRanks(t *testing.T) {
 	for _, n := range []int{6, 7, 9, 11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
@@ -186,8 +187,8 @@ func TestAdasumNumbersOfRanks(t *testing.T) {
 	}
 }
 
-// TestAdasumProperties checks combinations that are known: equal vectors give the same vector, orthogonal
-// vectors give their sum, and zeros do not change the other vector.
+// The combination of equal vectors is the same vector. The combination of orthogonal vectors is their sum.
+// Zeros do not change the other vector.
 func TestAdasumProperties(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		n := len(c.backends)
@@ -219,7 +220,7 @@ func TestAdasumProperties(t *testing.T) {
 	})
 }
 
-// TestAdasumTiny checks that vectors whose squared norms are below the limit are added.
+// Two equal vectors are added if their squared norm is below the limit, and averaged if it is above.
 func TestAdasumTiny(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	for square, want := range map[float64]float64{0x1p-512: 2, 0x1p-510: 1} {
@@ -231,8 +232,8 @@ func TestAdasumTiny(t *testing.T) {
 	}
 }
 
-// TestAdasumNotFinite puts a NaN or an infinity into one of three tensors. Only the result of this tensor may
-// be NaN.
+// A NaN or an infinity in one of three tensors makes the result of this tensor NaN. The results of the other
+// two tensors are as usual.
 func TestAdasumNotFinite(t *testing.T) {
 	tensors := []int{10, 20, 30}
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
@@ -248,8 +249,7 @@ func TestAdasumNotFinite(t *testing.T) {
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
 				got := adasum(t, c, dt, in, tensors)
 				for i := 10; i < 30; i++ {
-					// The factors of the tensor with the bad value, and of all tensors that it is combined
-					// with, are NaN.
+					// The vector with the bad value makes its factor NaN, and so the whole tensor.
 					if v := float(dt, got, i); !math.IsNaN(v) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}
@@ -262,7 +262,7 @@ func TestAdasumNotFinite(t *testing.T) {
 	})
 }
 
-// TestAdasumNumPy compares Adasum with an implementation in NumPy, testdata/adasum.py.
+// Adasum gives the same results as the NumPy implementation in testdata/adasum.py.
 func TestAdasumNumPy(t *testing.T) {
 	const python = "/usr/bin/python3"
 	if err := exec.Command(python, "-c", "import numpy").Run(); err != nil && os.Getenv("CI") == "" {

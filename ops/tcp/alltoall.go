@@ -8,16 +8,17 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// countBytes is the size of the count before every block of an alltoall: a little-endian uint64.
+// countBytes is the size of the number before each block of an alltoall, a little-endian uint64: the length
+// of the block.
 const countBytes = 8
 
 // alltoall runs an alltoall with the algorithm Direct: every rank sends each other rank the length of its
-// block, in 8 bytes, and then the block. When the lengths from all ranks have arrived and the output is
-// allocated, the blocks are read straight into it. Each rank sends len(in) less its own block, in one step,
-// and has channels to all n-1 other ranks.
+// block, in 8 bytes, and then the block. When the lengths from all ranks have arrived, the output is
+// allocated, and the blocks are read straight into the output. Each rank sends all blocks except its own, in
+// one step, and needs channels to all n-1 other ranks.
 //
-// If a rank claims to send so much that the total exceeds an int64, the operation fails before allocate is
-// called. allocate decides whether there is memory for the total.
+// If the announced lengths add up to more than an int64 can hold, the operation fails before allocate is
+// called. Whether there is enough memory for the total is up to allocate.
 func (b *Backend) alltoall() error {
 	if err := b.by(message.Direct); err != nil {
 		return err
@@ -28,19 +29,19 @@ func (b *Backend) alltoall() error {
 	return b.alltoallDirect(b.op.Buf, b.op.Allocate)
 }
 
-// blocks holds the lengths of the blocks of an alltoall.
+// blocks has the lengths of the blocks of an alltoall.
 type blocks struct {
-	headers []byte  // lengths of the blocks to the ranks, encoded
-	counts  []int64 // lengths of the blocks from the ranks
-	cut     cut     // the blocks in the output
+	headers []byte  // encoded lengths of the blocks that this rank sends, by rank
+	counts  []int64 // lengths of the blocks that this rank receives, by rank
+	cut     cut     // the boundaries of the received blocks in the output
 }
 
 func newBlocks(n int) blocks {
 	return blocks{headers: make([]byte, n*countBytes), counts: make([]int64, n), cut: make(cut, n+1)}
 }
 
-// alltoallDirect sends the parts of in and receives the blocks for this rank. It cannot deadlock: every rank
-// queues all its data before it reads anything.
+// alltoallDirect sends the parts of in and receives the blocks for this rank. It cannot deadlock, because
+// every rank queues all its data before it reads anything.
 func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, error)) error {
 	if err := b.connectAll(); err != nil {
 		return err
@@ -58,7 +59,7 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 		return err
 	}
 	if int64(len(out)) != total {
-		return fmt.Errorf("got %d bytes for the output, want %d", len(out), total)
+		return fmt.Errorf("got an output buffer of %d bytes, want %d", len(out), total)
 	}
 	copy(b.blocks.cut.part(out, b.me), own)
 	n := len(b.ranks)
@@ -71,8 +72,8 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 	return b.flush()
 }
 
-// sendBlocks queues for each other rank the length of its part of in and then the part. It begins with the
-// next rank, so that not all ranks begin with the same peer.
+// sendBlocks queues a header and a block for each other rank: the length of that rank's part of in, and the
+// part. It begins with the next rank, so that not all ranks begin with the same peer.
 func (b *Backend) sendBlocks(in []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
@@ -90,8 +91,8 @@ func (b *Backend) sendBlocks(in []byte) error {
 	return nil
 }
 
-// receiveCounts receives the lengths of the blocks from all other ranks and returns the sum of all lengths.
-// own is the length of this rank's own block.
+// receiveCounts receives the lengths of the blocks from all other ranks. It returns the sum of these lengths
+// and own, the length of this rank's block for itself.
 func (b *Backend) receiveCounts(own int64) (int64, error) {
 	total := int64(0)
 	for i, c := range b.conns {

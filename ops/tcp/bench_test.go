@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// BenchmarkAllreduce reports the metrics of nccl-tests. busbw is bytes/time × 2(n-1)/n: the rate at which the
-// links are used, which does not depend on n.
+// BenchmarkAllreduce reports the metrics of nccl-tests. busbw is bytes/time × 2(n-1)/n. This is the rate at
+// which the links are used, and it does not depend on n.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, net := range networks {
 		for _, n := range []int{2, 4} {
@@ -28,7 +28,8 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkTypes measures what half-precision types cost with Direct, which converts them to float32.
+// BenchmarkTypes compares the time of an allreduce for each floating-point type and algorithm. Direct
+// converts half-precision types to float32.
 func BenchmarkTypes(b *testing.B) {
 	for _, dt := range floatTypes {
 		for _, alg := range reduceAlgs {
@@ -39,7 +40,7 @@ func BenchmarkTypes(b *testing.B) {
 	}
 }
 
-// BenchmarkSegment compares segment sizes. Its results led to DefaultSegmentBytes.
+// BenchmarkSegment compares segment sizes. DefaultSegmentBytes was chosen by its results.
 func BenchmarkSegment(b *testing.B) {
 	for seg := 16 << 10; seg <= 4<<20; seg <<= 1 {
 		for _, n := range []int{2, 4} {
@@ -64,7 +65,7 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	b.SetBytes(int64(numBytes))
 	b.ReportAllocs()
 	b.ResetTimer()
-	// Each rank runs its own loop: the operations synchronize the ranks.
+	// Each rank runs its own loop, because the operations themselves synchronize the ranks.
 	c.must(b, func(r int, be *opstest.Blocking) error {
 		for range b.N {
 			if err := sum(r, be); err != nil {

@@ -20,13 +20,13 @@ import (
 
 const lane = transport.Lane(3)
 
-// cluster holds the backends of all ranks of a process set, in one process.
+// cluster has the meshes and the backends of all ranks of a process set, in one process.
 type cluster struct {
 	meshes   []transport.Mesh
 	backends []*opstest.Blocking
 }
 
-// newCluster makes the backends of a process set that has the given ranks in this order.
+// newCluster makes the backends of a process set with the given ranks in the given order.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
 	c := &cluster{}
 	for i, r := range ranks {
@@ -46,7 +46,8 @@ func memMeshes(n int) []transport.Mesh {
 	return all
 }
 
-// tcpMeshes returns the meshes of n ranks over the loopback interface. They are closed when the test ends.
+// tcpMeshes returns the meshes of n ranks that are connected over the loopback interface. They are closed
+// when the test ends.
 func tcpMeshes(tb testing.TB, n int) []transport.Mesh { return socketMeshes(tb, n, secret.Secret{}) }
 
 func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
@@ -89,8 +90,8 @@ func upTo(n int) []topo.Rank {
 	return all
 }
 
-// each runs f for all ranks at the same time and returns their errors. If the cluster hangs for a minute,
-// each aborts it, so that the test fails and does not hang.
+// each calls f for all ranks at the same time and returns their errors. If the calls take longer than a
+// minute, each aborts the lane, so that the test fails instead of hanging.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	hung := time.AfterFunc(time.Minute, func() {
 		for _, m := range c.meshes {
@@ -107,7 +108,7 @@ func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
 	return errs
 }
 
-// must is like each, but fails the test if f fails.
+// must is like each, but fails the test if any call of f fails.
 func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) {
 	tb.Helper()
 	if err := errors.Join(c.each(f)...); err != nil {
@@ -115,9 +116,9 @@ func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) 
 	}
 }
 
-// eachCluster runs a test on clusters of several numbers of ranks and several segment sizes: one element, 64
-// bytes, and the default. In clusters with segments of 64 bytes some ranks use operations that wait, and the
-// others run their operations step by step.
+// eachCluster runs a test on clusters of 1 to 8 ranks with several segment sizes: one element, 64 bytes, and
+// the default. In clusters with segments of 64 bytes, some ranks run their operations step by step, and the
+// other ranks block.
 func eachCluster(t *testing.T, f func(t *testing.T, c *cluster, segmentBytes int)) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		for _, seg := range []int{1, 64, 0} {
@@ -139,7 +140,7 @@ func (c *cluster) close() {
 	}
 }
 
-// strictMeshes returns the meshes of n ranks that are connected by transport/mem, each in a strictMesh.
+// strictMeshes returns the meshes of n ranks that are connected by transport/mem. Each mesh is a strictMesh.
 func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	meshes := memMeshes(n)
 	for r := range meshes {
@@ -148,7 +149,7 @@ func strictMeshes(t *testing.T, n int) []transport.Mesh {
 	return meshes
 }
 
-// checkReleased fails the test if channels of strictMeshes still hold buffers although no operation is in
+// checkReleased fails the test if a channel of strictMeshes still holds a buffer. No operation may be in
 // progress.
 func checkReleased(t *testing.T, c *cluster) {
 	t.Helper()
@@ -162,8 +163,8 @@ func checkReleased(t *testing.T, c *cluster) {
 }
 
 // strictMesh checks that the backend obeys the contract of transport.Conn: a buffer must not change after
-// Send until Sent or Flush shows that the buffer has left. Sent of its channels returns the result of the
-// call before.
+// Send until Sent or Flush shows that the buffer has left. To make this strict, Sent returns an old value:
+// what the mesh below returned at the previous call.
 type strictMesh struct {
 	transport.Mesh
 	t     *testing.T
@@ -181,11 +182,11 @@ func (m *strictMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank)
 	return m.conns[peer], nil
 }
 
-// strictConn is a channel of a strictMesh. Like the mesh, it may be used only by the goroutine of its rank.
+// strictConn is a channel of a strictMesh. Only the goroutine of its rank may use it.
 type strictConn struct {
 	transport.Conn
 	t        *testing.T
-	position uint64 // number of bytes that were passed to Send
+	position uint64 // the number of bytes that were passed to Send
 	said     uint64
 	pending  []sending
 }
@@ -219,7 +220,8 @@ func (c *strictConn) Flush() error {
 	return err
 }
 
-// leave removes the buffers that end at or before position to, and checks that none of them was changed.
+// leave removes the buffers that end at or before stream position to. It fails the test if one of them was
+// changed.
 func (c *strictConn) leave(to uint64) {
 	for len(c.pending) > 0 && c.pending[0].end <= to {
 		if p := c.pending[0]; !bytes.Equal(p.buf, p.content) {

@@ -6,15 +6,15 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// cut lists the offsets at which a buffer is cut into parts: part i has the bytes from cut[i] to cut[i+1]. It
-// has one entry more than there are parts, and the first is 0.
+// cut is a list of the offsets at which a buffer is cut into parts: part i has the bytes from cut[i] to
+// cut[i+1]. The list has one entry more than there are parts, and its first entry is 0.
 type cut []int64
 
 // part returns part i of buf.
 func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
 
-// even cuts a buffer of numBytes, with elements of size bytes, into parts whose lengths differ by at most one
-// element.
+// even cuts a buffer of numBytes bytes into parts whose lengths differ by at most one element. An element has
+// size bytes.
 func (c cut) even(numBytes, size int) error {
 	if numBytes%size != 0 {
 		return fmt.Errorf("got %d bytes, want whole elements of %d bytes", numBytes, size)
@@ -27,30 +27,31 @@ func (c cut) even(numBytes, size int) error {
 	return nil
 }
 
-// by cuts a buffer of numBytes, with elements of size bytes, into parts of counts bytes.
+// by cuts a buffer of numBytes bytes into parts: part i has counts[i] bytes, which must be whole elements of
+// size bytes.
 func (c cut) by(counts []int64, numBytes, size int) error {
 	if len(counts) != len(c)-1 {
-		return fmt.Errorf("got the lengths of %d parts, want %d", len(counts), len(c)-1)
+		return fmt.Errorf("got %d part sizes, want %d", len(counts), len(c)-1)
 	}
 	for i, k := range counts {
 		if rest := int64(numBytes) - c[i]; k < 0 || k > rest || k%int64(size) != 0 {
-			return fmt.Errorf("got %d bytes for part %d, want whole elements of %d bytes and at most %d, which are left of %d",
+			return fmt.Errorf("got %d bytes for part %d, want a multiple of %d and at most %d, the rest of %d bytes",
 				k, i, size, rest, numBytes)
 		}
 		c[i+1] = c[i] + k
 	}
 	if last := c[len(counts)]; last != int64(numBytes) {
-		return fmt.Errorf("got parts of %d bytes together, want %d", last, numBytes)
+		return fmt.Errorf("got parts of %d bytes in total, want %d", last, numBytes)
 	}
 	return nil
 }
 
-// scratch is memory that is kept from one operation to the next. The zero value is ready.
+// scratch is memory that is kept from one operation to the next. The zero value is ready to use.
 type scratch struct{ words []int64 }
 
-// room returns size bytes, aligned for every element type, with undefined contents. It allocates if size is
-// larger than ever before. Each call may return the same memory as the calls before it, so results of earlier
-// calls must not be in use.
+// room returns size bytes with undefined contents, aligned for every element type. It allocates only if size
+// is larger than in all calls before. All calls may return the same memory, so the result of an earlier call
+// must not be in use any more.
 func (s *scratch) room(size int) []byte {
 	if need := (size + 7) / 8; len(s.words) < need {
 		s.words = make([]int64, need)

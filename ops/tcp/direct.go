@@ -5,14 +5,14 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The reductions in this file cannot deadlock, although each rank reads from the others in its own order. A
-// rank first queues the input that the others need, and Send does not wait. So the data that a rank reads in
-// the first step is in flight whatever its peers do, and every rank completes that step. In it the rank
-// queues its results, so the data of the second step is in flight too. A flush ends because the peer
-// completes its steps.
+// The reductions in this file cannot deadlock, although each rank reads from the other ranks in its own
+// order. A rank first queues the input that the others need, and Send does not wait. So the data that a rank
+// reads in the first step is in flight whatever its peers do, and every rank completes the first step. In
+// that step the rank queues its results, so the data of the second step is in flight too. A flush ends
+// because the peer completes its steps.
 
-// allreduceDirect reduces buf over two or more ranks, in the even parts of b.parts. Each rank reduces its own
-// part, and sends every segment of the result to all other ranks as soon as it is complete.
+// allreduceDirect reduces buf over two or more ranks. b.parts must cut buf into even parts. Each rank reduces
+// its own part, and sends each segment of the result to all other ranks as soon as the segment is complete.
 func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	if err := b.reducePart(op, dt, buf, true); err != nil {
 		return err
@@ -20,8 +20,8 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
-		// The result of part from comes from the rank to which this one has sent its own values of the part,
-		// so both begin at b.starts[from].
+		// This rank has sent its own values of part from to rank from, and receives the result of the part
+		// from the same rank. So both begin at b.starts[from].
 		c, landed := b.conns[from], b.starts[from]
 		for rest := b.parts.part(buf, from); len(rest) > 0; {
 			var p []byte
@@ -35,7 +35,7 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	return b.flush()
 }
 
-// reducescatterDirect reduces buf over two or more ranks, so that each rank has the result of its own part.
+// reducescatterDirect reduces buf over two or more ranks. Each rank gets the result of its own part.
 func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	if err := b.reducePart(op, dt, buf, false); err != nil {
 		return err
@@ -43,9 +43,9 @@ func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf [
 	return b.flush()
 }
 
-// reducePart sends the other ranks their parts of buf, records in b.starts where each begins in its stream,
-// and reduces this rank's part. If share is set it sends the result to all other ranks. It sends to the next
-// rank first, so that not all ranks begin with the same peer.
+// reducePart sends the other ranks their parts of buf and reduces this rank's part. In b.starts it records
+// where each part begins in the stream to its rank. If share is set, it sends the result to all other ranks.
+// It sends to the next rank first, so that not all ranks begin with the same peer.
 func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
 		return err
@@ -56,7 +56,7 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
-		b.starts[to] = b.conns[to].Sent() // every operation flushes, so nothing is queued
+		b.starts[to] = b.conns[to].Sent() // all data has been sent, because every operation ends with a flush
 		if err := send(b.conns[to], b.parts.part(buf, to), seg); err != nil {
 			return err
 		}
@@ -76,11 +76,11 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	return nil
 }
 
-// reduceInOrder replaces p, a segment of this rank's part, by its reduction over the ranks in ascending
+// reduceInOrder replaces p, a segment of this rank's part, with its reduction over all ranks in ascending
 // order.
 func (b *Backend) reduceInOrder(p []byte) error {
 	for i, c := range b.conns {
-		x := p // x holds this rank's values
+		x := p // x is the contribution of rank i
 		if i != b.me {
 			x = b.in.room(len(p))
 			if err := receive(c, x); err != nil {
@@ -97,25 +97,26 @@ func (b *Backend) reduceInOrder(p []byte) error {
 	return nil
 }
 
-// inOrder reduces segments one after another. The contributions of the ranks are added in order.
+// inOrder reduces segments. It combines the contributions of the ranks to a segment in the order of the
+// ranks.
 type inOrder struct {
 	dt     tensor.DType
-	reduce kernel.Func // reduces elements of the accumulator's type
+	reduce kernel.Func // reduces elements of the type of acc
 	acc    scratch
 
-	// widen and narrow convert half-precision types, whose accumulator is float32. They are nil for other
-	// types.
+	// widen and narrow convert between a half-precision type and float32, the type of acc for half-precision
+	// types. They are nil for other types.
 	widen, narrow kernel.ConvertFunc
 	wide          scratch
 }
 
-// prepare sets o up for elements of dt and the reduction op.
+// prepare sets o up for elements of type dt and the reduction op.
 func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
 	acc := dt
 	if dt.IsHalf() {
 		acc = tensor.Float32
 	}
-	if o.dt != dt { // kernel.Convert allocates
+	if o.dt != dt { // only then, because kernel.Convert allocates
 		o.widen, o.narrow, o.dt = nil, nil, tensor.Invalid
 		if acc != dt {
 			if o.widen, err = kernel.Convert(acc, dt); err != nil {
@@ -131,7 +132,7 @@ func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
 	return err
 }
 
-// begin sets the accumulator to x.
+// begin starts a new segment: it sets the accumulator to x.
 func (o *inOrder) begin(x []byte) {
 	if o.widen != nil {
 		o.widen(o.acc.room(2*len(x)), x)
@@ -140,7 +141,7 @@ func (o *inOrder) begin(x []byte) {
 	copy(o.acc.room(len(x)), x)
 }
 
-// add combines the accumulator with x, which has as many elements.
+// add combines the accumulator with x, which has as many elements as the accumulator.
 func (o *inOrder) add(x []byte) {
 	if o.widen != nil {
 		w := o.wide.room(2 * len(x))
@@ -150,7 +151,7 @@ func (o *inOrder) add(x []byte) {
 	o.reduce(o.acc.room(len(x)), x)
 }
 
-// end stores the accumulator in p.
+// end stores the accumulator in p, converted to o.dt.
 func (o *inOrder) end(p []byte) {
 	if o.narrow != nil {
 		o.narrow(p, o.acc.room(2*len(p)))

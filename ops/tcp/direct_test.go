@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// uneven returns the ranks' contributions to a tensor. The numbers are of very different magnitudes, so their
+// uneven returns the ranks' contributions to a tensor. The numbers have very different magnitudes, so their
 // sums and products depend on the order.
 func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	all := make([][]byte, n)
@@ -25,8 +25,8 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	return all
 }
 
-// inOrder returns the reduction of the contributions in the given order. It computes in the type acc and
-// rounds to dt once.
+// inOrder returns the reduction of the contributions in the order of in. It computes with numbers of type acc
+// and rounds to dt once, at the end.
 func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
 		sum := float(dt, in[0], i)
@@ -60,9 +60,9 @@ func float(dt tensor.DType, p []byte, i int) float64 {
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// TestDirectOrder embeds the same tensor at different positions of buffers of different lengths, and cuts
-// them into different segments. Each time the result must be the one that a single rank with all
-// contributions would compute.
+// The result of Direct depends only on the contributions. The test embeds the same tensor at different
+// positions in buffers of different lengths, which are cut into different segments. Each time, the result
+// must have the bits that a single rank with all contributions would compute.
 func TestDirectOrder(t *testing.T) {
 	const numElems = 50
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
@@ -84,8 +84,8 @@ func TestDirectOrder(t *testing.T) {
 	})
 }
 
-// checkDirectOrder reduces the contributions in as part of larger buffers, with before bytes in front of them
-// and after bytes behind them. The reduction must equal want.
+// checkDirectOrder reduces the contributions in as parts of larger buffers: before bytes in front of each,
+// and after bytes behind it. The reduction of that part must equal want.
 func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte,
 	before, after int) {
 	t.Helper()
@@ -114,8 +114,8 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
 }
 
-// TestUneven checks that the inputs of TestDirectOrder can detect errors: adding them in another order, or
-// rounding half-precision values at every rank, gives another result.
+// The inputs of TestDirectOrder show errors: if they are added in another order, or if half-precision values
+// are rounded at every rank, the result is different.
 func TestUneven(t *testing.T) {
 	for _, dt := range floatTypes {
 		in := uneven(dt, 3, 50)

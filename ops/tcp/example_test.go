@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// This example adds the tensors of two ranks.
+// Two ranks add their tensors with an allreduce.
 func Example() {
 	ranks := []topo.Rank{0, 1}
 	world := mem.New(len(ranks))

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// arguments holds one rank's arguments for every collective. In the buffers every rank has a block of 400
+// arguments has one rank's arguments for every collective. In the buffers, every rank has a block of 400
 // bytes.
 type arguments struct {
 	buf, out []byte
@@ -35,7 +35,7 @@ func newArguments(n int) *arguments {
 	return a
 }
 
-// operations has the collectives with all their algorithms. In each of them every rank waits for all or
+// operations has each collective with each of its algorithms. In each of them, every rank waits for all or
 // nearly all other ranks.
 var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *arguments) error{
 	"allreduce ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
@@ -67,8 +67,8 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	},
 }
 
-// runOperation runs an operation and overwrites its buffers afterwards. So the race detector reports code
-// that still reads them.
+// runOperation runs an operation. When the operation has ended, it overwrites the buffers, so that the race
+// detector reports code that still reads them.
 func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) error {
 	a := newArguments(n)
 	err := operations[name](ctx, b, a)
@@ -78,8 +78,8 @@ func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) 
 	return err
 }
 
-// judge is like each, but acts as the coordinator: after the first error of a rank other than dead it aborts
-// the lane at all ranks other than dead.
+// judge is like each, but also acts as the coordinator. After the first error of a rank other than dead, it
+// aborts the lane at all ranks except dead.
 func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once
 	return c.each(func(i int, b *opstest.Blocking) error {
@@ -97,9 +97,9 @@ func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []er
 	})
 }
 
-// TestPeerDies kills a rank in the middle of an operation. The ranks that receive from it get an error from
-// their channels, and in the broadcast also the ranks that send to it. The test acts as the coordinator and
-// aborts the lane of the other ranks, which would otherwise wait for each other forever.
+// TestPeerDies kills a rank in the middle of an operation. The ranks that receive from it get a *PeerError
+// from their channels. In a broadcast, the ranks that send to it may get one too. The test acts as the
+// coordinator and aborts the lane of the other ranks, which would otherwise wait for each other forever.
 func TestPeerDies(t *testing.T) {
 	for _, net := range networks {
 		for name := range operations {
@@ -112,8 +112,8 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// concerned reports whether the death of one of five ranks makes the operation of rank i fail. The broadcast
-// sends from 0 to 1, 2 and 4, and from 2 to 3. Over sockets a sender has finished before the death of its
+// concerned reports whether the operation must fail at rank i of five if rank dying dies. The broadcast sends
+// from rank 0 to 1, 2 and 4, and from 2 to 3. Over sockets, a sender finishes before the death of its
 // receiver can make it fail.
 func concerned(name string, dying, i int, sockets bool) bool {
 	if name != "broadcast tree" {
@@ -184,8 +184,8 @@ func (c *countdownConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// TestAbort aborts the lane of all ranks in the middle of an operation. Every rank must get the error of
-// Abort, and no channel may still hold a buffer afterwards.
+// TestAbort aborts the lane of all ranks in the middle of an operation. Every rank must get the error that
+// was passed to Abort. Afterwards no channel may hold a buffer.
 func TestAbort(t *testing.T) {
 	const n = 5
 	boom := errors.New("boom")
@@ -212,7 +212,7 @@ func TestAbort(t *testing.T) {
 }
 
 // TestAbortUnsent aborts the lane while the ranks wait for their sent bytes to leave. Every rank must get the
-// error of Abort.
+// error that was passed to Abort.
 func TestAbortUnsent(t *testing.T) {
 	boom := errors.New("boom")
 	for _, name := range []string{"allreduce ring", "allreduce direct"} {
@@ -233,7 +233,7 @@ func TestAbortUnsent(t *testing.T) {
 	}
 }
 
-// stuckMesh has channels whose Sent always returns 0. At the 100th call of Sent the channel aborts the lane.
+// stuckMesh has channels whose Sent always returns 0. At the 100th call of Sent, the channel aborts the lane.
 type stuckMesh struct {
 	transport.Mesh
 	reason error
@@ -257,8 +257,8 @@ func (c *stuckConn) Sent() uint64 {
 	return 0
 }
 
-// TestContext ends the context of an operation before the call, while four ranks wait for rank 0, and before
-// the channels are made. All ranks must get the cause of the context.
+// All ranks get the cause of the context if it ends before the call, while four ranks wait for rank 0, or
+// before the channels are made.
 func TestContext(t *testing.T) {
 	const n = 5
 	reason := errors.New("no time left")
@@ -314,8 +314,8 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 }
 
-// TestContextsDoNotPile alternates between two contexts that do not end. At any time only one function may be
-// registered to wait for the end of a context.
+// Operations that alternate between two contexts do not pile up functions: at most one function waits for the
+// end of a context.
 func TestContextsDoNotPile(t *testing.T) {
 	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
 	live := 0
@@ -333,7 +333,7 @@ func TestContextsDoNotPile(t *testing.T) {
 	}
 }
 
-// countingContext counts in live how many functions wait for its end. Package context calls its AfterFunc for
+// countingContext counts in live how many functions wait for its end. Package context calls AfterFunc for
 // each of them.
 type countingContext struct {
 	context.Context

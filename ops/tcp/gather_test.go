@@ -92,7 +92,8 @@ func TestAlltoall(t *testing.T) {
 			func(from, to int) int64 { return int64(from*61+to*17) % 200 },
 			func(from, to int) int64 { return int64((from + to) % 2 * 333) },
 			func(from, to int) int64 { return int64(from / (n - 1 + 1/n) * 7) }, // only the last rank sends
-			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },   // only the last one receives
+			// only the last rank receives
+			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },
 			func(int, int) int64 { return 0 },
 		} {
 			checkAlltoall(t, c, of)
@@ -142,8 +143,8 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	}
 }
 
-// If allocate of one rank fails or returns a buffer of the wrong length, the alltoall fails at this rank, and
-// so do all later operations.
+// If allocate of one rank fails or returns a buffer of the wrong length, the alltoall and all later
+// operations of this rank fail.
 func TestAlltoallNoRoom(t *testing.T) {
 	noRoom := errors.New("no room")
 	for name, test := range map[string]struct {
@@ -152,8 +153,8 @@ func TestAlltoallNoRoom(t *testing.T) {
 		want string
 	}{
 		"refused":   {0, noRoom, "no room"},
-		"too short": {5, nil, "got 5 bytes for the output, want 6"},
-		"too long":  {7, nil, "got 7 bytes for the output, want 6"},
+		"too short": {5, nil, "got an output buffer of 5 bytes, want 6"},
+		"too long":  {7, nil, "got an output buffer of 7 bytes, want 6"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// value returns the contribution of rank at index i, for elements of dt. The values are small, of either sign
-// and never zero, so that sums and products over eight ranks are exact in every floating-point type.
+// value returns element i of the contribution of rank, for type dt. The values are small, positive or
+// negative, and never zero. So sums and products over eight ranks are exact in every floating-point type.
 func value(dt tensor.DType, rank, i int) int64 {
 	v := int64(rank*7+i*3)%4 - 2 // between -2 and 1
 	if v >= 0 {
@@ -29,8 +29,8 @@ func value(dt tensor.DType, rank, i int) int64 {
 	return v
 }
 
-// fold returns the expected reduction over n ranks at index i, computed one rank after another. For narrow
-// integer types the result keeps only its lowest bits.
+// fold returns element i of the expected reduction over n ranks. For narrow integer types only its lowest
+// bits count.
 func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	acc := value(dt, 0, i)
 	for r := 1; r < n; r++ {
@@ -49,7 +49,7 @@ func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	return acc
 }
 
-// elements returns numElems elements of dt with the given values, as bytes.
+// elements returns the bytes of numElems elements of dt with the values v(i).
 func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
 	switch dt {
 	case tensor.Uint8, tensor.Int8, tensor.Bool:
@@ -64,8 +64,8 @@ func elements(dt tensor.DType, numElems int, v func(i int) int64) []byte {
 	return floats(dt, numElems, func(i int) float64 { return float64(v(i)) })
 }
 
-// floats returns numElems elements of a floating-point type. For half-precision types each value is rounded
-// to float32 first.
+// floats returns the bytes of numElems elements of a floating-point type with the values v(i). For
+// half-precision types each value is first rounded to float32.
 func floats(dt tensor.DType, numElems int, v func(i int) float64) []byte {
 	switch dt {
 	case tensor.Float16:
@@ -93,8 +93,8 @@ var (
 	reduceAlgs = []message.Algorithm{message.Ring, message.Direct}
 )
 
-// eachReduction calls f with the contributions of every rank of c and the expected result, for every element
-// type and for every operation and algorithm that the type supports.
+// eachReduction calls f with the contributions of all ranks of c and the expected result. It does so for
+// every element type, and for every reduction and algorithm that the type supports.
 func eachReduction(c *cluster, numElems int,
 	f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
 	n := len(c.backends)
@@ -119,7 +119,7 @@ func eachReduction(c *cluster, numElems int,
 	}
 }
 
-// aligned returns a copy of p that is aligned for elements of any type.
+// aligned returns a copy of p that is aligned for every element type.
 func aligned(p []byte) []byte {
 	c := tensor.Bytes(make([]int64, (len(p)+7)/8))[:len(p)]
 	copy(c, p)
@@ -141,7 +141,7 @@ func checkAllreduce(t *testing.T, c *cluster, numElems int) {
 		})
 }
 
-// wantElements fails the test if got and want, as elements of dt, differ.
+// wantElements fails the test if got and want differ. It reports the first element of type dt that differs.
 func wantElements(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -162,14 +162,14 @@ func TestAllreduce(t *testing.T) {
 		for _, numElems := range []int{0, 1, 2, 7, 64, 1000} {
 			checkAllreduce(t, c, numElems)
 		}
-		// With short segments 1000 elements test the same, in less time.
+		// With short segments, 1000 elements test the same in less time.
 		if seg == 0 && !testing.Short() {
 			checkAllreduce(t, c, 65537)
 		}
 	})
 }
 
-// All ranks get the same bits, even for numbers whose sum depends on the order of the additions.
+// All ranks get the same bits, even if the sum of their numbers depends on the order of the additions.
 func TestAllreduceSameBits(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		for _, alg := range reduceAlgs {
@@ -190,7 +190,7 @@ func TestAllreduceSameBits(t *testing.T) {
 	})
 }
 
-// divisions returns several ways to divide numElems elements among n ranks.
+// divisions returns several ways to divide numElems elements into blocks for n ranks, by name.
 func divisions(n, numElems int) map[string][]int64 {
 	even, last, odd := make([]int64, n), make([]int64, n), make([]int64, n)
 	for r := range n {

@@ -4,19 +4,19 @@ import (
 	"github.com/gohvd/gohvd/internal/kernel"
 )
 
-// allreduceRing reduces buf, with elements of size bytes, over two or more ranks, in the even parts of
-// b.parts.
+// allreduceRing reduces buf over two or more ranks. An element has size bytes, and b.parts must cut buf into
+// even parts.
 //
 // Rank i starts by sending part i. In step s of 2(n-1) it receives part i-s-1 (modulo n), and sends it on
 // unless the step is the last. In the first n-1 steps the received part is the sum over the ranks that it has
-// passed, to which the rank adds its own values; after that it is the sum over all ranks.
+// passed, and the rank adds its own values. After that the received part is the sum over all ranks.
 func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
 	n, seg := len(b.ranks), b.segment(size)
-	start := right.Sent() // every operation flushes, so nothing is queued
+	start := right.Sent() // all data has been sent, because every operation ends with a flush
 	if err := send(right, b.parts.part(buf, b.me), seg); err != nil {
 		return err
 	}
@@ -25,8 +25,9 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 			return err
 		}
 	}
-	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So the
-	// position in the stream to the right at which the old content of p ends counts up from start.
+	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So
+	// landed, the position in the stream to the right at which the old content of p ends, counts up from
+	// start.
 	landed := start
 	for s := range n - 1 {
 		for rest := b.before(buf, s); len(rest) > 0; {
@@ -46,12 +47,12 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 	return right.Flush()
 }
 
-// reducescatterRing reduces buf, with elements of size bytes, over two or more ranks, so that each rank has
-// the result of its own part.
+// reducescatterRing reduces buf over two or more ranks. An element has size bytes. Each rank gets the result
+// of its own part.
 //
-// The sum of part i ends at rank i if it begins at the next rank, so rank i starts by sending part i-1. In
-// step s of n-1 rank i receives part i-s-2 (modulo n), adds its own values, and sends the sum on. In the last
-// step the part is its own, and is not sent on.
+// If the sum of part i begins at rank i+1, it ends at rank i. So rank i starts by sending part i-1. In step s
+// of n-1 rank i receives part i-s-2 (modulo n), adds its own values, and sends the sum on. In the last step
+// the rank receives its own part, and does not send it on.
 func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {
@@ -73,8 +74,8 @@ func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) er
 	return right.Flush()
 }
 
-// addOwn receives the sum of a part over the ranks that it has passed, and adds it to p, which holds this
-// rank's values. It sends the result to right unless right is nil.
+// addOwn receives the sum of a part over the ranks that the part has passed, and adds it to p, which holds
+// this rank's values. Unless right is nil, addOwn sends the result to right.
 func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg int) error {
 	for rest := p; len(rest) > 0; {
 		var own []byte
@@ -93,7 +94,8 @@ func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg 
 	return nil
 }
 
-// before returns the part of buf that belongs to the rank k places before this one in the ring, 0 <= k <= n.
+// before returns the part of buf that belongs to the rank k places before this rank in the ring. k is from 0
+// to n.
 func (b *Backend) before(buf []byte, k int) []byte {
 	n := len(b.ranks)
 	return b.parts.part(buf, (b.me-k+n)%n)

@@ -8,22 +8,23 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// steps runs operations step by step. Operations are written as code that blocks in reads and flushes. In a
-// step that may wait, this code blocks. In a step that may not wait, it runs on a coroutine, which is
-// suspended at that point until the next step.
+// steps runs operations step by step. An operation is written as code that blocks in reads and flushes. In a
+// step that may wait, this code blocks. In a step that may not wait, it runs on a coroutine, and the
+// coroutine is suspended instead until the next step.
 //
 // A goroutine that is locked to a thread, such as any goroutine that was called from C, must not resume the
-// coroutine: the runtime would abort the process.
+// coroutine, because the runtime would then abort the process.
 type steps struct {
-	resume  func() (ops.Progress, bool) // nil until the first step that may not wait
+	resume  func() (ops.Progress, bool) // resumes the coroutine; nil until the first step that may not wait
 	stop    func()
 	yield   func(ops.Progress) bool
-	err     error // the error of the operation that has finished
-	running bool  // an operation is suspended
+	err     error // the result of the operation that the coroutine has finished
+	running bool  // an operation is suspended on the coroutine
 	closed  bool
 }
 
-// next continues b's operation.
+// next runs b's operation up to the end of its next step. A step that may wait runs all of the operation,
+// unless an earlier step has begun it on the coroutine.
 func (s *steps) next(b *Backend) (ops.Progress, error) {
 	if !s.running && b.ctx != nil {
 		return ops.Finished, b.run()
@@ -58,7 +59,7 @@ func (s *steps) next(b *Backend) (ops.Progress, error) {
 	return p, s.err
 }
 
-// close ends the coroutine, and the operation in it if one is suspended.
+// close ends the coroutine. An operation that is suspended on it fails with transport.ErrClosed.
 func (s *steps) close() {
 	s.closed = true
 	switch {
@@ -73,8 +74,8 @@ func (s *steps) close() {
 	}
 }
 
-// onUnlockedThread returns a function that calls f in a goroutine that is not locked to a thread, and waits
-// for it.
+// onUnlockedThread returns a function that calls f in a new goroutine, which is not locked to a thread, and
+// waits for the result.
 func onUnlockedThread(f func() (ops.Progress, bool)) func() (ops.Progress, bool) {
 	return func() (p ops.Progress, ok bool) {
 		done := make(chan struct{})
@@ -87,14 +88,14 @@ func onUnlockedThread(f func() (ops.Progress, bool)) func() (ops.Progress, bool)
 	}
 }
 
-// lockedOSThread reports whether the calling goroutine is locked to a thread. If a later runtime removes the
-// function, the linker reports an error.
+// lockedOSThread reports whether the calling goroutine is locked to a thread. If a later runtime removes
+// runtime.lockedOSThread, linking fails with an error.
 //
 //go:linkname lockedOSThread runtime.lockedOSThread
 func lockedOSThread() bool
 
-// await suspends the operation in a step that may not wait, with p as the result of the step. In a step that
-// may wait it returns nil at once.
+// await is called where an operation has to wait. In a step that may not wait, it suspends the operation,
+// with p as the result of the step. In a step that may wait, it returns nil at once, and the caller blocks.
 func (b *Backend) await(p ops.Progress) error {
 	if b.ctx == nil && (b.steps.closed || !b.steps.yield(p)) {
 		return transport.ErrClosed
@@ -106,7 +107,7 @@ func (b *Backend) await(p ops.Progress) error {
 type stream struct {
 	transport.Conn
 	b      *Backend
-	queued uint64 // number of bytes that were passed to the channel
+	queued uint64 // the number of bytes that were given to Send
 }
 
 // Read implements io.Reader.

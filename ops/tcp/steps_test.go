@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// TestStepsOnThreads steps and closes operations in goroutines that are locked to a thread, like goroutines
-// that were called by C, after other goroutines have begun the operations.
+// An operation can be started, stepped and closed in a goroutine that is locked to a thread, like a goroutine
+// that was called from C, even if another goroutine has begun the operation.
 func TestStepsOnThreads(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	checkBigSum(t, c, 1) // the first operation makes the channels
@@ -68,8 +68,9 @@ func TestStepsOnThreads(t *testing.T) {
 	c.backends[1].Close()
 }
 
-// TestSteps runs operations step by step over sockets, plain and with TLS. The sockets take fewer bytes at
-// once than are sent. Some ranks use steps that wait.
+// Operations that run step by step over sockets give the right result, in plain text and with TLS. The
+// sockets accept fewer bytes at once than the ranks send. Some ranks use steps that wait, and the others use
+// steps that do not.
 func TestSteps(t *testing.T) {
 	key, _ := secret.New()
 	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {
@@ -113,8 +114,7 @@ func (c *lateConn) Sent() uint64 {
 	return c.Conn.Sent()
 }
 
-// While the channel holds a buffer that the operation must overwrite, a step that must not wait returns
-// Waiting.
+// If the channel still holds a buffer that the operation must overwrite, a step without wait returns Waiting.
 func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	meshes := memMeshes(2)
 	l := &late{Mesh: meshes[0]}

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// conn returns the channel to rank i of the set, and makes it if it does not exist yet.
+// conn returns the channel to rank i of the set. If the channel does not exist yet, conn makes it.
 func (b *Backend) conn(i int) (*stream, error) {
 	for b.conns[i] == nil {
 		if err := b.await(ops.Blocked); err != nil {
@@ -31,8 +31,8 @@ func (b *Backend) conn(i int) (*stream, error) {
 	return b.conns[i], nil
 }
 
-// neighbours returns the channels of the ring: right goes to the next rank, to which this rank sends, and
-// left comes from the previous one.
+// neighbours returns the channels of the ring: this rank sends on right to the next rank, and receives on
+// left from the previous rank.
 func (b *Backend) neighbours() (right, left *stream, err error) {
 	n := len(b.ranks)
 	if right, err = b.conn((b.me + 1) % n); err != nil {
@@ -44,7 +44,7 @@ func (b *Backend) neighbours() (right, left *stream, err error) {
 	return right, left, nil
 }
 
-// connectAll makes the channels to all other ranks that do not exist yet.
+// connectAll makes the missing channels to other ranks.
 func (b *Backend) connectAll() error {
 	for i := range b.ranks {
 		if i == b.me {
@@ -70,10 +70,10 @@ func (b *Backend) flush() error {
 	return nil
 }
 
-// segment returns the size of a segment in bytes, a whole number of elements of size bytes.
+// segment returns the size of a segment in bytes: a whole number of elements, which have size bytes each.
 func (b *Backend) segment(size int) int { return max(b.segBytes/size, 1) * size }
 
-// receive fills p from c.
+// receive reads from c until p is full.
 func receive(c *stream, p []byte) error {
 	_, err := io.ReadFull(c, p)
 	return err
@@ -91,19 +91,19 @@ func send(c *stream, p []byte, seg int) error {
 	return nil
 }
 
-// split cuts the first seg bytes off p, or all of p if it is shorter.
+// split cuts the first seg bytes off p. If p is shorter, first is all of p.
 func split(p []byte, seg int) (first, rest []byte) {
 	k := min(seg, len(p))
 	return p[:k], p[k:]
 }
 
-// replace receives p from c. The current content of p has been sent on out, where it ends at stream position
-// sent.
+// replace receives the new content of p from c. The old content of p has been sent on out, where it ends at
+// stream position sent.
 //
-// The wait for the old content to leave is short. The new content is a sum that includes the old content as
-// the peer on out received it, so when the new content arrives, the old content has arrived there. But the
-// transport may report it later, and until it does, the transport owns p. Flush could deadlock here: all
-// ranks would wait for each other to receive.
+// The wait until the old content has left p is short. The new content is a sum that includes the old content
+// as the peer on out received it. So when the new content arrives here, the old content has arrived at the
+// peer. But the transport may report this later, and until then the transport owns p. Flush could deadlock
+// here, because all ranks would wait for each other to receive.
 func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 	if out.Sent() >= sent {
 		return receive(c, p)

@@ -1,12 +1,13 @@
 // Package tcp runs collectives over the byte channels of a transport.Mesh. With the TCP mesh it works between
-// any two hosts, but it runs on any other mesh too.
+// any two hosts. It also runs on any other mesh.
 //
-// Every collective is cut into segments. Each segment is passed on as soon as it has been received and, in a
-// reduction, added: while one segment is reduced, the transport sends the segments before it and receives
-// those after it. The streams carry only data, in an order that all ranks know; only an alltoall also sends
-// the lengths of its blocks. Nothing is allocated once the channels exist and the buffers have grown.
+// Every collective is cut into segments. A rank passes a segment on as soon as it has received the segment
+// and, in a reduction, added its own values. So while a rank reduces one segment, the transport sends the
+// segments before it and receives the segments after it. The streams carry only data, in an order that all
+// ranks know. The only exception is an alltoall, which also sends the lengths of its blocks. Once the
+// channels exist and the buffers have grown, an operation allocates nothing.
 //
-// The algorithms, for n ranks and messages so long that latency does not count:
+// These are the algorithms for n ranks, and their costs for messages so long that latency does not count:
 //
 //	allreduce      ring    2(n-1) steps; each rank sends and receives 2(n-1)/n of the buffer
 //	allreduce      direct  2 steps; the same bytes, on n-1 channels
@@ -20,10 +21,11 @@
 // # Order of additions
 //
 // Floating-point addition is not associative. Every algorithm gives all ranks the same bits. In a ring, the
-// position of an element in the buffer decides with which rank its sum begins, so the result depends on the
-// tensors that are fused with it. Direct adds in the order of the ranks at every position. Plan chooses
-// direct for sums and products of floats if Config.Deterministic is set, and always for half-precision types:
-// direct widens them to float32, reduces, and rounds once, while a ring would round at every rank.
+// position of an element in the buffer decides with which rank its sum begins. So the result depends on the
+// tensors that are fused with it. Direct adds in the order of the ranks at every position. For sums and
+// products of floats, Plan chooses direct if Config.Deterministic is set. For sums and products of
+// half-precision types it always chooses direct, which converts them to float32, reduces, and rounds once. A
+// ring would round at every rank.
 //
 // # Adasum
 //
@@ -32,20 +34,20 @@
 //
 //	(1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b
 //
-// It adds orthogonal components and averages parallel ones. A factor is 1 if the squared norm in its
-// denominator is less than the square root of the smallest normal float64, 2^-511 (Horovod's rule,
+// It adds orthogonal components and averages parallel ones. If a·a is less than the square root of the
+// smallest normal float64, 2^-511, the factor of a is 1. The same holds for b (Horovod's rule,
 // ops/adasum/adasum.h). The dot products and the combination are computed in float64, and the result is
 // rounded once to the element type.
 //
 // The adaptive sum is commutative but not associative, so the tree is part of the definition. Let x[i] be the
 // vector of rank i of n, and p the largest power of two up to n. Written with + for the adaptive sum, the
-// result is c[p, 0] of
+// result is c[p, 0] in
 //
 //	c[1, i]  = x[i] + x[p+i]             for i < n-p
 //	c[1, i]  = x[i]                      for n-p <= i < p
 //	c[2d, i] = c[d, 2i] + c[d, 2i+1]     for d = 1, 2, 4 ... p/2 and i < p/2d
 //
-// For six ranks that is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined
+// For six ranks this is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined
 // separately.
 package tcp
 
@@ -63,30 +65,31 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// DefaultSegmentBytes is the segment size if Config.SegmentBytes is 0 or less.
+// DefaultSegmentBytes is the default of Config.SegmentBytes.
 const DefaultSegmentBytes = 256 << 10
 
-// Config holds the settings of a Backend. The zero value is the default.
+// Config configures a Backend. Fields that are zero stand for their defaults.
 type Config struct {
-	// SegmentBytes is the size of a segment, rounded down to whole elements but at least one element. Larger
-	// segments need fewer calls; smaller ones stay in the processor's cache and let the next rank start
-	// sooner. Ranks may differ. Default 256 KiB.
+	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
+	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
+	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB.
 	SegmentBytes int
 
 	// Deterministic makes Plan choose algorithms with which the result of an element depends only on the
-	// ranks' values, and not on its position in the buffer or on the length of the buffer. It needs channels
-	// from every rank to every other. It does not change Adasum, which has only one algorithm: the last bits
-	// of an Adasum are reproducible only if its tensors are not fused. Default false.
+	// ranks' values, and not on its position in the buffer or on the length of the buffer. These algorithms
+	// need channels from every rank to every other rank. Deterministic does not change Adasum, which has only
+	// one algorithm: the last bits of an Adasum are reproducible only if its tensors are not fused. Default
+	// false.
 	Deterministic bool
 }
 
 // Backend is the ops.Backend of one process set. It has a lane of its own.
 //
-// Any error ends the backend: later calls fail with it, and the backend aborts its lane, so that its peers
-// receive nothing more from this rank. The error wraps the error of the transport: a *transport.PeerError
-// names the peer that failed, which is always a peer that this rank exchanges data with directly. A rank that
-// waits for a living peer learns of a failure elsewhere only when its lane is aborted. If the context of a
-// step ends, the error wraps context.Cause.
+// Any error ends the backend. Later calls fail with the same error, and the backend aborts its lane, so that
+// its peers receive nothing more from this rank. The error wraps the error of the transport. If a peer failed
+// that this rank exchanges data with, that is a *transport.PeerError with this peer. If another rank fails
+// while this rank waits for a living peer, this rank learns of it only when its lane is aborted. If the
+// context of a step ends, the error wraps context.Cause.
 type Backend struct {
 	mesh  transport.Mesh
 	lane  transport.Lane
@@ -95,27 +98,27 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
-	conns         []*stream // indexed by rank of the set; nil until needed
+	conns         []*stream // by rank of the set; nil until needed
 	watch         watch
-	err           error // the error that ended the backend
+	err           error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
-	started bool          // an operation was started
+	started bool          // an operation is in progress
 	steps   steps
-	ctx     context.Context // the context of the step if it may wait, otherwise nil
+	ctx     context.Context // the context of the step if the step may wait, else nil
 
-	// The fields below are kept between operations so that steady state allocates nothing. Each operation
-	// fills the ones that it uses.
+	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
+	// operation sets the fields that it uses.
 	parts   cut      // the ranks' parts of the buffer
-	in      scratch  // bytes that were received and not reduced yet
-	ordered inOrder  // state of a direct reduction
+	in      scratch  // data that was received and is not yet reduced
+	ordered inOrder  // for reductions by Direct
 	starts  []uint64 // position in the stream to each rank at which this operation began
-	blocks  blocks   // state of an alltoall
+	blocks  blocks   // for an alltoall
 	adasum  adasum
 }
 
-// New makes the backend of rank ranks[me] for the process set ranks, on a lane that nothing else uses. It
-// makes no channels: an operation makes the ones that it needs, and the backend keeps them.
+// New makes the backend of rank ranks[me] for the process set ranks. Nothing else may use the lane. New makes
+// no channels: an operation makes the channels that it needs, and the backend keeps them.
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
@@ -133,7 +136,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	return b
 }
 
-// Register returns the registration of the backend for a registry (ops.Registry).
+// Register returns the Registration of the backend for an ops.Registry.
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
@@ -141,7 +144,7 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 		}}
 }
 
-// Plan implements ops.Backend. The size does not affect the choice.
+// Plan implements ops.Backend. The size of the output does not affect the choice.
 func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
@@ -156,8 +159,8 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
-// planReduction implements Plan for reductions. It chooses the ring if every order of additions gives the
-// same bits.
+// planReduction implements Plan for reductions. If every order of additions gives the same bits, it chooses
+// the ring.
 func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
 	dt := r.WireType()
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
@@ -167,7 +170,7 @@ func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) 
 	case op == tensor.Adasum && r.Kind == message.Allreduce:
 		return message.HalvingDoubling, nil
 	case op == tensor.Adasum:
-		return message.NoAlgorithm, fmt.Errorf("%v by %v is not supported", r.Kind, op)
+		return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
 	case !dt.IsFloat() || op == tensor.Min || op == tensor.Max:
 		return message.Ring, nil
 	case dt.IsHalf() || b.deterministic:
@@ -180,9 +183,9 @@ func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) 
 func (b *Backend) Start(op ops.Operation) error {
 	switch {
 	case b.err != nil:
-		return fmt.Errorf("ops/tcp: %v %v: after an earlier failure: %w", op.Kind, op.Algorithm, b.err)
+		return fmt.Errorf("ops/tcp: %v %v: the backend has failed before: %w", op.Kind, op.Algorithm, b.err)
 	case b.started:
-		return b.fail(errors.New("another operation was started before this one had finished"))
+		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
 	b.op, b.started = op, true
 	return nil
@@ -192,9 +195,9 @@ func (b *Backend) Start(op ops.Operation) error {
 func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err error) {
 	switch {
 	case b.err != nil:
-		return ops.Waiting, fmt.Errorf("ops/tcp: step after an earlier failure: %w", b.err)
+		return ops.Waiting, fmt.Errorf("ops/tcp: step of a backend that has failed before: %w", b.err)
 	case !b.started:
-		return ops.Waiting, errors.New("ops/tcp: step of an operation that was not started")
+		return ops.Waiting, errors.New("ops/tcp: Step was called without an operation in progress")
 	}
 	if wait {
 		b.ctx = ctx
@@ -215,12 +218,14 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 	return p, nil
 }
 
-// fail ends the backend because of err in the current operation. It returns the error for the caller.
+// fail ends the backend because of err in the current operation. It returns err with the operation, for the
+// caller.
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
 	b.Close()
-	// The streams have lost their position, so the lane is aborted. After that Flush does not wait for peers,
-	// but only until the channel holds no buffer of the operation; its error adds no information.
+	// The streams have been left in the middle of their data, so the lane is aborted. After that, Flush does
+	// not wait for peers. It only waits until the channel holds no buffer of the operation. The error of
+	// Flush is dropped because it adds no information.
 	b.mesh.Abort(b.lane, b.err)
 	for _, c := range b.conns {
 		if c != nil {
@@ -234,7 +239,7 @@ func (b *Backend) fail(err error) error {
 // Close implements ops.Backend.
 func (b *Backend) Close() { b.steps.close() }
 
-// run runs the operation from start to end. It waits in the calls of the streams.
+// run runs the operation from start to end. It waits only in the methods of streams and in await.
 func (b *Backend) run() error {
 	switch kind := b.op.Kind; {
 	case kind == message.Allreduce && b.op.Op == tensor.Adasum:
@@ -254,7 +259,7 @@ func (b *Backend) run() error {
 	}
 }
 
-// by returns an error if the algorithm of the operation is not among known.
+// by returns an error if the operation's algorithm is not one of known.
 func (b *Backend) by(known ...message.Algorithm) error {
 	if !slices.Contains(known, b.op.Algorithm) {
 		return fmt.Errorf("got algorithm %v, want %s", b.op.Algorithm, list(known))
@@ -262,7 +267,8 @@ func (b *Backend) by(known ...message.Algorithm) error {
 	return nil
 }
 
-// tensor returns the buffer of an allreduce, or an error if the operation does not have exactly one tensor.
+// tensor returns the buffer of an allreduce. It returns an error if the operation does not have exactly one
+// tensor.
 func (b *Backend) tensor() ([]byte, error) {
 	if n := len(b.op.Tensors); n != 1 {
 		return nil, fmt.Errorf("got %d tensors, want 1", n)
@@ -270,7 +276,7 @@ func (b *Backend) tensor() ([]byte, error) {
 	return b.op.Tensors[0].Out, nil
 }
 
-// list formats the names of algs as "x or y".
+// list formats the names of algs with " or " between them.
 func list(algs []message.Algorithm) string {
 	var names []string
 	for _, a := range algs {

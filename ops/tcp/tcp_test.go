@@ -22,7 +22,7 @@ var _ ops.Backend = (*tcp.Backend)(nil)
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// checkAll runs all collectives that divide a buffer into parts, on about numElems elements per rank.
+// checkAll checks all collectives that divide a buffer into parts, with about numElems elements per rank.
 func checkAll(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	checkAllreduce(t, c, numElems)
@@ -32,14 +32,14 @@ func checkAll(t *testing.T, c *cluster, numElems int) {
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
 }
 
-// TestProcessSet runs all collectives on a subset of the ranks whose order is not ascending. The segment size
-// is a multiple of the size of only one element type.
+// All collectives work on a subset of the ranks that is not in ascending order, with a segment size that is a
+// multiple of the size of no element type except those of one byte.
 func TestProcessSet(t *testing.T) {
 	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
 	checkAll(t, c, 1000)
 }
 
-// TestSegmentsDiffer runs all collectives with a different segment size at every rank.
+// All collectives work if every rank has another segment size.
 func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
@@ -51,8 +51,8 @@ func TestSegmentsDiffer(t *testing.T) {
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
 }
 
-// TestSockets runs all collectives over real sockets. They take fewer bytes at once than are sent here, so
-// the channels queue bytes.
+// All collectives work over real sockets. The sockets accept fewer bytes at once than the ranks send, so the
+// channels queue bytes.
 func TestSockets(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 4, 5, 8} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -71,8 +71,8 @@ func TestSockets(t *testing.T) {
 	}
 }
 
-// checkBigSum is like checkAllreduce, but checks only sums of float32. It is for numbers of elements for
-// which checkAllreduce would take too long.
+// checkBigSum is like checkAllreduce, but checks only float32 sums. It is for tensors for which
+// checkAllreduce would take too long.
 func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	want := elements(tensor.Float32, numElems, func(i int) int64 {
@@ -92,8 +92,8 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	}
 }
 
-// TestBufferOwnership checks, with channels that release buffers late, that no operation changes a buffer
-// before it has left or keeps one after its end.
+// TestBufferOwnership uses channels that release buffers late. No operation may change a buffer before it has
+// left, or end while a channel holds one.
 func TestBufferOwnership(t *testing.T) {
 	for _, n := range []int{2, 3, 5} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
@@ -111,8 +111,8 @@ func TestBufferOwnership(t *testing.T) {
 	}
 }
 
-// TestAllocs checks that in the steady state no rank allocates, with a context that cannot end and with one
-// that can.
+// Once the first operations have run, no rank allocates. This holds for contexts that can end and for
+// contexts that cannot.
 func TestAllocs(t *testing.T) {
 	const n = 5
 	for _, ctx := range []context.Context{context.Background(), t.Context()} {
@@ -139,7 +139,7 @@ func TestAllocs(t *testing.T) {
 					}
 				}
 			}
-			for range 20 { // these operations make the channels and grow their queues
+			for range 20 { // the first operations make the channels and grow their queues
 				once()
 			}
 			if got := testing.AllocsPerRun(100, once); got != 0 {
@@ -211,7 +211,8 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// TestRefused passes invalid arguments, as a rank might get them from a wrong frame. They are refused.
+// An operation with invalid arguments, such as a malformed frame might cause, fails at once, and so do all
+// later operations.
 func TestRefused(t *testing.T) {
 	for name, call := range map[string]func(context.Context, *opstest.Blocking) error{
 		"allreduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
@@ -292,7 +293,7 @@ func TestRefused(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			// A call that accepts the arguments would wait for the other ranks until this timeout.
+			// If a call wrongly accepts the arguments, it waits for the other ranks until this timeout.
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})

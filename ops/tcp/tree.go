@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// broadcast runs a broadcast with the algorithm Tree: a binomial tree of depth ceil(log2 n), in which the
-// root sends up to ceil(log2 n) × len(buf) bytes and every other rank less.
+// broadcast runs a broadcast with the algorithm Tree: a binomial tree with depth ceil(log2 n). The root sends
+// up to ceil(log2 n) × len(buf) bytes, and every other rank sends less.
 func (b *Backend) broadcast() error {
 	if err := b.by(message.Tree); err != nil {
 		return err
@@ -22,16 +22,16 @@ func (b *Backend) broadcast() error {
 	return b.broadcastTree(b.op.Root, b.op.Buf)
 }
 
-// broadcastTree copies root's buf to the other ranks, of which there is at least one, in a binomial tree.
-// Ranks are counted from the root: the parent of rank v is v without its lowest one bit, and the children of
-// v are v plus each power of two below that bit.
+// broadcastTree copies root's buf to the other ranks in a binomial tree. The set has at least two ranks. In
+// the tree, ranks are counted from the root: the parent of rank v is v with its lowest 1 bit cleared. The
+// children of v are v plus each power of two below that bit.
 func (b *Backend) broadcastTree(root int, buf []byte) error {
 	n := len(b.ranks)
 	v := (b.me - root + n) % n
 	low := v & -v
 	var parent *stream
 	if v == 0 {
-		low = 1 << bits.Len(uint(n-1)) // the first power of two that is not a rank
+		low = 1 << bits.Len(uint(n-1)) // the smallest power of two that is at least n
 	} else {
 		c, err := b.conn((v - low + root) % n)
 		if err != nil {
@@ -39,9 +39,9 @@ func (b *Backend) broadcastTree(root int, buf []byte) error {
 		}
 		parent = c
 	}
-	var room [bits.UintSize]*stream // an array, so that it is on the stack
+	var room [bits.UintSize]*stream // an array, so that children needs no allocation
 	children := room[:0]
-	// Send to the child with the deepest subtree first.
+	// The child with the largest subtree comes first, because its data has the longest way to go.
 	for bit := low >> 1; bit > 0; bit >>= 1 {
 		if v+bit < n {
 			c, err := b.conn((v + bit + root) % n)

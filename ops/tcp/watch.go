@@ -6,21 +6,23 @@ import (
 	"sync"
 )
 
-// watch aborts a lane when the context of the running operation ends, because the calls of a transport.Conn
-// take no context. An operation that has the same context as the one before, or a context that cannot end,
-// allocates nothing: the watch stays on a context until it ends or an operation has another one.
+// watch aborts a lane when the context of the running operation ends, because the methods of a transport.Conn
+// take no context. It stays registered with a context until the context ends or an operation has another
+// context. So an operation allocates nothing if it has the same context as the operation before, or a context
+// that cannot end.
 type watch struct {
 	abort func(error)
 
-	// mu may be held when abort is called. abort takes locks of the mesh and does not call the watch.
+	// mu may be held while abort is called, because abort locks only mutexes of the mesh and does not call
+	// the watch.
 	mu      sync.Mutex
 	done    <-chan struct{} // the Done channel of the watched context
 	stop    func() bool
 	running bool
-	cause   error // the reason why the running operation was aborted
+	cause   error // the reason why the running operation was aborted, or nil
 }
 
-// begin starts an operation. It returns the cause of ctx if ctx has ended.
+// begin records that an operation with ctx runs. If ctx has ended, begin returns its cause.
 func (w *watch) begin(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -40,7 +42,8 @@ func (w *watch) begin(ctx context.Context) error {
 	return nil
 }
 
-// ended is called when a context has ended. The context need not be the watched one any more.
+// ended is called when ctx has ended. It aborts the lane if ctx is still the watched context and an operation
+// runs.
 func (w *watch) ended(ctx context.Context) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -50,8 +53,8 @@ func (w *watch) ended(ctx context.Context) {
 	}
 }
 
-// end ends an operation that returned err. If the lane was aborted meanwhile and err does not wrap the
-// reason, end returns the reason; otherwise it returns err.
+// end records that the running operation has ended with err. If the lane was aborted meanwhile and err does
+// not wrap the reason, end returns the reason. Otherwise it returns err.
 func (w *watch) end(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// If a context ends so late that the operation itself does not notice, watch still aborts the lane, and the
-// operation returns the cause of the context.
+// If a context ends so late that the operation itself has not noticed it, watch still aborts the lane, and
+// end returns the cause of the context.
 func TestWatchTells(t *testing.T) {
 	reason, other := errors.New("no time left"), errors.New("peer died")
 	ctx, cancel := context.WithCancelCause(t.Context())
