@@ -7,10 +7,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Alone is the Mesh of a job of one rank, which has no peers.
+// Alone is the Mesh of a job with one rank. It has no peers.
 type Alone struct{}
 
-// Conn implements Mesh. There is no peer.
+// Conn implements Mesh. It always fails, because there is no peer.
 func (Alone) Conn(_ context.Context, lane Lane, peer topo.Rank) (Conn, error) {
 	return nil, fmt.Errorf("transport: connect lane %d to rank %d: this job has only one rank", lane, peer)
 }
@@ -30,7 +30,7 @@ func (Alone) OnNotify(func()) {}
 // NotifyPeers implements Poller.
 func (Alone) NotifyPeers() {}
 
-// Park implements Poller. Nothing ever comes.
+// Park implements Poller. It always returns true, because nothing ever arrives.
 func (Alone) Park() bool { return true }
 
 // Unpark implements Poller.

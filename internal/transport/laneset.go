@@ -2,18 +2,18 @@ package transport
 
 import "slices"
 
-// LaneSet is a set of lanes. Meshes use it to remember released lanes. The zero value is empty. It is not
-// safe for concurrent use.
+// LaneSet is a set of lanes. Meshes use it to remember released lanes. The zero value is an empty set. A
+// LaneSet is not safe for concurrent use.
 //
-// It takes 8 bytes per run of consecutive lanes, and there is at most one run more than there are lanes
-// missing below the greatest. Lane numbers rise and are not reused, so if all removed process sets are
-// released its size depends on the number of sets that exist at a time, and not on how many ever existed. Has
-// takes time logarithmic in the number of runs, Add linear.
+// A LaneSet takes 8 bytes for each run of consecutive lanes. A gap of lanes that are not in the set adds at
+// most one run. Lane numbers rise and are not reused. So if every removed process set is released, the size
+// of the LaneSet depends on the number of process sets that exist at a time, and not on the number that ever
+// existed. The time of Has is logarithmic in the number of runs, and the time of Add linear.
 type LaneSet struct {
-	runs []laneRun // ascending, with a gap between each and the next
+	runs []laneRun // ascending, with a gap between neighbours
 }
 
-// laneRun stands for the lanes from first to last, inclusive.
+// laneRun is the run of lanes from first to last, both included.
 type laneRun struct{ first, last Lane }
 
 // Has reports whether lane is in the set.
@@ -22,14 +22,14 @@ func (s *LaneSet) Has(lane Lane) bool {
 	return found
 }
 
-// Add puts lane into the set.
+// Add adds lane to the set.
 func (s *LaneSet) Add(lane Lane) {
 	i, found := s.find(lane)
 	if found {
 		return
 	}
 	run := laneRun{lane, lane}
-	from, to := i, i // runs[from:to] are merged into the new one
+	from, to := i, i // runs[from:to] are replaced by run
 	if i > 0 && s.runs[i-1].last+1 == lane {
 		from--
 		run.first = s.runs[from].first
@@ -41,7 +41,8 @@ func (s *LaneSet) Add(lane Lane) {
 	s.runs = slices.Replace(s.runs, from, to, run)
 }
 
-// find returns the index of the run that contains lane, or of the first run above it.
+// find returns the index of the run that contains lane, and true. If no run contains lane, it returns the
+// index of the first run above lane, and false.
 func (s *LaneSet) find(lane Lane) (int, bool) {
 	return slices.BinarySearchFunc(s.runs, lane, func(r laneRun, lane Lane) int {
 		switch {

@@ -1,9 +1,9 @@
 // Package transport moves bytes between ranks.
 //
-// A Mesh gives a rank one Conn to each peer on each lane. Lanes share nothing: bytes on one lane never wait
-// for bytes on another. The implementations are in package tcp (sockets), package shm (shared memory between
-// the ranks of a host) and package mem (within a process, for tests). Package transporttest holds all of them
-// to this contract.
+// A Mesh gives a rank one Conn to each peer on each lane. Lanes are independent: bytes on one lane never wait
+// for bytes on another lane. The implementations are in package tcp (sockets), package shm (shared memory
+// between the ranks of a host) and package mem (within a process, for tests). The tests in package
+// transporttest check that every implementation obeys this contract.
 package transport
 
 import (
@@ -14,26 +14,27 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lane numbers an independent set of channels between the ranks of one epoch.
+// Lane is the number of a set of channels between the ranks of an epoch. The sets are independent of each
+// other.
 type Lane uint32
 
-// Control is the lane of the negotiation. Process set s executes on lane 1+s.
+// Control is the lane of the negotiation. Process set s executes its operations on lane 1+s.
 const Control Lane = 0
 
-// DataLane returns the lane on which process set s executes.
+// DataLane returns the lane on which process set s executes its operations.
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 
-// ErrClosed is the error of a Mesh or Conn that this process closed.
+// ErrClosed is the error of a Mesh or Conn that this process has closed.
 var ErrClosed = errors.New("transport: closed")
 
-// ErrReleased is the error of a lane that this rank released, and of its Conns.
+// ErrReleased is the error of a lane that this rank has released, and of the lane's Conns.
 var ErrReleased = errors.New("transport: lane was released")
 
-// ErrControl is the error of releasing the Control lane, which lasts as long as the mesh.
+// ErrControl is the error with which the Control lane is aborted if it is released.
 var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
 
-// PeerError says that the channel to a peer failed. It is a suspicion and not a verdict: the coordinator
-// decides which rank died.
+// PeerError says that the channel to a peer failed. It is only a suspicion: the coordinator decides which
+// rank failed.
 type PeerError struct {
 	Peer topo.Rank
 	Lane Lane
@@ -48,103 +49,110 @@ func (e *PeerError) Unwrap() error { return e.Err }
 
 // Mesh is one rank's end of the channels of an epoch. Its methods are safe for concurrent use.
 //
-// A call that fails for several reasons reports the strongest: ErrReleased before ErrClosed, that before the
-// error of Abort, and that before the failure of a peer.
+// A call may fail for several reasons. It then reports the first of these that applies: ErrReleased,
+// ErrClosed, the error that was passed to Abort, the failure of a peer.
 type Mesh interface {
-	// Conn returns the channel to peer on lane. The lower of the two ranks makes it when it asks; the higher
-	// waits until then. Both ends of a collective ask for the same channel, so they meet. Conn waits until
-	// the peer is connected, ctx ends (the error wraps ctx.Err()), the transport gives the peer up
-	// (*PeerError), the lane is aborted, or the mesh is closed. Later calls return the same Conn. A rank has
-	// no channel to itself.
+	// Conn returns the channel to peer on lane. The lower of the two ranks makes the channel when it calls
+	// Conn. The higher rank waits until then. This suffices because both ranks of an operation call Conn for
+	// the channel between them. Conn waits until the peer is connected. It fails if ctx ends (the error wraps
+	// ctx.Err()), if the transport gives up the peer (*PeerError), if the lane is aborted, or if the mesh is
+	// closed. Later calls return the same Conn. A rank has no channel to itself.
 	Conn(ctx context.Context, lane Lane, peer topo.Rank) (Conn, error)
 
-	// Abort makes every pending and future call on every Conn of the given lane, and Conn itself, fail with
-	// err, without closing anything: peers see silence, not a reset. (If a rank closed its connections when
-	// it gives up, its neighbours would blame it for the death of another.) Only the first Abort of a lane
-	// counts. err must not be nil.
+	// Abort makes every pending and future call on every Conn of the lane, and Mesh.Conn for the lane, fail
+	// with err. It closes nothing, so peers see silence and not a reset. (If a rank closed its connections
+	// when it gives up, its neighbours would take it for the rank that died.) Only the first Abort of a lane
+	// has an effect. err must not be nil.
 	Abort(lane Lane, err error)
 
-	// Release gives up a lane that this rank will not use again: pending and future calls on its Conns, and
-	// Conn itself, fail with ErrReleased. It does not wait. What was flushed still reaches the peers, then
-	// their Reads fail as after a Close, so a peer that reads no more than was sent does not notice. What
-	// peers send on the lane from then on, or had sent unread, is dropped. A channel that a peer opens
-	// afterwards ends at once; one that this rank would have had to open does not come, so the peer's Conn
-	// fails in the end. A connection and its goroutine may live on for a bounded time until the peer has
-	// released the lane too.
+	// Release gives up a lane that this rank will not use again. Pending and future calls on the lane's
+	// Conns, and Mesh.Conn for the lane, fail with ErrReleased. Release does not wait.
 	//
-	// Release comes when all operations of the lane have flushed and returned. Otherwise what was sent but
-	// not flushed may be lost, and nothing worse happens.
+	// What was flushed still reaches the peers. Then their Reads fail as after a Close, so a peer that reads
+	// no more than was sent does not notice the release. Data from peers is dropped if this rank has not read
+	// it before the release. If a peer opens a channel afterwards, the channel ends at once. If this rank
+	// would have had to open a channel, it does not, so the peer's Conn fails in the end. A connection and
+	// its goroutine may live on for a limited time until the peer has released the lane too.
 	//
-	// Releasing a lane again, a lane that was never used, or any lane after Close does nothing. An aborted
-	// lane may be released. The Control lane may not: it lasts as long as the mesh, and Release aborts it
-	// with ErrControl.
+	// Release should be called when all operations of the lane have flushed and returned. If it is called
+	// earlier, data that was sent but not flushed may be lost. Nothing else goes wrong.
 	//
-	// The mesh remembers released lanes as long as it lives, to refuse what comes late. This takes the memory
-	// of a LaneSet, which is small if a rank also releases the lanes of process sets of which it was no
-	// member.
+	// Release has no effect on a lane that was released before or on a closed mesh. A lane that was never
+	// used or that was aborted may be released. The Control lane must not be released, because it lasts as
+	// long as the mesh: Release aborts it with ErrControl.
+	//
+	// The mesh remembers released lanes as long as it lives, so that it can refuse late connections. It keeps
+	// them in a LaneSet. That stays small if a rank also releases the lanes of the process sets to which it
+	// does not belong.
 	Release(lane Lane)
 
 	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
-	// ErrClosed. What was sent but not flushed may be lost. Later calls wait for the first one and return
-	// nil.
+	// ErrClosed. What was sent but not flushed may be lost. If Close is called again, the call waits for the
+	// first one and returns nil.
 	Close() error
 
 	Poller
 }
 
-// Poller lets one goroutine poll the Control lane: it calls TryRead of that lane's Conns in turn, instead of
-// keeping a goroutine in Read for each peer. It is for a loop that answers in less time than it takes to wake
-// a goroutine. While nothing comes the goroutine may park; the mesh then notifies it.
+// Poller lets one goroutine poll the Control lane: the goroutine calls TryRead of each Conn of that lane in
+// turn. So there need not be a goroutine in Read for each peer. This suits a loop that answers in less time
+// than it takes to wake a goroutine. While nothing arrives, the polling goroutine may park, and the mesh then
+// notifies it.
 type Poller interface {
-	// OnNotify sets the function that the mesh calls, from a goroutine of its own, when something has arrived
-	// on the Control lane, or one of its Conns has failed, while the polling goroutine is parked. OnNotify is
-	// called once, before the first Park. notify must not block. It may be called more often than necessary.
-	// After OnNotify, a Send of this rank on the Control lane need not notify a parked peer: NotifyPeers
-	// does.
+	// OnNotify sets the function notify. While the polling goroutine is parked, the mesh calls notify from a
+	// goroutine of its own when something has arrived on the Control lane or one of its Conns has failed.
+	// OnNotify is called once, before the first Park. notify must not block. The mesh may call it more often
+	// than necessary. After OnNotify, a Send of this rank on the Control lane need not notify a parked peer,
+	// because the caller calls NotifyPeers.
 	OnNotify(notify func())
 
-	// NotifyPeers notifies those peers that are parked and have not read what they were sent since the last
-	// NotifyPeers. A caller that goes on polling may give a peer some time to poll by itself, which costs
-	// less than a notification on both sides. The caller is the polling goroutine.
+	// NotifyPeers notifies the peers that are parked and have not read everything that was sent to them since
+	// the last NotifyPeers. A caller that goes on polling may delay the call, so that peers can poll by
+	// themselves first. That costs less than a notification, on both sides. Only the polling goroutine may
+	// call NotifyPeers.
 	NotifyPeers()
 
-	// Park says that the caller stops polling. If it returns false, something may be there already, and the
-	// caller must poll again instead of sleeping. Before Park the caller has called TryRead of every Conn
-	// until that gave 0 bytes, or Park may return false though nothing arrived. Polling again needs no call
-	// of Unpark but is faster after it.
+	// Park says that the caller stops polling. If Park returns false, something may have arrived already, and
+	// the caller must poll again instead of sleeping. Before Park, the caller must have called TryRead of
+	// every Conn until it returned 0 bytes. Otherwise Park may return false although nothing new has arrived.
+	// The caller may poll again without calling Unpark, but polling is faster after Unpark.
 	Park() bool
 
-	// Unpark says that the caller polls again, so that it need not be notified.
+	// Unpark says that the caller polls again, so the mesh need not notify it.
 	Unpark()
 
-	// EntersKernel reports whether polling costs system calls. If it does, a loop can yield its processor
-	// after each round of polling, and is hardly slower for it.
+	// EntersKernel reports whether polling needs system calls. If it does, a loop may yield its processor
+	// after each round of polling, which hardly makes it slower.
 	EntersKernel() bool
 }
 
 // Conn is a reliable, ordered, bidirectional stream of bytes to one peer. One goroutine may send while
-// another receives; neither half is safe for concurrent use with itself, Sent excepted.
+// another receives. But two goroutines must not send at the same time, and two must not receive at the same
+// time. Sent may be called at any time.
 //
-// After an error the half that failed stays failed: the position in the stream is lost.
+// If sending or receiving has failed, it fails forever, because the position in the stream is lost.
 type Conn interface {
-	// Read receives at least one byte into p and at most len(p), as io.Reader. When the peer closed or died
-	// the error is a *PeerError, never io.EOF, and comes after the bytes that had arrived.
+	// Read receives at least one byte and at most len(p) bytes into p, as an io.Reader does. If the peer has
+	// closed its end or died, Read first returns the bytes that have arrived, and then a *PeerError, never
+	// io.EOF.
 	Read(p []byte) (int, error)
 
-	// TryRead is Read, but returns 0 and no error if Read would wait. In that case it allocates nothing.
+	// TryRead is like Read, but returns 0 and no error if Read would wait. In that case it allocates nothing.
 	TryRead(p []byte) (int, error)
 
-	// Send queues p behind what was sent before and returns without waiting for the peer. p must not change
-	// until Sent has passed its last byte or Flush has returned. Sending never blocks on the receiver, so
-	// ranks that all send before they receive make progress. A dead peer may be noticed only by a later Send.
+	// Send queues p behind the bytes that were sent before, and returns without waiting for the peer. p must
+	// not change until Sent has passed the last byte of p or Flush has returned. Send never waits for the
+	// receiver, so ranks that all send before they receive make progress. If the peer dies, perhaps only a
+	// later Send fails.
 	Send(p []byte) error
 
-	// Sent returns the number of bytes since the connection was made that have left the senders' buffers,
-	// which may be reused. The peer need not have received them. Sent is safe for concurrent use.
+	// Sent returns the number of bytes that have left the senders' buffers since the connection was made.
+	// These buffers may be reused. The peer need not have received the bytes yet. Sent is safe for concurrent
+	// use.
 	Sent() uint64
 
-	// Flush waits until everything sent has left the senders' buffers. When it returns, with an error too,
-	// the Conn holds no buffer any more. How long it takes may depend on the peer: some transports take bytes
-	// only as the peer reads them.
+	// Flush waits until all bytes that were sent have left the senders' buffers. When it has returned, even
+	// with an error, the Conn holds no buffer of a sender. How long Flush takes may depend on the peer,
+	// because some transports take bytes only when the peer reads them.
 	Flush() error
 }

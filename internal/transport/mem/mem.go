@@ -1,14 +1,15 @@
-// Package mem connects the ranks of a cluster within one process, for tests. It behaves like transport/tcp in
-// all respects that callers can observe: the Conn of the higher rank waits for the lower rank's Conn, lanes
-// are independent, and the peers of a rank that closes receive a *transport.PeerError after the bytes that it
-// had sent. It does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
+// Package mem connects the ranks of a cluster within one process, for tests. Callers can observe no
+// difference to transport/tcp: Conn of the higher rank waits for Conn of the lower rank, lanes are
+// independent, and if a rank closes its mesh, its peers receive the bytes that it had sent and then a
+// *transport.PeerError. Package mem does no I/O and leaves no goroutine behind, so it works in a
+// testing/synctest bubble.
 //
-// It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer when the receiver
-// reads it, so Flush waits for the receiver. Tests with this transport therefore detect callers that rely on
-// a buffer of TCP.
+// It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer only when the
+// receiver reads it, so Flush waits for the receiver. So tests with this transport detect callers that rely
+// on a buffer of TCP.
 //
-// A cluster made by NewWithLatency has links with a latency, which is exact in a bubble. A cluster made by
-// New does not read the clock.
+// The links of a cluster from NewWithLatency have a latency, which is exact in a bubble. A cluster from New
+// does not read the clock.
 package mem
 
 import (
@@ -22,18 +23,18 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Cluster holds the meshes of all ranks and the channels between them.
+// Cluster has the meshes of all ranks and the channels between them.
 type Cluster struct {
 	meshes []mesh
 	clock  clock
 
-	// mu is held before a pipe's mu, never after.
+	// mu may be locked before the mu of a pipe, but not after it.
 	mu       sync.Mutex
 	channels map[key]*channel
 	changed  chan struct{} // closed and replaced when a channel is made or a mesh is aborted or closed
 }
 
-// key names a channel.
+// key identifies a channel by its lane and its two ranks, the lower one first.
 type key struct {
 	lane   transport.Lane
 	lo, hi topo.Rank
@@ -44,7 +45,7 @@ type mesh struct {
 	c    *Cluster
 	rank topo.Rank
 
-	// The Cluster's mu guards the fields of this block.
+	// closed, aborted, released and control are guarded by the Cluster's mu.
 	closed   bool
 	aborted  map[transport.Lane]error
 	released transport.LaneSet
@@ -53,20 +54,21 @@ type mesh struct {
 	waker waker
 }
 
-// New makes a cluster of size ranks. Bytes arrive as soon as they are sent.
+// New makes a cluster with size ranks. Bytes arrive as soon as they are sent.
 func New(size int) *Cluster { return NewWithLatency(size, 0) }
 
-// NewWithLatency makes a cluster of size ranks. Bytes arrive latency after they were sent: exactly then in a
-// testing/synctest bubble, otherwise not earlier. Bytes arrive in order, and bytes never wait for others: the
-// bandwidth is unlimited, and each lane, each pair of ranks and each direction is a separate link. The news
-// that a rank has closed, died or released a lane travels like a byte: until it arrives, Read, Flush and Send
-// of the peers work as before.
+// NewWithLatency makes a cluster with size ranks whose bytes arrive with the given latency: exactly then in a
+// testing/synctest bubble, otherwise not earlier. Bytes arrive in order. They never wait for other bytes: the
+// bandwidth is unlimited, and each lane, each pair of ranks and each direction is a separate link. If a rank
+// has closed its mesh, died or released a lane, its peers learn that with the same latency. Until then, their
+// Read, Flush and Send work as before.
 //
-// Here too, a byte leaves the sender's buffer when the receiver reads it, and the sender's Sent shows that at
-// once. Conn takes no time. Abort, Release and Close take effect at once on the rank that calls them. A
-// latency of 0 or less means none.
+// A byte leaves the sender's buffer when the receiver reads it, and Sent of the sender shows that at once.
+// Conn takes no time. Abort, Release and Close take effect at once on the rank that calls them. If latency is
+// 0 or less, there is no latency.
 //
-// A loop that waits by polling Sent stops the clock of a bubble, and so waits for bytes in flight forever.
+// A loop that waits by polling Sent keeps the clock of a bubble from advancing, and so waits for bytes in
+// flight forever.
 func NewWithLatency(size int, latency time.Duration) *Cluster {
 	c := &Cluster{
 		meshes:   make([]mesh, size),
@@ -80,15 +82,14 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 	return c
 }
 
-// Mesh returns the mesh of rank. Every call returns the same one.
+// Mesh returns the mesh of rank. Every call returns the same mesh.
 func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
-// Kill ends rank in the way in which its peers observe the death of its process: they read the bytes that it
-// had sent, then get a *transport.PeerError, and get one when they send. Calls of the rank itself fail with
-// ErrClosed.
+// Kill ends rank as if its process had died. Its peers read the bytes that it had sent and then get a
+// *transport.PeerError, and also get one when they send. Calls of the rank itself fail with ErrClosed.
 func (c *Cluster) Kill(rank topo.Rank) { c.meshes[rank].close() }
 
-// notify wakes all goroutines that wait in Conn. The caller holds mu.
+// notify wakes all goroutines that wait in Mesh.Conn. The caller holds mu.
 func (c *Cluster) notify() {
 	close(c.changed)
 	c.changed = make(chan struct{})
@@ -116,8 +117,9 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 	}
 }
 
-// find returns this rank's end of a channel. If there is no channel, the lower rank makes it, and for the
-// higher rank find returns a Go channel that is closed when it should call find again.
+// find returns this rank's end of a channel. If the channel does not exist and this rank is the lower one,
+// find makes it. If this rank is the higher one, find returns a Go channel, and the caller must call find
+// again when that is closed.
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
@@ -174,7 +176,7 @@ func (m *mesh) Abort(lane transport.Lane, err error) {
 	m.c.notify()
 }
 
-// Release implements transport.Mesh. A channel is removed when both ranks have released it.
+// Release implements transport.Mesh. The Cluster forgets a channel when both ranks have released it.
 func (m *mesh) Release(lane transport.Lane) {
 	if lane == transport.Control {
 		m.Abort(lane, transport.ErrControl)

@@ -12,10 +12,10 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// channel has both directions between two ranks on one lane.
+// channel connects two ranks on one lane, in both directions.
 type channel struct {
 	lo, hi   conn
-	up, down pipe // up runs from the lower rank to the higher
+	up, down pipe // up carries bytes from the lower rank to the higher
 }
 
 func newChannel(k key, c *clock) *channel {
@@ -27,7 +27,7 @@ func newChannel(k key, c *clock) *channel {
 	return ch
 }
 
-// end returns rank's end.
+// end returns the end of the channel at rank.
 func (ch *channel) end(rank topo.Rank) *conn {
 	if rank == ch.lo.rank {
 		return &ch.lo
@@ -35,7 +35,7 @@ func (ch *channel) end(rank topo.Rank) *conn {
 	return &ch.hi
 }
 
-// conn is one rank's end of a channel: the sender of one pipe and the receiver of the other.
+// conn is the end of a channel at one rank: the sender of one pipe and the receiver of the other.
 type conn struct {
 	lane       transport.Lane
 	rank, peer topo.Rank
@@ -58,21 +58,21 @@ func (c *conn) Sent() uint64 { return c.out.sent.Load() }
 // Flush implements transport.Conn.
 func (c *conn) Flush() error { return c.out.flush() }
 
-// abort fails the calls of this end with err. The other end does not notice.
+// abort makes the calls of this end fail with err. The other end does not notice.
 func (c *conn) abort(err error) {
 	c.out.closeSender(err, nil)
 	c.in.closeReceiver(err, nil)
 }
 
-// close fails the calls of this end with ErrClosed and the calls of the other end with a
+// close makes the calls of this end fail with ErrClosed, and the calls of the other end with a
 // *transport.PeerError.
 func (c *conn) close() {
 	c.out.closeSender(transport.ErrClosed, c.peerError(io.ErrUnexpectedEOF))
 	c.in.closeReceiver(transport.ErrClosed, c.peerError(io.ErrClosedPipe))
 }
 
-// release fails the calls of this end with ErrReleased, and the other end's Read after it has read all bytes.
-// Bytes that the other end sends are lost.
+// release makes the calls of this end fail with ErrReleased. Read of the other end fails after it has read
+// all bytes. Bytes that the other end sends are dropped.
 func (c *conn) release() {
 	c.released = true
 	c.out.closeSender(transport.ErrReleased, c.peerError(io.ErrUnexpectedEOF))
@@ -80,23 +80,22 @@ func (c *conn) release() {
 	c.in.drop()
 }
 
-// peerError returns the error with which the other end reports that this one failed.
+// peerError returns the error with which the other end reports that this end failed.
 func (c *conn) peerError(err error) error {
 	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
 
-// pipe is one direction of a channel. It holds references to the sender's buffers until the receiver has
-// copied them.
+// pipe is one direction of a channel. It refers to the sender's buffers until the receiver has copied them.
 type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
 	receiverWaker *waker // both wakers are nil on lanes other than Control
 	senderWaker   *waker
-	notifyDue     atomic.Bool // bytes were sent, and receiverWaker was not called
+	notifyDue     atomic.Bool // set if bytes were sent without waking receiverWaker
 	mu            sync.Mutex
 	changed       sync.Cond
-	queue         []piece // pieces; those from head on are not read yet
+	queue         []piece // the unread pieces are queue[head:]
 	head          int
 	drops         bool // bytes that are sent from now on are dropped
 	errReturned   bool // a read has returned the receiver's error
@@ -104,20 +103,20 @@ type pipe struct {
 	receiver      side
 }
 
-// piece is the unread part of a buffer in flight.
+// piece is the unread part of a buffer that was sent. It arrives at time due.
 type piece struct {
 	bytes []byte
 	due   time.Duration
 }
 
-// side holds the reasons why an end of a pipe fails. An action of its own rank has precedence over an action
-// of the other rank.
+// side has the reasons why one end of a pipe fails. own is an action of the rank at this end, and peer an
+// action of the other rank. own has precedence.
 type side struct {
 	own, peer error
 	due       time.Duration // the time from which peer takes effect
 }
 
-// err returns the error of the side at time now, or nil.
+// err returns the error with which calls of this end fail at time now, or nil.
 func (s *side) err(now time.Duration) error {
 	if s.own == nil && s.due <= now {
 		return s.peer
@@ -125,8 +124,7 @@ func (s *side) err(now time.Duration) error {
 	return s.own
 }
 
-// fail records err as the reason why the side fails because of its own rank. Close replaces an earlier abort,
-// and release replaces both.
+// fail sets err as the reason own. ErrClosed replaces an error from Abort, and ErrReleased replaces both.
 func (s *side) fail(err error) {
 	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
 		s.own != transport.ErrReleased {
@@ -134,7 +132,7 @@ func (s *side) fail(err error) {
 	}
 }
 
-// failRemote records err as the reason why the side fails because of the other rank. It takes effect at due.
+// failRemote sets err as the reason peer, unless there is one already. It takes effect at time due.
 func (s *side) failRemote(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
@@ -164,7 +162,8 @@ func (p *pipe) send(b []byte) error {
 	return nil
 }
 
-// notify notifies the receiver of a send that did not, unless the receiver has read the bytes since.
+// notify wakes the receiver if bytes were sent without waking it, unless the receiver has read them in the
+// meantime.
 func (p *pipe) notify() {
 	if !p.notifyDue.Load() {
 		return
@@ -185,8 +184,9 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies while it holds mu, so that no goroutine reads the buffers after a call that returns them to the
-// sender has held mu. If wait is not set, read may return 0 and no error.
+// read copies into b the bytes that have arrived. It holds mu while it copies, so that no goroutine reads a
+// buffer after another call has returned the buffer to the sender. If wait is not set, read may return 0 and
+// no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -213,7 +213,7 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	if p.head == len(p.queue) {
 		p.queue, p.head = p.queue[:0], 0
 	}
-	// This comes last, because a sender that polls sent may reuse its buffers from here on without holding
+	// This comes last, because from here on a sender that polls sent may reuse its buffers, without locking
 	// mu.
 	p.sent.Add(uint64(total))
 	p.changed.Broadcast()
@@ -225,7 +225,7 @@ func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
 }
 
-// hasUnread reports whether a read would return bytes, or an error for the first time.
+// hasUnread reports whether a read would return bytes, or an error that no read has returned yet.
 func (p *pipe) hasUnread() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -234,8 +234,9 @@ func (p *pipe) hasUnread() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
-// closeSender fails the sender with own and, unless other is nil, the receiver with other after it has read
-// all bytes. closeSender copies the unread bytes, because the sender may reuse its buffers afterwards.
+// closeSender makes the calls of the sender fail with own. Unless other is nil, reads fail with other after
+// all bytes have been read. closeSender copies the unread bytes, because the sender may reuse its buffers
+// afterwards.
 func (p *pipe) closeSender(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -253,8 +254,8 @@ func (p *pipe) closeSender(own, other error) {
 	p.announce()
 }
 
-// closeReceiver fails the receiver with own and, unless other is nil, the sender with other. The unread bytes
-// are never read, but the sender's Flush waits for them until other arrives.
+// closeReceiver makes reads fail with own. Unless other is nil, the calls of the sender fail with other. The
+// unread bytes are never read, but Flush of the sender waits for them until other takes effect.
 func (p *pipe) closeReceiver(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -265,7 +266,7 @@ func (p *pipe) closeReceiver(own, other error) {
 	p.announce()
 }
 
-// drop drops the unread bytes and all bytes that are sent later. The sender does not notice.
+// drop drops the unread bytes and all bytes that are sent later. To the sender they seem to be read.
 func (p *pipe) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -280,8 +281,8 @@ func (p *pipe) drop() {
 // empty drops the unread pieces. The caller holds mu.
 func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 
-// announce wakes the goroutines that wait now and, if there is a latency, again when the news has arrived at
-// the other end. The caller holds mu.
+// announce wakes the goroutines that wait now. If there is a latency, it wakes them again when the change has
+// arrived at the other end. The caller holds mu.
 func (p *pipe) announce() {
 	p.changed.Broadcast()
 	if p.receiverWaker != nil {

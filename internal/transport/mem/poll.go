@@ -8,7 +8,7 @@ type waker struct {
 	parked atomic.Bool
 }
 
-// wake calls notify if the rank is parked, once for each Park.
+// wake calls notify if the rank is parked. It does so once for each Park.
 func (w *waker) wake() {
 	if !w.parked.CompareAndSwap(true, false) {
 		return
@@ -36,8 +36,8 @@ func (m *mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It sets parked before it checks for bytes, and senders check parked after
-// they have sent, so at least one of the two notices the other.
+// Park implements transport.Poller. It sets parked before it looks for bytes, and senders look at parked
+// after they have sent. So at least one of the two notices the other.
 func (m *mesh) Park() bool {
 	m.waker.parked.Store(true)
 	m.c.mu.Lock()
