@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects the group, or sets unsharedReason if that is not possible.
+// form connects this rank with the other ranks of the group. If that is not possible at every rank, it sets
+// unsharedReason.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error {
@@ -38,7 +39,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Ra
 	return nil
 }
 
-// dissolve frees what setup has made.
+// dissolve frees everything that setup has made.
 func (m *Mesh) dissolve() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -60,24 +61,24 @@ type setup struct {
 	e     *Endpoint
 	ep    *Epoch
 	group []topo.Rank
-	index int // this rank's index in the group
+	index int // the index of this rank in the group
 
 	layout controlLayout
-	peers  []*peer // indexed by rank
+	peers  []*peer // by rank; nil for this rank and for ranks outside of the group
 
 	mu      sync.Mutex
 	claimed map[topo.Rank]bool
 }
 
-// exchange exchanges descriptors with all peers. It returns when that is done, when it has failed for one of
-// them, or when ctx has ended. It closes no connection after its handshake, because the peer would take that
-// for a death.
+// exchange exchanges descriptors with all peers. It returns when this is done, when it has failed for a peer,
+// or when ctx has ended. It does not close a connection whose handshake is complete, because the peer would
+// take the end of the connection for the death of this rank.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)
 	s.peers = make([]*peer, len(s.ep.Hosts))
 	s.claimed = make(map[topo.Rank]bool)
-	dialers := make([]*Offer, len(s.ep.Hosts)) // the ranks that dial this one
+	dialers := make([]*Offer, len(s.ep.Hosts)) // by rank, the offers of the ranks that dial this rank
 	for i, r := range s.group {
 		if i == s.index {
 			continue
@@ -111,7 +112,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	results := make(chan error, len(s.group))
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	defer func() { err = errors.Join(err, s.e.Close()) }() // closes the listener, which ends accept
+	defer func() { err = errors.Join(err, s.e.Close()) }() // closes the listener, so that accept ends
 	defer cancel()
 	wg.Go(func() { s.accept(ctx, &wg, dialers, results) })
 	for i, r := range s.group {
@@ -132,7 +133,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	return nil
 }
 
-// dial connects to a higher rank.
+// dial connects to the higher rank p.rank, does the handshake and exchanges descriptors.
 func (s *setup) dial(ctx context.Context, p *peer) error {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
@@ -148,12 +149,12 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	return s.exchangeDescriptors(p)
 }
 
-// interrupt makes calls on uc fail when ctx ends, until end is called.
+// interrupt makes calls on uc fail when ctx ends. This lasts until the function end is called.
 func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(done)
-		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if uc is closed, and then calls on it fail anyway
+		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if uc is closed, and then calls on uc fail anyway
 	})
 	return func() {
 		if !stop() {
@@ -162,8 +163,8 @@ func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	}
 }
 
-// accept accepts connections of the lower ranks until the listener is closed. It returns after the goroutines
-// that it has started.
+// accept accepts connections from the lower ranks until the listener is closed. It starts a goroutine in wg
+// for each connection.
 func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer, results chan<- error) {
 	for {
 		uc, err := s.e.ln.AcceptUnix()
@@ -171,7 +172,7 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 			return
 		}
 		if err != nil {
-			// This process has no descriptors or no memory left, so this rank cannot share memory.
+			// This process has no more descriptors or memory, so this rank cannot share memory.
 			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}
@@ -179,19 +180,19 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 	}
 }
 
-// receive runs the handshake with a process that has connected. If that fails, it closes the connection,
-// which has no other effect.
+// receive does the handshake with a process that has connected. If the handshake fails, receive only logs a
+// warning and closes the connection, because the process may be a stranger.
 func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer, results chan<- error) {
 	refuse := func(err error) {
 		switch {
 		case ctx.Err() != nil:
 		case errors.Is(err, io.EOF):
-			// Another job has checked whether a process still listens at this socket (see abandoned).
+			// Another job has checked whether a process still listens on this socket (see abandoned).
 			s.e.log.Debug("shm: a process connected and disconnected without a hello")
 		default:
 			s.e.log.Warn("shm: refused a connection", zap.Error(err))
 		}
-		_ = uc.Close() // the connection is not used any more
+		_ = uc.Close() // an error does not matter, because the connection is not used any more
 	}
 	if err := uc.SetDeadline(time.Now().Add(s.e.cfg.HandshakeTimeout)); err != nil {
 		refuse(err)
@@ -216,7 +217,7 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer,
 	results <- s.exchangeDescriptors(p)
 }
 
-// exchangeDescriptors exchanges descriptors with a peer that has proved its identity.
+// exchangeDescriptors exchanges descriptors with a peer whose handshake is complete.
 func (s *setup) exchangeDescriptors(p *peer) error {
 	if err := s.sendDescriptors(p); err != nil {
 		return fmt.Errorf("send descriptors to rank %d: %w", p.rank, err)
@@ -250,7 +251,7 @@ func (s *setup) receiveDescriptors(p *peer) error {
 	if msg.kind != controlMessage || int(msg.id) != p.index || ringBytes < minRingBytes ||
 		ringBytes > maxRingBytes || ringBytes&(ringBytes-1) != 0 {
 		msg.close()
-		return fmt.Errorf("%w: got a message of kind %d, index %d, rings of %d bytes, want kind %d, index %d, a power of two from %d to %d",
+		return fmt.Errorf("%w: got a message with kind %d, index %d and ring size %d, want kind %d, index %d and a power of two from %d to %d",
 			errBreach, msg.kind, msg.id, ringBytes, controlMessage, p.index, minRingBytes, maxRingBytes)
 	}
 	eventfd := msg.fds[1]

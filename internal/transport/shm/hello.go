@@ -17,15 +17,18 @@ const (
 	magic      = 0x67687368 // "ghsh"
 	version    = 2
 	helloBytes = 4 + 4 + 4
-	// maxPacketBytes is more than the longest packet of a handshake.
+	// maxPacketBytes is larger than the longest packet of a handshake.
 	maxPacketBytes = 256
 )
 
-// encodeHello encodes the hello of the dialer of a Unix connection, which says which rank it is. Then both
-// ends prove that they know the tokens of both (package secret), which only the rendezvous has handed out.
-// The proof is valid for these two ranks in this epoch of this job.
+// encodeHello encodes the hello, which the dialer of a Unix connection sends first. It says which rank the
+// dialer is:
 //
 //	magic u32 | version u32 | rank u32      (little-endian)
+//
+// After the hello, both ends prove that they know the tokens of both ranks (package secret). Only the
+// rendezvous has handed out these tokens. The proof is valid only for these two ranks in this epoch of this
+// job.
 func encodeHello(from topo.Rank) []byte {
 	b := binary.LittleEndian.AppendUint32(make([]byte, 0, helloBytes), magic)
 	b = binary.LittleEndian.AppendUint32(b, version)
@@ -37,20 +40,20 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 		return 0, fmt.Errorf("got a hello of %d bytes, want %d", len(b), helloBytes)
 	}
 	if m, v := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]); m != magic || v != version {
-		return 0, fmt.Errorf("got a hello with first word %#08x and version %d, want %#08x and %d", m, v,
+		return 0, fmt.Errorf("got a hello with magic %#08x and version %d, want magic %#08x and version %d", m, v,
 			uint32(magic), version)
 	}
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
 
-// proofOf returns the key and the purpose of the proof between two ranks.
+// proofOf returns the key and the purpose for the proof between two ranks.
 func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials,
 	accepts *Offer) (key secret.Secret, purpose string, err error) {
 	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
 	return key, fmt.Sprintf("shm epoch %d rank %d to %d %s", ep.Epoch, dialer, acceptor, ep.Job), err
 }
 
-// dialHandshake does the handshake of the dialer.
+// dialHandshake does the handshake on the side of the dialer.
 func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	if err := sameUser(c); err != nil {
 		return err
@@ -66,8 +69,8 @@ func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 	return err
 }
 
-// acceptHandshake does the handshake of the acceptor, and returns the rank of the dialer. dialers has the
-// offers of the ranks that may connect, by rank, and nil for all other ranks.
+// acceptHandshake does the handshake on the side of the acceptor, and returns the rank of the dialer.
+// dialers[r] is the offer of rank r if rank r may connect, and otherwise nil.
 func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err
@@ -82,7 +85,7 @@ func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (
 		return 0, err
 	}
 	if from < 0 || int(from) >= len(dialers) || dialers[from] == nil {
-		return 0, fmt.Errorf("rank %d is not a lower rank of this host, and only those dial", from)
+		return 0, fmt.Errorf("got a connection from rank %d, want one only from lower ranks of this host", from)
 	}
 	key, purpose, err := proofOf(ep, from, ep.Rank, dialers[from], own)
 	if err == nil {
@@ -91,7 +94,7 @@ func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (
 	return from, err
 }
 
-// packets reads a connection of packets as a stream.
+// packets makes a connection of packets readable as a stream.
 type packets struct {
 	*net.UnixConn
 	packet [maxPacketBytes]byte
@@ -111,7 +114,7 @@ func (p *packets) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// sameUser returns an error if the process at the other end runs as another user.
+// sameUser returns an error if the process at the other end runs as another user than this process.
 func sameUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -125,10 +128,10 @@ func sameUser(c *net.UnixConn) error {
 		return err
 	}
 	if failed != nil {
-		return fmt.Errorf("find the user of the other end: %w", failed)
+		return fmt.Errorf("get the user of the peer process: %w", failed)
 	}
 	if own := uint32(unix.Geteuid()); cred.Uid != own {
-		return fmt.Errorf("the other end runs as user %d, this process as user %d", cred.Uid, own)
+		return fmt.Errorf("the peer process runs as user %d, want user %d as this process", cred.Uid, own)
 	}
 	return nil
 }

@@ -18,40 +18,41 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Mesh is one rank's end of an epoch. It implements Sharer.
+// Mesh is one rank's end of the channels of an epoch. It implements Sharer.
 type Mesh struct {
 	log            *zap.Logger
 	rank           topo.Rank
 	size           int
 	under          transport.Mesh
-	group          []topo.Rank // in ascending order, including rank
+	group          []topo.Rank // in ascending order, including this rank
 	unsharedReason string
-	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
-	peers          []*peer     // the group without this rank
-	// byRank has the peers by rank, nil for other ranks.
+	unsharedRanks  []topo.Rank // the ranks that are named in unsharedReason
+	peers          []*peer     // the ranks of the group except this rank
+	// byRank has the peers by rank. It is nil for other ranks.
 	byRank []*peer
 
-	control *shmem.Segment // this rank's segment; control and waker are nil if there are no peers
-	// reserved has the segments of Epoch.Reserve that were not shared yet. Guarded by mu.
+	control *shmem.Segment // this rank's control segment; control and waker are nil if there are no peers
+	// reserved has the segments for Epoch.Reserve that were not shared yet. Guarded by mu.
 	reserved map[transport.Lane]*shmem.Segment
 	waker    *waker
 	wg       sync.WaitGroup
-	unwatch  func() // ends the calls of offer and withdraw by package arena
+	unwatch  func() // makes package arena stop calling offer and withdraw
 
-	// parked is set between Park and Unpark. notifyPoller is the function that was passed to OnNotify.
+	// parked is set from Park until Unpark. notifyPoller is the function that was passed to OnNotify.
 	parked       atomic.Bool
 	notifyPoller atomic.Pointer[func()]
-	// deferNotify is set by OnNotify: Send then does not notify the peer, because NotifyPeers does.
+	// deferNotify is set by OnNotify. Send then does not notify the peer, because NotifyPeers does.
 	deferNotify atomic.Bool
-	// reachesOut says that some ranks are not peers, so the mesh underneath has Control channels too.
+	// reachesOut is set if some ranks are not peers, so that the mesh underneath has Control channels too.
 	reachesOut bool
 
-	// lanes are the lanes in use. The holder of mu replaces the map and never changes it in place. isClosed
-	// is for readers without mu.
+	// lanes are the lanes in use. A goroutine that holds mu may replace the map, but nothing changes a map in
+	// place. isClosed is the same as closed, for goroutines that do not hold mu.
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
 	isClosed atomic.Bool
 
-	// mu is locked before the locks of conns and outboxes, and never together with the lock of package arena.
+	// mu is locked before the locks of conns and outboxes. It is never held together with the lock of package
+	// arena.
 	mu sync.Mutex
 	// changed is closed when something has changed that await may wait for. It is nil if no goroutine waits.
 	changed  chan struct{}
@@ -98,7 +99,7 @@ func (m *Mesh) UnsharedReason() string { return m.unsharedReason }
 // UnsharedRanks implements Sharer.
 func (m *Mesh) UnsharedRanks() []topo.Rank { return slices.Clone(m.unsharedRanks) }
 
-// peer returns the peer with that rank, or nil.
+// peer returns the peer with the given rank, or nil.
 func (m *Mesh) peer(rank topo.Rank) *peer {
 	if rank < 0 || int(rank) >= len(m.byRank) {
 		return nil
@@ -106,8 +107,8 @@ func (m *Mesh) peer(rank topo.Rank) *peer {
 	return m.byRank[rank]
 }
 
-// await calls check with mu held, now and after each change, until check returns true or an error, or ctx has
-// ended.
+// await calls check with mu held, at once and after each change, until check returns true or an error. It
+// fails with ctx.Err() if ctx ends first.
 func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	for {
 		m.mu.Lock()
@@ -129,7 +130,7 @@ func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	}
 }
 
-// notify makes the callers of await check again. The caller holds mu.
+// notify makes all calls of await check again. The caller holds mu.
 func (m *Mesh) notify() {
 	if m.changed != nil {
 		close(m.changed)
@@ -143,7 +144,8 @@ func (m *Mesh) announce() {
 	m.notify()
 }
 
-// wakeAll wakes every parked goroutine, so that it checks again what it waits for. The waker calls it.
+// wakeAll wakes every parked goroutine, so that the goroutine checks again what it waits for. The waker calls
+// wakeAll.
 func (m *Mesh) wakeAll() {
 	for _, p := range m.peers {
 		p.conn.wake()
@@ -159,7 +161,7 @@ func (m *Mesh) wakePoller() {
 	}
 }
 
-// lose records that a peer has gone or has violated the protocol.
+// lose records that a peer has gone or has violated the protocol, with err as the reason.
 func (m *Mesh) lose(p *peer, err error) {
 	m.mu.Lock()
 	if m.closed || !p.gone.CompareAndSwap(nil, &err) {
@@ -229,13 +231,13 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 		for _, p := range m.peers {
 			p.conn.fail(err)
 		}
-		m.announce() // wakes the calls of Conn, which then find the cause of the failure
+		m.announce() // wakes the calls of Conn, which then find the error
 		m.wakePoller()
 	}
 	m.under.Abort(id, err)
 }
 
-// Release implements transport.Mesh. The lane's segments are unmapped: no operation may be using them.
+// Release implements transport.Mesh. It unmaps the lane's segments, so no operation may be using them.
 func (m *Mesh) Release(id transport.Lane) {
 	if id == transport.Control {
 		m.Abort(id, transport.ErrControl)
@@ -252,7 +254,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	m.under.Release(id)
 }
 
-// release takes a lane out of use. The caller holds mu.
+// release takes a lane out of use, and returns it if it was in use. The caller holds mu.
 func (m *Mesh) release(id transport.Lane) *lane {
 	if m.closed || m.released.Has(id) {
 		return nil
@@ -316,7 +318,7 @@ func (m *Mesh) Close() error {
 	return errors.Join(errs...)
 }
 
-// unmap frees all memory and the descriptors of the peers. No goroutine uses them any more.
+// unmap frees all memory and the descriptors of the peers. It is called when no goroutine uses them any more.
 func (m *Mesh) unmap() error {
 	var errs []error
 	for _, l := range *m.lanes.Load() {
@@ -336,8 +338,8 @@ func (m *Mesh) unmap() error {
 	return errors.Join(errs...)
 }
 
-// freeControl frees the control segments and the eventfds of the peers. Forming the group may have stopped at
-// any step.
+// freeControl frees the control segments and the eventfds of the peers. It may be called after form has
+// failed at any step.
 func (m *Mesh) freeControl() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -375,7 +377,7 @@ func (m *Mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It ignores Conns that have not been requested from Mesh.Conn.
+// Park implements transport.Poller. It ignores Conns that Mesh.Conn has not returned yet.
 func (m *Mesh) Park() bool {
 	if !m.parked.Swap(true) && m.waker != nil {
 		m.waker.park()

@@ -8,24 +8,26 @@ import (
 
 const (
 	tokenBytes = 32
-	// maxPathBytes is the longest path that a Unix socket can have: its address has 108 bytes and ends with a
-	// zero.
+	// maxPathBytes is the length of the longest path of a Unix socket. The address has 108 bytes, and the
+	// last byte is zero.
 	maxPathBytes = 107
-	// maxReasonBytes bounds the reason why a rank shares no memory.
+	// maxReasonBytes limits the length of Offer.Reason.
 	maxReasonBytes = 200
 )
 
-// Offer is what the other ranks must know to share memory with a rank. The zero Offer is none.
+// Offer has what the other ranks must know to share memory with a rank. The zero Offer offers nothing.
 type Offer struct {
 	UID uint32 // the user id of the rank's process
-	// Token is a secret: a process that has it, and runs as the same user, can take the place of the rank
-	// before its peers have connected.
+	// Token is a secret. A process that knows it and runs as the same user can take the place of the rank
+	// until the peers of the rank have connected.
 	Token []byte
-	// Socket is the path of the rank's socket. It is empty if the rank cannot share memory; Reason says why.
+	// Socket is the path of the rank's socket. If the rank cannot share memory, Socket is empty and Reason
+	// says why.
 	Socket, Reason string
 }
 
-// check checks what a peer published. Its error also says that the peer cannot share.
+// check returns an error if a peer with the offer o cannot share memory. The text of the error continues a
+// sentence that begins with the rank.
 func (o *Offer) check() error {
 	switch {
 	case o.Reason != "":
@@ -35,7 +37,7 @@ func (o *Offer) check() error {
 	case len(o.Token) != tokenBytes:
 		return fmt.Errorf("has a token of %d bytes, want %d", len(o.Token), tokenBytes)
 	case len(o.Socket) > maxPathBytes || !filepath.IsAbs(o.Socket):
-		// A path that is not absolute can be a name in the abstract namespace, at which any user can listen.
+		// A path that is not absolute may be a name in the abstract namespace, where any user can listen.
 		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket,
 			maxPathBytes)
 	}

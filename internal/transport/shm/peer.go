@@ -16,41 +16,43 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Bounds on the messages of a peer.
+// A peer may send at most maxChunks arena chunks at a time, at most maxShares segments for lanes, and only
+// segments of at most maxSegmentBytes.
 const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
 	maxSegmentBytes = 1 << 44
-	// maxStaleBytes is how much address space is kept for chunks that the peer has given up. Kept chunks take
-	// no memory.
+	// maxStaleBytes is how much address space is kept for chunks that the peer has withdrawn. These chunks
+	// take no memory.
 	maxStaleBytes = 1 << 37
 )
 
-// peer is another rank of the group.
+// peer is another rank of the group and the connection to it.
 type peer struct {
 	rank  topo.Rank
 	index int // the peer's index in the group
 	uc    *net.UnixConn
-	// control is the control segment of the peer.
+	// control is the mapping of the peer's control segment.
 	control *shmem.Segment
 	waker   peerWaker
 	conn    *conn
 	outbox  outbox
 
-	gone atomic.Pointer[error] // the reason why the peer is lost, without its rank; nil while it is connected
-	// arenas has the chunks of the peer by ID. The map is replaced and never changed in place.
+	gone atomic.Pointer[error] // why the peer is lost, without its rank; nil while it is connected
+	// arenas has the arena chunks of the peer by ID. A map is never changed in place: a changed copy replaces
+	// it.
 	arenas atomic.Pointer[map[uint32]chunk]
-	// stale are chunks that the peer has given up, oldest first, and staleBytes is their size. An operation
-	// that has failed may still read them, so their addresses stay readable. Only the receiving goroutine
-	// uses them and, after that has ended, Close.
+	// stale are chunks that the peer has withdrawn, oldest first, and staleBytes is their total size. An
+	// operation that has failed may still read them, so their addresses stay readable. Only the receiving
+	// goroutine uses these fields, and Close after that goroutine has ended.
 	stale      []*shmem.Segment
 	staleBytes int64
-	// shares counts the lanes for which the peer has given a segment that is not released. Guarded by the
-	// Mesh's mu.
+	// shares is the number of lanes for which the peer has shared a segment and which are not released.
+	// Guarded by the Mesh's mu.
 	shares int
 }
 
-// chunk is a chunk of a peer's arena, or the reason why it cannot be mapped.
+// chunk is the mapping of a peer's segment, or the reason why it cannot be mapped.
 type chunk struct {
 	seg *shmem.Segment
 	err error
@@ -64,7 +66,7 @@ type outbox struct {
 	closed bool
 }
 
-// put queues m, or drops it if the outbox is closed. Either way the outbox owns m.
+// put queues m. If the outbox is closed, put drops m. In both cases the outbox closes the descriptors of m.
 func (o *outbox) put(m message) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -76,7 +78,7 @@ func (o *outbox) put(m message) {
 	o.filled.Signal()
 }
 
-// next waits for a message. It returns false when the outbox is closed.
+// next waits for a message and removes it from the queue. It returns false when the outbox is closed.
 func (o *outbox) next() (message, bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -94,7 +96,7 @@ func (o *outbox) next() (message, bool) {
 	return m, true
 }
 
-// close drops the queued messages.
+// close closes the outbox and drops the queued messages.
 func (o *outbox) close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -106,7 +108,7 @@ func (o *outbox) close() {
 	o.filled.Broadcast()
 }
 
-// send writes the messages of the outbox until it is closed or the peer has gone.
+// send writes the messages of the outbox to the peer until the outbox is closed or the peer has gone.
 func (p *peer) send(m *Mesh) {
 	defer p.outbox.close()
 	for {
@@ -115,8 +117,8 @@ func (p *peer) send(m *Mesh) {
 			return
 		}
 		if err := msg.write(p.uc); err != nil {
-			// If the peer has gone, receive finds that out, after it has handled all messages that the peer
-			// had sent.
+			// If the peer has gone, send does not report that. receive does, after it has handled all
+			// messages that the peer had sent.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
 				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}
@@ -125,13 +127,14 @@ func (p *peer) send(m *Mesh) {
 	}
 }
 
-// receive handles the messages of the peer until it has gone, breaks the protocol, or the mesh is closed.
+// receive handles the messages of the peer until the peer has gone or violates the protocol, or the mesh is
+// closed.
 func (p *peer) receive(m *Mesh) {
 	for {
 		msg, err := readMessage(p.uc)
 		if err == nil {
 			err = p.handle(m, &msg)
-			msg.close() // a mapping stays valid after its descriptor is closed
+			msg.close() // a mapping stays valid when its descriptor is closed
 		}
 		if err != nil {
 			m.lose(p, err)
@@ -140,7 +143,7 @@ func (p *peer) receive(m *Mesh) {
 	}
 }
 
-// handle acts on a message. An error is a violation of the protocol.
+// handle acts on a message. It returns an error if the message violates the protocol.
 func (p *peer) handle(m *Mesh, msg *message) error {
 	switch msg.kind {
 	case shareMessage:
@@ -152,20 +155,21 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 		}
 		return p.addArena(m, msg.id, chunk{seg, err})
 	case keptMessage:
-		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not pass its descriptor: %w",
+		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not send its descriptor: %w",
 			unix.Errno(uint16(msg.size)))})
 	case dropMessage:
 		return p.dropArena(m, msg.id)
 	default:
-		return fmt.Errorf("%w: got a message of kind %d, which is sent only in the handshake", errBreach,
+		return fmt.Errorf("%w: got a message of kind %d, want it only in the handshake", errBreach,
 			msg.kind)
 	}
 }
 
 var errBreach = errors.New("shm: the peer violated the protocol")
 
-// mapSegment maps a segment of which a peer says that it has size bytes. An error that is not an errBreach is
-// caused by a lack of resources in this process.
+// mapSegment maps a segment that should have size bytes, as the peer has announced. If the peer has violated
+// the protocol, the error wraps errBreach. Otherwise the error is caused by a lack of resources in this
+// process.
 func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -173,13 +177,13 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	}
 	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
 		return nil, fmt.Errorf(
-			"%w: got a segment of %d bytes, announced as %d, want the same size and 1 to %d", errBreach,
+			"%w: got a segment of %d bytes, announced with %d bytes, want the same size, from 1 to %d", errBreach,
 			st.Size, size, int64(maxSegmentBytes))
 	}
 	seg, err := shmem.Map(fd)
 	var denied unix.Errno
 	if err != nil && (!errors.As(err, &denied) || denied == unix.EINVAL) {
-		return nil, fmt.Errorf("%w: %w", errBreach, err) // the file is not sealed or is no memfd
+		return nil, fmt.Errorf("%w: %w", errBreach, err) // the file is not sealed or is not a memfd
 	}
 	return seg, err
 }
@@ -191,7 +195,7 @@ func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
 		if c.seg != nil {
 			_ = c.seg.Close() // the violation of the protocol is the error to report
 		}
-		return fmt.Errorf("%w: got arena chunk %d in addition to %d others, want a number from 1, each once, at most %d", errBreach, id, len(old), maxChunks)
+		return fmt.Errorf("%w: got arena chunk %d in addition to %d chunks, want a new number from 1 on and at most %d chunks", errBreach, id, len(old), maxChunks)
 	}
 	arenas := maps.Clone(old)
 	arenas[id] = c
@@ -204,7 +208,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 	old := *p.arenas.Load()
 	c, ok := old[id]
 	if !ok {
-		return fmt.Errorf("%w: got the end of arena chunk %d, which is not shared", errBreach, id)
+		return fmt.Errorf("%w: the peer withdrew arena chunk %d, which it had not shared", errBreach, id)
 	}
 	arenas := maps.Clone(old)
 	delete(arenas, id)

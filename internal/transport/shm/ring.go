@@ -11,29 +11,29 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Layout of a control segment, in bytes. Words that different ranks access are on different cache lines.
-// lineBytes is two lines, because processors fetch lines in pairs.
+// These constants are the layout of a control segment, in bytes. Words that different ranks access are in
+// different cache lines. lineBytes is two lines, because processors fetch lines in pairs.
 const (
 	lineBytes = 128
-	// parkedAt is the word u32 that is 1 while a goroutine of its owner is parked, so that a peer must write
-	// to the eventfd of the owner.
+	// parkedAt is the offset of a u32 that is 1 while a goroutine of the owner is parked. A peer must then
+	// write to the eventfd of the owner.
 	parkedAt = 0
-	// slotsAt is where the slots begin, one for each rank of the group, by index. The owner's slot is not
-	// used.
+	// slotsAt is the offset of the slots. There is one slot for each rank of the group, by index. The slot of
+	// the owner itself is not used.
 	slotsAt = lineBytes
-	// headAt is the word u64 in a slot that counts the bytes written for that rank. fullAt, beside it, is the
-	// word u32 that says that more bytes wait for room. openAt is the word u32 that says that the owner has
-	// asked for the Conn.
+	// headAt is the offset in a slot of a u64, the number of bytes that the owner has written for that rank.
+	// fullAt is the offset of a u32 that is not 0 if more bytes wait for room. openAt is the offset of a u32
+	// that is not 0 if the owner has asked for the Conn.
 	headAt, fullAt, openAt = 0, 8, 12
-	// tailAt is the word u64 that counts the bytes read from that rank.
+	// tailAt is the offset in a slot of a u64, the number of bytes that the owner has read from that rank.
 	tailAt    = lineBytes
 	slotBytes = 2 * lineBytes
-	// pageBytes is the alignment of the first ring, which is after the slots. So a ring of whole pages shares
+	// pageBytes is the alignment of the first ring, which follows the slots. So a ring of whole pages shares
 	// no page with another ring.
 	pageBytes = 4096
 )
 
-// controlLayout gives the offsets in the control segment of a group of size ranks.
+// controlLayout computes the offsets in the control segment of a group with size ranks.
 type controlLayout struct{ size, ringBytes int }
 
 func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
@@ -44,28 +44,29 @@ func (l controlLayout) ringOffset(index int) int {
 
 func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
-// word32 returns a word of a segment, which is aligned to pages and larger than at.
+// word32 returns the u32 at offset at of a segment. A segment is aligned to a page and larger than at.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 
-// conn is the Control channel to a peer of the group. It consists of two rings, each in the segment of the
-// rank that writes it, and of words that each rank writes.
+// conn is the Control channel to a peer of the group. It consists of two rings and of words that each rank
+// writes. Each ring is in the segment of the rank that writes to it.
 //
-// The words are accessed only by sync/atomic, whose operations are in one order over all processors. A rank
+// The words are accessed only with sync/atomic, whose operations have one order on all processors. A rank
 // that parks stores that it is parked and then loads the head. A rank that sends stores the head and then
-// loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker).
+// loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker's
+// algorithm).
 type conn struct {
 	peer      topo.Rank
-	waker     *waker     // this rank's
-	peerWaker *peerWaker // the peer's
+	waker     *waker     // of this rank
+	peerWaker *peerWaker // of the peer
 	lane      transport.Lane
 
-	// cause is the reason why this rank gave up the Conn; gone is the reason why the peer did.
+	// cause is why this rank gave up the Conn, and gone is why the peer did. They are nil before.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
 	taken       atomic.Bool  // Mesh.Conn has returned this channel
 	deferNotify *atomic.Bool // shared with the Mesh; if set, Send does not notify the peer
-	notifyDue   atomic.Bool  // the peer was not notified of the last bytes
+	notifyDue   atomic.Bool  // bytes were written since the peer was last notified
 
 	reading      sync.Mutex
 	arrived      sync.Cond // signals that bytes or an error may have arrived
@@ -75,8 +76,8 @@ type conn struct {
 	inOpen       *uint32   // in the peer's segment
 	inTail       *uint64   // in this rank's segment
 	tail         uint64
-	seen         uint64 // the greatest head that was read
-	notifiedTail uint64 // the tail when the peer was last notified of room
+	seen         uint64 // the largest head that was read from inHead
+	notifiedTail uint64 // the value of tail when the peer was last notified of room
 	rerr         error
 	errReturned  bool // a call has returned the error cause or rerr
 
@@ -88,10 +89,10 @@ type conn struct {
 	outOpen *uint32   // in this rank's segment
 	outTail *uint64   // in the peer's segment
 	head    uint64
-	freed   uint64   // the greatest tail that was read
-	queue   [][]byte // buffers; those from first on are not written yet
+	freed   uint64   // the largest tail that was read from outTail
+	queue   [][]byte // the unwritten buffers are queue[first:]
 	first   int
-	full    bool // the value of outFull
+	full    bool // the value that was last written to outFull
 	werr    error
 }
 
@@ -138,7 +139,7 @@ func (c *conn) TryRead(p []byte) (int, error) {
 	return c.take(p)
 }
 
-// take reads the bytes that have arrived, at most len(p). The caller holds reading.
+// take copies bytes that have arrived into p. The caller holds reading.
 func (c *conn) take(p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
 		c.errReturned = true
@@ -176,8 +177,8 @@ func (c *conn) take(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// notifyRoom wakes a writer that waits for room when half of the ring is free. The writer fills all of the
-// free room before it waits again, so notifyRoom does not wake it again before a quarter of the ring was
+// notifyRoom wakes the peer, which waits for room to write, when half of the ring is free. The peer fills all
+// free room before it waits again. So notifyRoom does not wake it again before a quarter of the ring has been
 // read.
 func (c *conn) notifyRoom() {
 	size := uint64(len(c.in))
@@ -224,7 +225,7 @@ func (c *conn) notify() {
 	}
 }
 
-// notifyLocked does what notify does, for a caller that holds writing.
+// notifyLocked does the same as notify. The caller holds writing.
 func (c *conn) notifyLocked() {
 	if c.notifyDue.Swap(false) && atomic.LoadUint64(c.outTail) != c.head {
 		c.peerWaker.wakeIfParked()
@@ -244,8 +245,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// put writes as much of p as there is room for. It sets werr if the peer's tail is impossible. The caller
-// holds writing.
+// put writes as much of p as fits into the ring, and returns the number of bytes. If the peer's tail is
+// impossible, put sets werr. The caller holds writing.
 func (c *conn) put(p []byte) int {
 	size := uint64(len(c.out))
 	room := size - (c.head - c.freed)
@@ -274,8 +275,8 @@ func (c *conn) put(p []byte) int {
 	return len(p)
 }
 
-// pump writes from the queue until it is empty, or until there is no room and the peer knows that this rank
-// waits for it. The caller holds writing.
+// pump writes from the queue until the queue is empty. If there is no room, it stops when the peer can see
+// that this rank waits for room. The caller holds writing.
 func (c *conn) pump() {
 	for c.first < len(c.queue) {
 		p := c.queue[c.first]
@@ -291,7 +292,7 @@ func (c *conn) pump() {
 		case c.full:
 			return
 		default:
-			// The next round checks for room again, because the peer may not have seen this store.
+			// The next round looks for room again, because the peer may have read without seeing this store.
 			c.setFull(1)
 		}
 	}
@@ -306,14 +307,14 @@ func (c *conn) setFull(v uint32) {
 	atomic.StoreUint32(c.outFull, v)
 }
 
-// dropQueue empties the queue. The caller holds writing.
+// dropQueue empties the queue and wakes the callers of Flush. The caller holds writing.
 func (c *conn) dropQueue() {
 	clear(c.queue)
 	c.queue, c.first = c.queue[:0], 0
 	c.emptied.Broadcast()
 }
 
-// sendErr returns why the sending half has failed, if it has. The caller holds writing.
+// sendErr returns the error with which sending fails, or nil. The caller holds writing.
 func (c *conn) sendErr() error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -326,7 +327,7 @@ func (c *conn) sendErr() error {
 	return c.werr
 }
 
-// breach returns the error for a word with a value that no peer writes.
+// breach returns the error for a word whose value violates the protocol.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane,
 		Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
@@ -342,7 +343,7 @@ func (c *conn) waiting() bool {
 	return c.cause.Load() != nil || c.gone.Load() != nil || atomic.LoadUint64(c.inHead) != c.tail
 }
 
-// wake wakes the reader, and writes from the queue if there is room.
+// wake wakes the reader. If there is room, it also writes from the queue.
 func (c *conn) wake() {
 	c.reading.Lock()
 	c.arrived.Broadcast()
@@ -353,12 +354,12 @@ func (c *conn) wake() {
 		c.dropQueue()
 	} else {
 		c.pump()
-		c.notifyLocked() // the sender does not notify the peer of bytes that were in the queue
+		c.notifyLocked() // pump itself does not notify the peer
 	}
 }
 
-// fail gives up the Conn. When it returns, no goroutine uses the queue any more. If err is
-// transport.ErrClosed, no goroutine uses the memory either.
+// fail gives up the Conn with err. When it returns, no goroutine uses the queue any more. If err is
+// transport.ErrClosed, no goroutine uses the shared memory either.
 func (c *conn) fail(err error) {
 	for {
 		old := c.cause.Load()
@@ -375,15 +376,15 @@ func (c *conn) fail(err error) {
 	c.wake()
 }
 
-// lose fails the Conn because the peer has gone.
+// lose makes the Conn fail because the peer has gone.
 func (c *conn) lose(err error) {
 	err = &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
 	c.gone.CompareAndSwap(nil, &err)
 	c.wake()
 }
 
-// open tells the peer that this rank, the lower one, has asked for the Conn. It may be called after the peer
-// has gone.
+// open tells the peer that this rank has asked for the Conn. The lower of the two ranks calls it. It may be
+// called after the peer has gone.
 func (c *conn) open() {
 	c.writing.Lock()
 	defer c.writing.Unlock()
@@ -393,7 +394,7 @@ func (c *conn) open() {
 	}
 }
 
-// isOpen reports whether the peer, the lower rank, has asked for the Conn.
+// isOpen reports whether the peer has asked for the Conn. The higher of the two ranks calls it.
 func (c *conn) isOpen() bool {
 	c.reading.Lock()
 	defer c.reading.Unlock()

@@ -14,23 +14,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNoPeer is the error for a rank that is not in the group, and for this rank in calls that need a peer.
+// errNoPeer is the error for a rank that is not in the group. Calls that need a peer also return it for this
+// rank.
 var errNoPeer = errors.New("the rank shares no memory with this rank")
 
-// lane has the memory that the ranks share for a lane.
+// lane has the memory that the ranks share for a lane, and the errors of the lane.
 type lane struct {
-	// err is the error of Abort, Release or Close. gone has, by index in the group, the error of peers whose
-	// processes have gone.
+	// err is the error of Abort, Release or Close, or nil. gone has an error for each peer whose process has
+	// gone, by index in the group.
 	err  atomic.Pointer[error]
 	gone []atomic.Pointer[error]
 
-	// Guarded by the Mesh's mu.
+	// own, sharing and theirs are guarded by the Mesh's mu. sharing is set if Share was called.
 	own     *shmem.Segment
 	sharing bool
 	theirs  []chunk // by index in the group; zero until the segment or an error has arrived
 }
 
-// fail fails the lane with err, unless it has failed with an error that has precedence. The caller holds mu.
+// fail makes the lane fail with err, unless it has failed with an error that has precedence. The caller holds
+// mu.
 func (l *lane) fail(err error) {
 	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
 		*old != transport.ErrReleased {
@@ -52,7 +54,8 @@ func (l *lane) close() error {
 	return errors.Join(errs...)
 }
 
-// lane returns the lane with the given number, or the reason why there is none. The caller holds mu.
+// lane returns the lane with number id, and makes it if necessary. If the lane was released or the mesh is
+// closed, it returns an error. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	lanes := *m.lanes.Load()
 	if l := lanes[id]; l != nil {
@@ -76,7 +79,7 @@ func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	return l, nil
 }
 
-// lose records that a peer has gone.
+// lose records that the process of p has gone, with err as the reason.
 func (l *lane) lose(p *peer, id transport.Lane, err error) {
 	err = &transport.PeerError{Peer: p.rank, Lane: id, Err: err}
 	l.gone[p.index].Store(&err)
@@ -142,8 +145,8 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	return seg.Bytes(), nil
 }
 
-// segment returns the segment that was reserved for a lane, or a new one. The caller does not hold mu,
-// because making a segment takes long.
+// segment returns the segment that was reserved for a lane. If none of at least numBytes bytes was reserved,
+// it makes one. The caller must not hold mu, because making a segment takes long.
 func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]
@@ -158,8 +161,8 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare registers the call of Share for a lane, which may be the only one. It returns the peers of
-// ranks.
+// beginShare checks and records a call of Share for a lane. A lane may have only one such call. beginShare
+// returns the peers with the given ranks.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {
@@ -188,7 +191,8 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 	return to, nil
 }
 
-// shared takes the segment of a peer for a lane. An error is a violation of the protocol.
+// shared handles a shareMessage: it maps the segment of a peer for a lane. It returns an error if the message
+// violates the protocol.
 func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	seg, err := mapSegment(msg.fds[0], msg.size)
 	if errors.Is(err, errBreach) {
@@ -197,7 +201,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	l, none := m.lane(id)
-	if none != nil { // this rank has released the lane, or has closed the mesh
+	if none != nil { // this rank has released the lane or closed the mesh
 		if seg != nil {
 			return seg.Close()
 		}
@@ -207,7 +211,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 		if seg != nil {
 			_ = seg.Close() // the violation of the protocol is the error to report
 		}
-		return fmt.Errorf("%w: got a segment for lane %d in addition to those of %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
+		return fmt.Errorf("%w: got a segment for lane %d after segments for %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
 	}
 	p.shares++
 	l.theirs[p.index] = chunk{seg, err}
@@ -254,11 +258,11 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 	return b, nil
 }
 
-// offer shares a chunk of this process with all peers. Package arena calls offer and withdraw while it holds
-// its lock, so they only queue messages.
+// offer shares an arena chunk of this process with all peers. Package arena holds its lock while it calls
+// offer and withdraw, so they only queue messages.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
-	sealed := c.Segment.Seal() // before a peer, which must not write the chunk, gets a descriptor of it
+	sealed := c.Segment.Seal() // before a peer gets a descriptor, because peers must not write to the chunk
 	for _, p := range m.peers {
 		fd, err := -1, sealed
 		if err == nil {
@@ -267,7 +271,7 @@ func (m *Mesh) offer(c arena.Chunk) {
 		if err != nil {
 			var errno unix.Errno
 			errors.As(err, &errno)
-			m.log.Warn(fmt.Sprintf("shm: arena chunk %d cannot be passed to rank %d: %v", c.ID, p.rank, err))
+			m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d to rank %d: %v", c.ID, p.rank, err))
 			p.outbox.put(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
 			continue
 		}
@@ -275,7 +279,7 @@ func (m *Mesh) offer(c arena.Chunk) {
 	}
 }
 
-// withdraw tells all peers that a chunk of this process is no longer shared.
+// withdraw tells all peers that an arena chunk of this process is no longer shared.
 func (m *Mesh) withdraw(id uint32) {
 	for _, p := range m.peers {
 		p.outbox.put(message{kind: dropMessage, id: id})

@@ -1,20 +1,22 @@
-// Package shm lets the ranks of one host share memory, and carries the negotiation between them in it.
+// Package shm lets the ranks of one host share memory, and carries the negotiation between them in shared
+// memory.
 //
-// A rank opens an Endpoint, publishes its Offer with its record, and calls Connect when it knows all offers
-// and has a mesh that reaches all ranks (package tcp). The ranks of one host then give each other file
-// descriptors, over Unix connections on which they prove their identity, and agree on whether all of that
-// succeeded: either all ranks of a host share memory or none. The mesh that Connect returns has the Control
-// lane between them in shared memory and all other lanes in the mesh underneath. The backends get memory for
-// their lanes through Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
+// A rank opens an Endpoint and publishes its Offer with its check-in record. When it knows all offers and has
+// a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then send each other
+// file descriptors over Unix connections, on which they prove their identity. They agree on whether all of
+// this has succeeded: either all ranks of a host share memory or none does. In the mesh that Connect returns,
+// the Control lane between ranks of the host is in shared memory, and all other lanes use the mesh
+// underneath. The backends get memory for their lanes through Sharer. docs/arena.md describes the formats,
+// and what happens when a rank dies.
 //
 // Invariants:
 //
-//  1. No rank writes another rank's memory. What a peer wrote is checked before it is used.
-//  2. Before Connect has returned the socket is in the file system, afterwards nothing. If the owner of the
-//     socket was killed, the next Listen removes the socket.
-//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes one before it
-//     gives up the mesh.
-//  4. All of this belongs to one epoch. The next epoch makes its own.
+//  1. No rank writes to another rank's memory. What a peer wrote is checked before it is used.
+//  2. The file system has the socket only until Connect returns. If the owner of the socket is killed before, the
+//     next Listen removes the socket.
+//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes a connection before
+//     it gives up the mesh.
+//  4. All of this belongs to one epoch. The next epoch makes new connections and new memory.
 package shm
 
 import (
@@ -40,7 +42,7 @@ import (
 )
 
 const (
-	// defaultRingBytes is room for some hundred frames of negotiation.
+	// defaultRingBytes is enough for about a hundred frames of negotiation.
 	defaultRingBytes         = 64 << 10
 	minRingBytes             = 64
 	maxRingBytes             = 1 << 30
@@ -53,42 +55,43 @@ const (
 	permSocket, permSocketUp = 0o600, 0o700
 )
 
-// Config configures an Endpoint. Zero fields take their defaults.
+// Config configures an Endpoint. Fields that are zero stand for their defaults.
 type Config struct {
-	// Dir is the directory of the socket. It is made if it does not exist. Only this user may have access
-	// to it. Its path may have about 80 bytes. Default: gohvd-UID in os.TempDir().
+	// Dir is the directory of the socket. Listen makes the directory if it does not exist. Only this user may
+	// have access to it. Its path may have at most about 80 bytes. Default: gohvd-UID in os.TempDir().
 	Dir string
-	// RingBytes is the number of bytes that fit into the Control channel to a peer before the sender waits
-	// for it to read: a power of two from 64 bytes to 1 GiB. Default 64 KiB. A rank allocates one ring for
-	// each peer of its host.
+	// RingBytes is the size of the ring to each peer: the number of bytes that can be sent on the Control
+	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
+	// A rank allocates one ring for each peer of its host. Default 64 KiB.
 	RingBytes int
-	// HandshakeTimeout is how long a process that connects may take to identify itself. Default 10 s.
+	// HandshakeTimeout is how long a process that connects may take for the handshake. Default 10 s.
 	HandshakeTimeout time.Duration
-	// Log receives refused connections (warnings). nil discards them.
+	// Log receives a warning for each refused connection. nil discards them.
 	Log *zap.Logger
 }
 
-// Endpoint is a socket that becomes a mesh when Connect gets the epoch. It serves one epoch.
+// Endpoint is a socket at which the peers of a host connect. Connect makes a mesh of it. An Endpoint serves
+// one epoch.
 type Endpoint struct {
 	cfg   Config
 	log   *zap.Logger
 	offer Offer
-	ln    *net.UnixListener // nil if this rank cannot share
+	ln    *net.UnixListener // nil if this rank cannot share memory
 
 	mu        sync.Mutex
 	connected bool
 	closed    bool
 }
 
-// Listen makes the socket. Before, it removes those in the directory that no process listens at any more.
-// Close the Endpoint if Connect is not called.
+// Listen makes the socket. First it removes the sockets in the directory on which no process listens any
+// more. If the caller does not call Connect, it must call Close.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
 		return nil, err
 	}
 	if e.cfg.Dir == "" {
-		// A container image made from scratch has no directory for temporary files.
+		// A container image that is made from scratch has no directory for temporary files.
 		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
 			return nil, fmt.Errorf("shm: listen: %w (set TMPDIR to choose another directory)", err)
 		}
@@ -107,9 +110,9 @@ func Listen(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// lock prevents other processes from removing the socket between bind and listen, when it looks like one of a
-// process that is gone. If a process dies, its lock is released. The wait is short, because a process that
-// holds the lock may be stopped.
+// lock locks dir. Between bind and listen, a socket looks like a socket of a process that is gone, and the
+// lock keeps other processes from removing it. If a process dies, its lock is released. The wait for the lock
+// is short, because the process that holds it may be stopped; lock then continues without the lock.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -125,8 +128,8 @@ func lock(dir string) (unlock func() error, err error) {
 	return d.Close, nil
 }
 
-// Unavailable returns the Endpoint of a rank that cannot share, for example because Listen failed. Its Offer
-// has the reason: the others do not wait for the rank, and their UnsharedReason names it.
+// Unavailable returns the Endpoint of a rank that cannot share memory, for example because Listen failed. Its
+// Offer has the reason. So the other ranks do not wait for this rank, and their UnsharedReason names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
 	text := reason.Error()
@@ -140,7 +143,7 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 		cfg.RingBytes = defaultRingBytes
 	}
 	if n := cfg.RingBytes; n < minRingBytes || n > maxRingBytes || n&(n-1) != 0 {
-		return nil, fmt.Errorf("shm: listen: got rings of %d bytes, want a power of two from %d to %d", n,
+		return nil, fmt.Errorf("shm: listen: got ring size %d, want a power of two from %d to %d", n,
 			minRingBytes, maxRingBytes)
 	}
 	if cfg.HandshakeTimeout == 0 {
@@ -157,7 +160,7 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// listen makes the socket. The caller holds the lock.
+// listen makes the socket and listens on it. The caller holds the lock of the directory.
 func (e *Endpoint) listen() error {
 	var random [8]byte
 	if _, err := rand.Read(random[:]); err != nil {
@@ -179,12 +182,12 @@ func (e *Endpoint) listen() error {
 	if err := os.Chmod(path, permSocket); err != nil {
 		return errors.Join(err, ln.Close())
 	}
-	ln.SetUnlinkOnClose(false) // Close removes the socket and reports its errors
+	ln.SetUnlinkOnClose(false) // Close removes the socket itself, so that it can report an error
 	e.ln, e.offer.Socket = ln, path
 	return nil
 }
 
-// prepare makes dir, or checks that no other user can put anything there.
+// prepare makes dir. If dir exists, prepare checks that no other user can create files there.
 func prepare(dir string) error {
 	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
@@ -200,8 +203,8 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes sockets of this package at which no process listens any more. It checks the first thousand
-// names. The caller holds the lock.
+// sweep removes sockets of this package on which no process listens any more. It looks at the first thousand
+// names in dir. The caller holds the lock of dir.
 func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -225,19 +228,20 @@ func sweep(dir string) error {
 	return nil
 }
 
-// abandoned reports whether no process listens at the socket any more. A process that does listen accepts a
+// abandoned reports whether no process listens on the socket any more. If a process does listen, it accepts a
 // connection that ends at once.
 func abandoned(path string) bool {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return false
 	}
-	defer func() { _ = unix.Close(fd) }() // nothing was written
+	defer func() { _ = unix.Close(fd) }() // an error does not matter, because nothing was written
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
-// Offer returns what the other ranks must know to share memory with this one. It contains a secret: a process
-// that has it, and runs as the same user, can take the place of this rank before its peers have connected.
+// Offer returns what the other ranks must know to share memory with this rank. It contains a secret: a
+// process that knows it and runs as the same user can take the place of this rank until its peers have
+// connected.
 func (e *Endpoint) Offer() Offer { return e.offer }
 
 // Close removes the socket. After Connect it does nothing.
@@ -250,7 +254,7 @@ func (e *Endpoint) Close() error {
 	e.closed = true
 	err := os.Remove(e.offer.Socket)
 	if errors.Is(err, os.ErrNotExist) {
-		err = nil // another process has removed it
+		err = nil // another process has removed the socket
 	}
 	if err = errors.Join(err, e.ln.Close()); err != nil {
 		err = fmt.Errorf("shm: close: %w", err)
@@ -258,27 +262,29 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// Epoch is one formation of a job, as rendezvous agreed on it. Only Rank and Under differ between the ranks.
+// Epoch describes the epoch to connect, as the ranks agreed on it in the rendezvous. The fields Job, Epoch,
+// Hosts and Offers are the same at all ranks.
 type Epoch struct {
-	// Job is the identity of the job, 1 to 64 bytes without meaning to this package.
+	// Job identifies the job. It has 1 to 64 bytes, which have no meaning for this package.
 	Job string
-	// Epoch is greater than the epoch of any earlier formation of the job.
+	// Epoch is the number of the epoch, which is greater than in all earlier epochs of the job.
 	Epoch uint64
-	// Rank is this rank.
+	// Rank is the number of this rank.
 	Rank topo.Rank
 	// Hosts are the identities of the hosts, by rank.
 	Hosts []string
-	// Offers are the offers of the ranks, by rank; zero for a rank that does not call Connect.
+	// Offers are the offers of the ranks, by rank. The offer of a rank that does not call Connect is zero.
 	Offers []Offer
-	// Reserve is how many bytes this rank will Share for which lanes. They are allocated before the ranks
-	// agree, so a rank that lacks the memory is a reason not to share any.
+	// Reserve has the number of bytes that this rank will Share for a lane, by lane. They are allocated
+	// before the ranks agree. So if a rank lacks the memory, the ranks agree to share none.
 	Reserve map[transport.Lane]int64
-	// Agree makes the ranks of this host try to connect, and returns at each of them which ranks failed, and
-	// how (rendezvous.Session.Agree). It ends the ctx of the other tries when a rank fails. It is not called
-	// at a rank that is alone on its host.
+	// Agree runs try, which connects this rank to the other ranks of the host, and tells the others the
+	// result. It returns the same at each of these ranks: the ranks at which try failed, with the reasons
+	// (rendezvous.Session.Agree). When try fails at a rank, Agree ends the ctx of try at the others. Connect
+	// does not call Agree if the rank is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
-	// Under reaches all ranks. The new mesh owns it: Close of the new mesh closes it, and so does a Connect
-	// that fails.
+	// Under is a mesh that reaches all ranks. Connect takes ownership of Under: if Connect fails, it closes
+	// Under. Otherwise Close of the new mesh does.
 	Under transport.Mesh
 }
 
@@ -292,9 +298,9 @@ func (ep *Epoch) validate() error {
 	return nil
 }
 
-// Connect forms the epoch. It returns when the ranks of this host have agreed on whether they share memory,
-// or with an error when ctx has ended. It is no error if memory cannot be shared: the mesh then has a Group
-// of one rank and an UnsharedReason.
+// Connect makes the mesh of the epoch. It returns when the ranks of this host have agreed on whether they
+// share memory. If ctx ends first, it returns an error. If the ranks cannot share memory, Connect returns no
+// error, but a mesh with a Group of one rank and an UnsharedReason.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -317,7 +323,7 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	e.mu.Unlock()
 	if again {
 		return nil, errors.New(
-			"shm: connect: the endpoint already serves an epoch or is closed: an endpoint serves one epoch")
+			"shm: connect: the endpoint is closed or was connected before: an endpoint serves only one epoch")
 	}
 	excluded := checkOffers(ep)
 	m := newMesh(e, ep)
@@ -331,19 +337,19 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 		}
 	}
 	if m.unsharedReason != "" || len(group) == 1 {
-		return m, nil // the ranks of this host do not call Agree
+		return m, nil // all ranks of this host come to the same result, so none calls Agree
 	}
 	return m, m.form(ctx, e, ep, group)
 }
 
-// exclusion says why the ranks of a host cannot share memory, and which of them are the reason.
+// exclusion says why the ranks of a host cannot share memory, and which ranks are the cause.
 type exclusion struct {
 	why   string
 	ranks []topo.Rank
 }
 
-// checkOffers checks the offers, and returns the hosts whose ranks cannot share memory. The result is the
-// same at all ranks.
+// checkOffers checks the offers and returns, by host, why the ranks of a host cannot share memory. The result
+// is the same at all ranks.
 func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)
@@ -374,7 +380,7 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	return excluded
 }
 
-// join appends the reason why rank r cannot share memory to text, which has the reasons of other ranks.
+// join appends to text that rank r cannot share memory, and the reason. text has the reasons of other ranks.
 func join(text string, r topo.Rank, reason string) string {
 	if text != "" {
 		text += "; "

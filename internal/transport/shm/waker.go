@@ -10,15 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waker wakes the parked goroutines of this rank. It is an eventfd, to which a peer writes if word says that
-// a goroutine of this rank is parked.
+// waker wakes the parked goroutines of this rank. It has an eventfd. If word is not 0, a goroutine of this
+// rank is parked, and a peer writes to the eventfd to wake it.
 type waker struct {
 	fd   int
-	file *os.File // owns fd, which is in the runtime's poller
+	file *os.File // owns fd, and lets the runtime poll it
 
 	mu       sync.Mutex
 	sleepers int
-	word     *uint32 // in the control segment; nil when that is unmapped
+	word     *uint32 // in this rank's control segment; nil when that is unmapped
 }
 
 func newWaker(word *uint32) (*waker, error) {
@@ -29,11 +29,11 @@ func newWaker(word *uint32) (*waker, error) {
 	return &waker{fd: fd, file: os.NewFile(uintptr(fd), "eventfd"), word: word}, nil
 }
 
-// park counts a goroutine that is about to park. Afterwards the goroutine checks once more whether it has to
-// wait.
+// park counts a goroutine that is about to park. After park the goroutine must check once more whether it has
+// to wait.
 func (w *waker) park() { w.count(1) }
 
-// unpark undoes park.
+// unpark undoes one call of park.
 func (w *waker) unpark() { w.count(-1) }
 
 func (w *waker) count(n int) {
@@ -47,7 +47,7 @@ func (w *waker) count(n int) {
 	}
 }
 
-// watch calls notified each time a peer has written to the eventfd, until close.
+// watch calls notified each time a peer has written to the eventfd. It returns when the waker is closed.
 func (w *waker) watch(notified func()) {
 	var count [8]byte
 	for {
@@ -60,7 +60,7 @@ func (w *waker) watch(notified func()) {
 
 func (w *waker) close() error { return w.file.Close() }
 
-// forget drops the pointer into the control segment before the segment is unmapped.
+// forget drops the pointer to the word, so that the control segment can be unmapped.
 func (w *waker) forget() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -69,8 +69,8 @@ func (w *waker) forget() {
 
 // peerWaker wakes the parked goroutines of a peer.
 type peerWaker struct {
-	fd     int     // a descriptor of the peer's eventfd
-	parked *uint32 // in the control segment of the peer: not 0 if one of its goroutines is parked
+	fd     int     // this process's descriptor of the peer's eventfd
+	parked *uint32 // in the peer's control segment; not 0 if a goroutine of the peer is parked
 }
 
 func (p *peerWaker) wakeIfParked() {
@@ -80,15 +80,15 @@ func (p *peerWaker) wakeIfParked() {
 }
 
 // wake wakes the parked goroutines of the peer. It never blocks, because the eventfd is non-blocking. The
-// write fails only if the counter of the eventfd is at its maximum. Then it has been written and not read, so
-// the peer is notified already.
+// write fails only if the counter of the eventfd is at its maximum. Then the peer has not read earlier
+// writes, so it will wake anyway.
 func (p *peerWaker) wake() {
 	one := uint64(1)
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(p.fd), uintptr(unsafe.Pointer(&one)), 8)
 }
 
-// checkEventfd returns an error if a descriptor from a peer is not an eventfd: writing to another kind of
-// file could block.
+// checkEventfd returns an error if a descriptor from a peer is not a non-blocking eventfd, because a write to
+// another kind of file could block.
 func checkEventfd(fd int) error {
 	kind, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {
@@ -99,7 +99,7 @@ func checkEventfd(fd int) error {
 		return os.NewSyscallError("fcntl", err)
 	}
 	if kind != "anon_inode:[eventfd]" || flags&unix.O_NONBLOCK == 0 {
-		return fmt.Errorf("%w: got a descriptor of %s with flags %#x, want an eventfd that does not block",
+		return fmt.Errorf("%w: got a descriptor of %s with flags %#x, want a non-blocking eventfd",
 			errBreach, kind, flags)
 	}
 	return nil

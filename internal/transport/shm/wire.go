@@ -11,30 +11,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Messages on a Unix connection after the handshake, one packet each.
+// These are the messages on a Unix connection after the handshake. Each message is one packet, with the
+// descriptors that belong to its kind:
 //
-//	kind u32 | id u32 | size u64      (little-endian), and the descriptors that the kind has
+//	kind u32 | id u32 | size u64      (little-endian)
 const (
-	// controlMessage is the first message and is sent once. It has the control segment and the eventfd of the
-	// sender. id is the index of the sender in the group, size the number of bytes of one of its rings.
+	// controlMessage is the first message, and is sent once. It has descriptors of the sender's control
+	// segment and eventfd. id is the index of the sender in the group, and size is the number of bytes of one
+	// of its rings.
 	controlMessage = 1 + iota
-	// shareMessage gives the segment of lane id, of size bytes.
+	// shareMessage has a descriptor of the sender's segment for lane id, which has size bytes.
 	shareMessage
-	// arenaMessage gives arena chunk id, of size bytes.
+	// arenaMessage has a descriptor of the sender's arena chunk id, which has size bytes.
 	arenaMessage
-	// keptMessage says that arena chunk id cannot be given. size is the error number (errno) of the reason.
+	// keptMessage says that the sender could not send a descriptor of its arena chunk id. size is the error
+	// number (errno).
 	keptMessage
-	// dropMessage says that arena chunk id is no longer shared.
+	// dropMessage says that the sender's arena chunk id is no longer shared.
 	dropMessage
 
 	messageBytes = 16
 	maxFDs       = 2
 )
 
-// numFDs is the number of descriptors of each kind of message.
+// numFDs is the number of descriptors in a message of each kind.
 var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0}
 
-// message is one packet. The code that has it owns its descriptors and closes them.
+// message is one packet. The holder of a message must close its descriptors.
 type message struct {
 	kind, id uint32
 	size     uint64
@@ -47,7 +50,7 @@ func (m *message) encode() []byte {
 	return binary.LittleEndian.AppendUint64(b, m.size)
 }
 
-// decodeMessage decodes and checks one packet. If it returns an error, the caller still owns fds.
+// decodeMessage decodes and checks one packet. If it returns an error, the caller must close fds.
 func decodeMessage(b []byte, fds []int) (message, error) {
 	if len(b) != messageBytes {
 		return message{}, fmt.Errorf("got a message of %d bytes, want %d", len(b), messageBytes)
@@ -70,11 +73,11 @@ func (m *message) close() { closeAll(m.fds) }
 
 func closeAll(fds []int) {
 	for _, fd := range fds {
-		_ = unix.Close(fd) // nothing was written through it
+		_ = unix.Close(fd) // an error does not matter, because nothing was written through it
 	}
 }
 
-// write sends m, and closes its descriptors.
+// write sends m and closes its descriptors.
 func (m *message) write(c *net.UnixConn) error {
 	defer m.close()
 	var rights []byte
@@ -85,8 +88,7 @@ func (m *message) write(c *net.UnixConn) error {
 	return err
 }
 
-// readMessage receives one message. If the connection ends, in whichever way, the error is
-// io.ErrUnexpectedEOF.
+// readMessage receives one message. If the connection has ended in any way, the error is io.ErrUnexpectedEOF.
 func readMessage(c *net.UnixConn) (message, error) {
 	var b [messageBytes + 1]byte
 	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
@@ -116,7 +118,7 @@ func readMessage(c *net.UnixConn) (message, error) {
 	return m, err
 }
 
-// received returns the descriptors in control data.
+// received returns the descriptors in the control data of a packet.
 func received(rights []byte) ([]int, error) {
 	if len(rights) == 0 {
 		return nil, nil
@@ -136,5 +138,5 @@ func received(rights []byte) ([]int, error) {
 	return fds, nil
 }
 
-// duplicate returns a descriptor for the same file.
+// duplicate returns a new descriptor for the file of fd.
 func duplicate(fd int) (int, error) { return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0) }
