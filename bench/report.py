@@ -18,21 +18,21 @@ MODES = ["pertensor", "async", "grouped", "bucket25"]
 
 INTRODUCTION = """# Benchmarks
 
-Times of gohvd and of other libraries, on one machine, in one session: float32 sums in CPU memory, in place,
-by ranks of one host. `make bench-peers` measures and writes this page; the programs and their rules are in
-[bench/peers](../bench/peers/README.md).
+Times of gohvd and of other libraries: float32 sums in CPU memory, in place, by ranks of one host. All were
+measured on one machine in one session. `make bench-peers` measures and writes this page;
+[bench/peers](../bench/peers/README.md) has the programs and their rules.
 """
 
 LEGEND = """
-`ours` is package hvd on ordinary Go slices: names, negotiation, cache and fusion included. `-arena` has its
-tensors in the shared arena, and `-raw` is the backend only. `ompi` yields when idle, `ompi-spin` spins on a
-core of its own; `gloo` is the best of its algorithms at each size.
+`ours` is package hvd on ordinary Go slices, with names, negotiation, cache and fusion. With `-arena` its
+tensors are in the shared arena, and with `-raw` only the backend runs. A rank of `ompi` yields while it waits;
+a rank of `ompi-spin` spins on a core of its own. `gloo` is the best of Gloo's algorithms at each size.
 
 ## Ratios
 
-Our time divided by the best time of the others; below 1 is faster. In each round our median is divided by
-the best of the others' medians of that round. A cell has the median of these ratios and, in parentheses, the
-least and the greatest.
+The tables show our time divided by the best time of the others, so a ratio below 1 means that we are faster.
+For each round, our median is divided by the best of the others' medians of the same round. A cell has the
+median of these ratios over the rounds and, in parentheses, the least and the greatest ratio.
 """
 
 
@@ -167,7 +167,7 @@ def read_if_there(folder, name):
 def page(folder, comparison, chart):
     """Returns the page. chart is the path of the drawing."""
     about = [f"- {line}\n" for line in read_if_there(folder, "about.txt").splitlines()]
-    about.append(f"- Rounds: {comparison.rounds}, in each of which every program ran once, in turn\n")
+    about.append(f"- Rounds: {comparison.rounds}; in each round every program ran once, in turn\n")
     command = read_if_there(folder, "commands.txt")
     parts = [INTRODUCTION, "\n", *about]
     if command:
@@ -175,7 +175,7 @@ def page(folder, comparison, chart):
     parts += [f"\n![bus bandwidth of allreduce]({os.path.basename(chart)})\n", LEGEND]
     for ranks in comparison.ranks:
         parts += comparison.ratios(ranks)
-    parts.append("\n## Times\n\nThe median of the rounds' medians in µs, and of workloads in ms a step.\n")
+    parts.append("\n## Times\n\nThe tables show the median of the rounds' medians, for collectives in µs, for training steps in ms.\n")
     for ranks in comparison.ranks:
         parts += comparison.all_times(ranks)
     if comparison.failed:

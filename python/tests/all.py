@@ -33,15 +33,15 @@ print(*versions)
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 
-The versions with which the Python package was tested (python/tests), and the results. `make test-torch2`
-writes this page.
+The tests of the Python package (python/tests) were run with these versions, with these results.
+`make test-torch2` runs them and writes this page.
 
 | Python | torch | numpy | ranks | tests | skipped | failed |
 |---|---|---|---|---|---|---|
 {rows}
 
-Tests are counted at one rank; every rank runs them. Skipped tests need something that this torch does not
-have, or another number of ranks. Without torch, gohvd.torch and its tests are left out.
+Every rank runs the tests; they are counted at one rank. A test is skipped if it needs something that this
+torch does not have, or another number of ranks. Without torch, the tests of gohvd.torch are left out.
 """
 
 
