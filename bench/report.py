@@ -25,8 +25,8 @@ measured on one machine in one session. `make bench-peers` measures and writes t
 
 LEGEND = """
 `ours` is package hvd on ordinary Go slices, with names, negotiation, cache and fusion. With `-arena` its
-tensors are in the shared arena, and with `-raw` only the backend runs. A rank of `ompi` yields while it waits;
-a rank of `ompi-spin` spins on a core of its own. `gloo` is the best of Gloo's algorithms at each size.
+tensors are in the shared arena, and with `-raw` only the backend runs. A rank of `ompi` yields while it
+waits; a rank of `ompi-spin` spins on a core of its own. `gloo` is the best of Gloo's algorithms at each size.
 
 ## Ratios
 
