@@ -1,8 +1,9 @@
 """The engine of one rank: its sidecar, its process sets, and the common part of the interfaces for numpy and torch.
 
-An operation runs on memory of an arena. Data elsewhere is copied into a *staging* block and back. A ``Plan`` is an
-encoded operation with its staging. A plan that has run is kept for the next operation of the same name, type, shape
-and place, which then allocates nothing and is submitted by its number in the ring.
+An operation runs on memory in an arena. Data elsewhere is copied into a *staging* block in an arena, and the result is
+copied back. A ``Plan`` is an encoded operation with its staging blocks. A plan that has run is kept for the next
+operation of the same name, type, shape and place. That operation allocates nothing, and is submitted by its number in
+the ring.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 Shape = Tuple[int, ...]
 Code = Tuple[int, int]
-"""The number of an element type, and its size."""
+"""An element type as its number in the protocol and its size in bytes."""
 
 # The reductions with Horovod's numbers, and AverageActive, which Horovod does not have.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
-# Limits of the plans that are kept for their next use: their number, and their bytes of staging.
+# Limits for the plans that are kept for their next use: how many, and how many bytes their staging blocks have.
 _MAX_PLANS = 32768
 _MAX_IDLE_BYTES = 512 << 20
 
 _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
 _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
 
-# The name of operations without one that are waited for at once. The names of others are numbered from 1.
+# The name of blocking operations that the program has not named. The sidecar numbers other unnamed operations from 1.
 _SYNC_NAME = "noname.0"
 
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
 
 
 class Framework(Generic[A]):
-    """The operations on arrays that the engine needs from a framework."""
+    """What the engine needs to do with the arrays of a framework, numpy or torch."""
 
     def address(self, x: A) -> int:
         """Returns the address of x's elements, or 0 if they cannot be in an arena."""
@@ -65,7 +66,7 @@ class Framework(Generic[A]):
         raise NotImplementedError
 
     def fresh(self, data: memoryview, shape: Shape, like: A) -> A:
-        """Returns a new array with the bytes of data, which is read-only, of like's type and on like's device.
+        """Returns a new array with a copy of data. Its element type and device are those of like.
 
         Raises ValueError if the size of data does not fit shape.
         """
@@ -73,8 +74,8 @@ class Framework(Generic[A]):
 
 
 class Plan(Generic[A]):
-    """An operation that can run any number of times, one run after the other. At its end it gives back its slot and
-    memory.
+    """An encoded operation with its staging blocks. It can run any number of times, one run after the other. A plan
+    that is garbage-collected gives back its slot and memory.
     """
 
     __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "job")
@@ -82,7 +83,9 @@ class Plan(Generic[A]):
     def __init__(self, key: tuple, client: Client, job: int) -> None:
         self.key = key
         self.job = job
-        """The number of the job in this process. In the next job a process set of the same number may be another one."""
+        """The number of the job, counted in this process. A plan is not reused in the next job, because process sets of
+        the same number may have other ranks there.
+        """
         self.client = client
         self.extents: List[Extent] = []
         self.nbytes = 0
@@ -90,7 +93,9 @@ class Plan(Generic[A]):
         self.inputs: List[Optional[A]] = []
         """The staging array of each tensor, or None if the tensor is in an arena."""
         self.outputs: List[Optional[A]] = []
-        """The array of each result, or None if it is the tensor itself or not known before the operation runs."""
+        """The staging array of each result. None if the result overwrites the tensor itself, or if its size is not
+        known before the operation runs.
+        """
 
     def __del__(self) -> None:
         # An exception of a signal handler may have ended __init__ early.
@@ -102,7 +107,7 @@ class Plan(Generic[A]):
 
 
 class Call(Generic[A]):
-    """An operation in flight. The sidecar may use its memory until it is done."""
+    """An operation in flight. Until it is done, the sidecar may use the memory of its plan and arrays."""
 
     __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "_results")
 
@@ -121,11 +126,11 @@ class Call(Generic[A]):
         self.targets = targets
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
-        """How many rows were received from each member, after an alltoall."""
+        """After an alltoall: how many rows were received from each member."""
         self._results: Optional[List[A]] = None
 
     def done(self) -> bool:
-        """Returns whether the operation is done. If it is and has not failed, the results are in their targets."""
+        """Returns whether the operation is done. If it is done without an error, the results are in their targets."""
         pending = self.pending
         if pending is None:
             return True
@@ -138,12 +143,12 @@ class Call(Generic[A]):
         return True
 
     def release_name(self) -> None:
-        """Lets the name become free as soon as the operation is done, without a wait for it."""
+        """Lets the name become free when the operation is done, even if nobody waits for the operation."""
         if self.pending is not None:
             self.pending.held = False
 
     def known(self) -> bool:
-        """Returns whether the operation is done, as far as is known without reading from the sidecar."""
+        """Returns whether the operation is done, from the completions read so far. It reads nothing."""
         return self.pending is None or self.pending.done
 
     def settle(self, others: Sequence[Call[A]]) -> None:
@@ -157,7 +162,7 @@ class Call(Generic[A]):
             plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
         except Exception:
             if not pending.done or pending.error is None:
-                raise  # an exception of a signal handler
+                raise  # a signal handler raised the exception, not the operation
 
     def results(self) -> List[A]:
         """Waits for the operation and returns the results: the targets, or new arrays. Raises the error of the
@@ -222,10 +227,10 @@ _caller = _Caller()
 
 
 def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Calls begin, an asynchronous function whose operation the caller waits for next, and returns its result.
+    """Calls begin, an asynchronous function, and returns its handle. The caller waits for the handle next.
 
-    No doorbell is sent: the wait notifies the sidecar of the operation, and the sidecar serves this rank at once.
-    After a doorbell it would leave the processor to a program that computes.
+    begin sends no doorbell, because the wait notifies the sidecar. From a wait the sidecar learns that the program is
+    idle, and serves this rank at once. After a doorbell without a wait it would leave the processor to the program.
     """
     _caller.waits = True
     try:
@@ -238,7 +243,7 @@ class Engine:
     """This process as a rank. There is one instance, ``engine``."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # for joining and leaving the job
+        self._lock = threading.RLock()  # serializes joining and leaving the job
         self._main_thread = threading.main_thread().ident
         self._client: Optional[Client] = None
         self._environment: Dict[str, str] = {}
@@ -254,7 +259,7 @@ class Engine:
         self._except_hook = _exit.ExceptHook()
         self._timeline_signal = TimelineSignal(self._forward_signal)
         self.at_shutdown: List[Callable[[], None]] = []
-        """The functions to call when the job is left."""
+        """The functions to call when this process leaves the job."""
         # The object that users know as global_process_set; module process_sets sets it.
         self.global_set: Any = None
 
@@ -276,8 +281,8 @@ class Engine:
             return self._client
 
     def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
-        """Joins the job. If this process is in a job already, process_sets must be registered there, and settings
-        have no effect.
+        """Joins the job. If this process is in a job already, then process_sets must be registered in that job, and
+        settings have no effect.
         """
         with self._lock:
             if self._place is None:
@@ -298,7 +303,7 @@ class Engine:
                 self._place = reply.ready
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
-                if client.pid:  # only a sidecar of this process gets its signals from here
+                if client.pid:  # signals are forwarded only to a sidecar that this process started
                     self._timeline_signal.listen()
             elif any([not self._registered_in_job(s) for s in process_sets]):
                 # Another client of the sidecar may have added the sets.
@@ -313,17 +318,17 @@ class Engine:
         return any([sorted(ranks) == s.ranks for _, ranks in place.process_sets])
 
     def _refresh(self) -> None:
-        """Updates the process sets that the job has now. The sidecar answers an Init within a job with the present
-        state.
+        """Updates the list of the job's process sets. It sends Init, which the sidecar answers within a job with the
+        current state of the job.
         """
         reply = self._call(lambda i: wire.init(i, {}, []))
         if reply.ready is not None:
             self._place = reply.ready
 
     def _id_of(self, s: ProcessSet) -> int:
-        """Returns the number of the registered set with the ranks of s, and makes s stand for it.
+        """Returns the number of the registered set that has the ranks of s, and registers s as an object for this set.
 
-        Raises ValueError if there is none.
+        Raises ValueError if no registered set has these ranks.
         """
         assert self._place is not None and s.ranks is not None
         for ident, ranks in self._place.process_sets:
@@ -336,7 +341,7 @@ class Engine:
         )
 
     def shutdown(self) -> None:
-        """Leaves the job. Without a job it does nothing. The sidecar is kept for the next job."""
+        """Leaves the job. Outside a job this has no effect. The sidecar is kept for the next job."""
         self._leave(*_exit.of_shutdown())
 
     def _leave(self, reason: str, failed: bool) -> None:
@@ -347,7 +352,7 @@ class Engine:
                 if self._client is not None and not self._client.over:
                     self._client.call(lambda i: wire.shutdown(i, reason, failed))
             except (HorovodInternalError, ValueError):
-                pass  # the job had failed before, and operations in flight have raised the error
+                pass  # the job has failed already, and the operations in flight have raised its error
             finally:
                 self._place = None
                 self._timeline_signal.stop()
@@ -365,7 +370,7 @@ class Engine:
                         self._client = None
 
     def close(self) -> None:
-        """Leaves the job and the sidecar, at the end of the process."""
+        """Leaves the job and closes the connection to the sidecar. It runs at the exit of the process."""
         with self._lock:
             self._leave(*_exit.of_exit())
             if self._client is not None:
@@ -374,13 +379,15 @@ class Engine:
                 self._clear_plans()
 
     def after_fork(self) -> None:
-        """Makes the engine usable in a forked process, which has only the thread that forked."""
+        """Makes the engine usable in a forked process. Only the forking thread exists there, so no other thread can
+        release the old locks.
+        """
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
         self._plans_lock = threading.Lock()
 
     def _forward_signal(self, number: int) -> None:
-        """Sends the sidecar a signal that this process has received. Signal handlers call it."""
+        """Sends the sidecar a signal that this process has received. It is called by a signal handler."""
         client = self._client
         if client is not None:
             client.signal(number)
@@ -487,21 +494,21 @@ class Engine:
         later: bool = False,
         types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
     ) -> Call[A]:
-        """Begins an operation on contiguous arrays, several if grouped and else one, and returns it as a Call.
+        """Begins an operation on contiguous arrays and returns it as a Call. If grouped is false there is one array.
 
-        The arrays are of one type, dtype, whose number and size are code. In a group they may be of several types;
-        types are then the type and code of each. targets, for allreduce and broadcast, receive the results; they
-        may be the arrays themselves. at_once means that the caller does nothing until the operation is done. later
-        means that the caller soon calls notify_now, begins another operation, or waits.
+        The arrays have the element type dtype; code is its number and size. If the arrays of a group have several
+        types, types has the type and code of each array. The targets of an allreduce or broadcast receive the results;
+        they may be the arrays themselves. at_once says that the caller waits for the operation right after this call.
+        later says that the caller soon calls notify_now, begins another operation, or waits.
         """
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
         set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
         if name is None and at_once and threading.get_ident() == self._main_thread:
-            # The main thread of each rank has at most one such operation in flight, so they can share a name, which
-            # need not be negotiated each time. They cannot if a signal has interrupted the last one, which is still
-            # in flight.
+            # The main thread of each rank has at most one such operation in flight. So these operations can share a
+            # name, which stays in the response cache. The exception: if a signal has interrupted the wait for the last
+            # one, that one may still be in flight and hold the name.
             if not client.in_use((set_id, _full_name(kind, _SYNC_NAME, grouped))):
                 name = _SYNC_NAME
         if types is None:
@@ -523,19 +530,21 @@ class Engine:
         call: Call[A] = Call(self, framework, plan, arrays, targets)
         operation = plan.operation
         assert operation is not None
-        # The sidecar numbers operations without a name, so such a name is never in use.
+        # The name is held only if the program has given it. The sidecar makes a new name for an operation without one.
         later = later or at_once or _caller.waits
         call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
     def notify_now(self) -> None:
-        """Notifies the sidecar of operations that were begun with later."""
+        """Notifies the sidecar of the operations that were begun with later=True."""
         client = self._client
         if client is not None:
             client.notify_now()
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
-        """Returns the arena and offset of the memory at address; None if the sidecar cannot work on it in place."""
+        """Returns the arena number and the offset of the memory at address. Returns None if the sidecar cannot work on
+        that memory in place.
+        """
         found = client.arena.find(address) if address else None
         if found is None or found[1] % alignment:
             return None
@@ -604,7 +613,7 @@ class Engine:
         return chunk.number, offset, nbytes
 
     def simple(self, kind: int, process_set: ProcessSet) -> wire.Completion:
-        """Runs a barrier or a join to its end, and returns its completion."""
+        """Runs a barrier or a join, waits for its end, and returns its completion."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -635,7 +644,7 @@ class Engine:
             return plan
 
     def keep(self, plan: Plan) -> None:
-        """Keeps a plan that has run, and drops the plans that have not run for longest if there are too many."""
+        """Keeps a plan that has run. If there are too many plans, it drops the least recently used ones."""
         dropped: List[object] = []  # their finalizers run after the lock is released
         with self._plans_lock:
             if plan.job != self._job:
@@ -664,18 +673,20 @@ class Engine:
 
 
 def _full_name(kind: int, name: str, grouped: bool) -> str:
-    """Returns the name by which ranks match operations. Each kind of operation has its own."""
+    """Returns the name by which ranks match an operation. It begins with the kind, so operations of different kinds may
+    have the same name in the program.
+    """
     return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns a writable view of nbytes at an address. The memory must stay until the view is gone."""
+    """Returns a writable view of the nbytes at address. The memory must stay valid as long as the view exists."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def check_root(root: int, process_set: ProcessSet) -> None:
-    """Raises ValueError if root is not a rank of the set. Before init it does nothing, because the operation that
-    follows raises.
+    """Raises ValueError if root is not a rank of the set. Before init it does nothing, because the operation itself
+    raises then.
     """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
         raise ValueError(f"broadcast: root rank {root} is not in process set {process_set.ranks}")
@@ -702,21 +713,25 @@ def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: Pro
 
 
 def _rows(rows: int, process_set: ProcessSet) -> int:
-    """Returns how many of rows this rank gets. The first ranks get one more."""
+    """Returns how many of the rows this rank gets in a reducescatter. If the rows do not divide evenly, the first
+    ranks get one row more.
+    """
     members = process_set.ranks or [0]
     me = members.index(engine.place().rank)
     return rows // len(members) + (1 if me < rows % len(members) else 0)
 
 
 def _settings() -> Dict[str, str]:
-    """Returns the settings of the job in the environment, which may change from one init to the next."""
+    """Returns the settings that the environment has for the job. They are read at each init, because the program may
+    change them in between.
+    """
     return {
         k: v for k, v in os.environ.items() if k.startswith(_KEPT_FROM_ENVIRONMENT) and k not in _NOT_SETTINGS
     }  # fmt: skip
 
 
 def ranks_of(comm: Any) -> List[int]:
-    """Returns the ranks in the job of the processes of an mpi4py communicator, which are their ranks in
+    """Returns the ranks of the job that are in an mpi4py communicator. A process has the same rank in the job as in
     MPI.COMM_WORLD.
     """
     from mpi4py import MPI

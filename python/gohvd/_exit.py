@@ -1,4 +1,6 @@
-"""What a process sends to the other ranks when it leaves the job, and what it prints when they have ended it."""
+"""The reason that a process sends to the other ranks when it leaves the job, and the traceback that it prints if an
+operation has failed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any, Optional, Tuple, Type
 from .exceptions import HorovodInternalError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MOST_CHARACTERS = 1000  # the most characters of a reason
+_MOST_CHARACTERS = 1000  # longer reasons are cut to this length
 
 
 def _describe(e: BaseException) -> str:
@@ -22,31 +24,31 @@ def _describe(e: BaseException) -> str:
 
 
 def of_shutdown() -> Tuple[str, bool]:
-    """Returns the reason of an explicit shutdown, and False: it is no failure, because the program may have handled
-    the exception.
+    """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. It never is one,
+    because the program may have handled the exception.
     """
     e = sys.exc_info()[1]
     return (f"while handling {_describe(e)}" if e is not None else "", False)
 
 
 def of_exit() -> Tuple[str, bool]:
-    """Returns the reason for which this process exits, and whether it is a failure, which an uncaught exception is."""
+    """Returns the reason why this process exits, and whether the exit is a failure. An uncaught exception is one."""
     e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if e is None or hasattr(sys, "ps1"):  # an interactive interpreter goes on after an exception
+    if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter an exception does not end the process
         return "", False
     return f"its program raised {_describe(e)}", True
 
 
 class ExceptHook:
-    """An exception hook that prints errors of operations without the frames of this package, so the program's line
-    comes last.
+    """An exception hook that removes the frames of this package from the traceback of a failed operation. So the last
+    line of the traceback is the program's own.
     """
 
     def __init__(self) -> None:
         self._next: Any = None
 
     def install(self) -> None:
-        """Installs the hook in front of the present one. Calling it again does nothing."""
+        """Installs the hook, which calls the previous hook in turn. Installing it again does nothing."""
         if self._next is None:
             self._next = sys.excepthook
             sys.excepthook = self
@@ -61,7 +63,9 @@ class ExceptHook:
 
 
 def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
-    """Returns the traceback without the frames of this package at its end, or all of it if it has no other frames."""
+    """Returns the traceback without the frames of this package at its end. If all frames are of this package, returns
+    the whole traceback.
+    """
     frames = []
     while tb is not None:
         frames.append(tb)

@@ -1,7 +1,8 @@
-"""Checks how much memory may still be taken.
+"""Checks whether an allocation of shared memory fits the limits of the machine and of the cgroups.
 
-Shared memory is allocated at once and in full. If it exceeds a cgroup's limit or the machine's memory, the kernel
-does not refuse it but kills a process. So the limits are checked before. A limit that cannot be read is ignored.
+Shared memory is allocated at once and in full. If an allocation exceeds a cgroup's limit or the machine's memory, the
+kernel does not refuse it but kills a process. So this module checks the limits first. It ignores limits that it
+cannot read.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Dict, Iterator, Optional, Tuple
 
-# For each version of cgroups: the files of limit and use, and the names in memory.stat of cached file pages,
-# which the kernel reclaims when it needs them.
+# For each version of cgroups: the file with the limit, the file with the usage, and the fields of memory.stat that
+# count cached file pages. The kernel reclaims these pages when it needs memory.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
@@ -18,7 +19,9 @@ _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 def lacking(
     need: int, meminfo: str = "/proc/meminfo", own: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 ) -> Optional[str]:
-    """Returns which limit an allocation of need more bytes would exceed, or None."""
+    """Returns a text that names the limit that an allocation of need more bytes would exceed. Returns None if the
+    allocation fits all limits.
+    """
     machine = _fields(meminfo)
     if "MemAvailable:" in machine:
         left = (machine["MemAvailable:"] + machine.get("SwapFree:", 0)) << 10
@@ -36,9 +39,12 @@ def lacking(
 
 
 def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[str, ...]]]]:
-    """Yields the directories of the cgroups that can limit this process's memory, from its own upwards."""
+    """Yields the directories of the cgroups that can limit this process's memory, each with the names of its files. It
+    begins at the process's own cgroup and goes up to the root.
+    """
     for line in _text(own).splitlines():
-        # hierarchy:controllers:path, where version 2 has hierarchy 0 and no controllers (cgroups(7)).
+        # A line is hierarchy:controllers:path. In version 2 the hierarchy is 0 and the controllers are empty
+        # (cgroups(7)).
         hierarchy, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
         if not colon:
@@ -50,8 +56,8 @@ def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[s
         else:
             continue
         for root in roots:
-            # In a container the path may be one of the host, which does not exist there. Its root is then the
-            # container's cgroup.
+            # In a container the path may be that of the host, which does not exist in the container. Then the root of
+            # the mount is the container's cgroup, and the loop reaches it.
             parts = [p for p in path.split("/") if p not in ("", ".", "..")]
             for depth in range(len(parts), -1, -1):
                 yield os.path.join(root, *parts[:depth]), names
@@ -66,13 +72,13 @@ def _text(path: str) -> str:
 
 
 def _number(path: str) -> Optional[int]:
-    """Returns the number in a file; None for "max" and if there is no such file."""
+    """Returns the number in a file. Returns None if the file has "max" or does not exist."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _fields(path: str) -> Dict[str, int]:
-    """Returns the numbers in a file, by the word at the beginning of each line."""
+    """Returns the numbers in a file whose lines are a word and a number, as a map from word to number."""
     out = {}
     for line in _text(path).splitlines():
         words = line.split()

@@ -1,6 +1,7 @@
-"""Connects to a sidecar: one that others have started, at the path in HVD_SIDECAR, or one that this process starts.
+"""Connects to a sidecar. If HVD_SIDECAR is set, the sidecar runs already and listens at that path. Otherwise this
+process starts one.
 
-docs/sidecar.md describes the protocol up to the greeting.
+docs/sidecar.md describes the protocol. This module implements the part before the greeting.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Deque, Optional
 from .exceptions import SidecarError
 
 GREETING_SECONDS = 30.0
-"""How long the other end may take for each step of the beginning."""
+"""How long the sidecar may take for each step of the handshake."""
 
-_KEPT_LINES = 20  # how many lines of a sidecar's log are kept for the error if it dies
+_KEPT_LINES = 20  # if the sidecar dies, the error has this many last lines of its log
 
 
 def receive(sock: socket.socket, n: int) -> bytes:
-    """Returns n bytes from a blocking socket. Raises EOFError if the connection ends before."""
+    """Reads n bytes from a blocking socket. Raises EOFError if the connection ends before that."""
     data = b""
     while len(data) < n:
         more = sock.recv(n - len(data))
@@ -37,7 +38,7 @@ def receive(sock: socket.socket, n: int) -> bytes:
 
 
 def _secret() -> Optional[bytes]:
-    """Returns the key of the job's secret, or None if there is none."""
+    """Returns the key that is derived from the job's secret, or None if the environment has no secret."""
     text = os.environ.get("HVD_SECRET", "").encode()
     path = os.environ.get("HVD_SECRET_FILE", "")
     if not text.strip() and path:
@@ -47,7 +48,7 @@ def _secret() -> Optional[bytes]:
 
 
 def proof(key: bytes, speaker: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Returns the proof that speaker ("gohvd server" or "gohvd client") has the key."""
+    """Returns the proof that the speaker has the key. The speaker is b"gohvd server" or b"gohvd client"."""
     parts = (speaker, b"GHVD", client_nonce, server_nonce)
     return hmac.new(key, b"".join(bytes((len(p),)) + p for p in parts), hashlib.sha256).digest()
 
@@ -66,8 +67,8 @@ def connect(address: str) -> socket.socket:
             head = receive(sock, 8)
             if head[:5] != b"GHVA\1":
                 raise SidecarError(
-                    f"the sidecar at {address} answered the secret's challenge with {head!r}: the sidecar has no secret, "
-                    "or is of another version"
+                    f"the sidecar at {address} answered the challenge of the secret with {head!r}: "
+                    "the sidecar has no secret, or is of another version"
                 )
             if head[5]:
                 raise SidecarError(f"the sidecar at {address} refused this client with status {head[5]}")
@@ -92,7 +93,7 @@ def find_sidecar() -> str:
     named = os.environ.get("HVD_SIDECAR_BINARY", "")
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
-            raise SidecarError(f"HVD_SIDECAR_BINARY is {named!r}, which is no program")
+            raise SidecarError(f"HVD_SIDECAR_BINARY is {named!r}, want the path of an executable file")
         return named
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "hvdd")
     if os.access(beside, os.X_OK) and not os.path.isdir(beside):
@@ -108,9 +109,10 @@ def find_sidecar() -> str:
 
 
 def _pmi_socket() -> Optional[int]:
-    """Returns the descriptor of the connection to a launcher that speaks PMI, or None.
+    """Returns the descriptor of the connection to a launcher that speaks PMI, or None if there is no connection.
 
-    PMI_FD may have been inherited from a process that did not pass on the descriptor, so the descriptor is checked.
+    PMI_FD may come from a process that passed on the variable but not the descriptor. So _pmi_socket checks that the
+    descriptor is a socket.
     """
     number = os.environ.get("PMI_FD", "")
     if not number.isdecimal() or not (os.environ.get("PMI_RANK") or os.environ.get("PMI_SIZE")):
@@ -122,23 +124,25 @@ def _pmi_socket() -> Optional[int]:
 
 
 class Child:
-    """A sidecar's process. Its standard error is copied to this process's, and its last lines are kept."""
+    """A sidecar process that this process has started. Its log (standard error) is copied to the standard error of
+    this process, and its last lines are kept.
+    """
 
     def __init__(self) -> None:
         path = find_sidecar()
-        pmi = _pmi_socket()  # before this function opens a descriptor that may reuse the number
+        pmi = _pmi_socket()  # checked before this function opens descriptors, one of which might get the number
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         handed = [theirs.fileno()]
-        # Variables that are only for this process.
+        # Variables that are not passed on to the sidecar.
         hidden = {"HVD_SIDECAR_BINARY", "HVD_SIDECAR"}
         if pmi is not None:
             handed.append(pmi)
         else:
-            hidden.add("PMI_FD")  # its number may be another descriptor in the child
+            hidden.add("PMI_FD")  # in the child the number may belong to another descriptor
         try:
-            # The sidecar gets a session of its own, because signals of a terminal or a launcher are for the
-            # program. It ends with the program.
+            # The sidecar gets a session of its own, so that signals of a terminal or a launcher reach only the
+            # program. When the program ends, the sidecar ends because its connection ends.
             self.process = subprocess.Popen(
                 [path, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -177,7 +181,9 @@ class Child:
             self._last_lines.append(line)
 
     def describe_exit(self, reason: str) -> str:
-        """Returns how the process ended, as the end of a sentence. It waits up to 5 s for the end."""
+        """Waits up to 5 s for the end of the process, and returns how it ended, as the end of a sentence that begins
+        with the name of the sidecar.
+        """
         try:
             status = self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -194,11 +200,11 @@ class Child:
         return f"{how}: {reason}" + (f"; the end of its log:\n{log}" if log else "")
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it lives and is this process's child."""
+        """Sends a signal to the process, if it is running and is a child of this process."""
         self.process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Closes the socket, which makes the process end. If the process does not end within seconds, kills it."""
+        """Closes the socket, so that the process ends. If the process has not ended after seconds, kills it."""
         if self._stderr < 0:
             return
         self.sock.close()
@@ -213,7 +219,7 @@ class Child:
         self._stderr = -1
 
     def after_fork(self) -> None:
-        """Marks the sidecar as no child of this process, because it is the parent's."""
+        """Marks the process as ended, so that a forked process does not wait for it: it is a child of the parent."""
         if self.process.returncode is None:
             self.process.returncode = 0
         if self._stderr >= 0:

@@ -1,6 +1,7 @@
-"""Handles the signal for the timeline (HVD_TIMELINE_SIGNAL).
+"""Forwards the timeline signal (HVD_TIMELINE_SIGNAL) to the sidecar.
 
-Launchers and users send it to this process. The sidecar, which is in a session of its own, acts on it.
+Launchers and users send the signal to the program. The sidecar, which writes the timeline, is in a session of its own
+and does not get it from them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ _SIGNALS = {"SIGUSR1": int(signal.SIGUSR1), "SIGUSR2": int(signal.SIGUSR2)}
 
 
 class TimelineSignal:
-    """Forwards the signal to the sidecar, if it is set and the program does not use it."""
+    """Forwards the signal to the sidecar, if HVD_TIMELINE_SIGNAL is set and the program has no handler for it."""
 
     def __init__(self, forward: Callable[[int], None]) -> None:
         self._forward = forward
         self._number = 0
-        """The number of the handled signal, or 0."""
+        """The number of the forwarded signal, or 0 if none is forwarded."""
         self._before: Any = signal.SIG_DFL
-        """The handler that the signal had before."""
+        """The handler that the signal had before listen."""
         self._warned = False
 
     def listen(self) -> None:
@@ -43,7 +44,7 @@ class TimelineSignal:
     def stop(self) -> None:
         """Restores the previous handling of the signal, unless the program has set a handler since.
 
-        In a thread other than the main one, in which Python sets no handlers, it does nothing.
+        Outside of the main thread it does nothing, because Python sets handlers only in the main thread.
         """
         number = self._number
         if number == 0 or threading.current_thread() is not threading.main_thread():
@@ -62,8 +63,8 @@ class TimelineSignal:
 
 
 def _has_handler(number: int) -> bool:
-    """Returns whether the process has a handler. signal.getsignal does not know handlers in C, such as
-    faulthandler's.
+    """Returns whether the process has a handler for the signal. It reads /proc, because signal.getsignal does not
+    report handlers that C code has installed, such as faulthandler's.
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as f:
         for line in f:

@@ -1,9 +1,9 @@
-"""The sidecar's messages in protobuf, as docs/sidecar.md and sidecar.proto define them, encoded and decoded by
-hand.
+"""Encodes and decodes the messages between client and sidecar by hand, without a protobuf library. docs/sidecar.md
+and sidecar.proto define the messages.
 
-Encoders return the bytes of a ``Request`` without the length prefix; ``frame`` adds it. ``decode_reply`` reads a
-``Reply`` and checks every length against the available bytes. Unknown fields are skipped, as protobuf requires;
-invalid data raises ``WireError``.
+Encoders return the bytes of a ``Request`` without the length prefix, which ``frame`` adds. ``decode_reply`` decodes a
+``Reply`` and checks every length against the available bytes. It skips unknown fields, as protobuf requires, and
+raises ``WireError`` for invalid data.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAX_FRAME_BYTES = 16 << 20
 
 Buffer = Union[bytes, bytearray, memoryview]
 Place = Tuple[int, int, int]
-"""A place in memory: number of the arena, offset, bytes."""
+"""A place in memory: the number of the arena, the offset in it, and the size in bytes."""
 
 
 class WireError(Exception):
-    """Raised if the other end has sent data that is no valid message."""
+    """Raised if the sidecar has sent data that is not a valid message."""
 
 
 # Kinds of operations.
@@ -35,7 +35,7 @@ KIND_NAMES = {
     JOIN: "join",
 }
 
-# The number and the size in bytes of each element type, by the name that numpy and torch share.
+# The number and the size in bytes of each element type. The keys are the names that numpy and torch share.
 DTYPES: Dict[str, Tuple[int, int]] = {
     "uint8": (1, 1),
     "int8": (2, 1),
@@ -68,15 +68,17 @@ def varint(n: int) -> bytes:
 
 
 def frame(message: bytes) -> bytes:
-    """Returns a message with its length prefix. Raises ValueError if it is empty, which means a doorbell, or too long."""
+    """Returns a message with its length prefix. Raises ValueError if the message is too long, or empty: an empty frame
+    is a doorbell.
+    """
     if not 0 < len(message) <= MAX_FRAME_BYTES:
         raise ValueError(f"frame of {len(message)} bytes, want 1 to {MAX_FRAME_BYTES}")
     return varint(len(message)) + message
 
 
 def _uint(number: int, value: int) -> bytes:
-    """Returns a field of type uint32, uint64, int32, int64 or bool. Zero is omitted; negative numbers take ten
-    bytes.
+    """Returns a field of type uint32, uint64, int32, int64 or bool. A field of value 0 is omitted. Negative numbers
+    take ten bytes.
     """
     return varint(number << 3) + varint(value & 0xFFFFFFFFFFFFFFFF) if value else b""
 
@@ -87,7 +89,7 @@ def _double(number: int, value: float) -> bytes:
 
 
 def _bytes(number: int, value: bytes) -> bytes:
-    """Returns a field of type message, string or packed, which is present even if the value is empty."""
+    """Returns a field of bytes: a message, a string or packed numbers. It is present even if the value is empty."""
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
@@ -177,8 +179,8 @@ def operation(
 ) -> bytes:
     """Returns an ``Operation`` without its name.
 
-    A tensor is its shape, its input and its output, which may be missing, and its element type, which is omitted if
-    it is 0 or the type of the operation.
+    Each tensor is a tuple of shape, input, output and element type. Input and output may be None. The element type is
+    omitted from the message if it is 0 or equal to dtype.
     """
     parts = [
         _uint(1, kind),
@@ -204,7 +206,7 @@ def operation(
 
 
 def _scale(number: int, factor: float) -> bytes:
-    """Returns a factor as a field, which is omitted if it is 1. A factor of zero is present."""
+    """Returns a field for a factor. A factor of 1 is omitted, a factor of 0 is not."""
     return b"" if factor == 1.0 else _double(number, factor)
 
 
@@ -216,7 +218,9 @@ def _place(place: Place) -> bytes:
 
 
 def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
-    """Returns the varint at data[at:end] and the position after it, which is -1 if the varint is not complete."""
+    """Returns the varint at the beginning of data[at:end], and the position after it. If the varint is not complete,
+    the position is -1.
+    """
     value = shift = 0
     while at < end:
         byte = data[at]
@@ -240,8 +244,8 @@ def _varint_at(data: Buffer, at: int, end: int) -> Tuple[int, int]:
 
 
 def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, int]]:
-    """Yields the fields of data[at:end]: number, wire type, then value and 0, or the beginning and the end of its
-    bytes.
+    """Yields the fields of data[at:end] as tuples of four: field number, wire type, a and b. For a varint a is the
+    value and b is 0. For other wire types the bytes of the field are data[a:b].
     """
     while at < end:
         key, at = _varint_at(data, at, end)
@@ -263,17 +267,17 @@ def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, in
 
 
 def _signed(value: int) -> int:
-    """Returns the value of an int32 or int64, both of which are sent as 64 bits."""
+    """Returns a varint's value as an int32 or int64. Both types are sent as 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
-    """Appends the numbers of a repeated field to into: several if it is packed, else one."""
+    """Appends the numbers of a repeated field to into. A packed field has any count of numbers, another field one."""
     if wire == 0:
         into.append(_signed(a))
         return
     if wire != 2:
-        raise WireError(f"numbers of wire type {wire}")
+        raise WireError(f"repeated number has wire type {wire}, want 0 or 2")
     while a < b:
         value, a = _varint_at(data, a, b)
         into.append(_signed(value))
@@ -329,7 +333,7 @@ class Status:
 
 
 class Reply:
-    """A frame of the sidecar. At most one of ready, completion, process_set, status, arena, dropped and ended is
+    """A message from the sidecar. At most one of ready, completion, process_set, status, arena, dropped and ended is
     set.
     """
 
@@ -343,11 +347,11 @@ class Reply:
         self.process_set: Optional[Tuple[int, List[int]]] = None
         self.status: Optional[Status] = None
         self.arena: Optional[Tuple[int, int]] = None
-        """News of memory of the sidecar's: number and bytes."""
+        """Announces an arena in the sidecar's memory: its number and its size in bytes."""
         self.dropped = 0
-        """News that such memory has gone: its number."""
+        """Announces that an arena in the sidecar's memory has gone: its number. 0 in other messages."""
         self.ended = False
-        """News that the job is over; error says why, unless it was shut down."""
+        """Announces that the job is over. error says why, unless the job was shut down."""
 
 
 def decode_reply(data: Buffer, at: int, end: int) -> Reply:
@@ -382,7 +386,7 @@ def decode_reply(data: Buffer, at: int, end: int) -> Reply:
 
 
 def _numbers(data: Buffer, at: int, end: int) -> Dict[int, int]:
-    """Returns the fields of a message that has only numbers."""
+    """Returns the varint fields of a message, as a map from field number to value."""
     return {number: a for number, wire, a, _ in _fields(data, at, end) if wire == 0}
 
 
@@ -449,7 +453,7 @@ def _result(data: Buffer, at: int, end: int) -> Tuple[Place, Tuple[int, ...]]:
         elif number == 2:
             _ints(shape, data, wire, a, b)
     if any(d < 0 for d in shape):
-        raise WireError(f"result with negative shape {shape}")
+        raise WireError(f"result has negative shape {shape}")
     return place, tuple(shape)
 
 

@@ -1,5 +1,4 @@
-"""The functions of Horovod that join and leave the job, and that report this process's place in it and what is
-built in.
+"""Horovod's functions for joining and leaving the job, for this process's place in the job, and for what is built in.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _engine_ = _engine.engine
 def init(
     comm: Any = None, process_sets: Optional[Union[str, Sequence[Union[ProcessSet, Sequence[int]]]]] = None
 ) -> None:
-    """Joins this process to its job, and waits until all ranks have joined. If it is in the job already, init does
-    nothing.
+    """Joins this process to its job, and waits until all ranks have joined. If this process is in the job already, init
+    does nothing.
 
-    The job is that of hvdrun, mpirun, srun or torchrun, or the one that RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT describe. Without any of these this process is rank 0 of 1, as it is with HVD_SIZE=1.
+    init finds the job by its launcher (hvdrun, mpirun, srun or torchrun), or by the variables RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT. If it finds none of these, or if HVD_SIZE=1, this process is the only rank of its job.
 
-    comm is None, or all ranks of the job: a list of them, or a communicator of mpi4py. For a part of the job use
-    process sets. process_sets are the sets to register, the same in the same order at all ranks, or "dynamic" if
-    they are added later. Raises ValueError if one is a duplicate.
+    comm is None, a list of all ranks of the job, or a communicator of mpi4py with all ranks. For a part of the job use
+    process sets. process_sets are the sets to register: all ranks must pass the same sets in the same order. Pass
+    "dynamic" if sets are only added later. Raises ValueError if a set is a duplicate.
     """
     sets: List[ProcessSet] = []
     settings: Dict[str, str] = {}
@@ -52,16 +51,16 @@ def init(
         ranks = _engine.ranks_of(comm) if hasattr(comm, "Get_rank") else sorted(comm)
         if ranks and ranks != list(range(size)):
             _engine_.shutdown()
-            raise ValueError(f"comm has ranks {ranks} of the job's {size}: for a part of the job use process_sets")
+            raise ValueError(f"comm has ranks {ranks}, want all {size} ranks: use process_sets for a part of the job")
 
 
 def shutdown() -> None:
     """Leaves the job: this rank submits no more operations.
 
-    Other ranks can go on using process sets that do not include this rank. If one waits, then or later, for an
-    operation that this rank has not submitted, it gets a ``PeerError`` that names this rank. Rank 0 serves the
-    others until they have left too. ``init`` may be called again. At the end of the process shutdown is called
-    automatically; an uncaught exception then fails this rank.
+    Other ranks can go on using process sets that do not include this rank. If another rank waits, now or later, for an
+    operation that this rank has not submitted, it gets a ``PeerError`` that names this rank. Rank 0 serves the other
+    ranks until they have left too. After shutdown ``init`` may be called again. At the exit of the process shutdown
+    runs automatically. If an uncaught exception ends the process, this rank counts as failed.
     """
     _engine_.shutdown()
 
@@ -72,7 +71,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Returns this process's number in the job, 0 to size()-1. Like all queries, raises ValueError before ``init``."""
+    """Returns this process's rank, from 0 to size()-1. Like all queries, it raises ValueError before ``init``."""
     return _engine_.place().rank
 
 
@@ -82,22 +81,22 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns this process's number among the processes of its host."""
+    """Returns this process's rank among the processes of the job on its host."""
     return _engine_.place().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of processes on this host."""
+    """Returns the number of processes of the job on this host."""
     return _engine_.place().local_size
 
 
 def cross_rank() -> int:
-    """Returns the number of this host among the hosts that have this local rank."""
+    """Returns the index of this host among the hosts that have a process with this process's local rank."""
     return _engine_.place().cross_rank
 
 
 def cross_size() -> int:
-    """Returns the number of hosts that have this local rank."""
+    """Returns the number of hosts that have a process with this process's local rank."""
     return _engine_.place().cross_size
 
 
@@ -106,7 +105,8 @@ def is_homogeneous() -> bool:
     return _engine_.place().homogeneous
 
 
-# Queries for what Horovod can be built with. gohvd's own transport is always built in, and counts as Gloo.
+# Queries for the libraries that Horovod can be built with. gohvd's own transport is always built in and is reported as
+# Gloo.
 
 
 def mpi_threads_supported() -> bool:
@@ -131,7 +131,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Returns the version of NCCL, or 0."""
+    """Returns 0: NCCL is not built in."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of operations and queries: those of Horovod, and subclasses of them.
+"""The exceptions that operations and queries raise: Horovod's, and subclasses of Horovod's.
 
 Misuse by this rank raises ``ValueError``, as in Horovod. A failure between ranks raises ``HorovodInternalError``,
 which elastic training catches.
@@ -14,11 +14,11 @@ class HorovodInternalError(RuntimeError):
 
 
 class MismatchError(HorovodInternalError):
-    """Raised at all ranks if they have requested different operations under one name. The job goes on."""
+    """Raised at all ranks if ranks have requested different operations under the same name. The job goes on."""
 
 
 class PeerError(HorovodInternalError):
-    """Raised if ranks have failed; the job is over. ``ranks`` names them, if they are known."""
+    """Raised if ranks have failed. The job is over. ``ranks`` has the failed ranks, or is empty if unknown."""
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -30,9 +30,10 @@ class SidecarError(HorovodInternalError):
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """Raised if ``init`` was not called.
+    """Raised if this process is not in a job: ``init`` was not called, or ``shutdown`` was called.
 
-    Horovod raises ``ValueError`` for queries and ``HorovodInternalError`` for operations; this class is both.
+    In this case Horovod raises ``ValueError`` from queries and ``HorovodInternalError`` from operations. So this class
+    derives from both.
     """
 
     def __init__(self) -> None:
@@ -40,13 +41,15 @@ class NotInitializedError(HorovodInternalError, ValueError):
 
 
 class InitError(HorovodInternalError, ValueError):
-    """Raised if ``init`` could not join this process to its job; it may be called again. Horovod raises
-    ``ValueError``.
+    """Raised if ``init`` could not join this process to its job. ``init`` may be called again. It derives from
+    ``ValueError``, because Horovod raises that.
     """
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised if hosts were added or removed. ``skip_sync`` means that the state need not be sent to other ranks."""
+    """Raised by a program if hosts were added or removed. If ``skip_sync`` is true, the state need not be sent to the
+    other ranks.
+    """
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()

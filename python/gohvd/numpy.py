@@ -1,9 +1,9 @@
 """Collectives on numpy arrays.
 
-Every operation has a form that waits and returns the result, and one with ``_async`` that returns a ``Handle``. The
-element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32 or float64.
-An array over memory of ``gohvd.alloc`` (``alloc`` here) is not copied. Ranks match operations by name; operations
-without a name are matched in the order of the calls.
+Every operation has a blocking form, which returns the result, and an asynchronous form (``_async``), which returns a
+``Handle``. The element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32
+or float64. An array over memory from ``gohvd.alloc`` or from ``alloc`` of this module is not copied. Ranks match
+operations by name, and operations without a name in the order of the calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 class _Numpy(_engine.Framework[Array]):
     def address(self, x: Array) -> int:
-        # An array in an arena does not own its memory, so it has a base.
+        # An array in an arena does not own its memory, so it has a base. An array without a base is not in an arena.
         return 0 if x.base is None else x.ctypes.data
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
@@ -65,7 +65,9 @@ _numpy = _Numpy()
 
 
 class Handle(Generic[R]):
-    """An operation in flight. Until it is done, its arrays must not be written and its output must not be read."""
+    """The handle of an asynchronous operation. Until the operation is done, the program must not write its input arrays
+    and must not read its output arrays.
+    """
 
     __slots__ = ("_call", "_take")
 
@@ -78,7 +80,7 @@ class Handle(Generic[R]):
         return self._call.done()
 
     def wait(self) -> R:
-        """Waits for the operation and returns its result. Later calls return the same result."""
+        """Waits until the operation is done and returns its result. Later calls return the same result."""
         result: R = self._take(self._call)
         return result
 
@@ -96,7 +98,9 @@ def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
 
 
 _codes: Dict[np.dtype, Tuple[int, int]] = {}
-"""What _code has given: the name of a type takes numpy longer than the rest of a submission."""
+"""The results of _code, cached because numpy takes longer to make the name of a type than the rest of a submission
+takes.
+"""
 
 
 def _code(dtype: np.dtype) -> Tuple[int, int]:
@@ -107,7 +111,7 @@ def _code(dtype: np.dtype) -> Tuple[int, int]:
     if known is None or not dtype.isnative:
         raise ValueError(f"numpy arrays of type {dtype} are not supported")
     if dtype.kind not in "biuf":
-        # For types such as those of ml_dtypes, numpy knows only the size, and frombuffer refuses them.
+        # Of types that other packages such as ml_dtypes define, numpy knows only the size, and frombuffer refuses them.
         raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
     _codes[dtype] = known
     return known
@@ -183,8 +187,8 @@ def allreduce(
 ) -> Array:
     """Reduces array over all ranks, element by element, and returns the result.
 
-    The array has the same shape and type at all ranks. out, which may be the array itself, receives the result;
-    without it the result is a new array.
+    The array must have the same shape and type at all ranks. If out is given, it receives the result, and may be the
+    array itself. Otherwise the result is a new array.
     """
     return _one(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, True))
 
@@ -214,7 +218,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> List[Array]:
-    """Reduces arrays as ``allreduce`` does, all or none, and returns the results. They may be of several types."""
+    """Reduces arrays as ``allreduce`` does, and returns the results. All of them are reduced or none. The arrays may
+    have different types.
+    """
     return _engine.begin_and_wait(
         grouped_allreduce_async, arrays, op, name, prescale_factor, postscale_factor, process_set, out
     ).wait()
@@ -227,7 +233,9 @@ def allgather_async(
 
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
-    """Returns the arrays of all ranks, concatenated along the first dimension, in which they may differ."""
+    """Returns the arrays of all ranks, concatenated along the first dimension. Their sizes may differ in this
+    dimension.
+    """
     return _engine.begin_and_wait(allgather_async, array, name, process_set).wait()
 
 
@@ -240,7 +248,9 @@ def grouped_allgather_async(
 def grouped_allgather(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Array]:
-    """Gathers arrays of one type as ``allgather`` does, all or none, and returns the results."""
+    """Gathers arrays as ``allgather`` does, and returns the results. All of them are gathered or none. The arrays must
+    have the same type.
+    """
     return _engine.begin_and_wait(grouped_allgather_async, arrays, name, process_set).wait()
 
 
@@ -263,8 +273,8 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Array:
-    """Returns the array of rank root_rank. root_rank is a rank of the job, also on a process set. Shape and type
-    are the same at all ranks.
+    """Returns the array of rank root_rank, a rank of the job even if process_set is given. The array must have the same
+    shape and type at all ranks.
     """
     return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
 
@@ -286,9 +296,9 @@ def alltoall(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tuple[Array, List[int]]:
-    """Sends rows to all members: splits[i] to the i-th or, without splits, the same number to each.
+    """Sends rows to all members: splits[i] rows to member i. Without splits each member gets the same number of rows.
 
-    Returns the received rows, in the order of the members, and the number of rows received from each.
+    Returns the received rows in the order of the members, and the number of rows received from each member.
     """
     return _engine.begin_and_wait(alltoall_async, array, splits, name, process_set).wait()
 
@@ -318,7 +328,7 @@ def reducescatter(
 ) -> Array:
     """Reduces array as ``allreduce`` does and returns this rank's part of the rows.
 
-    The parts are as even as possible; the first ranks have one row more.
+    The parts are as even as possible: if the rows do not divide evenly, the first ranks get one row more.
     """
     return _engine.begin_and_wait(
         reducescatter_async, array, op, name, prescale_factor, postscale_factor, process_set
@@ -348,14 +358,16 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Array]:
-    """Reduces and scatters arrays of one type as ``reducescatter`` does, all or none, and returns the results."""
+    """Reduces and scatters arrays as ``reducescatter`` does, and returns the results. All of them are reduced or none.
+    The arrays must have the same type.
+    """
     return _engine.begin_and_wait(
         grouped_reducescatter_async, arrays, op, name, prescale_factor, postscale_factor, process_set
     ).wait()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all members have called it."""
+    """Waits until all members of the process set have called barrier."""
     _engine.engine.simple(wire.BARRIER, process_set)
 
 
@@ -363,14 +375,14 @@ def join() -> int:
     """Declares that this rank has no more data, waits until all ranks have joined, and returns the rank that joined
     last.
 
-    Meanwhile the allreduces of the other ranks go on.
+    While it waits, this rank takes part in the allreduces of the other ranks.
     """
     return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
 
 
 def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
-    """Returns an array of zeros in memory that operations work on without copying. Dropping the last reference
-    frees the memory.
+    """Returns an array of zeros in memory that operations work on without copying. The memory is freed when the last
+    reference to it is dropped.
     """
     kind = np.dtype(dtype)
     _code(kind)

@@ -8,20 +8,20 @@ from . import _engine
 
 
 class ProcessSet:
-    """A set of ranks of the job. It can be used once ``init(process_sets=...)`` or ``add_process_set`` has
-    registered it.
+    """A set of ranks of the job. It can be used after ``init(process_sets=...)`` or ``add_process_set`` has registered
+    it.
 
-    Two sets are equal if they are the same object.
+    Two sets are equal only if they are the same object.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        """Makes a set that is not registered. ranks_or_comm is ranks of the job, in any order, or a communicator of
-        mpi4py, whose ranks are the members.
+        """Makes a set that is not registered yet. ranks_or_comm has the members: ranks of the job in any order, or a
+        communicator of mpi4py.
         """
         self.process_set_id: Optional[int] = None
-        """0 for that of all ranks, then 1, 2, ...; None if it is not registered."""
+        """The number of the set: 0 for the set of all ranks, 1, 2, ... for others, None if it is not registered."""
         self.ranks: Optional[List[int]] = None
-        """Ascending."""
+        """The members, as ranks of the job in ascending order."""
         self.mpi_comm: Any = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
@@ -71,8 +71,8 @@ _engine.engine.global_set = global_process_set
 def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
     """Registers a process set while the job runs, and returns it.
 
-    All ranks must call it with the same ranks, whether they are members or not; it returns when all have called it.
-    Raises ValueError if a set of these ranks is registered already.
+    All ranks of the job must call it with the same set, also the ranks that are not members. It returns when all have
+    called it. Raises ValueError if a set with the same members is registered already.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -81,14 +81,15 @@ def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set, and returns whether it did.
+    """Removes a process set, and returns whether the set was removed.
 
-    All ranks must call it; it returns when all have called it. It returns False if the set is not registered or is
-    the set of all ranks. Operations that were granted in the set finish, others fail.
+    All ranks of the job must call it. It returns when all have called it. It returns False if the set is not registered
+    or is the set of all ranks. Operations of the set that the coordinator has granted finish. Its other operations
+    fail.
     """
     return _engine.engine.remove_set(process_set)
 
 
 def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":
-    """Returns the ranks of all registered process sets, by number."""
+    """Returns the members of all registered process sets, as a map from the number of a set to its ranks."""
     return _engine.engine.set_ranks()

@@ -1,4 +1,6 @@
-"""Functions for the timeline of operations: a file that Perfetto and chrome://tracing show."""
+"""Functions that start and stop the timeline: a file of this rank's operations that Perfetto and chrome://tracing
+show.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,24 @@ from . import _engine
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Starts to record what this rank does, and returns when the file exists.
+    """Starts to record this rank's operations, and returns when the file exists.
 
-    Rank 0 writes to file_path, rank r to a file beside it, with .rank<r> before the extension. mark_cycles marks
-    the beginnings of negotiation cycles. A timeline that is written to another file ends; if it is written to this
-    file already, nothing changes.
+    Rank 0 writes to file_path. Rank r writes to a file beside it, with .rank<r> before the extension. If mark_cycles is
+    true, the timeline also marks the beginning of each negotiation cycle. If a timeline is being written to another
+    file, it ends. If it is being written to this file already, nothing changes.
 
-    Raises ValueError before ``init``, if the file cannot be made, and, as in Horovod, if HOROVOD_TIMELINE is not
-    set: set it to the first file, or to DYNAMIC.
+    Raises ValueError before ``init`` and if the file cannot be created. As in Horovod, it also raises ValueError if
+    HOROVOD_TIMELINE is not set: set it to the first file, or to DYNAMIC.
     """
-    path = os.path.abspath(os.fspath(file_path))  # the sidecar's working directory may be another one
+    path = os.path.abspath(os.fspath(file_path))  # the sidecar may have another working directory
     _ready("start_timeline")
     _engine.engine.start_timeline(path, bool(mark_cycles))
 
 
 def stop_timeline() -> None:
-    """Ends the timeline, and returns when its file is complete. Without a timeline it does nothing.
+    """Ends the timeline, and returns when its file is complete. If no timeline is being written, it does nothing.
 
-    Raises ValueError like ``start_timeline``.
+    Raises ValueError before ``init`` and if HOROVOD_TIMELINE is not set.
     """
     _ready("stop_timeline")
     _engine.engine.stop_timeline()

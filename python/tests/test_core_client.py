@@ -423,7 +423,7 @@ class Alone(Bounded):
             """
         binary = find_sidecar()
         self.assertIn(f"found {binary}", self.run_program(script, HVD_SIDECAR_BINARY=binary))
-        self.assertIn("'/nowhere', which is no program", self.run_program(script, HVD_SIDECAR_BINARY="/nowhere"))
+        self.assertIn("'/nowhere', want the path of an executable file", self.run_program(script, HVD_SIDECAR_BINARY="/nowhere"))
         with tempfile.TemporaryDirectory() as top:
             out = self.run_program(script, HVD_SIDECAR_BINARY="", PATH=top)
             for part in ("HVD_SIDECAR_BINARY", os.path.join("gohvd", "bin", "hvdd"), "PATH", "go build ./cmd/hvdd"):

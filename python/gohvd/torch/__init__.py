@@ -71,7 +71,7 @@ from .mpi_ops import is_homogeneous as is_homogeneous
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
 
-# The names of horovod.torch, and alloc_tensor and is_homogeneous.
+# The names of horovod.torch. alloc_tensor and is_homogeneous are not in the list, because Horovod does not have them.
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
     "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce",

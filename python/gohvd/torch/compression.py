@@ -1,4 +1,4 @@
-"""Compression of transmitted tensors: a tensor is cast to 16 bits before the operation and back after it."""
+"""Compression of transmitted tensors: a tensor is cast to a 16-bit type before the operation, and back after it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 class Compressor:
-    """The interface of compressors. Users derive their own; neither method may change its argument."""
+    """The interface of compressors, from which users can derive their own. Neither method may change its argument."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Returns the tensor to transmit, and a context for decompress."""
+        """Returns the tensor to transmit, and a context that is passed to decompress."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the received tensor in the form that it had before compress. ctx is the context of compress."""
+        """Returns the received tensor in its form before compression. ctx is the context that compress returned."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Transmits tensors uncompressed."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
@@ -34,7 +34,7 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
-    """Casts floating point tensors to wire_dtype, and leaves others unchanged."""
+    """Casts floating-point tensors to wire_dtype, and transmits other tensors unchanged."""
 
     wire_dtype: torch.dtype
 
@@ -50,21 +50,21 @@ class _Cast(Compressor):
 
 
 class FP16Compressor(_Cast):
-    """Transmits floating point tensors as float16: 11 bits of mantissa, up to 65504."""
+    """Transmits floating-point tensors as float16, which has 11 bits of mantissa and values up to 65504."""
 
     wire_dtype = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """Transmits floating point tensors as bfloat16: 8 bits of mantissa, the range of float32. Horovod does not have
-    it.
+    """Transmits floating-point tensors as bfloat16, which has 8 bits of mantissa and the range of float32. Horovod does
+    not have this compressor.
     """
 
     wire_dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors to pass as compression=."""
+    """The compressors that can be passed as the argument compression."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,7 +1,6 @@
 """The interface of horovod.torch.elastic, for a job of fixed size.
 
-Scripts for elastic training run, but no rank joins later and none is replaced. A rank that fails ends the job, as
-everywhere in this version.
+Scripts for elastic training run, but no rank is added or replaced while they run. If a rank fails, the job ends.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _T = TypeVar("_T")
 
 
 def run(func: Callable[..., _T]) -> Callable[..., _T]:
-    """Decorates a training function. Its first argument is a State, which is made equal at all ranks before each
-    call.
+    """Decorates a training function. The first argument of the function is a State. Before each call the wrapper sets
+    the State at all ranks to that of rank 0.
 
-    A HorovodInternalError is not caught, because there are no other ranks to go on with.
+    The wrapper does not catch HorovodInternalError, because a job of fixed size cannot go on after it.
     """
 
     @functools.wraps(func)
@@ -38,7 +37,7 @@ def run(func: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class State:
-    """State that is the same at all ranks between steps."""
+    """The state of training, which is the same at all ranks between steps."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
@@ -46,7 +45,7 @@ class State:
         self._reset_callbacks: List[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Registers functions for on_reset, which is not called in a job of fixed size."""
+        """Registers functions that on_reset calls. In a job of fixed size on_reset is never called."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -55,15 +54,15 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state."""
+        """Saves the state, for restore."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Does nothing: the hosts do not change."""
+        """Does nothing, because the hosts of the job do not change."""
 
     def reset(self) -> None:
-        """Adapts the state to a change of ranks. Subclasses may override it."""
+        """Adapts the state to a change of the job's ranks. Subclasses may override it."""
 
     def save(self) -> None:
         raise NotImplementedError
@@ -76,7 +75,7 @@ class State:
 
 
 class ObjectState(State):
-    """A state of values that can be pickled. Each is an attribute with the name of its keyword argument."""
+    """A State that consists of values that can be pickled. Each keyword argument becomes an attribute."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
@@ -114,7 +113,9 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A state of a model, an optimizer and other values. Of models, optimizers and samplers the contents are saved."""
+    """A State that consists of a model, an optimizer and other values. For models, optimizers and samplers it saves
+    their state_dict, for other values a copy.
+    """
 
     def __init__(
         self, model: Optional[torch.nn.Module] = None, optimizer: Optional[torch.optim.Optimizer] = None, **kwargs: Any
@@ -143,9 +144,9 @@ class TorchState(ObjectState):
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
-    """Distributes the samples of a data set that have not been processed in this epoch among the ranks.
+    """Distributes the samples of a data set among the ranks, except those that were processed in this epoch already.
 
-    All ranks get the same number of samples: if there are too few, the first ones are repeated.
+    All ranks get the same number of samples. If the samples do not divide evenly, the first ones are used twice.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -157,12 +158,12 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch, in which no sample has been processed yet."""
+        """Begins an epoch: all samples count as not processed."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Records that every rank has processed a batch."""
+        """Records that every rank has processed one batch of batch_size samples."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> Dict[str, int]:
@@ -173,7 +174,7 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
         self.reset()
 
     def reset(self) -> None:
-        """Distributes the samples that are left."""
+        """Distributes the samples that have not been processed in this epoch."""
         self.rank, self.num_replicas = rank(), size()
         left = list(range(len(self.dataset)))
         if self.shuffle:

@@ -1,7 +1,7 @@
-"""Functions that send state and objects from one rank to all, or from all ranks to all.
+"""Functions that send parameters, optimizer state and objects from one rank to all ranks, or from each to all.
 
-Objects are sent as pickles (of cloudpickle, if it is installed). Unpickling can run any code, so pickles are read
-only from ranks of the job, which have proved to each other that they know its secret.
+Objects are sent as pickles, made by cloudpickle if it is installed. Unpickling can run any code. So pickles are
+accepted only from ranks of the job, which have proved to each other that they know the job's secret.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ except ImportError:
 def broadcast_parameters(
     params: Union[Mapping[str, Optional[torch.Tensor]], Iterable[Any]], root_rank: int
 ) -> None:
-    """Overwrites tensors with those of root_rank.
+    """Overwrites the tensors in params, at all ranks, with the values at root_rank.
 
-    params is the result of model.state_dict(), or named or bare parameters. All ranks pass the same, and it is
-    changed in place. All tensors are in flight together. Raises ValueError for anything else.
+    params is the result of model.state_dict(), or a sequence of parameters or of pairs (name, parameter). All ranks
+    must pass the same parameters. They are changed in place, and all are in flight at the same time. Raises ValueError
+    if params is anything else.
     """
     named: List[Tuple[Optional[str], Any]]
     if isinstance(params, collections.abc.Mapping):
@@ -42,7 +43,7 @@ def broadcast_parameters(
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"invalid params: {name!r} is of type {type(tensor)}, want a tensor")
-    # The operations need contiguous memory, which weights in channels_last order are not.
+    # The operations need contiguous tensors. Weights in channels_last order are not contiguous.
     wires = [tensor.detach().contiguous() for _, tensor in named]
     _broadcast_all(wires, root_rank, [name for name, _ in named])
     for (_, tensor), wire in zip(named, wires):
@@ -51,8 +52,8 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
-    """Overwrites tensors with those of root_rank. They are in flight together; if one fails, the others are not
-    waited for.
+    """Overwrites tensors with their values at root_rank. All of them are in flight at the same time. If one broadcast
+    fails, it raises the error without waiting for the others.
     """
     handles: List[int] = []
     try:
@@ -66,14 +67,14 @@ def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Opti
 
 
 class _Slot(NamedTuple):
-    """A placeholder for a tensor, which is sent separately."""
+    """A placeholder for a tensor in a pickled tree. The tensor itself is sent separately."""
 
     shape: Tuple[int, ...]
     dtype: torch.dtype
 
 
 def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
-    """Returns tree with a slot in place of each tensor, and appends the tensors to tensors."""
+    """Returns a copy of tree with a slot in place of each tensor, and appends the tensors to the list."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return _Slot(tuple(tree.shape), tree.dtype)
@@ -85,7 +86,7 @@ def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
 
 
 def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Returns tree with the next tensor in place of each slot."""
+    """Returns a copy of tree with each slot replaced by the next of tensors. It reverses _take_out."""
     if isinstance(tree, _Slot):
         return next(tensors)
     if isinstance(tree, dict):
@@ -111,11 +112,11 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the options and the state of root_rank's optimizer to every rank.
 
-    It does what the optimizer's load_state_dict would do, but keeps the existing param groups. Ranks may differ in
-    the state that they have. If root_rank's optimizer has not stepped yet and has no state, no rank has state
-    afterwards. (Horovod creates state with a step on gradients of zero, which Adam counts and to which weight decay
-    applies.) As in Horovod, missing gradients of an optimizer without state become zeros, except sparse ones; model
-    tells which are sparse. Raises ValueError for LBFGS, which keeps one state for all parameters.
+    It has the effect of the optimizer's load_state_dict, but keeps the existing param groups. The ranks may have
+    different state before the call. If root_rank's optimizer has not stepped yet and has no state, no rank has state
+    afterwards. (Horovod creates state by a step on gradients of zero. Adam counts that step, and weight decay applies
+    in it.) As in Horovod, if an optimizer has no state, its missing gradients become zeros, except for parameters with
+    sparse gradients, which are found in model. Raises ValueError for LBFGS, which has one state for all parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -138,10 +139,11 @@ def broadcast_optimizer_state(
 
 @contextlib.contextmanager
 def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it, load_state_dict of optimizer writes to the existing param groups and state; torch makes new ones.
+    """Is a context in which optimizer.load_state_dict writes to the existing param groups and state. Otherwise torch
+    makes new ones.
 
-    The optimizer that a distributed one replaces shares them, and so do learning rate schedulers that were made for
-    it.
+    The existing ones must be kept, because the optimizer that a distributed one replaces shares them, and so do the
+    learning rate schedulers that were made for the replaced optimizer.
     """
     groups, state = optimizer.param_groups, optimizer.state
     yield
@@ -163,7 +165,7 @@ def _become(old: Dict[Any, Any], new: Mapping[Any, Any]) -> None:
 
 
 def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
-    """Returns the weights of model whose gradients are sparse."""
+    """Returns the weights of model that get sparse gradients, such as those of a sparse embedding."""
     if model is None:
         return set()
     return {
@@ -176,12 +178,13 @@ def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the object of root_rank, a rank of the job, at all members of process_set. obj is ignored at other
-    ranks.
+    """Returns the object that root_rank passes as obj, at all members of process_set. Other ranks' obj is ignored.
 
-    The root gets its own object back, the others a copy. It makes two broadcasts: of the length, then of the bytes.
+    root_rank is a rank of the job. The root gets its own object back, the other ranks a copy. broadcast_object makes
+    two broadcasts: one of the length, then one of the bytes.
     """
-    # Horovod names the operation after obj's type, and then waits forever if only the root has the object.
+    # The name does not depend on obj. Horovod names the operation after the type of obj, and waits forever if the other
+    # ranks pass None.
     name = "broadcast_object" if name is None else name
     at_root = rank() == root_rank
     data = _dumps(obj) if at_root else torch.empty(0, dtype=torch.uint8)
@@ -193,7 +196,9 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
-    """Returns a list of all ranks' objects, by rank. It makes two allgathers: of the lengths, then of the bytes."""
+    """Returns a list of the objects of all ranks, by rank. It makes two allgathers: one of the lengths, then one of the
+    bytes.
+    """
     name = "allgather_object" if name is None else name
     data = _dumps(obj)
     lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz").tolist()
@@ -205,5 +210,5 @@ def _dumps(obj: Any) -> torch.Tensor:
 
 
 def _loads(data: torch.Tensor) -> Any:
-    # Without numpy, torch has no other way to get the bytes of a tensor that does not go element by element.
+    # The bytes are read by address, because without numpy torch can only return the elements of a tensor one by one.
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

@@ -1,11 +1,13 @@
 """The collectives of ``horovod.torch``, with its names, signatures and defaults.
 
-Beyond Horovod, it supports all of torch's element types that have a counterpart in docs/operations.md, including
-bfloat16 and bool; tensors of any device, which are copied through memory of the host; and ``alloc_tensor``, for
-tensors that are not copied.
+It supports more than Horovod:
 
-A tensor in ordinary memory is copied once into memory that is shared with the sidecar, and once out of it, when
-``poll`` or ``synchronize`` finds the operation done.
+- all element types of torch that docs/operations.md lists, including bfloat16 and bool,
+- tensors on any device, which are copied through host memory,
+- ``alloc_tensor``, which makes tensors that operations do not copy.
+
+The data of a tensor in ordinary memory is copied into memory that is shared with the sidecar. The result is copied back
+when ``poll`` or ``synchronize`` finds the operation done.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-# The number and size of each element type.
+# The number in the protocol and the size in bytes of each element type.
 _DTYPES: Dict[torch.dtype, _engine.Code] = {
     getattr(torch, name): code for name, code in wire.DTYPES.items() if hasattr(torch, name)
 }
@@ -76,7 +78,8 @@ class _Torch(_engine.Framework[Tensor]):
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        # Autograd does not record the copy, and without detach a leaf could not be written.
+        # detach, so that autograd does not record the copy. torch also refuses to write to a leaf that requires a
+        # gradient.
         if target.requires_grad:
             target = target.detach()
         target.copy_(source.detach() if source.requires_grad else source)
@@ -89,7 +92,7 @@ class _Torch(_engine.Framework[Tensor]):
         if len(data) != x.numel() * x.element_size():
             raise ValueError(f"got a result of {len(data)} bytes, want a {x.dtype} tensor of shape {shape}")
         if len(data):
-            # The data is copied into memory of x, because torch does not accept read-only memory.
+            # The data is copied into the memory of x, because torch makes no tensor over read-only memory.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
         return x if like.is_cpu else x.to(like.device)
 
@@ -98,8 +101,8 @@ _torch = _Torch()
 
 
 def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor of zeros in memory that operations work on without copying. Dropping the last reference
-    frees the memory.
+    """Returns a tensor of zeros in memory that operations work on without copying. The memory is freed when the last
+    reference to it is dropped.
     """
     _, itemsize = _code(dtype)
     count = 1
@@ -145,7 +148,9 @@ def _begin(
 
 
 def _check(tensor: Tensor) -> _engine.Code:
-    """Returns the number and size of a tensor's element type. Raises ValueError if the tensor cannot be sent."""
+    """Returns the number and size of a tensor's element type. Raises ValueError if the type is not supported, or if the
+    tensor is sparse or not contiguous.
+    """
     code = _DTYPES.get(tensor.dtype)
     if code is None or tensor.layout is not torch.strided:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
@@ -158,14 +163,14 @@ def _check(tensor: Tensor) -> _engine.Code:
 
 
 class _Handles:
-    """Operations in flight, by number. Numbers count from 1 and start again with each job."""
+    """A map from handles to operations in flight. A handle is a number. Numbers count from 1, again in each job."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._entries: Dict[int, Tuple[_engine.Call[Tensor], Callable[[_engine.Call[Tensor]], Any]]] = {}
 
     def add(self, call: _engine.Call[Tensor], result: Callable[[_engine.Call[Tensor]], Any]) -> int:
-        """Adds an operation and returns its number. result makes the return value of synchronize."""
+        """Adds an operation and returns its number. result is a function that returns what synchronize returns."""
         number = next(self._numbers)
         self._entries[number] = call, result
         return number
@@ -177,7 +182,7 @@ class _Handles:
         return entry[0].done()
 
     def settle(self, number: int, others: Sequence[int]) -> None:
-        """Waits until an operation has ended. The caller waits for the others next."""
+        """Waits until an operation has ended. others are the handles for which the caller waits next."""
         entry = self._entries.get(number)
         if entry is not None and not entry[0].known():
             entry[0].settle([self._entries[n][0] for n in others if n in self._entries])
@@ -192,7 +197,7 @@ class _Handles:
             entry[0].release_name()
 
     def forget(self, number: int) -> None:
-        """Discards a handle: its names are free when its operations are done."""
+        """Discards a handle. Its name becomes free when its operation is done."""
         entry = self._entries.pop(number, None)
         if entry is not None:
             entry[0].release_name()
@@ -212,25 +217,25 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an operation and returns its result.
+    """Waits until an operation is done and returns its result.
 
-    The result is a tensor, a list of tensors for a group, and for an alltoall a tensor and the received splits. It
-    is None for a handle that is unknown or was synchronized before. Raises HorovodInternalError if the operation
-    has failed.
+    The result is a tensor. For a group it is a list of tensors, for an alltoall a tensor and the received splits. For a
+    handle that is unknown or was synchronized before it is None. Raises HorovodInternalError if the operation has
+    failed.
     """
     return _handles.take(handle)
 
 
 def synchronize_next(handle: int, others: Sequence[int]) -> Any:
-    """Does what ``synchronize`` does, for a caller that synchronizes others next. The caller is not woken for each
-    of them.
+    """Waits as ``synchronize`` does, and returns the result. The caller synchronizes the handles in others next, and is
+    not woken for each of their completions.
     """
     _handles.settle(handle, others)
     return synchronize(handle)
 
 
 def forget(handle: Union[int, SparseSum]) -> None:
-    """Discards a handle that will not be synchronized. Its names are free when its operations are done."""
+    """Discards a handle that will not be synchronized. Its names become free when its operations are done."""
     for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
         _handles.forget(number)
 
@@ -268,8 +273,8 @@ def _wants_grad(tensor: Tensor) -> bool:
 def _begin_group(
     kind: int, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet, in_place: bool = False, **kw: Any
 ) -> int:
-    """Begins the operation of a group, whose tensors may be of several types. If a tensor cannot be sent, nothing
-    is begun.
+    """Begins a grouped operation and returns its handle. The tensors may have different types. If one of them is not
+    supported, it raises ValueError and begins nothing.
     """
     tensors = list(tensors)
     if not tensors:
@@ -292,9 +297,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins an ``allreduce`` without autograd, and returns a handle, whose result is a new tensor.
+    """Begins an ``allreduce`` without autograd, and returns a handle. Its result is a new tensor.
 
-    The tensor must not be written until the handle is synchronized.
+    The program must not write to the tensor until the handle is synchronized.
     """
     op = _reduction(op, average)
     return _handles.add(
@@ -329,9 +334,9 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduces a tensor over all ranks, element by element, and returns a new tensor, which autograd supports.
+    """Reduces a tensor over all ranks, element by element, and returns a new tensor. Autograd is supported.
 
-    The reduction is the average unless op is another one. The tensor has the same shape and type at all ranks.
+    The reduction is op, by default the average. The tensor must have the same shape and type at all ranks.
     """
     op = _reduction(op, average)
     compressed, ctx = compression.compress(tensor)
@@ -354,7 +359,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begins an ``allreduce_`` and returns a handle. The tensor must not be touched until the handle is
+    """Begins an ``allreduce_`` and returns a handle. The program must not read or write the tensor until the handle is
     synchronized.
     """
     return begin_allreduce_(tensor, name, _reduction(op, average), prescale_factor, postscale_factor, process_set)
@@ -363,8 +368,8 @@ def allreduce_async_(
 def begin_allreduce_(
     tensor: Tensor, name: Optional[str], op: int, prescale: float, postscale: float, process_set: ProcessSet, later: bool = False
 ) -> int:
-    """Does what ``allreduce_async_`` does, but may notify the sidecar later: at the next operation, ``notify_now`` or
-    ``synchronize``.
+    """Begins an ``allreduce_`` as ``allreduce_async_`` does. If later is true, the sidecar is notified only at the next
+    operation, ``notify_now`` or ``synchronize``.
     """
     tensors = [tensor]
     return _handles.add(
@@ -373,7 +378,7 @@ def begin_allreduce_(
 
 
 def notify_now() -> None:
-    """Notifies the sidecar of all operations that were begun."""
+    """Notifies the sidecar of all operations that were begun with later=True."""
     _engine.engine.notify_now()
 
 
@@ -413,7 +418,7 @@ def grouped_allreduce_async(
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
-    """A grouped allreduce with the gradient of HorovodAllreduce."""
+    """A grouped allreduce whose gradient is the same grouped allreduce of the gradients."""
 
     @staticmethod
     def forward(
@@ -441,7 +446,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
-    """Reduces the tensors of a group as ``allreduce`` does, all or none, and returns a list of new tensors."""
+    """Reduces tensors as ``allreduce`` does, and returns a list of new tensors. All of them are reduced or none."""
     op = _reduction(op, average)
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]
@@ -482,7 +487,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
-    """Reduces the tensors of a group in place as ``grouped_allreduce`` does, without autograd."""
+    """Reduces tensors in place as ``grouped_allreduce`` does, without autograd, and returns them."""
     op = _reduction(op, average)
     return synchronize(
         _engine.begin_and_wait(
@@ -494,14 +499,14 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: Optional[str], op: Optional[int], process_set: ProcessSet = global_process_set
 ) -> SparseSum:
-    """Adds sparse tensors by gathering their elements.
+    """Begins the sum or the average of sparse tensors, by two allgathers of their indices and values.
 
-    Returns a callable that waits and returns the sum, or the average, as a sparse tensor that is not coalesced.
+    Returns a callable that waits for the result and returns it as a sparse tensor that is not coalesced.
     """
     op = Average if op is None else op
     if op not in (Average, Sum):
         raise ValueError(f"sparse allreduce: got op {op!r}, want Average or Sum")
-    # One row for each element, because allgather gathers rows.
+    # The indices are transposed, so that each element has a row: allgather concatenates rows.
     indices = allgather_async(
         tensor._indices().transpose(0, 1).contiguous(), None if name is None else f"{name}.indices", process_set
     )
@@ -513,7 +518,7 @@ def sparse_allreduce_async(
 
 
 class SparseSum:
-    """A sparse allreduce in flight. Calling it waits and returns the result."""
+    """A sparse allreduce in flight. Calling the object waits for the result and returns it."""
 
     def __init__(self, tensor: Tensor, indices: int, values: int, op: int, process_set: ProcessSet) -> None:
         self.indices = indices
@@ -526,7 +531,7 @@ class SparseSum:
         try:
             all_values, all_indices = synchronize(self.values), synchronize(self.indices)
         finally:
-            forget(self)  # discards the second operation if the first has failed
+            forget(self)  # if the first operation has failed, this discards the second
         if self._op == Average:
             all_values = all_values / self._process_set.size()
         like = self._tensor
@@ -546,7 +551,9 @@ def allgather_async(
 
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
-    """Returns, for each gathered tensor, the index of this rank's first row and the number of its rows."""
+    """Returns for each gathered tensor the index of this rank's first row in it, and the number of this rank's rows.
+    rows has this rank's numbers of rows.
+    """
     everyone = allgather(torch.tensor([rows], dtype=torch.int64), process_set=process_set)
     me = process_set.rank()
     assert me is not None
@@ -555,7 +562,7 @@ def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, 
 
 
 class HorovodAllgather(torch.autograd.Function):
-    """An allgather whose gradient is this rank's rows of the average of the gradients."""
+    """An allgather. Its gradient is the average of all ranks' gradients, of which each rank gets its own rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], ps: ProcessSet) -> Tensor:
@@ -570,7 +577,9 @@ class HorovodAllgather(torch.autograd.Function):
 
 
 def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Returns the tensors of all ranks, concatenated along the first dimension, in which they may differ."""
+    """Returns the tensors of all ranks, concatenated along the first dimension. Their sizes may differ in this
+    dimension.
+    """
     if _wants_grad(tensor):
         return HorovodAllgather.apply(tensor, name, process_set)
     return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True).results()[0]
@@ -584,7 +593,7 @@ def grouped_allgather_async(
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
-    """A grouped allgather with the gradient of HorovodAllgather."""
+    """A grouped allgather. The gradient of each tensor is that of HorovodAllgather."""
 
     @staticmethod
     def forward(ctx: Any, name: Optional[str], ps: ProcessSet, *tensors: Tensor) -> Tuple[Tensor, ...]:
@@ -601,7 +610,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Tensor]:
-    """Gathers the tensors of a group as ``allgather`` does, all or none, and returns the results."""
+    """Gathers tensors as ``allgather`` does, and returns the results. All of them are gathered or none."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
     return synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, process_set))
@@ -619,7 +628,7 @@ def broadcast_async(
 
 
 class HorovodBroadcast(torch.autograd.Function):
-    """A broadcast whose gradient is the average of the gradients, at the root."""
+    """A broadcast. Its gradient is the average of all ranks' gradients at the root, and zero at other ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
@@ -637,9 +646,9 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Returns the tensor of rank root_rank. root_rank is a rank of the job, also on a process set.
+    """Returns the tensor of rank root_rank, a rank of the job even if process_set is given.
 
-    Shape and type are the same at all ranks.
+    The tensor must have the same shape and type at all ranks.
     """
     if _wants_grad(tensor):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
@@ -658,7 +667,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrites a tensor as ``broadcast`` would, without autograd."""
+    """Overwrites a tensor with that of rank root_rank, without autograd, and returns it."""
     return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
 
 
@@ -678,15 +687,15 @@ def _splits(splits: _Splits, tensor: Tensor, process_set: ProcessSet) -> Tuple[i
 def alltoall_async(
     tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` always returns the tensor and
-    the splits.
+    """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` returns the tensor and the
+    received splits, whether or not splits are given here.
     """
     given = _splits(splits, tensor, process_set)
     return _handles.add(_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given), _with_splits)
 
 
 class HorovodAlltoall(torch.autograd.Function):
-    """An alltoall whose gradient sends the rows of the gradient back."""
+    """An alltoall. Its gradient is the alltoall that sends the rows of the gradient back to their senders."""
 
     @staticmethod
     def forward(
@@ -703,7 +712,7 @@ class HorovodAlltoall(torch.autograd.Function):
             alltoall_async, grad_output.contiguous(), ctx.received, process_set=ctx.ps
         ))
         if grad.shape[0] < ctx.rows:
-            # The rows after the last split were not sent, so their gradient is zero.
+            # The rows after the last split were not sent to any rank, so their gradient is zero.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
             grad = torch.cat([grad, grad.new_zeros(rest)])
         return grad, None, None, None
@@ -712,10 +721,10 @@ class HorovodAlltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """Sends rows to all members: splits[i] to the i-th or, without splits, the same number to each.
+    """Sends rows to all members: splits[i] rows to member i. Without splits each member gets the same number of rows.
 
-    Returns the received rows, in the order of the members, and, if splits were given, the number of rows received
-    from each, as int32.
+    Returns the received rows, in the order of the members. If splits are given, it also returns the number of rows
+    received from each member, as an int32 tensor.
     """
     if _wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
@@ -729,7 +738,8 @@ def alltoall(
 
 def _scattered(op: int) -> int:
     if op not in (Average, Sum):
-        # Horovod raises this exception. The sidecar supports the operation; gohvd.numpy uses it.
+        # Horovod raises this exception for other reductions, and so does this module. The sidecar and gohvd.numpy do
+        # support them.
         raise HorovodInternalError(f"reducescatter: got op {op!r}, want Average or Sum")
     return op
 
@@ -749,7 +759,7 @@ def reducescatter_async(
 
 
 def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
-    """Returns the factor by which the gathered gradients of a reducescatter are multiplied."""
+    """Returns the factor by which the gathered gradients of a reducescatter must be multiplied."""
     members = ps.size()
     assert members is not None
     return pre * post * (members if op == Sum else 1)
@@ -782,7 +792,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduces a tensor as ``allreduce`` does, and returns this rank's part of the rows.
 
-    The parts are as even as possible; the first ranks have one row more.
+    The parts are as even as possible: if the rows do not divide evenly, the first ranks get one row more.
     """
     compressed, ctx = compression.compress(tensor)
     if _wants_grad(compressed):
@@ -811,7 +821,7 @@ def grouped_reducescatter_async(
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
-    """A grouped reducescatter with the gradient of HorovodReducescatter."""
+    """A grouped reducescatter. The gradient of each tensor is that of HorovodReducescatter."""
 
     @staticmethod
     def forward(
@@ -837,7 +847,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> List[Tensor]:
-    """Reduces and scatters the tensors of a group as ``reducescatter`` does, all or none, and returns the results."""
+    """Reduces and scatters tensors as ``reducescatter`` does, and returns the results. All of them are reduced or none.
+    """
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]
     if any([_wants_grad(t) for t in compressed]):
@@ -858,12 +869,12 @@ def join(device: int = -1) -> int:
     """Declares that this rank has no more data, waits until all ranks have joined, and returns the rank that joined
     last.
 
-    Meanwhile this rank takes part in the allreduces of the others. device is an argument of Horovod and has no
-    effect here.
+    While it waits, this rank takes part in the allreduces of the other ranks. device is an argument of Horovod and has
+    no effect here.
     """
     return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all members have called it."""
+    """Waits until all members of the process set have called barrier."""
     _engine.engine.simple(wire.BARRIER, process_set)

@@ -33,29 +33,31 @@ from gohvd.torch.mpi_ops import (
 _Named = Iterable[Tuple[str, torch.Tensor]]
 _Groups = Union[None, int, List[List[torch.Tensor]]]
 
-# Compressors that only need memory of another type.
+# Compressors that only cast to another type. _compress does their work itself, in shared memory.
 _CASTS = (Compression.fp16, Compression.bf16)
 
 _HAS_POST_HOOK = hasattr(torch.Tensor, "register_post_accumulate_grad_hook")
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The common part of the two distributed optimizers: names, hooks, and when a gradient is complete.
+    """The common part of the two distributed optimizers. It names parameters, installs hooks, and finds when a gradient
+    is complete.
 
-    An instance is of a class made for it, which derives from this class and from the class of the optimizer that it
-    replaces. It shares that optimizer's param groups and state.
+    DistributedOptimizer makes a class for each instance, which derives from a subclass of this class and from the class
+    of the replaced optimizer. The instance shares the param groups and the state of the replaced optimizer.
     """
 
-    # These are declared for readers and type checkers; _take_over sets them.
+    # These attributes are declared for readers and type checkers. _take_over sets them.
     process_set: ProcessSet
     backward_passes_per_step: int
     _compression: Type[Compressor]
     _parameter_names: Dict[torch.Tensor, str]
     _requires_update: Dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
-    _allreduce_delay: Dict[torch.Tensor, int]  # backward passes until the gradient is reduced
-    # Handle and decompression context of each operation in flight, by parameter or tuple of them.
+    _allreduce_delay: Dict[torch.Tensor, int]  # by parameter: how many backward passes its gradient still waits for
+    # The handle and the decompression context of each operation in flight. The key is a parameter, or for a group the
+    # tuple of its parameters.
     _handles: Dict[Any, Tuple[Any, Any]]
-    _wires: Dict[torch.Tensor, torch.Tensor]  # memory of compressed tensors, by parameter
+    _wires: Dict[torch.Tensor, torch.Tensor]  # by parameter: shared memory for the compressed tensor
 
     def _take_over(
         self,
@@ -65,7 +67,8 @@ class _Distributed(torch.optim.Optimizer):
         backward_passes_per_step: int,
         process_set: ProcessSet,
     ) -> None:
-        # A learning rate scheduler replaces the step method of its optimizer; that method belongs to the old optimizer.
+        # Attributes that replace a method of the class are not copied: a learning rate scheduler sets such a step
+        # method, which calls the old optimizer.
         own = {k: v for k, v in vars(optimizer).items() if not (callable(v) and callable(getattr(type(optimizer), k, None)))}
         vars(self).update(own)
         self.param_groups = list(optimizer.param_groups)
@@ -100,8 +103,8 @@ class _Distributed(torch.optim.Optimizer):
             return
         self._requires_update[p] = None
         self._allreduce_delay[p] = self.backward_passes_per_step
-        # Neither hook keeps this optimizer alive: otherwise it would still reduce when a second one over the same
-        # parameters is made.
+        # The hooks refer to this optimizer weakly. Otherwise they would keep it alive, and it would go on reducing
+        # after the program has made another optimizer over the same parameters.
         this = weakref.ref(self)
 
         def ready(p: torch.Tensor) -> None:
@@ -113,7 +116,7 @@ class _Distributed(torch.optim.Optimizer):
             hook = p.register_post_accumulate_grad_hook(ready)
             weakref.finalize(self, hook.remove).atexit = False
         else:
-            # The node that accumulates into p.grad lives only as long as something refers to it.
+            # _grad_accs keeps the node that accumulates into p.grad alive: autograd refers to the node only weakly.
             accumulate = p.expand_as(p).grad_fn.next_functions[0][0]
             accumulate.register_hook(lambda *_: ready(p))
             self._grad_accs.append(accumulate)
@@ -124,18 +127,18 @@ class _Distributed(torch.optim.Optimizer):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        # Before torch 2.1 this is also called if a backward pass computes no gradient.
+        # p.grad may be None: before torch 2.1 the hook also runs if a backward pass computes no gradient for p.
         if p.grad is not None and p.grad.requires_grad:
             raise AssertionError("cannot reduce gradients that require gradients (backward with create_graph=True)")
         self._allreduce_delay[p] -= 1
         self._accumulated(p, self._allreduce_delay[p] == 0)
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
-        """Is called when a backward pass has added to p.grad. last is true for the last pass of the step."""
+        """Handles a backward pass that has added to p.grad. last is true if it is the last pass of the step."""
         raise NotImplementedError
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets after how many backward passes gradients are reduced, from the next step on."""
+        """Sets the number of backward passes after which gradients are reduced. It applies from now on."""
         self.backward_passes_per_step = passes
         self._reset_delays()
 
@@ -149,7 +152,7 @@ class _Distributed(torch.optim.Optimizer):
             super().load_state_dict(*args, **kwargs)
 
     def _forget(self) -> None:
-        """Starts the step again. Operations in flight go on, and their results are not waited for."""
+        """Discards what the current step has begun. Operations in flight go on, but nobody waits for their results."""
         _forget(self._handles)
         self._reset_delays()
 
@@ -162,18 +165,20 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
-        """Returns the tensor to transmit for tensor, which has p's elements, and the context that decompresses it."""
+        """Compresses tensor, which belongs to parameter p. Returns the tensor to transmit and the context for
+        decompress.
+        """
         if self._compression not in _CASTS or not tensor.dtype.is_floating_point or not _can_be_shared(tensor):
             return self._compression.compress(tensor)
         wire = self._wires.get(p)
-        # A program may change the memory order of p.
+        # The shape changes if the program changes the memory order of p, because _flat depends on that order.
         if wire is None or wire.shape != tensor.shape:
             wire = self._wires[p] = alloc_tensor(tuple(tensor.shape), self._compression.wire_dtype)
         return wire.copy_(tensor), tensor.dtype
 
     def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
-        """Waits for all operations in flight and passes each to done. If some fail, raises the first error when all
-        have ended.
+        """Waits for all operations in flight and calls done with the result of each. If operations fail, it raises the
+        first error after all have ended.
         """
         error: Optional[BaseException] = None
         others = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
@@ -183,7 +188,7 @@ class _Distributed(torch.optim.Optimizer):
                     if callable(handle):
                         output = handle()
                     else:
-                        others.pop()  # itself
+                        others.pop()  # removes handle itself
                         output = synchronize_next(handle, others)
                     done(key, output, ctx)
                 except Exception as e:
@@ -195,15 +200,15 @@ class _Distributed(torch.optim.Optimizer):
 
 
 def _forget(handles: Dict[Any, Tuple[Any, Any]]) -> None:
-    """Discards the handles of an optimizer, so that others may use the names."""
+    """Discards the handles of an optimizer, so that other operations can use their names."""
     for handle, _ in handles.values():
         forget(handle)
     handles.clear()
 
 
 class _Memory:
-    """Shared memory for one gradient after another. Each takes the place of the last if nothing refers to that any
-    more.
+    """Shared memory for the successive gradients of a parameter. A new gradient reuses the memory of the previous one
+    if nothing refers to the previous one any more.
     """
 
     def __init__(self) -> None:
@@ -212,8 +217,8 @@ class _Memory:
         self._last: Callable[[], Optional[memoryview]] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the size, type and memory layout of like. Autograd requires that gradients have the
-        layout of their parameters.
+        """Returns a tensor with the size, type and memory layout of like. The layout must be that of the parameter,
+        because autograd requires that of gradients.
         """
         count = like.numel()
         if count == 0:
@@ -221,7 +226,8 @@ class _Memory:
         nbytes = count * like.element_size()
         if self._block is None or self._block.nbytes != nbytes or self._last() is not None:
             self._block = gohvd.alloc(nbytes)
-        # A tensor's storage, which all of its views share, refers to the buffer that it was made of.
+        # The storage of the tensor refers to this buffer, and all views of the tensor share the storage. So the weak
+        # reference is dead when neither the tensor nor a view is left.
         buffer = self._block.view[:]
         self._last = weakref.ref(buffer)
         flat = torch.frombuffer(buffer, dtype=like.dtype)
@@ -230,8 +236,8 @@ class _Memory:
 
 
 def _oversubscribed_host() -> bool:
-    """Returns whether a trainer and its sidecar cannot run at once and have no ranks on other hosts to communicate
-    with meanwhile.
+    """Returns whether the host has too few processors for trainers and sidecars to run at the same time. It returns
+    False if the job has ranks on other hosts, because then communication also waits for the network.
     """
     all_of_them = os.cpu_count() or 1
     mine = len(os.sched_getaffinity(0))
@@ -240,7 +246,7 @@ def _oversubscribed_host() -> bool:
 
 
 class _DistributedOptimizer(_Distributed):
-    """Reduces gradients, then steps."""
+    """A distributed optimizer that reduces the gradients over all ranks, and then steps on the result."""
 
     op: int
     gradient_predivide_factor: float
@@ -252,21 +258,23 @@ class _DistributedOptimizer(_Distributed):
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.sparse_as_dense = sparse_as_dense
-        # A compressed gradient is not reduced in place.
+        # Gradients are moved into shared memory only without compression, because a compressed gradient is not reduced
+        # in place.
         self._views = views and self._compression is Compression.none
-        self._memory: Dict[torch.Tensor, _Memory] = {}  # of gradients, by parameter
-        # The number of sparse dimensions, by parameter with sparse gradients.
+        self._memory: Dict[torch.Tensor, _Memory] = {}  # by parameter: the shared memory of its gradients
+        # By parameter with sparse gradients: their number of sparse dimensions.
         self._was_sparse: Dict[torch.Tensor, int] = {}
         self._oversubscribed = _oversubscribed_host()
         self._synchronized = False
         self._should_synchronize = True
         self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
-        self._group_counts: Dict[Tuple[torch.Tensor, ...], int] = {}  # members whose gradients are complete
+        self._group_counts: Dict[Tuple[torch.Tensor, ...], int] = {}  # by group: how many gradients are complete
         if groups and self._hooked:
             self._form_groups(groups)
 
     def _form_groups(self, groups: Union[int, List[List[torch.Tensor]]]) -> None:
-        # All ranks must form the same groups, but optimizers may list parameters in different orders.
+        # All ranks must form the same groups, but their optimizers may list the parameters in different orders. So the
+        # first rank's order decides.
         root = self.process_set.ranks[0]
         names = broadcast_object(
             [self._parameter_names[p] for p in self._requires_update], root, "optimizer_groups", self.process_set
@@ -278,7 +286,7 @@ class _DistributedOptimizer(_Distributed):
             ends = [i * each + min(i, more) for i in range(groups + 1)]
             parts = [params[a:b] for a, b in zip(ends, ends[1:])]
         else:
-            # Parameters that are in no group are reduced one by one.
+            # Parameters that are in none of the groups are reduced one by one.
             parts = [[p for p in params if any(p is q for q in group)] for group in groups]
         for group in map(tuple, parts):
             self._group_counts[group] = 0
@@ -291,8 +299,8 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            # If no processor is free to reduce during the backward pass, the sidecar is notified of its gradients
-            # at its end.
+            # If no processor is free to reduce gradients during the backward pass, the sidecar is notified of them at
+            # the end of the pass.
             later = self._oversubscribed and p.device.type == "cpu"
             if later:
                 torch.autograd.Variable._execution_engine.queue_callback(notify_now)
@@ -303,10 +311,10 @@ class _DistributedOptimizer(_Distributed):
             self._submit_group(group)
 
     def _share_gradient(self, p: torch.Tensor) -> torch.Tensor:
-        """Moves p.grad into memory that all ranks of the host reduce in place, unless it is there already, and
-        returns it.
+        """Moves p.grad into shared memory, which the ranks of the host reduce in place, and returns it. A gradient that
+        is in shared memory already is not moved.
 
-        References to a gradient that zero_grad has taken from p keep their values.
+        If zero_grad has set p.grad to None, references to the old gradient keep its values.
         """
         grad = p.grad
         if grad is None:
@@ -333,12 +341,12 @@ class _DistributedOptimizer(_Distributed):
         return memory
 
     def _factors(self) -> Tuple[float, float]:
-        # The average divides by size in addition to the second factor.
+        # With Average the operation itself also divides by the number of ranks.
         f = self.gradient_predivide_factor
         return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
 
     def _submit(self, p: torch.Tensor, later: bool = False) -> None:
-        """Begins to reduce p's gradient. later true means that begin_allreduce_ is used."""
+        """Begins to reduce p's gradient. If later is true, the sidecar may be notified later: see begin_allreduce_."""
         grad = self._share_gradient(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
@@ -372,8 +380,8 @@ class _DistributedOptimizer(_Distributed):
         self._handles[tuple(dense)] = (handle, [ctx for _, ctx in wires])
 
     def synchronize(self) -> None:
-        """Waits until every p.grad is reduced over all ranks. Gradients that this rank has not computed count as
-        zeros.
+        """Waits until the gradients of all parameters are reduced over all ranks. A gradient that this rank has not
+        computed counts as zeros.
         """
         if self._hooked:
             submitted = set()
@@ -402,21 +410,21 @@ class _DistributedOptimizer(_Distributed):
     @torch.no_grad()
     def _receive(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
         """Sets p.grad to the result of the reduction."""
-        # Our own memory needs no decompression, because copy_ converts.
+        # A result in the memory of _wires needs no decompression, because copy_ below converts its type.
         if ctx is None or output is not self._wires.get(p):
             output = self._compression.decompress(output, ctx)
         grad = p.grad
         if grad is None:
             p.grad = _unflat(output, p.shape).to(p.dtype)
         elif grad.is_sparse:
-            # Keep the same object, as for dense gradients, because a program may refer to it.
+            # The object stays the same, as for dense gradients, because the program may refer to it.
             grad.zero_().add_(output if output.is_sparse else output.to_sparse(grad.sparse_dim()))
         elif grad.data_ptr() != output.data_ptr():
             grad.copy_(_unflat(output, grad.shape))
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it step() does not synchronize, for programs that have called synchronize().
+        """Is a context in which step() does not synchronize, for programs that have called synchronize() themselves.
 
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -444,11 +452,14 @@ class _DistributedOptimizer(_Distributed):
         self._synchronized = False
         return super().step() if closure is None else super().step(closure)
 
-    # Without this mark torch wraps the class's step, at load_state_dict at the latest, and step hooks run twice.
+    # This mark keeps torch from wrapping the step of this class, which it otherwise does at the latest in
+    # load_state_dict. Then step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a closure that calls closure and then waits until the gradients are reduced over all ranks."""
+        """Returns a function that calls closure, waits until the gradients are reduced over all ranks, and returns the
+        loss. If operations are in flight already, it waits for them first.
+        """
         if self._handles:
             self.synchronize()
 
@@ -468,7 +479,9 @@ class _DistributedOptimizer(_Distributed):
 
 
 class _DistributedAdasumOptimizer(_Distributed):
-    """Steps on this rank's gradients as they become complete, and adds the Adasum of all ranks' steps to the weights."""
+    """A distributed optimizer that combines the ranks' steps. When a gradient is complete, it computes the step that
+    this rank alone would make. Then it adds the Adasum of all ranks' steps to the weights.
+    """
 
     def _begin(self) -> None:
         self._deltas: Dict[torch.Tensor, torch.Tensor] = {}
@@ -490,14 +503,14 @@ class _DistributedAdasumOptimizer(_Distributed):
         start.copy_(p)
         self._step_on(p)
         torch.sub(p, start, out=delta)
-        # Until step() the weights keep their values for all readers.
+        # The weights get their old values back, because they must not change before step().
         p.copy_(start)
         wire, ctx = self._compress(p, delta)
         handle = allreduce_async_(wire, name=self._parameter_names[p], op=Adasum, process_set=self.process_set)
         self._handles[p] = (handle, ctx)
 
     def _step_on(self, p: torch.Tensor) -> None:
-        """Makes the optimizer step on p only."""
+        """Makes the replaced optimizer's step, for parameter p only."""
         params = [group["params"] for group in self.param_groups]
         try:
             for group in self.param_groups:
@@ -508,7 +521,7 @@ class _DistributedAdasumOptimizer(_Distributed):
                 group["params"] = all_of_it
 
     def synchronize(self) -> None:
-        """Does nothing: the ranks exchange their steps, for which step() waits."""
+        """Does nothing, because the ranks exchange steps, not gradients, and step() waits for them."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -536,12 +549,12 @@ class _DistributedAdasumOptimizer(_Distributed):
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor can be in shared memory."""
+    """Returns whether a tensor can be in shared memory: it is dense and on the CPU."""
     return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's elements are without gaps, but in the order of channels_last."""
+    """Returns whether the elements of a tensor have no gaps in memory and are in channels_last order."""
     return not tensor.is_contiguous() and (
         tensor.is_contiguous(memory_format=torch.channels_last)
         if tensor.dim() == 4
@@ -550,10 +563,10 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Returns p's gradient as a tensor that can be sent, in the memory order of p.
+    """Returns p's gradient as a contiguous tensor that can be sent. Its elements are in the memory order of p.
 
-    All ranks have the order of p in common, but not the orders of their gradients. A dense gradient that has the
-    order of p is not copied.
+    All ranks must send the elements in the same order. They have the memory order of p in common, but their gradients
+    may have different orders. A dense gradient in the memory order of p is not copied.
     """
     if grad.is_sparse:
         grad = grad.to_dense()
@@ -564,14 +577,16 @@ def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Reverses _flat."""
+    """Returns a tensor that _flat has returned in its original shape. It reverses _flat."""
     if tensor.shape == shape:
         return tensor
     return tensor.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[torch.Tensor, str]:
-    """Returns the parameters' names. Raises ValueError for names that cannot be right."""
+    """Returns the names of all parameters. Raises ValueError if named is malformed, has a name twice, or lacks a
+    parameter.
+    """
     if named is None:
         return {
             p: f"allreduce.noname.{number}.{i}"
@@ -633,26 +648,29 @@ def DistributedOptimizer(
 ) -> Any:
     """Returns an optimizer that replaces optimizer and steps on the gradients of all ranks.
 
-    It is of a class derived from optimizer's class, and also has synchronize(), skip_synchronize() and
-    set_backward_passes_per_step(). The reduction of gradients starts while backward runs, or at its end if there is
-    no processor to reduce them on; step() waits for all. Call zero_grad before the next backward, or after
-    synchronize().
+    Its class derives from the class of optimizer. It also has the methods synchronize(), skip_synchronize() and
+    set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that, they
+    are reduced when backward ends. step() waits until all gradients are reduced. Call zero_grad after step() or
+    synchronize(), before the next backward.
 
-    named_parameters: model.named_parameters(), all of the optimizer's, with names that are the same at all ranks. Without it
-        the parameters are named by their positions.
-    compression: how gradients are compressed.
-    backward_passes_per_step: how many backward passes add up before gradients are reduced. Their sum is not divided.
-    op: Average, Sum, ...; with Adasum the ranks step on their own and combine the steps.
-    gradient_predivide_factor: with Average, divide by this before the sum and by size/this after it.
-    groups: lists of parameters that are reduced together, or the number of groups to make of all. num_groups is the old name.
-    sparse_as_dense: sparse gradients are sent as dense ones.
-    process_set: the ranks that reduce their gradients. At other ranks nothing is sent.
-    gradient_as_arena_view: dense gradients on the CPU are moved into shared memory when they first appear. p.grad stays
-        there and is reduced without a copy. After zero_grad(set_to_none=True) the next gradient is moved again. If the
-        process forks, parent and child share gradients.
+    named_parameters: model.named_parameters(). It must name all parameters of the optimizer, with the same names at all
+        ranks. Without it the parameters are named by their positions.
+    compression: the compressor of the gradients.
+    backward_passes_per_step: the number of backward passes whose gradients are added up before they are reduced. The
+        sum is not divided by this number.
+    op: the reduction: Average, Sum, ... With Adasum each rank computes its own step, and the steps are combined.
+    gradient_predivide_factor: with Average, gradients are divided by this factor before the sum, and by size divided by
+        this factor after it.
+    groups: lists of parameters whose gradients are reduced together, or the number of groups to divide all parameters
+        into. num_groups is the old name of this argument.
+    sparse_as_dense: if true, sparse gradients are sent as dense tensors.
+    process_set: the ranks that reduce their gradients. Other ranks send nothing.
+    gradient_as_arena_view: if true, dense gradients on the CPU are moved into shared memory when they first appear.
+        p.grad stays there and is reduced without a copy. After zero_grad(set_to_none=True) the next gradient is moved
+        again. If the process forks, parent and child share the gradients.
 
-    A step with a closure synchronizes after each call of it. Raises ValueError if the arguments make no sense.
-    backward, synchronize and step raise the errors of the operations.
+    If step is called with a closure, the optimizer synchronizes after each call of the closure. Raises ValueError if
+    arguments are invalid or contradict each other. backward, synchronize and step raise the errors of the operations.
     """
     if gradient_predivide_factor != 1.0:
         if rocm_built():

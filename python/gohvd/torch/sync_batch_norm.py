@@ -12,11 +12,11 @@ from gohvd.torch.mpi_ops import Sum, allgather, allreduce, size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalizes as BatchNorm would normalize the concatenation of all ranks' batches, on the CPU too.
+    """Normalizes as BatchNorm would normalize the concatenation of all ranks' batches. It also runs on the CPU.
 
-    Input is (N, C, ...); N may differ between the ranks and be 0. In training each forward pass makes one allgather
-    of 2C+1 elements and each backward pass one allreduce of 2C, so all ranks must make the passes in the same
-    order. The gradients of weight and bias are those of this rank's batch, as for other layers;
+    The input has the shape (N, C, ...). N may differ between ranks, and may be 0. In training each forward pass makes
+    one allgather of 2C+1 elements, and each backward pass one allreduce of 2C elements. So all ranks must make their
+    passes in the same order. As in other layers, the gradients of weight and bias are those of this rank's batch, and
     DistributedOptimizer combines them.
     """
 
@@ -53,8 +53,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Computes the normalized input, and the mean, biased variance and number of elements of each channel over all
-    ranks.
+    """Computes the normalized input. Also returns the mean and the biased variance of each channel, and the number of
+    elements per channel, over all ranks.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Normalize(torch.autograd.Function):
             raise ValueError(
                 f"expected more than 1 value per channel over all ranks when training, got input size {tuple(input.shape)}"
             )
-        # The formula of Chan, Golub and LeVeque (1979) avoids the difference of large sums.
+        # The variances are combined by the formula of Chan, Golub and LeVeque (1979), which subtracts no large sums.
         mean = (rows[:, :channels] * counts).sum(0) / total
         apart = rows[:, :channels] - mean
         variance = ((rows[:, channels:-1] + apart * apart) * counts).sum(0) / total
@@ -101,7 +101,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = d_bias = d_input = None
         if weight is not None:
             d_weight, d_bias = sum_dy_normal.to(weight.dtype), sum_dy.to(weight.dtype)
-        # All ranks take part or none, because the input requires a gradient at all ranks or at none.
+        # All ranks enter this branch or none, because the input requires a gradient at all ranks or at none.
         if ctx.needs_input_grad[0]:
             sums = torch.stack([sum_dy, sum_dy_normal])
             if size() > 1:
