@@ -6,22 +6,25 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// record is one call of the timeline: an operation, a measurement of the clock, or the beginning of a cycle.
+// record is what one call of the timeline recorded: an operation, a clock measurement, or the beginning of a
+// cycle.
 type record struct {
 	trace.Operation
-	// offset is the measurement of the clock; nil for other records.
+	// offset is the clock measurement. It is nil in other records.
 	offset *trace.Offset
-	// cycle says that a cycle began at Granted.
+	// cycle is set if the record marks the beginning of a cycle, at time Granted.
 	cycle bool
-	// fused is the number of tensors in the operation, including those that an absent rank had not submitted.
+	// fused is the number of tensors in the operation. It also counts tensors that this rank had not
+	// submitted because it was an absent rank.
 	fused int32
 }
 
-// when returns the time by which the ring decides whether the record is recent.
+// when returns the time of the record. The ring keeps a record while this time is recent.
 func (r *record) when() time.Duration { return max(r.Granted, r.Ended) }
 
-// batch holds records in flat memory of fixed capacity, so that adding one only copies. An operation that is
-// larger than an empty batch gets memory of its own: one such operation at a time, until reset.
+// batch holds records in flat slices of fixed capacity, so that adding a record only copies. An operation
+// that does not fit even into an empty batch gets memory of its own. A batch holds at most one such operation
+// until reset.
 type batch struct {
 	records    []record
 	tensors    []trace.Tensor
@@ -30,24 +33,24 @@ type batch struct {
 	grown      bool
 }
 
-// The capacity of a batch for activities and arrivals, per tensor.
+// A batch has room for this many activities and arrivals per tensor, on average.
 const (
 	activitiesPerTensor = 2
 	arrivalsPerTensor   = 32
 )
 
-// newBatch returns an empty batch with room for a number of tensors.
+// newBatch returns an empty batch with room for the given number of tensors.
 func newBatch(tensors int) *batch {
 	return &batch{
 		records: make([]record, 0, tensors), tensors: make([]trace.Tensor, 0, tensors),
 		activities: make([]trace.Activity, 0, activitiesPerTensor*tensors),
-		// Only rank 0 has arrivals. On other ranks the pages stay untouched, and the garbage collector does
-		// not scan them: they hold no pointers.
+		// Only rank 0 has arrivals. At other ranks this memory costs nothing: its pages stay untouched, and
+		// the garbage collector does not scan it, because it holds no pointers.
 		arrivals: make([]time.Duration, 0, arrivalsPerTensor*tensors),
 	}
 }
 
-// operation copies op into the batch. It reports false if there is no room; then the batch is unchanged.
+// operation copies op into the batch. If there is no room it returns false and leaves the batch unchanged.
 func (b *batch) operation(op *trace.Operation) bool {
 	tensors, arrivals, fused := 0, 0, int32(0)
 	for i := range op.Tensors {
@@ -86,23 +89,25 @@ func (b *batch) operation(op *trace.Operation) bool {
 	return true
 }
 
-// stoodIn reports whether the rank took part in n as an absent rank: it had joined and has not submitted the
-// tensor.
+// stoodIn reports whether the rank executed op as an absent rank for tensor n, that is, without having
+// submitted n.
 func stoodIn(op *trace.Operation, n *trace.Tensor) bool { return op.Absent && n.Submitted == 0 }
 
-// keep appends a copy of what to memory, which must have room for it, and returns the copy.
+// keep appends the elements of what to memory and returns the copied part. The memory must have room for
+// them.
 func keep[T any](memory *[]T, what []T) []T {
 	n := len(*memory)
 	*memory = append(*memory, what...)
 	return (*memory)[n:]
 }
 
-// room reports whether the batch has capacity for the given totals.
+// room reports whether the capacity of the batch suffices for these total numbers of tensors, activities and
+// arrivals.
 func (b *batch) room(tensors, activities, arrivals int) bool {
 	return tensors <= cap(b.tensors) && activities <= cap(b.activities) && arrivals <= cap(b.arrivals)
 }
 
-// mark adds a record that is not an operation. It reports false if there is no room.
+// mark adds a record that is not an operation. If there is no room it returns false.
 func (b *batch) mark(r record) bool {
 	if len(b.records) == cap(b.records) {
 		return false
@@ -118,7 +123,7 @@ func (b *batch) fill() float64 {
 		part(len(b.activities), cap(b.activities)), part(len(b.arrivals), cap(b.arrivals)))
 }
 
-// reset empties the batch and drops its references to names, errors and extra memory.
+// reset empties the batch, and drops its references to names, errors and extra memory.
 func (b *batch) reset() {
 	clear(b.records)
 	clear(b.tensors)

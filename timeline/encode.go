@@ -7,20 +7,20 @@ import (
 	"hash/crc32"
 )
 
-// closing is the last text of every file.
+// closing is the text that ends every file: it closes the JSON array.
 const closing = "\n]\n"
 
-// encoder turns text into the bytes of the file.
+// encoder encodes the text of a file: as it is, or compressed.
 type encoder interface {
-	// reset begins a file.
+	// reset prepares the encoder for a new file.
 	reset()
-	// encode appends the encoding of text to dst. The result ends at a byte boundary, and no part of the text
-	// is held back. If dst is empty, encode may return the memory of text as out and dst as next, the buffer
-	// for the next text.
+	// encode appends the encoding of the whole text to dst. The result ends at a byte boundary. If dst is
+	// empty, encode may return text itself as out, and dst as next, the buffer to use for the next text.
 	encode(dst, text []byte) (out, next []byte)
-	// tail appends the bytes that complete the file. The state of the encoder is unchanged.
+	// tail appends to dst the bytes that would complete the file now. It does not change the state of the
+	// encoder.
 	tail(dst []byte) []byte
-	// most returns an upper bound of the encoded size of n bytes of text and the tail.
+	// most returns an upper bound for the encoded size of n bytes of text with the tail.
 	most(n int) int64
 }
 
@@ -38,9 +38,9 @@ func (plain) encode(dst, text []byte) (out, next []byte) {
 	return append(dst, text...), text[:0]
 }
 
-// gzipped is an encoder that writes one gzip member (RFC 1952), which can end after every piece. Each piece
-// ends at a byte boundary (a sync flush), and the tail is a stored block with the end of the text, and the
-// checksum. So the file has one member, as usual, and readers need no support for several.
+// gzipped is an encoder that writes one gzip member (RFC 1952). The file can be completed after every piece
+// of text: each piece ends at a byte boundary (a sync flush), and the tail is a stored block with the closing
+// text, then the checksum. So a file has only one member, and readers need no support for several.
 type gzipped struct {
 	out   bytes.Buffer
 	w     *flate.Writer
@@ -54,7 +54,7 @@ func (g *gzipped) reset() {
 	if g.w == nil {
 		w, err := flate.NewWriter(&g.out, flate.BestSpeed)
 		if err != nil {
-			panic(err) // the level is a constant
+			panic(err) // cannot fail: the level is a valid constant
 		}
 		g.w = w
 	}
@@ -65,11 +65,12 @@ func (g *gzipped) reset() {
 func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 	if !g.begun {
 		g.begun = true
-		// The header of RFC 1952: deflate, no flags, no time, fastest, unknown system.
+		// The header of RFC 1952: method deflate, no flags, no modification time, fastest level, unknown
+		// system.
 		dst = append(dst, 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255)
 	}
 	g.out.Reset()
-	// A bytes.Buffer returns no errors.
+	// Write and Flush cannot fail, because a bytes.Buffer returns no errors.
 	_, _ = g.w.Write(text)
 	_ = g.w.Flush()
 	g.sum = crc32.Update(g.sum, crc32.IEEETable, text)
@@ -87,6 +88,6 @@ func (g *gzipped) tail(dst []byte) []byte {
 	return binary.LittleEndian.AppendUint32(dst, g.size+uint32(n))
 }
 
-// most counts 5 bytes for each block, because incompressible blocks are stored (compress/flate makes them of
-// at least 16 KiB), and 80 bytes for header, flush and tail.
+// most adds 5 bytes for each block, because incompressible blocks are stored, and 80 bytes for header, flush
+// and tail. compress/flate stores blocks of at least 16 KiB.
 func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 80 }

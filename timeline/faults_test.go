@@ -25,8 +25,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// child runs the part of a test that needs a process of its own. The test starts its own binary again and
-// passes what and args.
+// child runs the part of a test that needs a process of its own, and exits. The test starts its own binary
+// with what and args, and TestMain calls child there.
 func child(what string, args []string) {
 	var err error
 	switch what {
@@ -52,8 +52,8 @@ func command(t *testing.T, args ...string) *exec.Cmd {
 	return exec.CommandContext(testnet.Context(t), self, append([]string{"child"}, args...)...)
 }
 
-// writeForever records operations as fast as it can. After each Write it prints the number of the last
-// operation before it, until it is killed.
+// writeForever records operations as fast as it can until it is killed. After each Write it prints the number
+// of the last operation recorded before this Write.
 func writeForever(path, most string) error {
 	cfg := testConfig(path)
 	var err error
@@ -68,7 +68,7 @@ func writeForever(path, most string) error {
 	}
 	number := uint64(0)
 	for {
-		for range 1 + rand.IntN(100) { // the smaller segments have room for about 7 operations
+		for range 1 + rand.IntN(100) { // the smallest segments have room for about 7 operations
 			number++
 			tl.Record(simple(number, "a", "b\n", "c"))
 		}
@@ -81,8 +81,9 @@ func writeForever(path, most string) error {
 	}
 }
 
-// A process that writes a timeline is killed at random moments. The file then has everything that was
-// recorded before the last Write that returned, and it is complete except for a write that the kill has cut.
+// A process that writes a timeline is killed at random moments. Then the file has all operations that were
+// recorded before the last Write that returned. The file is complete, except for a write that was in
+// progress.
 func TestKilled(t *testing.T) {
 	for _, c := range []struct {
 		name, most string
@@ -95,7 +96,7 @@ func TestKilled(t *testing.T) {
 			dir, cut := t.TempDir(), 0
 			path := filepath.Join(dir, c.name)
 			for range c.kills {
-				// Each process starts in the folder where the killed one has left its files.
+				// Each process starts in the folder in which the previous one has left its files.
 				cmd := command(t, "write", path, c.most)
 				var stderr bytes.Buffer
 				cmd.Stderr = &stderr
@@ -177,10 +178,10 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 		if err != nil {
 			t.Fatal(err)
 		}
-		b, _ = io.ReadAll(z) // up to the place where the data ends
+		b, _ = io.ReadAll(z) // the data may end within the gzip stream: use what comes before
 	}
-	// Only the last event of an operation has "fused". Cut the text after the last such event that is
-	// complete.
+	// Only the last event of an operation has "fused". Cut the text after the last complete event of this
+	// kind.
 	end := bytes.LastIndex(b, []byte(`"fused":`))
 	if k := bytes.IndexByte(b[max(end, 0):], '\n'); end >= 0 && k < 0 {
 		end = bytes.LastIndex(b[:end], []byte(`"fused":`))
@@ -196,12 +197,11 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 	return s, true
 }
 
-// A reader that opens the file while it is written reads a complete timeline, if the size of the file has not
-// changed meanwhile. The only exception is a reader that comes in the middle of a write: the kernel shows the
-// new bytes before the new size.
+// A reader opens the file while it is being written. If the size of the file does not change while it is
+// read, the reader gets a complete timeline.
 func TestReadWhileWriting(t *testing.T) {
-	// Small segments make it likely that the reader sees a change of segments. The large ones have some
-	// hundred events.
+	// With small segments it is likely that a reader sees a change of segments. The large ones have hundreds
+	// of events.
 	for _, most := range []int64{80_000, 800_000} {
 		path := filepath.Join(t.TempDir(), "t.json")
 		cfg := testConfig(path)
@@ -262,7 +262,7 @@ func TestReadWhileWriting(t *testing.T) {
 func usage(t *testing.T, dir string) (sum int64) {
 	t.Helper()
 	for _, name := range folder(t, dir) {
-		// The file may have been removed since folder listed it.
+		// Ignore the error of a file that was removed after folder listed it.
 		if at, err := os.Stat(filepath.Join(dir, name)); err == nil && !strings.HasPrefix(name, ".") {
 			sum += at.Size()
 		}
@@ -270,7 +270,8 @@ func usage(t *testing.T, dir string) (sum int64) {
 	return sum
 }
 
-// The files never take more than MaxBytes, although much more is recorded.
+// The files never take more than MaxBytes, even if far more is recorded. Old segments are removed, and the
+// last operations are in the files.
 func TestCap(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		dir := t.TempDir()
@@ -298,7 +299,7 @@ func TestCap(t *testing.T) {
 		if tl.Dropped() > 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		var last uint64 // it is in the segment before the last if the last has only the end
+		var last uint64 // may be in the last segment but one, if the last has only hvd_end
 		for _, f := range folder(t, dir) {
 			for _, op := range mustRead(t, filepath.Join(dir, f)).Operations {
 				last = max(last, op.Number)
@@ -314,8 +315,8 @@ func TestCap(t *testing.T) {
 	}
 }
 
-// An operation with a tensor that is larger than a segment is dropped and not written over the cap. The next
-// operation is written.
+// An operation with a tensor that is larger than a segment is dropped, so that the files stay within
+// MaxBytes. The next operation is written.
 func TestTooLarge(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -348,11 +349,11 @@ func TestRing(t *testing.T) {
 		k.tensors = 1 << 12
 		tl := mustStart(t, cfg, k)
 		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5, Job: "j"})
-		for n := range uint64(600) { // each operation is 1 ms after the one before
+		for n := range uint64(600) { // operations are 1 ms apart
 			tl.Record(simple(n+1, "g"))
 			if n%20 == 0 {
-				// Wait until the writer has taken the batch, so that nothing is dropped. Write would do this
-				// too, but the test also checks that no file is written before Write.
+				// Wait until the writer has taken the batch, so that no operation is dropped. Write would
+				// have this effect too, but the test checks that no file is written before the first Write.
 				testnet.Eventually(t, "the batch is taken", func() bool {
 					tl.mu.Lock()
 					defer tl.mu.Unlock()
@@ -395,7 +396,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// Close also counts the operations that wait behind one that cannot be written.
+// One operation cannot be written and another waits behind it. Close reports and counts both as dropped.
 func TestCloseCountsWhatWaits(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -413,7 +414,7 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	tl.Record(simple(1, "g")) // the writer takes it and cannot write it
+	tl.Record(simple(1, "g")) // the writer takes this operation from the batch, but cannot write it
 	testnet.WantError(t, tl.Write(), "no such file")
 	tl.Record(simple(2, "g"))
 	testnet.WantError(t, tl.Close(), "2 operations")
@@ -422,7 +423,7 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	}
 }
 
-// A ring bounds its memory as well as the size of its file.
+// A ring that gets far more operations than fit in its limit keeps the last ones within the limit.
 func TestRingMemory(t *testing.T) {
 	r := newRing(time.Hour, 1<<20)
 	for n := range uint64(1000) {
@@ -444,7 +445,8 @@ func TestRingMemory(t *testing.T) {
 	}
 }
 
-// MaxBytes bounds the file of a ring even if the operations of the last cfg.Last need more.
+// If the operations of the last period cfg.Last need more than MaxBytes, the file has the last of them and is
+// no larger than MaxBytes.
 func TestRingCap(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -469,8 +471,8 @@ func TestRingCap(t *testing.T) {
 	}
 }
 
-// While nothing is recorded, Write does not touch the folder. After Close, Record does nothing and Write
-// returns ErrClosed.
+// If nothing was recorded since the last Write, Write does not touch the folder. After Close, Record does
+// nothing and Write returns ErrClosed.
 func TestIdle(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -554,8 +556,8 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// If the folder is removed, operations are dropped and counted until it exists again. If another file takes
-// the place of the timeline, a new file is begun and no operation is lost.
+// If the folder is removed, operations are dropped and counted until the folder exists again. If another file
+// replaces the timeline file, the timeline begins a new file and loses no operation.
 func TestRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -606,7 +608,7 @@ func TestRemoved(t *testing.T) {
 	}
 	before := tl.Dropped()
 	tl.Record(simple(number+2, "g"))
-	testnet.Eventually(t, "it goes on", func() bool { // the writer or a call of Write notices the loss first
+	testnet.Eventually(t, "it goes on", func() bool { // Write may notice the replacement first
 		err := tl.Write()
 		if err != nil {
 			testnet.WantError(t, err, "replaced")
@@ -626,7 +628,7 @@ func TestRemoved(t *testing.T) {
 	}
 }
 
-// Close returns an error for operations that it cannot write, and counts them as dropped.
+// Close returns an error if it cannot write operations, and counts these as dropped.
 func TestCloseFails(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Minute} {
 		dir := filepath.Join(t.TempDir(), "d")
@@ -659,7 +661,7 @@ func TestDevices(t *testing.T) {
 	testnet.WantError(t, err, "no space")
 }
 
-// A reader of a FIFO gets a complete timeline.
+// A timeline that is written to a FIFO reaches its reader completely.
 func TestFIFO(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		path := filepath.Join(t.TempDir(), name)
@@ -676,7 +678,7 @@ func TestFIFO(t *testing.T) {
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
-		for n := range uint64(300) { // four times as much as a pipe holds
+		for n := range uint64(300) { // four times what fits in a pipe
 			tl.Record(simple(n+1, "g"))
 		}
 		mustClose(t, tl)
@@ -696,7 +698,8 @@ func TestStuck(t *testing.T) {
 	k := quick
 	k.timeout = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)
-	// A pipe holds 64 KiB and the buffers hold some more. Nobody reads, so most operations are dropped.
+	// A pipe holds 64 KiB, and the batches hold some more operations. Nobody reads the pipe, so most
+	// operations are dropped.
 	for n := range uint64(20_000) {
 		tl.Record(simple(n+1, "g", "h"))
 	}
@@ -724,7 +727,8 @@ func TestStuck(t *testing.T) {
 	}
 }
 
-// The child process mounts a tmpfs of 256 KiB in a mount namespace and fills it.
+// A child process mounts a tmpfs of 256 KiB in a mount namespace of its own and fills it. Operations are
+// dropped while it is full, and written again when there is room.
 func TestFullDisk(t *testing.T) {
 	cmd := command(t, "full", t.TempDir())
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
@@ -774,12 +778,12 @@ func readFile(path string) (*timelinetest.Summary, error) {
 	return timelinetest.Read(f)
 }
 
-// until records operations until cond returns true, for at most 30 s.
+// until records operations until cond returns true. It returns an error after 30 s.
 func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
 	begin := time.Now()
 	for !cond() {
 		*number++
-		// Random names make the text hard to compress.
+		// The names are random, so that the text is hard to compress.
 		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(),
 			36)))
 		if time.Since(begin) > 30*time.Second {
@@ -794,7 +798,7 @@ func fillDisk(path string) error {
 	cfg := testConfig(path)
 	cfg.Log = log
 	k := quick
-	k.tensors = 16 // the buffers are small, so that their content fits as soon as there is room again
+	k.tensors = 16 // small batches, whose content fits as soon as there is room again
 	ballast := filepath.Join(filepath.Dir(path), "ballast")
 	if err := os.WriteFile(ballast, make([]byte, 150<<10), 0o600); err != nil {
 		return err
@@ -804,7 +808,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	number := uint64(0)
-	// There is no cap, so first the disk becomes full and then the buffers.
+	// MaxBytes is not set. So the disk becomes full first, and then the batches.
 	full := func() bool { return testnet.Logged(entries, "no space left") && tl.Write() != nil }
 	if err := until("full", tl, &number, full); err != nil {
 		return err
@@ -828,7 +832,8 @@ func fillDisk(path string) error {
 	}); err != nil {
 		return err
 	}
-	// Write flushes, so that the file does not change while it is read. It fails if the disk is full again.
+	// Write flushes, so that the file does not change while the test reads it. Its error is ignored, because
+	// the disk may be full again.
 	_ = tl.Write()
 	after, err := readFile(path)
 	if err != nil {
@@ -841,7 +846,7 @@ func fillDisk(path string) error {
 	if err := until("full again", tl, &number, full); err != nil {
 		return err
 	}
-	_ = tl.Close() // it fails if there is no room for the end
+	_ = tl.Close() // fails if there is no room for hvd_end
 	last, err := readFile(path)
 	if err != nil {
 		return err
@@ -861,8 +866,8 @@ func fillDisk(path string) error {
 	return os.Remove(path)
 }
 
-// readOnly makes the folder read-only while a timeline writes to a file in it. It checks that no other
-// timeline can be started there and that the first one is completed.
+// readOnly makes the folder read-only while a timeline writes to a file in it. Another timeline cannot be
+// started there, and the first one is completed.
 func readOnly(path string) error {
 	dir := filepath.Dir(path)
 	cfg := testConfig(path)
@@ -870,8 +875,8 @@ func readOnly(path string) error {
 	if err != nil {
 		return err
 	}
-	// Only the folder is remounted. A file system on which a file is open for writing cannot be made
-	// read-only.
+	// The folder is bind-mounted, and only this mount becomes read-only. A whole file system cannot become
+	// read-only while a file in it is open for writing.
 	if err := syscall.Mount(dir, dir, "", syscall.MS_BIND, ""); err != nil {
 		return err
 	}
@@ -901,7 +906,8 @@ func readOnly(path string) error {
 	return errors.Join(err, os.Remove(path))
 }
 
-// Goroutines call all methods of a Timeline concurrently.
+// Several goroutines call all methods of a Timeline at the same time. All operations, cycles and clock
+// measurements are in the file.
 func TestConcurrent(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)

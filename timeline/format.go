@@ -12,20 +12,20 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// version is the version of the format, in hvd_rank.
+// version is the version of the format. The event hvd_rank has it.
 const version = 1
 
-// maxTracks limits the number of tracks that a segment remembers. A program that makes up a name for each
-// operation gets new tracks after that.
+// maxTracks limits the number of tracks that a segment remembers. A program that makes up a new name for each
+// operation may exceed it. Then the formatter forgets the known tracks and makes new ones.
 const maxTracks = 1 << 17
 
-// negotiate is the prefix of an operation's name during its negotiation.
+// negotiate precedes the name of an operation in the name of the bar of its negotiation.
 const negotiate = "NEGOTIATE_"
 
-// names are Horovod's names of the kinds (common.h, RequestTypeName), and names in the same style for kinds
-// that Horovod does not have.
+// names has the names of the kinds: Horovod's (common.h, RequestTypeName), and names in the same style for
+// kinds that Horovod does not have.
 var names = [...]string{
-	0:                 negotiate + "ERROR", // the request is not known
+	0:                 negotiate + "ERROR", // for an error without a known request
 	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER",
 	message.Broadcast: negotiate + "BROADCAST",
 	message.Alltoall:  negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER",
@@ -34,7 +34,7 @@ var names = [...]string{
 	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
 }
 
-// nameOf returns the names of a kind's negotiation and of its operation.
+// nameOf returns the name of the negotiation of a kind, and the name of the operation itself.
 func nameOf(k message.Kind) (negotiation, operation string) {
 	if !k.Valid() {
 		k = 0
@@ -48,25 +48,25 @@ type trackKey struct {
 	set  topo.ProcessSetID
 }
 
-// track is a line of the viewer, a "process" of the trace format.
+// track is one line in the viewer: a "process" of the trace format.
 type track struct {
 	pid string
-	// last is the latest time on the track: times on a track must not go back.
+	// last is the latest time on the track. Times on a track must not go back.
 	last time.Duration
 }
 
-// formatter makes the text of a segment. Each piece of text except the header begins with the comma after the
-// piece before, and none ends with a comma.
+// formatter makes the text of a segment. Each piece of text after the header begins with the comma that
+// separates it from the previous piece. No piece ends with a comma.
 type formatter struct {
 	cfg    *Config
 	tracks map[trackKey]*track
 	pids   int
-	zero   track         // the track of pid 0: the rank itself
-	offset *trace.Offset // the last measurement of the clock; nil if there is none
+	zero   track         // the track with pid 0, which stands for the rank itself
+	offset *trace.Offset // the last clock measurement; nil if there is none
 	latest time.Duration
 
-	// before is the state that undo restores: the track of the last tensor, its latest time before, and
-	// whether the track is new.
+	// before is the state that undo restores: the track of the last tensor, the track's latest time before
+	// this tensor, and whether the tensor has created the track.
 	before struct {
 		key   trackKey
 		track *track
@@ -74,10 +74,10 @@ type formatter struct {
 		fresh bool
 	}
 	order  []int32
-	stamps [32]stamp // a cache, indexed by a hash of the time
+	stamps [32]stamp // a cache of formatted times, indexed by a hash of the time
 }
 
-// stamp is a time as text. The tensors of an operation have most times in common.
+// stamp is a time as text. Stamps are cached because the tensors of an operation have most times in common.
 type stamp struct {
 	at   time.Duration
 	n    uint8
@@ -104,13 +104,14 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	dst = number(dst, "dropped", int64(dropped))
 	dst = append(number(dst, "version", version), "}}"...)
 	if f.offset != nil {
-		// Each segment must be readable by itself.
+		// Each segment repeats the last clock measurement, so that it can be read without the previous
+		// segments.
 		dst = f.clock(dst, f.offset)
 	}
 	return dst
 }
 
-// clock appends a measurement of the clock.
+// clock appends a clock measurement.
 func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	f.offset, f.before.track = o, nil
 	dst = append(f.event(dst, "hvd_clock", `i","s":"p`, &f.zero, o.At), `,"args":{`...)
@@ -121,13 +122,13 @@ func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	return append(dst, "}}"...)
 }
 
-// cycle appends the beginning of a cycle.
+// cycle appends the mark of the beginning of a cycle.
 func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	f.before.track = nil
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
-// end appends the last event of a timeline that is closed in order.
+// end appends the event hvd_end, the last event of a timeline that is closed in order.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	f.before.track = nil
 	at := f.latest
@@ -138,8 +139,8 @@ func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	return append(number(dst, "dropped", int64(dropped)), "}}"...)
 }
 
-// event appends the beginning of an event on a track, at a time or at the latest time of the track if that is
-// later. The caller closes the event.
+// event appends the beginning of an event on a track. The event has the time at, or the latest time of the
+// track if that is later. The caller appends the rest of the event.
 func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Duration) []byte {
 	t.last = max(t.last, at)
 	f.latest = max(f.latest, at)
@@ -159,14 +160,14 @@ func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Dura
 	return append(append(dst, `,"pid":`...), t.pid...)
 }
 
-// tensor appends all events of a tensor of an operation.
+// tensor appends all events of one tensor of an operation.
 func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	dst, t := f.track(dst, trackKey{n.Name, op.Set})
 	negotiation, name := nameOf(op.Kind)
 	f.order = byTime(f.order[:0], n.Arrivals)
 	begin := n.Submitted
 	if len(f.order) > 0 {
-		// As in Horovod, the bar in the file of rank 0 begins when the first rank has asked.
+		// As in Horovod, the bar in rank 0's file begins when the first rank's request arrived.
 		if first := n.Arrivals[f.order[0]]; begin == 0 || first < begin {
 			begin = first
 		}
@@ -203,7 +204,7 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	case op.Failed != nil:
 		failed = op.Failed.Error()
 	case op.Kind == message.Error:
-		failed = "the ranks did not agree"
+		failed = "ranks submitted different requests"
 	}
 	if failed == "" && (n.Refused != nil || op.Failed != nil) {
 		failed = "unknown error"
@@ -229,7 +230,8 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	return append(dst, "}}"...)
 }
 
-// track returns the track of a tensor. If there is none it makes one and appends its metadata to dst.
+// track returns the track of a tensor. If the tensor has no track yet, it makes one and appends the metadata
+// of the track to dst.
 func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	t, ok := f.tracks[k]
 	if !ok {
@@ -250,8 +252,8 @@ func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	return dst, t
 }
 
-// undo reverts the effect of the last call of tensor, whose text was not used. After other calls it does
-// nothing.
+// undo reverts the effect of the last call of tensor on the formatter. The writer calls it if the text of the
+// tensor was not used. If the last call was not tensor, undo does nothing.
 func (f *formatter) undo() {
 	if f.before.track == nil {
 		return
@@ -263,8 +265,8 @@ func (f *formatter) undo() {
 	}
 }
 
-// byTime appends the positions that have an arrival to order, the earliest first; of equal arrivals the lower
-// position comes first.
+// byTime appends to order the positions that have an arrival, sorted by time of arrival. Among equal times
+// the lower position comes first.
 func byTime(order []int32, arrivals []time.Duration) []int32 {
 	for i, a := range arrivals {
 		if a > 0 {
@@ -277,16 +279,16 @@ func byTime(order []int32, arrivals []time.Duration) []int32 {
 	return order
 }
 
-// meta appends the beginning of a metadata event, up to its arguments.
+// meta appends the beginning of a metadata event: everything before its arguments.
 func meta(dst []byte, name, pid string) []byte {
-	if string(dst) != "[" { // the beginning of the file
+	if string(dst) != "[" { // the first event of the file follows no comma
 		dst = append(dst, ',')
 	}
 	dst = append(append(append(dst, "\n"+`{"name":"`...), name...), `","ph":"M","pid":`...)
 	return append(append(dst, pid...), `,"args":{`...)
 }
 
-// arg appends the beginning of an argument.
+// arg appends the name of an argument, after a comma unless it is the first argument.
 func arg(dst []byte, name string) []byte {
 	if dst[len(dst)-1] != '{' {
 		dst = append(dst, ',')
@@ -297,13 +299,13 @@ func arg(dst []byte, name string) []byte {
 // number appends an integer argument.
 func number(dst []byte, name string, v int64) []byte { return strconv.AppendInt(arg(dst, name), v, 10) }
 
-// micros appends a time argument in microseconds.
+// micros appends an argument that is a time, in microseconds.
 func micros(dst []byte, name string, d time.Duration) []byte { return appendMicros(arg(dst, name), d) }
 
 // text appends a string argument.
 func text(dst []byte, name, s string) []byte { return appendString(arg(dst, name), s) }
 
-// appendMicros appends d in microseconds, with no more decimals, of at most three, than needed.
+// appendMicros appends d in microseconds, with as many decimals as needed, at most three.
 func appendMicros(dst []byte, d time.Duration) []byte {
 	n := uint64(d)
 	if d < 0 {

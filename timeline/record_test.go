@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// quick has short intervals, so that tests see many flushes.
+// quick has short intervals, so that many flushes happen during a test.
 var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond,
 	timeout: 20 * time.Second}
 
@@ -73,8 +73,8 @@ func mustRead(t testing.TB, path string) *timelinetest.Summary {
 	return s
 }
 
-// operationsIn returns the number of operations in a file, or -1 if the file cannot be read, for example
-// because it is being written.
+// operationsIn returns the number of operations in a file. It returns -1 if the file cannot be read, for
+// example because a write is in progress.
 func operationsIn(path string) int {
 	s, err := readFile(path)
 	if err != nil {
@@ -119,7 +119,8 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
-// The file has exactly these events for three operations. Horovod's tools and ours read this text.
+// For three operations the file has exactly the expected text. Horovod's tools and our own parse this text,
+// so it must not change by accident.
 func TestText(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -197,8 +198,8 @@ func TestText(t *testing.T) {
 	}
 	mustRead(t, path)
 	mustClose(t, tl)
-	// The last operation ended long ago by the timeline's clock. The end of the timeline has the time of
-	// Close.
+	// By the timeline's clock the last operation ended long ago. The event hvd_end has the time of Close, not
+	// of this operation.
 	s := mustRead(t, path)
 	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 3 {
 		t.Errorf("got %+v, want an end", s)
@@ -209,7 +210,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// wantOperation returns the timelinetest.Operation that a reader must find for tensor n of op.
+// wantOperation returns the Operation that timelinetest must read for tensor n of op.
 func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
 	_, kind := nameOf(op.Kind)
@@ -256,12 +257,12 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	case op.Failed != nil:
 		w.Fail = op.Failed.Error()
 	case op.Kind == message.Error:
-		w.Fail = "the ranks did not agree"
+		w.Fail = "ranks submitted different requests"
 	}
 	return w
 }
 
-// random makes random operations whose times only increase, so that none has to be clamped.
+// random makes random operations. Their times only increase, so that the timeline has to change none of them.
 type random struct {
 	*rand.Rand
 	now    time.Duration
@@ -299,7 +300,7 @@ func (r *random) operation() *trace.Operation {
 			n.Arrivals = arrivals
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
-			// Sent is written only if it is at least 1 µs after Submitted.
+			// Sent is written only if it is at least 1 µs after Submitted, so test values around that.
 			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500)
 		}
 		if r.IntN(4) == 0 {
@@ -322,8 +323,8 @@ func (r *random) operation() *trace.Operation {
 	return op
 }
 
-// Random operations are read back as they were recorded, for each file format, with and without segments, and
-// with a ring.
+// Random operations are recorded and read back from the file. They are equal for each file format, with and
+// without segments, and with a ring.
 func TestRandomOperations(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -395,7 +396,7 @@ func TestRandomOperations(t *testing.T) {
 				want = want[len(want)-len(got):]
 				for i := range got {
 					if w := want[i]; len(w.Arrivals) > 0 {
-						// Of several arrivals at one time any may be the last; Read checks that.
+						// Of several arrivals with the same time any may be last. Read checks that.
 						got[i].Last = w.Last
 					}
 					if got[i].Late-want[i].Late < 0.001 && want[i].Late-got[i].Late < 0.001 {
@@ -413,7 +414,8 @@ func TestRandomOperations(t *testing.T) {
 	}
 }
 
-// Times that go back or are missing are clamped, so that no track goes back in time.
+// Operations have times that are missing or earlier than the last time on their track. Their bars are moved,
+// so that no track goes back in time, and the true times are in the arguments.
 func TestClamping(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -516,7 +518,8 @@ func TestPathOf(t *testing.T) {
 	}
 }
 
-// encoding/json decodes the written form of each name to the same name, except for bytes that are not UTF-8.
+// appendString writes each name so that encoding/json decodes it to the same name, except for bytes that are
+// not UTF-8.
 func FuzzString(f *testing.F) {
 	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(",
 		"é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
@@ -544,8 +547,8 @@ func TestMicros(t *testing.T) {
 	}
 }
 
-// A recorded operation is in the file within 50 ms, whether it follows a long silence or the last write. Time
-// is that of a synctest bubble, in which writing takes no time.
+// A recorded operation is in the file within 50 ms, both after a long silence and right after a write. The
+// test runs in a synctest bubble, in which writing takes no time.
 func TestVisibleSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const visible = 50 * time.Millisecond
@@ -569,7 +572,7 @@ func TestVisibleSoon(t *testing.T) {
 	})
 }
 
-// Record does not allocate, because the engine's lanes call it for every operation.
+// Record allocates no memory. This matters because the engine's lanes call it for every operation.
 func TestRecordAllocatesNothing(t *testing.T) {
 	k := quick
 	k.interval = time.Hour
@@ -585,7 +588,7 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	}
 }
 
-// resnet returns the gradients of a step of ResNet-50: 161 tensors in 4 operations.
+// resnet returns the operations of one training step of ResNet-50: 161 gradients in 4 operations.
 func resnet() (ops []*trace.Operation) {
 	for i := range 4 {
 		op := simple(uint64(i+1), make([]string, 41-i/3*2)...)
@@ -689,8 +692,8 @@ func TestLogsAreSeldom(t *testing.T) {
 		!testnet.Logged(entries, "works again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
-	// If the disk keeps failing and recovering, that is logged once a minute. Drops because of a slow disk
-	// are also logged once a minute.
+	// If the disk fails and recovers again and again, that is logged once a minute. Drops because of a slow
+	// disk are logged once a minute too.
 	for range 100 {
 		w.report(errors.New("again"))
 		w.report(nil)
@@ -698,7 +701,7 @@ func TestLogsAreSeldom(t *testing.T) {
 		w.report(nil)
 	}
 	if got := entries.TakeAll(); len(got) != 3 ||
-		got[2].Message != "operations are dropped from the timeline: the disk is slower than the operations come" {
+		got[2].Message != "operations are dropped from the timeline: the disk is too slow for the rate of operations" {
 		t.Errorf("got %v, want one line more", got)
 	}
 	w.warnedBroken = w.warnedBroken.Add(-warnEvery)

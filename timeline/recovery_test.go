@@ -20,16 +20,16 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// byHand returns knobs with which the writer writes only when Write or Close is called or a buffer is half
-// full.
+// byHand returns knobs with which the writer writes only when Write or Close is called, or when a batch is
+// half full.
 func byHand() knobs {
 	k := quick
 	k.interval, k.retry = time.Hour, time.Hour
 	return k
 }
 
-// Operations recorded while the disk fails are written by the same Write or Close as those that could not be
-// written before.
+// Operations are recorded before and while the disk fails. The first Write or Close after the failure writes
+// all of them.
 func TestRecordedDuringFailure(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -67,13 +67,13 @@ func TestRecordedDuringFailure(t *testing.T) {
 	}
 }
 
-// A buffer that is half full is written at once, however long the interval is.
+// A batch that is half full is written at once, even if the interval is long.
 func TestHalfFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	k := byHand()
 	k.tensors = 64
 	tl := mustStart(t, testConfig(path), k)
-	for n := range uint64(5) { // both buffers are used several times
+	for n := range uint64(5) { // so both batches are used several times
 		before := len(mustRead(t, path).Operations)
 		for range k.tensors / 2 {
 			op := simple(n+1, "g")
@@ -89,7 +89,8 @@ func TestHalfFull(t *testing.T) {
 	}
 }
 
-// An operation for which one part of the buffer has no room leaves nothing behind in the other parts.
+// If an operation does not fit in one part of a batch, the batch takes no part of it. The operations before
+// and after it are complete.
 func TestNoRoom(t *testing.T) {
 	for name, large := range map[string]func(*trace.Operation){
 		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 4) },
@@ -109,7 +110,7 @@ func TestNoRoom(t *testing.T) {
 		}
 		too := operation(2)
 		large(too)
-		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
+		tl.mu.Lock() // so that the writer cannot take the batch and all operations go into one
 		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too),
 			tl.filling.operation(operation(3))}
 		tl.mu.Unlock()
@@ -151,7 +152,7 @@ func TestLargerThanMemory(t *testing.T) {
 			enlarge(op)
 			return op
 		}
-		tl.mu.Lock() // the writer cannot take the batch, so all operations go into one
+		tl.mu.Lock() // so that the writer cannot take the batch and all operations go into one
 		b := tl.filling
 		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")),
 			b.operation(large(4))}
@@ -166,11 +167,11 @@ func TestLargerThanMemory(t *testing.T) {
 		if !slices.Contains(want, 2) {
 			t.Errorf("%s: got operations %v, want 2 among them", name, want)
 		}
-		// The buffer is empty again, so it takes a large operation.
+		// The batch is empty again, so it takes a large operation.
 		if tl.Record(large(5)); tl.Dropped() != 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		for range 2 { // each Write replaces one of the two batches
+		for range 2 { // each Write switches to the other batch
 			if err := tl.Write(); err != nil {
 				t.Fatal(err)
 			}
@@ -191,7 +192,7 @@ func TestLargerThanMemory(t *testing.T) {
 	}
 }
 
-// A drop wakes the writer, which reports it to the log.
+// If the batch is full, an operation is dropped and the writer is woken, so that it logs the drop.
 func TestDropsAreReported(t *testing.T) {
 	tl := &Timeline{filling: newBatch(1), wake: make(chan struct{}, 1), full: make(chan struct{}, 1)}
 	tl.Record(simple(1, "a"))
@@ -211,8 +212,8 @@ func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	return n
 }
 
-// A pipe that takes only a part and is then full for a while gets the rest later. Each operation is written
-// once, with and without a ring.
+// A pipe takes only a part of the text and is then full for a while. Later it gets the rest, and each
+// operation is written once, with and without a ring.
 func TestStreamResumes(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Hour} {
 		for _, name := range []string{"t.json", "t.json.gz"} {
@@ -229,7 +230,7 @@ func TestStreamResumes(t *testing.T) {
 			record := func(operations int) {
 				for range operations {
 					number := uint64(len(want)/4 + 1)
-					// Random names make the text hard to compress. A pipe holds 64 KiB.
+					// The names are random, so that the text is hard to compress. A pipe holds 64 KiB.
 					long := func() (name string) {
 						for range 8 {
 							name += strconv.FormatUint(rand.Uint64(), 36)
@@ -243,8 +244,8 @@ func TestStreamResumes(t *testing.T) {
 				}
 			}
 			for range 3 {
-				record(250) // more than one chunk
-				// Close uses this deadline too, so that it does not wait for ever.
+				record(250) // the text of these operations is longer than one chunk
+				// Close is also bounded by this deadline, so that it does not wait forever.
 				if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
 					t.Fatal(err)
 				}
@@ -280,8 +281,8 @@ func TestStreamResumes(t *testing.T) {
 	}
 }
 
-// With a ring over a pipe, Close counts as lost only the operations that were not written before the pipe was
-// full.
+// A ring is written to a pipe that becomes full. Close counts only the operations as lost that were not
+// written before.
 func TestStreamCloseCounts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	if err := syscall.Mkfifo(path, 0o600); err != nil {
@@ -307,7 +308,8 @@ func TestStreamCloseCounts(t *testing.T) {
 	}
 }
 
-// A write may end after any byte. A child process limits the size of its files to make that happen.
+// A child process limits the size of its files, so that writes end after any byte. Later writes complete the
+// file, and no operation is lost or written twice.
 func TestPartialWrites(t *testing.T) {
 	cmd := command(t, "limits", t.TempDir())
 	var stderr bytes.Buffer
@@ -318,7 +320,7 @@ func TestPartialWrites(t *testing.T) {
 }
 
 func writeToLimits(dir string) error {
-	ossignal.Ignore(syscall.SIGXFSZ) // otherwise the signal ends the process when it writes over the limit
+	ossignal.Ignore(syscall.SIGXFSZ) // this signal would end the process at the limit
 	seed := uint64(time.Now().UnixNano())
 	for i, c := range []struct {
 		name string
@@ -362,15 +364,15 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
 			want = append(want, number, number)
 		}
-		// Limit the file to about its present size, to any size, or not at all. Every fourth round must fail,
+		// Limit the file to about its current size, to any size, or not at all. Every fourth round must fail,
 		// and the round after it must succeed.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {
 				if round%4 == 0 {
-					most = 10 // in the first round the file has only its header
+					most = 10 // in round 0 the file has only its header
 				}
-				// A full disk lets a process overwrite what is there, so only growth is limited.
+				// Limit only growth, because on a full disk a process can still overwrite a file.
 				most += at.Size()
 			} else if err == nil && which > 1 {
 				most += max(at.Size()-2<<10, 0)

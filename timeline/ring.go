@@ -7,25 +7,25 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// ring keeps the records of the last seconds.
+// ring keeps the most recent records in memory.
 type ring struct {
-	last    time.Duration // how far back records are kept
-	max     int64         // cap on the bytes of text
+	last    time.Duration // records older than this are dropped
+	max     int64         // limit for size
 	records []record
 	head    int           // index in records of the oldest record that is kept
-	size    int64         // estimated bytes of text of the records
+	size    int64         // estimated bytes of text that the records make
 	latest  time.Duration // the greatest time of a record
-	// offset is the last measurement of the clock that was dropped, or the one that was known before the
-	// first.
+	// offset is the last clock measurement before the first record that is kept: one that was dropped, or the
+	// one that was known when the ring was made.
 	offset *trace.Offset
 }
 
-// ringBytes is the most text that a ring stands for, so that the text can be written while Close waits. In
-// memory it takes about a fifth of that.
+// ringBytes limits the text that the records of a ring make, so that Close can write it within its timeout.
+// In memory the records take about a fifth of this size.
 const ringBytes = 256 << 20
 
-// newRing returns an empty ring for the given seconds. If there is a cap on the bytes of the files, the ring
-// takes at most half of it: record.text may underestimate.
+// newRing returns an empty ring that keeps records for the duration last. most is the limit for the bytes of
+// the files, 0 if there is none. The ring stays below half of it, because record.text may underestimate.
 func newRing(last time.Duration, most int64) *ring {
 	r := &ring{last: last, max: ringBytes}
 	if most > 0 {
@@ -34,7 +34,7 @@ func newRing(last time.Duration, most int64) *ring {
 	return r
 }
 
-// text estimates the bytes of text that the record makes.
+// text estimates how many bytes of text the record makes.
 func (r *record) text() int64 {
 	activities := int64(0)
 	for i := range r.Activities {
@@ -51,7 +51,8 @@ func (r *record) text() int64 {
 	return n
 }
 
-// add copies the records of a batch, and drops records that are too old or exceed the limit.
+// add copies the records of a batch into the ring. Then it drops the oldest records while they are too old or
+// the ring exceeds its limit.
 func (r *ring) add(b *batch) {
 	for i := range b.records {
 		n := b.records[i]
@@ -72,10 +73,10 @@ func (r *ring) add(b *batch) {
 	}
 }
 
-// kept returns the records, oldest first.
+// kept returns the records in the ring, the oldest first.
 func (r *ring) kept() []record { return r.records[r.head:] }
 
-// drop removes the oldest records.
+// drop removes this many of the oldest records.
 func (r *ring) drop(records int) {
 	for range records {
 		oldest := &r.records[r.head]

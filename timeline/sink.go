@@ -16,36 +16,37 @@ import (
 	"time"
 )
 
-// sink is the destination of encoded bytes.
+// sink is where the encoded bytes go: regular files or a stream.
 type sink interface {
-	// begin starts a file with first, of which the last tail bytes make it complete. The file before becomes
-	// the segment of the given number.
+	// begin starts a new file with the content first. The last tail bytes of first are the tail, which makes
+	// the file complete. The previous file becomes the segment of the given number.
 	begin(number int, first []byte, tail int) error
-	// write appends p and returns how many of its bytes are written, also if it fails. tail makes the file
-	// complete after them.
+	// write appends p before the tail and returns how many bytes of p are written, also if it fails. The new
+	// tail makes the file complete after p.
 	write(p, tail []byte) (int, error)
-	// show gives the file its name, if it does not have it yet.
+	// show gives the file its final name, if the file does not have it yet.
 	show() error
-	// end completes the file; tail is the tail of everything that was written.
+	// end completes the file. tail is the tail after all that was written.
 	end(tail []byte) error
 	close() error
 }
 
-// errLost says that the path no longer names the file.
+// errLost is the error of a disk whose path no longer names the file that it writes.
 var errLost = errors.New("the file was removed or replaced")
 
-// stream is a sink that can only be appended to: a FIFO, a terminal, a device.
+// stream is a sink that cannot overwrite: a FIFO, a terminal or another device.
 type stream struct {
 	f     *os.File
 	begun bool
 }
 
-// openStream opens a stream of the given file mode for writing. It does not wait for a reader.
+// openStream opens the file at path, which has the given mode, as a stream for writing. It does not wait for
+// a reader.
 func openStream(path string, mode os.FileMode) (*stream, error) {
 	flags := os.O_WRONLY
 	if mode&os.ModeNamedPipe != 0 {
-		// With O_RDWR Linux does not wait for a reader, and writing does not fail when the last reader closes
-		// its end, because this process has a reading end itself (fifo(7)).
+		// With O_RDWR, opening a FIFO does not wait for a reader on Linux, and writing does not fail when the
+		// last reader closes its end: this process has a reading end itself (fifo(7)).
 		flags = os.O_RDWR
 	}
 	f, err := os.OpenFile(path, flags, 0)
@@ -55,8 +56,8 @@ func openStream(path string, mode os.FileMode) (*stream, error) {
 	return &stream{f: f}, nil
 }
 
-// limit sets the deadline of the write in progress and of all that follow. A device without deadlines does
-// not block, so the error is ignored.
+// limit sets the deadline for the write in progress and all later writes. Its error is ignored, because a
+// device that does not support deadlines does not block either.
 func (s *stream) limit(until time.Time) { _ = s.f.SetWriteDeadline(until) }
 
 func (s *stream) begin(_ int, first []byte, tail int) error {
@@ -80,37 +81,37 @@ func (s *stream) end(tail []byte) error {
 	return err
 }
 
-// disk is a sink of regular files. Each write overwrites the tail of the file and puts a new tail behind it,
-// so that the file is complete before and after the write.
+// disk is a sink that writes regular files. Each write overwrites the tail of the file and puts a new tail
+// after the new bytes, so that the file is complete before and after the write.
 type disk struct {
 	path   string
-	max    int64    // cap on the bytes of all segments together; 0 is no cap
-	limit  int64    // cap on the bytes of a segment
-	late   bool     // the file gets its name only when show is called
+	max    int64    // the limit for the bytes of all segments together; 0 means no limit
+	limit  int64    // the limit for the bytes of one segment
+	late   bool     // the file gets its final name only when show is called
 	f      *os.File // the open segment; nil if there is none
 	shown  bool     // f has its final name
-	body   int64    // bytes of f without the tail
+	body   int64    // the size of f in bytes, without the tail
 	tail   []byte
 	closed []segment
 }
 
-// segment is a closed segment.
+// segment is a closed segment: its file name and its size in bytes.
 type segment struct {
 	name string
 	size int64
 }
 
-// hidden returns the name of a file that does not have its final name yet.
+// hidden returns the name of the file for path while the file does not have its final name yet.
 func hidden(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
 }
 
-// newDisk returns a sink for path. It removes the segments of an earlier timeline and the hidden file that a
-// killed process left. It returns an error if no file can be made there.
+// newDisk returns a sink for path. It removes the segments of an earlier timeline, and the hidden file that a
+// killed process may have left. It returns an error if no file can be created in the folder.
 func newDisk(path string, most int64, late bool) (*disk, error) {
 	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late}
 	if late {
-		d.limit = most / 2 // the content of a ring should fit in one file
+		d.limit = most / 2 // so that the content of a ring fits in one file
 	}
 	old, err := segments(path)
 	if err != nil {
@@ -137,11 +138,12 @@ func (d *disk) create() (*os.File, error) {
 	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o644)
 }
 
-// segmentLimit returns the size of a segment: an eighth of the cap, at most 64 MiB. Larger files slow down
-// viewers and copies of a growing file.
+// segmentLimit returns the limit for the size of a segment: an eighth of the limit for all segments, but at
+// most 64 MiB, because viewers are slow with larger files and copying a growing file takes longer.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments returns the closed segments of a path: the files with its numbered names that are timelines.
+// segments returns the names of the closed segments of path: the files with the numbered names of its
+// segments that are timelines.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := split(base)
@@ -163,7 +165,8 @@ func segments(path string) (names []string, err error) {
 	return names, err
 }
 
-// isTimeline reports whether a file begins as a timeline does. Other files must not be removed.
+// isTimeline reports whether a file begins as a timeline does. Other files with the name of a segment must
+// not be removed.
 func isTimeline(name string) bool {
 	f, err := os.Open(name)
 	if err != nil {
@@ -181,7 +184,7 @@ func isTimeline(name string) bool {
 	return bytes.Contains(head[:n], []byte(`"hvd_rank"`))
 }
 
-// remove removes a file. It is no error if there is none.
+// remove removes a file. If the file does not exist it returns nil.
 func remove(name string) error {
 	if err := os.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -212,8 +215,8 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 	return nil
 }
 
-// keep closes the file and makes it the segment of the given number. It removes the oldest segments so that
-// one more is within the cap.
+// keep closes the file and gives it the name of the segment with the given number. Then it removes the oldest
+// segments until there is room for one more segment within the limit.
 func (d *disk) keep(number int) error {
 	if err := errors.Join(d.show(), d.checkPath()); err != nil {
 		return err
@@ -222,15 +225,15 @@ func (d *disk) keep(number int) error {
 	if err := remove(name); err != nil {
 		return err
 	}
-	// After a link the path names the old file until the next file replaces it. If the file system has no
-	// hard links, the name is missing for a moment.
+	// With a hard link the path still names the old file, until the next file replaces it. If the file system
+	// has no hard links, no file has the name path for a moment.
 	if os.Link(d.path, name) != nil {
 		if err := os.Rename(d.path, name); err != nil {
 			return err
 		}
 	}
 	d.closed = append(d.closed, segment{name, d.body + int64(len(d.tail))})
-	_ = d.f.Close() // nothing is buffered, so no write can fail here
+	_ = d.f.Close() // the error is ignored: nothing is buffered that could fail to be written
 	d.f = nil
 	more := d.limit
 	for _, s := range d.closed {
@@ -246,7 +249,7 @@ func (d *disk) keep(number int) error {
 	return nil
 }
 
-// show renames the file from its hidden to its final name.
+// show renames the file from its hidden name to its final name.
 func (d *disk) show() error {
 	if d.f == nil || d.shown {
 		return nil
@@ -258,7 +261,7 @@ func (d *disk) show() error {
 	return nil
 }
 
-// checkPath returns an error if the path no longer names the file that this process put there.
+// checkPath returns an error if path no longer names the file that this process writes.
 func (d *disk) checkPath() error {
 	if !d.shown {
 		return nil
@@ -277,7 +280,7 @@ func (d *disk) checkPath() error {
 	return nil
 }
 
-// lost wraps errors that mean that the file is gone in errLost.
+// lost wraps err in errLost if err means that the file is gone.
 func lost(err error) error {
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ESTALE) {
 		return fmt.Errorf("%w: %w", errLost, err)
@@ -290,7 +293,7 @@ func (d *disk) write(p, tail []byte) (int, error) {
 		return 0, err
 	}
 	if _, err := d.f.WriteAt(append(p, tail...), d.body); err != nil {
-		// The old tail needs no more space than the file had, so this works on a full disk too.
+		// Restore the old tail. It needs no more space than the file had, so this works on a full disk too.
 		_, again := d.f.WriteAt(d.tail, d.body)
 		return 0, errors.Join(err, again, d.f.Truncate(d.body+int64(len(d.tail))))
 	}
@@ -301,7 +304,7 @@ func (d *disk) write(p, tail []byte) (int, error) {
 
 func (d *disk) end([]byte) error { return nil }
 
-// close closes the file, and removes it if it does not have its final name.
+// close closes the file. It removes the file if it does not have its final name.
 func (d *disk) close() error {
 	if d.f == nil {
 		return nil

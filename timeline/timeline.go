@@ -1,20 +1,20 @@
-// Package timeline writes the operations of a rank as a Chrome trace: when each rank asked for a tensor, when
-// the operation was granted, and how it was executed. docs/timeline.md has the format and the guarantees for
-// readers of the files.
+// Package timeline writes the operations of a rank as a Chrome trace. The trace shows when each rank
+// submitted a tensor, when the operation was granted, and how it was executed. docs/timeline.md describes the
+// format and what readers of the files can rely on.
 //
 // Invariants:
 //
-//  1. Record never waits for a disk, and allocates nothing: it copies into memory that exists already. Only
-//     an operation that is larger than that memory by itself gets more. If the memory is full because the
-//     disk is slow, full or gone, the operation is dropped and counted.
-//  2. The path names a complete JSON file (or gzip file of one) before and after each write, which
-//     overwrites the closing bracket and puts a new one behind it. If the process is killed in the middle of
-//     a write, the end of that write may be missing. A crash of the machine is not covered: nothing is
-//     synced.
-//  3. All events of an operation are written together when it has ended, so that every beginning has its
-//     end.
-//  4. The files of a rank take at most MaxBytes.
-//  5. One goroutine owns the files; it sleeps while there is nothing to write.
+//  1. Record never waits for a disk and allocates nothing: it copies into preallocated memory. Only for an
+//     operation that is larger than this memory it allocates more. If the memory is full because the disk is
+//     slow, full or gone, the timeline drops the operation and counts it.
+//  2. Before and after each write, the path names a complete JSON file, or the gzip file of one. A write
+//     overwrites the closing bracket and puts a new one after the new text. If the process is killed during
+//     a write, the end of this write may be missing. A crash of the machine may lose more, because files are
+//     not synced.
+//  3. All events of an operation are written together when the operation has ended, so that every begin
+//     event has its end event.
+//  4. The files of a rank take at most MaxBytes on disk.
+//  5. One goroutine owns the files. It sleeps while there is nothing to write.
 package timeline
 
 import (
@@ -32,44 +32,45 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// ErrClosed is the error of Write on a closed timeline.
+// ErrClosed is the error that Write returns after Close.
 var ErrClosed = errors.New("timeline: closed")
 
 // Config is the configuration of a timeline.
 type Config struct {
-	// Path is the file of this rank (see PathOf). A name that ends in .gz is written compressed. If the path
-	// exists and is not a regular file, such as a FIFO or /dev/stdout, the events are written to it as a
-	// stream, without cap or segments.
+	// Path is the file of this rank (see PathOf). If the name ends in .gz, the file is compressed. If the
+	// path exists and is not a regular file, such as a FIFO or /dev/stdout, the events are written to it as a
+	// stream. A stream has no segments, and MaxBytes does not apply to it.
 	Path       string
 	Rank, Size int
 	Host       string
 	Epoch      uint64
 	Clock      trace.Clock
-	// MarkCycles writes the cycles that are passed to Cycle. Default false.
+	// MarkCycles makes Cycle write a mark for each cycle. Default false.
 	MarkCycles bool
-	// MaxBytes is the most that all segments together take on disk; 0 is no cap, and one segment. A greater
-	// value keeps operations for longer.
+	// MaxBytes limits the bytes of all segments together. With a greater limit, older operations stay on disk
+	// for longer. 0 means no limit and only one segment.
 	MaxBytes int64
-	// Last, if above 0, keeps the operations of that much time in memory, and only Write and Close write
-	// them.
+	// Last, if greater than 0, keeps the operations of this last period of time in memory. They are written
+	// only by Write and Close.
 	Last time.Duration
-	// Log receives warnings that files cannot be written, at most one a minute of a kind. Nil disables them.
+	// Log receives warnings if files cannot be written, at most one per minute for each kind of problem. If
+	// it is nil, nothing is logged.
 	Log *zap.Logger
 }
 
-// knobs are the sizes and times that tests change.
+// knobs are sizes and times that tests can change.
 type knobs struct {
-	// tensors is the capacity of each of the two buffers.
+	// tensors is the capacity of each of the two batches, in tensors.
 	tensors int
-	// interval is how long the first record in an empty buffer waits for more before it is written; retry is
-	// how long after a failure writing is tried again.
+	// interval is how long the first record in an empty batch waits for more records before it is written.
+	// retry is the time from a failed attempt to write until the next attempt.
 	interval, retry time.Duration
-	// timeout is how long Close and Write wait for the disk.
+	// timeout limits how long Close and Write wait for the disk.
 	timeout time.Duration
 }
 
-// defaultKnobs are the knobs outside tests. The interval leaves 10 ms for the writing itself:
-// docs/timeline.md promises events in the file after 50 ms.
+// defaultKnobs are the knobs in production. docs/timeline.md promises that events are in the file after 50
+// ms, so the interval leaves 10 ms for writing.
 var defaultKnobs = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second,
 	timeout: 5 * time.Second}
 
@@ -79,23 +80,23 @@ type Timeline struct {
 	mark    bool
 	dropped atomic.Uint64
 
-	mu      sync.Mutex // guards filling and closed; held only for copying
+	mu      sync.Mutex // guards filling and closed; held only while a record is copied
 	filling *batch
 	closed  bool
 
-	// wake is notified when there is something to write, full when a buffer is half full and should be
-	// written soon.
+	// wake is notified when there is something to write. full is notified when the filling batch is half full
+	// and should be written soon.
 	wake, full chan struct{}
 	requests   chan chan error
 	closing    chan struct{}
 	done       chan struct{}
 	once       sync.Once
-	err        error // the result of Close; set before done is closed
+	err        error // the result of Close; it is set before done is closed
 	stream     *stream
 }
 
-// PathOf returns the file of a rank: path for rank 0, and path with .rank<r> before the extension for other
-// ranks. Devices and paths under /proc are the same for all ranks: no files can be made beside them.
+// PathOf returns the file of a rank: path for rank 0, and for rank r path with .rank<r> before the extension.
+// If path is a device or under /proc, all ranks use path itself, because no files can be created beside it.
 func PathOf(path string, rank int) string {
 	if rank == 0 || isDevice(path) {
 		return path
@@ -103,13 +104,14 @@ func PathOf(path string, rank int) string {
 	return beside(path, "rank"+strconv.Itoa(rank))
 }
 
-// beside inserts a word before the extension of a path. Compressed files have two extensions (t.json.gz).
+// beside inserts a word before the extension of a path. The extension of a compressed file has two parts
+// (t.json.gz).
 func beside(path, word string) string {
 	stem, ext := split(path)
 	return stem + "." + word + ext
 }
 
-// split splits a path before its extension. A .gz and the extension before it count as one.
+// split splits a path before its extension. In a path such as t.json.gz the extension is .json.gz.
 func split(path string) (stem, ext string) {
 	base := filepath.Base(path)
 	ext = filepath.Ext(base)
@@ -117,21 +119,22 @@ func split(path string) (stem, ext string) {
 		ext = filepath.Ext(strings.TrimSuffix(base, ext)) + ext
 	}
 	if ext == base {
-		ext = "" // the dot begins the name of a hidden file
+		ext = "" // the dot is the first character of a hidden file's name
 	}
 	return strings.TrimSuffix(path, ext), ext
 }
 
-// isDevice reports whether path is in a folder in which no files can be made. /dev/shm is an ordinary folder.
+// isDevice reports whether path is in a folder in which no files can be created: /dev or /proc. /dev/shm is
+// an ordinary folder.
 func isDevice(path string) bool {
 	path = filepath.Clean(path)
 	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") ||
 		strings.HasPrefix(path, "/proc/")
 }
 
-// Start makes the file, replacing an existing one, removes the segments of an earlier run and returns the
-// timeline. It fails if the file cannot be made. With Last it does not touch an existing file and only tests
-// whether one can be made. The caller closes the timeline.
+// Start creates the file or replaces an existing one, removes the segments of an earlier run and returns the
+// timeline. It fails if the file cannot be created. With Last it does not touch an existing file, and only
+// checks that a file can be created. The caller must close the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {
@@ -152,13 +155,13 @@ func start(cfg Config, k knobs) (*Timeline, error) {
 	return t, nil
 }
 
-// Record records an operation that has ended. It costs some tens of nanoseconds per tensor and keeps nothing
-// of op but strings and shapes. After Close it does nothing.
+// Record records an operation that has ended. It takes tens of nanoseconds per tensor. Of op it retains only
+// strings and shapes. After Close it does nothing.
 func (t *Timeline) Record(op *trace.Operation) {
 	t.add(func(b *batch) bool { return b.operation(op) })
 }
 
-// Cycle marks the beginning of a negotiation cycle, if cycles are marked.
+// Cycle records the beginning of a negotiation cycle at the given time. Without MarkCycles it does nothing.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
 		t.add(func(b *batch) bool {
@@ -167,15 +170,15 @@ func (t *Timeline) Cycle(at time.Duration) {
 	}
 }
 
-// Offset records a measurement of this rank's clock relative to rank 0's.
+// Offset records a measurement of this rank's clock against rank 0's clock.
 func (t *Timeline) Offset(o trace.Offset) {
 	t.add(func(b *batch) bool {
 		return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o})
 	})
 }
 
-// add adds a record to the filling batch by a call of to, which returns false if there is no room. Then the
-// record is dropped and counted. add wakes the writer if needed.
+// add calls to, which adds a record to the filling batch and returns false if there is no room. In that case
+// the record is dropped and counted. add wakes the writing goroutine if needed.
 func (t *Timeline) add(to func(*batch) bool) {
 	t.mu.Lock()
 	if t.closed {
@@ -189,7 +192,7 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 	after := t.filling.fill()
 	t.mu.Unlock()
-	if before == 0 && after > 0 || !taken { // the writer reports drops to the log
+	if before == 0 && after > 0 || !taken { // also after a drop, so that the writer logs it
 		signal(t.wake)
 	}
 	if before < 0.5 && after >= 0.5 {
@@ -197,7 +200,7 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 }
 
-// signal notifies a channel of capacity 1 without blocking.
+// signal notifies a channel of capacity 1. It does not block.
 func signal(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -208,8 +211,8 @@ func signal(c chan struct{}) {
 // Dropped returns the number of operations and marks that were lost because they could not be written.
 func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 
-// Write writes everything that was recorded. With Last it writes the operations in memory as one file,
-// replacing the file before. It waits at most 5 seconds. After Close it returns ErrClosed.
+// Write writes all records so far to the file. With Last it writes the operations in memory as one file,
+// which replaces the previous one. It waits at most 5 seconds. After Close it returns ErrClosed.
 func (t *Timeline) Write() error {
 	timer := time.NewTimer(t.knobs.timeout)
 	defer timer.Stop()
@@ -229,20 +232,20 @@ func (t *Timeline) Write() error {
 	}
 }
 
-// slow returns the error of a disk that did not answer in time.
+// slow returns the error for a disk that has not finished a write in time.
 func (t *Timeline) slow(doing string) error {
 	return fmt.Errorf("timeline: %s: the disk did not finish within %v", doing, t.knobs.timeout)
 }
 
-// Close writes the remaining records and closes the file. It waits at most 5 seconds and then abandons a
-// write that hangs. Further calls return the same result.
+// Close writes the remaining records and closes the file. If a write hangs, Close abandons it after 5
+// seconds. Further calls return the same result.
 func (t *Timeline) Close() error {
 	t.once.Do(func() {
 		t.mu.Lock()
 		t.closed = true
 		t.mu.Unlock()
 		if t.stream != nil {
-			// The write in progress gets half of the time, so that its error can still be returned.
+			// A write in progress gets only half of the timeout, so that there is time to return its error.
 			t.stream.limit(time.Now().Add(t.knobs.timeout / 2))
 		}
 		close(t.closing)
@@ -257,11 +260,11 @@ func (t *Timeline) Close() error {
 	}
 }
 
-// run owns the files and writes the records until Close.
+// run owns the files and writes records to them until Close. It runs in a goroutine of its own.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// flushAll writes all records so far: first the rest of an earlier attempt, then the records added
-	// meanwhile.
+	// flushAll writes all records so far: first what remains from an earlier attempt, then the records added
+	// since.
 	flushAll := func() error {
 		if err := w.flush(); err != nil {
 			return err
@@ -278,7 +281,7 @@ func (t *Timeline) run(w *writer) {
 		var retry <-chan time.Time
 		wake := t.wake
 		if failing {
-			// The timer is set to the next attempt; records that are added until then wait.
+			// The timer runs until the next attempt. Records that are added until then wait for it.
 			retry, wake = timer.C, nil
 		}
 		var answer chan error

@@ -16,45 +16,46 @@ import (
 )
 
 const (
-	// chunk is how much text is written at once.
+	// chunk is the size of a piece of text that is encoded and written at once.
 	chunk = 256 << 10
-	// warnEvery is the least time between two warnings of a kind.
+	// warnEvery is the minimum time between two warnings of the same kind.
 	warnEvery = time.Minute
 )
 
-// writer writes records to files. Each step can fail and be repeated later: unfinished work stays in its
-// buffer, and nothing is written twice. It is not safe for concurrent use.
+// writer writes records to files. Each step can fail and be repeated later: unfinished work stays in the
+// buffers, and nothing is written twice. A writer is not safe for concurrent use.
 type writer struct {
 	cfg     Config
 	dropped *atomic.Uint64
 	sink    sink
 	enc     encoder
 	format  formatter
-	ring    *ring // nil if Config.Last is 0
+	ring    *ring // nil unless Config.Last is set
 
 	reading *batch // the batch being written
-	// at is the first of the records being written that is not completely in pending, and inside is the first
-	// tensor of it that is not in pending.
+	// at is the index of the first record that is not completely in pending. inside is the index of the first
+	// tensor of this record that is not in pending.
 	at, inside int
 	pending    []byte // text that is not encoded yet
 	out        []byte // encoded bytes that are not written yet
-	unwritten  int    // number of records whose end is in pending or out
+	unwritten  int    // the number of records whose last text is in pending or out
 	tail       []byte
 
 	segment int
 	stale   bool  // a new file must be begun before the next write
-	body    int64 // bytes of the segment that are written, with the header
-	header  int64 // bytes of the header
-	limit   int64 // cap on the bytes of a segment; 0 is no cap
+	body    int64 // the bytes of the segment that are written, including the header
+	header  int64 // the size of the header in bytes
+	limit   int64 // the limit for the bytes of a segment; 0 means no limit
 
-	// warnedSlow and warnedBroken are the times of the last warnings, reported is the number of drops logged
-	// so far, and failed says that the last report was of an error that is not over.
+	// warnedSlow and warnedBroken are the times of the last warnings of these kinds. reported is the number
+	// of drops that were logged. failed is set if the last logged problem was an error, and writing has not
+	// succeeded since.
 	warnedSlow, warnedBroken time.Time
 	reported                 uint64
 	failed                   bool
 }
 
-// newWriter returns a writer for the file of cfg, which open opens.
+// newWriter returns a writer for the file that cfg names. open opens the file.
 func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	w := &writer{cfg: cfg, dropped: dropped, enc: plain{}, reading: newBatch(k.tensors), stale: true}
 	if strings.HasSuffix(cfg.Path, ".gz") {
@@ -62,7 +63,7 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	}
 	w.format.cfg = &w.cfg
 	if cfg.Rank == 0 {
-		// The clock of rank 0 is the reference of the others.
+		// Rank 0's clock is the reference for the other ranks, so its offset is always 0.
 		w.format.offset = &trace.Offset{Job: cfg.Clock.Job()}
 	}
 	if cfg.Last > 0 {
@@ -72,10 +73,10 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	return w
 }
 
-// open opens the sink for the path: a stream or regular files. Without a ring it also begins the file.
+// open opens the sink for the path: a stream, or regular files. Without a ring it also begins the file.
 func (w *writer) open() error {
-	// The program may change its working directory. If the path is a symbolic link, the file that it points
-	// to is replaced, not the link.
+	// The path becomes absolute, because the program may change its working directory. If the path is a
+	// symbolic link, the file that it points to is replaced, not the link.
 	if whole, err := filepath.Abs(w.cfg.Path); err == nil && !isDevice(w.cfg.Path) {
 		w.cfg.Path = whole
 	}
@@ -106,7 +107,7 @@ func (w *writer) open() error {
 	return nil
 }
 
-// openDisk opens a sink of regular files.
+// openDisk makes the sink for regular files.
 func (w *writer) openDisk() error {
 	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes, w.ring != nil)
 	if err != nil {
@@ -116,7 +117,7 @@ func (w *writer) openDisk() error {
 	return nil
 }
 
-// begin starts a segment, if the one before is finished.
+// begin starts a new segment if the previous one is finished.
 func (w *writer) begin() error {
 	if !w.stale {
 		return nil
@@ -132,8 +133,8 @@ func (w *writer) begin() error {
 	return nil
 }
 
-// lose returns err. If err says that the file is lost, lose arranges that the records that were not written
-// to it go to a new file.
+// lose returns err. If err says that the file is lost, lose arranges that the records that are not in the
+// lost file go to a new file.
 func (w *writer) lose(err error) error {
 	if errors.Is(err, errLost) {
 		w.at, w.inside = w.at-w.unwritten, 0
@@ -143,7 +144,8 @@ func (w *writer) lose(err error) error {
 	return err
 }
 
-// flush writes the batch, or adds it to the ring if there is one, and empties it.
+// flush writes the batch and empties it. If there is a ring, it adds the records to the ring instead of
+// writing them.
 func (w *writer) flush() error {
 	if w.ring != nil {
 		w.ring.add(w.reading)
@@ -157,8 +159,8 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// writeRing writes the records of the ring. On disk they replace the file before. To a stream they are
-// appended, and the ring drops them.
+// writeRing writes the records of the ring. On disk they replace the previous file, and stay in the ring. To
+// a stream they are appended, and are dropped from the ring.
 func (w *writer) writeRing() error {
 	_, once := w.sink.(*stream)
 	if !once {
@@ -175,7 +177,7 @@ func (w *writer) writeRing() error {
 	}
 	w.at = 0
 	if err == nil {
-		err = w.begin() // begins the file if there were no records
+		err = w.begin() // if there are no records, the file has not begun yet
 	}
 	if err == nil {
 		err = w.sink.show()
@@ -183,8 +185,8 @@ func (w *writer) writeRing() error {
 	return err
 }
 
-// write formats records from w.at on and writes them to the sink. After an error the next call continues
-// there.
+// write formats the records from w.at on and writes them to the sink. After an error the next call continues
+// with the record that failed.
 func (w *writer) write(records []record) error {
 	for w.at < len(records) {
 		r := &records[w.at]
@@ -212,8 +214,8 @@ func (w *writer) write(records []record) error {
 	return w.push()
 }
 
-// place adds the text of format to the segment, or to the next one if it does not fit. If place fails, the
-// text was not used. A text that fits in no segment is dropped and counted.
+// place adds the text that format makes to the segment, or to the next segment if it does not fit. If place
+// fails, the text is not used. A text that is too large for any segment is dropped and counted.
 func (w *writer) place(format func([]byte) []byte) error {
 	for {
 		if err := w.begin(); err != nil {
@@ -228,8 +230,9 @@ func (w *writer) place(format func([]byte) []byte) error {
 		if w.pending = format(w.pending); w.fits() {
 			return nil
 		}
-		// The earlier text may compress to less than the bound in fits. It is written in any case; the new
-		// text is tried once more and then goes to the next segment.
+		// The earlier text may compress better than the bound that fits assumes. It must be written in any
+		// case. So the writer writes it first and then tries the new text once more, before it begins the
+		// next segment.
 		text := w.pending[before:]
 		w.pending = w.pending[:before]
 		if err := w.push(); err != nil {
@@ -249,7 +252,7 @@ func (w *writer) place(format func([]byte) []byte) error {
 	}
 }
 
-// fits reports whether the segment stays within its limit with the text and bytes that are not written yet.
+// fits reports whether the segment stays within its limit if all pending text and bytes are written to it.
 func (w *writer) fits() bool {
 	return w.limit <= 0 || w.body+int64(len(w.out))+w.enc.most(len(w.pending)) <= w.limit
 }
@@ -272,8 +275,8 @@ func (w *writer) push() error {
 	return nil
 }
 
-// close ends the file. err is the result of the last flush, left the number of records that were never taken
-// from the other batch.
+// close ends the file. err is the result of the last flush. left is the number of records that stayed in the
+// other batch and are not written.
 func (w *writer) close(err error, left int) error {
 	if err == nil && w.ring != nil {
 		err = w.writeRing()
@@ -301,7 +304,8 @@ func (w *writer) close(err error, left int) error {
 		w.cfg.Path, lost, err)
 }
 
-// report logs errors, new drops and recovery, at most one warning of a kind per warnEvery.
+// report logs errors, new drops, and recovery after an error. It logs at most one warning of a kind per
+// warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {
@@ -313,7 +317,7 @@ func (w *writer) report(err error) {
 	if dropped == w.reported && (err == nil || w.failed) {
 		return
 	}
-	text, last := "operations are dropped from the timeline: the disk is slower than the operations come",
+	text, last := "operations are dropped from the timeline: the disk is too slow for the rate of operations",
 		&w.warnedSlow
 	if err != nil {
 		text, last = "cannot write the timeline: later operations may be dropped from it", &w.warnedBroken

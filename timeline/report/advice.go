@@ -12,15 +12,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// most is the share of the whole from which a part counts as most of it.
+// most is the threshold from which a share counts as most of the whole.
 const most = 0.5
 
-// steady returns the time after the start-up.
+// steady returns the span of time after the start-up, with its number of steps.
 func (r *Report) steady() analysis.Span {
 	return analysis.Span{Time: time.Duration((r.DurationUS - r.StartupUS) * nanosPerMicro), Steps: r.Steps}
 }
 
-// ranksOf formats a list of ranks, as in "ranks 1, 2, 5".
+// ranksOf formats the ranks in late, as in "ranks 1, 2, 5".
 func ranksOf(late []*analysis.RankLateness) string {
 	var ranks []int
 	for _, l := range late {
@@ -29,16 +29,16 @@ func ranksOf(late []*analysis.RankLateness) string {
 	return topo.FormatRanks(ranks)
 }
 
-// verdict returns which ranks were late, as a clause.
+// verdict returns a clause that says which ranks were late.
 func (r *Report) verdict(f *analysis.Lateness) string {
 	worst, second := f.Worst()
 	switch {
 	case f.Compared == 0 && r.Operations == 0:
 		return "no operation to compare"
 	case f.Compared == 0:
-		return "lateness is unknown: the files have the submissions of only one rank"
+		return "lateness is unknown: the files have submission times of only one rank"
 	case worst == nil && r.ClockErrorUS > 0:
-		return fmt.Sprintf("no rank was later than the error of the clocks, %s", duration(r.ClockErrorUS))
+		return fmt.Sprintf("no rank was late by more than the clock error, %s", duration(r.ClockErrorUS))
 	case worst == nil:
 		return "no rank was late"
 	}
@@ -63,7 +63,7 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
-// startup returns the verdict on the start-up; empty if there was none.
+// startup returns the verdict on the start-up. It is empty if there was no start-up.
 func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""
@@ -76,12 +76,12 @@ func (r *Report) startup(f *analysis.Lateness) string {
 	return text
 }
 
-// perStep formats a time after the start-up, per step if there are steps.
+// perStep formats a time after the start-up. If there are steps, it is divided by their number.
 func (r *Report) perStep(d time.Duration) string {
 	return duration(micros(d)/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
-// per returns what perStep divides by.
+// per returns the words that follow a time from perStep: they say what it is divided by.
 func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"
@@ -89,15 +89,16 @@ func (r *Report) per() string {
 	return "in total"
 }
 
-// time formats a time after the start-up and its share of all time after it.
+// time formats a time after the start-up, and its share of all time after the start-up.
 func (r *Report) time(d time.Duration) string {
 	return fmt.Sprintf("%s (%s of the time)", r.perStep(d), percent(r.share(d)))
 }
 
-// share returns the share of d in the time after the start-up.
+// share returns d as a share of the time after the start-up.
 func (r *Report) share(d time.Duration) float64 { return micros(d) / (r.DurationUS - r.StartupUS) }
 
-// part returns the share of the time after the start-up that ranks spent in a phase, averaged over the ranks.
+// part returns the share of the time after the start-up that ranks spent in phase p, as the mean over the
+// ranks.
 func (r *Report) part(p phase) float64 {
 	steady := r.DurationUS - r.StartupUS
 	if steady == 0 || len(r.Phases) == 0 {
@@ -110,7 +111,8 @@ func (r *Report) part(p phase) float64 {
 	return sum / float64(len(r.Phases)) / steady
 }
 
-// suggest returns what could be done or set differently, if the files show a reason.
+// suggest returns suggestions for changes of settings or of the program, each with the reason that the files
+// show.
 func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Suggestion {
 	all := []Suggestion{}
 	add := func(setting, do, because string, args ...any) {
@@ -155,7 +157,8 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 			"a response has %.1f tensors and %s on average, and negotiation takes %s of the time",
 			f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
-	// If operations are queued behind the exchange of data, more lanes would only share the same network.
+	// Process sets are suggested only if the exchange of data takes less time than the queue. Otherwise more
+	// lanes would only share the same network.
 	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
 		add("", "put operations that do not depend on each other into different process sets: the operations of one set run one after the other",
 			"granted operations wait for earlier operations for %s of the time", percent(q))
@@ -183,7 +186,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	return all
 }
 
-// once returns the number of names that came at most once at each rank.
+// once returns the number of tensor names that occurred at most once at each rank.
 func (c *collection) once() int64 {
 	n := int64(0)
 	for id := range c.tensors {
@@ -194,7 +197,7 @@ func (c *collection) once() int64 {
 	return n
 }
 
-// hosts returns the number of hosts of the ranks with files.
+// hosts returns on how many hosts the ranks with files ran.
 func (c *collection) hosts() int {
 	var all []string
 	for _, f := range c.job.ranks {
@@ -205,7 +208,7 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place returns the host of a rank, as a phrase.
+// place returns a phrase for the host of a rank.
 func (c *collection) place(rank int) string {
 	for _, f := range c.job.ranks {
 		if f.rank == rank && f.host() != "" {
@@ -215,14 +218,14 @@ func (c *collection) place(rank int) string {
 	return "its host"
 }
 
-// percent formats a share.
+// percent formats a share as a percentage.
 func percent(share float64) string {
 	switch p := 100 * share; {
 	case p == 0:
 		return "0 %"
 	case p < 0.1:
 		return "less than 0.1 %"
-	case p < 9.95, p >= 99 && p < 99.95: // close to 100 % the decimal matters
+	case p < 9.95, p >= 99 && p < 99.95: // close to 0 % and 100 % one decimal is shown
 		return fmt.Sprintf("%.1f %%", p)
 	default:
 		return fmt.Sprintf("%.0f %%", p)
@@ -240,7 +243,7 @@ func duration(us float64) string {
 	return places(us) + " us"
 }
 
-// places formats a number with three significant digits.
+// places formats a number with up to three significant digits.
 func places(v float64) string {
 	switch {
 	case v == 0:
@@ -253,7 +256,7 @@ func places(v float64) string {
 	return fmt.Sprintf("%.0f", v)
 }
 
-// size formats bytes.
+// size formats a number of bytes with a unit.
 func size(bytes float64) string {
 	switch {
 	case bytes >= 1<<30:
@@ -266,7 +269,7 @@ func size(bytes float64) string {
 	return fmt.Sprintf("%.0f B", bytes)
 }
 
-// printable returns a text from a file in a form that is safe for a terminal.
+// printable returns a text from a file, quoted if it has characters that are not safe for a terminal.
 func printable(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(s)

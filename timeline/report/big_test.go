@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// peak runs do and returns by how many bytes the heap grew at most meanwhile.
+// peak runs do and returns the peak growth of the heap meanwhile, in bytes.
 func peak(do func()) uint64 {
 	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	read := func() uint64 {
@@ -43,7 +43,7 @@ func peak(do func()) uint64 {
 	return max(most, read()) - before
 }
 
-// big writes a timeline file in pieces, so that the test does not hold all of it in memory.
+// big writes a timeline file in pieces, so that the test does not hold the whole file in memory.
 type big struct {
 	*file
 	w *bufio.Writer
@@ -76,13 +76,13 @@ func (b *big) close(t *testing.T) {
 	}
 }
 
-// Two ranks write a million events each, and rank 1 is always 1 ms late. The report finds this and needs at
-// most 32 MiB of heap.
+// Two ranks write a million events each, and rank 1 is always 1 ms late. The report finds that rank 1 is
+// late, and needs at most 32 MiB of heap.
 func TestTwoMillionEvents(t *testing.T) {
 	const names = 200
 	steps := 500
 	if raceEnabled {
-		steps = 25 // the race detector makes it twenty times as slow
+		steps = 25 // with the race detector the test is 20 times slower
 	}
 	dir := t.TempDir()
 	for r := range 2 {
@@ -118,13 +118,13 @@ func TestTwoMillionEvents(t *testing.T) {
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
 	}
-	if heap > 32<<20 { // most of it is garbage; if the processors are busy, there is more
+	if heap > 32<<20 { // most of the heap is garbage, of which there is more if the processors are busy
 		t.Errorf("got %d bytes of heap, want at most 32 MiB", heap)
 	}
 }
 
-// A report and a merge use a bounded amount of memory for operations that never end, for long names that each
-// occur once, and for operations that only one rank has.
+// Files have operations that never end, long names that each occur once, and operations that only one rank
+// has. The memory for a report and a merge of these files is bounded.
 func TestHostileInputIsBounded(t *testing.T) {
 	dir := t.TempDir()
 	const count = 36_000

@@ -9,22 +9,24 @@ import (
 
 // clock converts a rank's times to rank 0's.
 type clock struct {
-	// base is the time of the domain's clock at the rank's ts 0, in ns.
+	// base is the time on the domain's clock, in ns, at which the rank's ts is 0.
 	base int64
-	// points are the measurements of the domain's leader. If there are none, shift is added to the leader's
-	// times.
+	// points are the clock measurements by the domain's leader, the rank whose measurements the whole domain
+	// uses. If there are none, shift is added to the leader's times.
 	points []clockPoint
 	shift  int64
-	// lead is added to a time of this rank to get the leader's: both read one clock.
+	// lead is added to a time of this rank to get a time of the leader. This is exact, because both ranks
+	// read the same clock.
 	lead int64
-	// err is the greatest error of the result, and known is false if there is no such bound.
+	// err is the greatest error of a converted time. known is false if this error is not bounded.
 	err   int64
 	known bool
-	// domain is equal for ranks whose times are exact relative to each other.
+	// domain is a number that is equal for ranks that read the same clock, so that their times are exact
+	// relative to each other.
 	domain int
 }
 
-// reference converts a time of this rank to rank 0's. Between two measurements it interpolates.
+// reference converts a time of this rank to rank 0's clock. Between two measurements it interpolates.
 func (c *clock) reference(at int64) int64 {
 	at += c.lead
 	if len(c.points) == 0 {
@@ -44,9 +46,10 @@ func (c *clock) reference(at int64) int64 {
 	return at + a.offset + int64(part*float64(b.offset-a.offset))
 }
 
-// setClocks finds for every rank how its times become rank 0's. If both read one clock the result is exact.
-// Otherwise it uses the measurements of the lowest rank of the domain that has some, so that the ranks of one
-// host stay exact relative to each other. If there are none it uses the time of day, whose error is unknown.
+// setClocks sets for every rank how its times are converted to rank 0's clock. If the rank and rank 0 read
+// the same clock, the result is exact. Otherwise setClocks uses the measurements of the lowest rank of the
+// domain that has measurements, so that the ranks of one host stay exact relative to each other. If the
+// domain has no measurements, it uses the time of day, whose error is unknown.
 func (j *Job) setClocks() {
 	type leader struct {
 		number int
@@ -55,7 +58,7 @@ func (j *Job) setClocks() {
 	}
 	leaders := make(map[string]*leader)
 	of := func(r *rankFiles) *leader {
-		// A rank without a domain has a clock of its own.
+		// A rank whose file names no domain has a domain of its own.
 		domain := cmp.Or(r.segments[0].domain, "\x00"+strconv.Itoa(r.rank))
 		l := leaders[domain]
 		if l == nil {
@@ -81,7 +84,8 @@ func (j *Job) setClocks() {
 			l.rank = r
 		}
 	}
-	// Without measurements anywhere and without rank 0, the first rank's clock stands for rank 0's.
+	// If no rank has measurements and rank 0 has no file, the clock of the first rank is used in place of
+	// rank 0's.
 	first, measured := j.ranks[0], false
 	for _, l := range leaders {
 		measured = measured || len(l.points) > 0

@@ -10,47 +10,48 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// operation is an operation at one rank, with all tensors that ran together. Times are on rank 0's clock.
+// operation is one operation at one rank, with all tensors that were fused in it. Times are on rank 0's
+// clock.
 type operation struct {
-	// Record is the record of the tensor that was submitted last.
+	// Record is the record of the operation. Its name and submission are those of the tensor submitted last.
 	analysis.Record
 	tensors, fused int64
-	// arrivals are, by position in the set, when the last of the tensors' requests arrived at rank 0; 0 if
-	// none did.
+	// arrivals has, for each position in the process set, the time at which the last request for one of the
+	// tensors arrived at rank 0. It is 0 if no request arrived.
 	arrivals []time.Duration
 	parts    []part
 }
 
-// stream reads the operations of a rank.
+// stream reads the operations of one rank from its files.
 type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	observe  func(*instance)           // is called with each instance
+	observe  func(*instance)           // called with each instance
 	next     func() (*operation, bool) // returns the next operation
 	frontier time.Duration             // the end of the last operation that next returned
 	failed   error                     // the error that ended reading
 }
 
-// rankStats are the sums of one rank.
+// rankStats are the statistics of one rank.
 type rankStats struct {
 	phases      [numPhases]cover
-	inside      cover         // the time with an operation in flight
-	stepsInside time.Duration // the part of inside in complete steps
+	inside      cover         // the time with at least one operation in flight
+	stepsInside time.Duration // the part of inside that lies in complete steps
 	begin, end  time.Duration
 	any         bool
-	// steadyFrom is when the first complete step began; never if none has begun yet. phases and inside
-	// exclude the time before.
+	// steadyFrom is the time at which the first complete step of the rank began, or never if none has begun
+	// yet. phases and inside do not include the time before.
 	steadyFrom   time.Duration
 	steps        stepFinder
 	errors       int64
 	tensors      int64
 	hits, misses int64
-	// steadyHits and steadyMisses exclude the first request of each name.
+	// steadyHits and steadyMisses do not count the first request of each name.
 	steadyHits, steadyMisses int64
 }
 
-// nameStats are the sums of one tensor name.
+// nameStats are the statistics of one tensor name.
 type nameStats struct {
 	total  analysis.Sketch
 	bytes  int64
@@ -62,15 +63,15 @@ type nameStats struct {
 
 const never = math.MinInt64
 
-// collection is everything that is collected from the files of a job.
+// collection is all that the report needs from the files of a job.
 type collection struct {
 	job     *Job
 	names   *nameTable
 	streams []*stream
 	tensors []nameStats
 	late    *analysis.Late
-	// steadyFrom is when the first complete step of the first rank with a file began; never if none has begun
-	// yet.
+	// steadyFrom is the time at which the first complete step began at the first rank with a file, or never
+	// if none has begun yet.
 	steadyFrom time.Duration
 
 	operations               int64
@@ -81,8 +82,8 @@ type collection struct {
 	tooMany                  int64
 }
 
-// operations passes all operations to yield until it returns false. Consecutive instances with one number are
-// one operation.
+// operations passes the operations of the stream to yield until yield returns false. Consecutive instances
+// with the same number belong to one operation.
 func (s *stream) operations(yield func(*operation) bool) {
 	var o *operation
 	more := true
@@ -126,7 +127,7 @@ func (o *operation) add(i *instance) {
 	}
 }
 
-// collect reads the files of all ranks side by side, so that only operations in progress have to be kept.
+// collect reads the files of all ranks side by side. So it has to keep only the operations in progress.
 func (j *Job) collect() (*collection, error) {
 	c := &collection{
 		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1),
@@ -154,7 +155,8 @@ func (j *Job) collect() (*collection, error) {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
 		}
 	}
-	// Always read the rank that is furthest behind, so that little is kept of the others.
+	// The next operation is always read from the rank that is furthest behind, so that few operations of the
+	// other ranks have to be kept.
 	for active := slices.Clone(c.streams); len(active) > 0; {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
@@ -174,7 +176,7 @@ func (j *Job) collect() (*collection, error) {
 	return c, nil
 }
 
-// observe counts an instance.
+// observe counts an instance in the statistics.
 func (c *collection) observe(s *stream, i *instance) {
 	s.tensors++
 	for len(c.tensors) < len(c.names.names) {
@@ -202,7 +204,8 @@ func (c *collection) observe(s *stream, i *instance) {
 			}
 			if s.steps.step != step {
 				s.stepsInside = s.inside.sum()
-				if s == c.streams[0] { // the ranks wait for at least one operation in each step
+				// The steps of one rank stand for all, because the ranks wait for each other in each step.
+				if s == c.streams[0] {
 					c.late.Step(s.member, i.Submitted)
 				}
 			}
@@ -210,7 +213,8 @@ func (c *collection) observe(s *stream, i *instance) {
 		s.cover(&s.inside, i.Submitted, i.Ended)
 	}
 	if !i.cachedKnown && c.job.horovod && i.Submitted != 0 {
-		// Horovod's file does not say it, but has the arrivals of all requests that were not cached.
+		// Horovod's file does not say whether a request was cached. But it has the arrivals of all requests
+		// that were not cached.
 		i.Cached, i.cachedKnown = len(i.arrivals) == 0, true
 	}
 	again := int64(1)
@@ -252,21 +256,22 @@ func (c *collection) take(s *stream, o *operation) {
 	c.late.Add(s.member, &o.Record, o.arrivals)
 }
 
-// beginSteady records that the first complete step of a rank began at a time, and drops the rank's sums of
-// the start-up.
+// beginSteady records that the first complete step of a rank began at time at. It resets the statistics of
+// the rank that do not include the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	// Horovod's file has only the arrivals of requests that were not cached, as in the first step
+	// Horovod's file has only the arrivals of requests that were not cached, which are those of the first
+	// step.
 	if s == c.streams[0] && !c.job.horovod {
 		c.steadyFrom = at
 		c.late.Steady(at)
 	}
 }
 
-// cover adds the part of an interval that is after the start-up.
+// cover adds the part of an interval after the start-up to c.
 func (r *rankStats) cover(c *cover, begin, end time.Duration) { c.add(max(begin, r.steadyFrom), end) }
 
-// fuses reports whether operations of the kind can be fused.
+// fuses reports whether operations of this kind can be fused.
 func fuses(kind string) bool {
 	switch kind {
 	case "allreduce", "allgather", "broadcast", "reducescatter":

@@ -2,20 +2,20 @@ package report
 
 import "time"
 
-// maxStretches limits the number of intervals that a cover keeps. Intervals come nearly in order: the oldest
-// of this many is no longer extended.
+// maxStretches limits the number of stretches that a cover keeps open. When there are more, the oldest is
+// closed and no longer extended. This hardly changes the sum, because intervals come nearly in order.
 const maxStretches = 64
 
-// cover adds up the time that intervals cover together. Time in several intervals counts once.
+// cover computes the length of the union of intervals: time in several intervals counts once.
 type cover struct {
 	open  []stretch     // ascending, with gaps between them
-	total time.Duration // the covered time before the stretches in open
+	total time.Duration // the covered time outside of open
 }
 
-// stretch is an interval without gaps.
+// stretch is a part of the covered time without gaps.
 type stretch struct{ begin, end time.Duration }
 
-// add adds an interval.
+// add adds an interval to the union.
 func (c *cover) add(begin, end time.Duration) {
 	if end <= begin {
 		return
@@ -46,7 +46,7 @@ func (c *cover) add(begin, end time.Duration) {
 
 func (s stretch) length() time.Duration { return s.end - s.begin }
 
-// sum returns the time that the intervals cover.
+// sum returns the length of the union of all intervals so far.
 func (c *cover) sum() time.Duration {
 	sum := c.total
 	for _, s := range c.open {

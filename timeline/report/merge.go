@@ -20,11 +20,12 @@ import (
 type Merged struct {
 	Ranks  int
 	Events int64
-	// LeftOut is the number of events that had no beginning or belong to more tensors than are kept.
+	// LeftOut is the number of events that were left out: end events without a beginning, and events of
+	// tensors above the limit of tensors.
 	LeftOut int64
 }
 
-// record is an event of a merged trace. Times are in us.
+// record is an event of the merged trace. Times are in microseconds.
 type record struct {
 	Name     string   `json:"name,omitzero"`
 	Phase    string   `json:"ph"`
@@ -36,13 +37,14 @@ type record struct {
 	Args     any      `json:"args,omitzero"`
 }
 
-// thread is a tensor of a rank in the merged trace: the time of its last event, and how many events are open.
+// thread is a tensor of a rank in the merged trace. last is the time of its last event, depth the number of
+// open events.
 type thread struct {
 	last  int64
 	depth int
 }
 
-// mergedRank has the threads of a rank. Thread 0 is for events that belong to no tensor.
+// mergedRank has the threads of one rank. Thread 0 has the events that belong to no tensor.
 type mergedRank struct {
 	files   *rankFiles
 	ids     map[string]int
@@ -52,18 +54,19 @@ type mergedRank struct {
 // merger writes a merged trace.
 type merger struct {
 	w *bufio.Writer
-	// separator goes before the next record.
+	// separator is the text to write before the next record.
 	separator string
-	shift     int64 // added to all times, in ns
-	named     int   // number of threads of all ranks
+	shift     int64 // in ns, added to all times
+	named     int   // the number of threads of all ranks together
 	sum       Merged
-	err       error // the error of the last write; the bufio.Writer keeps it
+	err       error // the error of the last write; the bufio.Writer returns it again
 }
 
-// Merge writes one Chrome trace of all ranks to a file, compressed if its name ends in .gz. Rank r is process
-// r, and each of its tensors a thread. All times are on rank 0's clock, or later by a constant if a rank
-// started before rank 0. Each thread has its name before its events, the events are in order of time, and
-// every beginning has its end. The file appears under its name when it is complete.
+// Merge writes one Chrome trace of all ranks to a file. If the name of the file ends in .gz, the file is
+// compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are on rank 0's
+// clock. If a rank started before rank 0, a constant is added to all times, so that none is negative. Each
+// thread has its name before its events, its events are in order of time, and every begin event has its end
+// event. The file appears under its name only when it is complete.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
@@ -97,7 +100,7 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 			return sum, err
 		}
 	}
-	_, _ = m.w.WriteString("\n]\n") // Flush returns the error
+	_, _ = m.w.WriteString("\n]\n") // Flush returns the error of this write too
 	if err := m.w.Flush(); err != nil {
 		return sum, err
 	}
@@ -115,14 +118,14 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 	return m.sum, f.Close()
 }
 
-// same reports whether both paths name the same file.
+// same reports whether the paths a and b name the same file.
 func same(a, b string) bool {
 	i, errA := os.Stat(a)
 	k, errB := os.Stat(b)
 	return errA == nil && errB == nil && os.SameFile(i, k)
 }
 
-// rank writes the events of a rank.
+// rank writes all events of one rank.
 func (m *merger) rank(f *rankFiles) error {
 	m.sum.Ranks++
 	name := fmt.Sprintf("rank %d", f.rank)
@@ -134,7 +137,7 @@ func (m *merger) rank(f *rankFiles) error {
 	r := &mergedRank{files: f, ids: make(map[string]int)}
 	m.thread(r, "rank")
 	for _, s := range f.segments {
-		pids := make(map[int64]int) // each segment has tracks of its own
+		pids := make(map[int64]int) // pids are valid only within a segment
 		_, err := s.events(func(e *event, text jsontext.Value) bool {
 			m.event(r, s, pids, e, text)
 			return m.err == nil
@@ -147,7 +150,7 @@ func (m *merger) rank(f *rankFiles) error {
 	return m.err
 }
 
-// thread adds a thread to a rank.
+// thread adds a thread for the tensor name to a rank.
 func (m *merger) thread(r *mergedRank, name string) {
 	id := len(r.threads)
 	r.threads = append(r.threads, thread{})
@@ -156,7 +159,7 @@ func (m *merger) thread(r *mergedRank, name string) {
 	m.meta(r.files.rank, id, "thread_sort_index", map[string]any{"sort_index": id})
 }
 
-// meta writes an event of metadata.
+// meta writes a metadata event.
 func (m *merger) meta(pid, tid int, name string, args map[string]any) {
 	m.put(&record{Name: name, Phase: "M", PID: pid, TID: tid, Args: args})
 }
@@ -169,7 +172,7 @@ func (m *merger) put(r *record) {
 	m.sum.Events++
 }
 
-// event writes an event of a rank.
+// event writes one event of a rank, on the thread of the event's tensor.
 func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, text jsontext.Value) {
 	if e.Phase == "M" {
 		if e.PID == 0 || e.Name != "process_name" || len(pids) == maxTracks {
@@ -196,14 +199,14 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	t := &r.threads[id]
 	switch {
-	case e.Phase == "i" || e.Phase == "I": // I is the old form of i
+	case e.Phase == "i" || e.Phase == "I": // older files have I
 		out.Phase, out.Scope = "i", "p"
 	case e.PID == 0:
 		m.sum.LeftOut++
 		return
 	case e.Phase == "B":
 		t.depth++
-	case e.Phase == "E" && t.depth > 0: // Horovod's file has ends without beginnings, of barriers and joins
+	case e.Phase == "E" && t.depth > 0: // Horovod ends barriers and joins that have not begun
 		t.depth--
 	case e.Phase == "X":
 		out.Duration = new(float64)
@@ -226,7 +229,7 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	m.at(out, t, now(e.at))
 }
 
-// at writes a record at a time of its thread, or at the thread's latest time if that is later.
+// at writes a record of thread t with the time at, or with the thread's latest time if that is later.
 func (m *merger) at(r *record, t *thread, at int64) {
 	t.last = max(t.last, at)
 	us := micros(t.last)
@@ -234,7 +237,7 @@ func (m *merger) at(r *record, t *thread, at int64) {
 	m.put(r)
 }
 
-// closeAll ends all open events of a rank.
+// closeAll writes an end event for each open event of a rank.
 func (m *merger) closeAll(r *mergedRank) {
 	for id := range r.threads {
 		for t := &r.threads[id]; t.depth > 0; t.depth-- {

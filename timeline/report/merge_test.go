@@ -39,8 +39,9 @@ func merged(t *testing.T, j *Job) []byte {
 	return text
 }
 
-// checkTrace checks a trace against the rules of the format: a thread has its name before its events, every B
-// has its E, and no time on a thread goes back. It returns the events and the names of the threads.
+// checkTrace checks a merged trace against the rules of the format: a thread has its name before its events,
+// every B event has its E event, and times on a thread never decrease. It returns the events and the names of
+// the threads.
 func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
 	t.Helper()
 	var all []traceEvent
@@ -131,7 +132,7 @@ func TestMerge(t *testing.T) {
 			}
 		}
 		// On rank 0's clock, rank 2 submits its first loss at 5 s + 1 ms + 20 us + 5 ms. Rank 1 started 500
-		// us before rank 0, and the trace begins with it, so 500 us are added.
+		// us before rank 0 and the trace begins at rank 1's start, so all times are 500 us later.
 		if first := threads[lane{2, tid}][0]; *first.Name != "NEGOTIATE_ALLREDUCE" ||
 			*first.Ts != 5_006_520 || !strings.Contains(string(first.Args), `"op":2`) {
 			t.Errorf("got %+v (%s at %g), want NEGOTIATE_ALLREDUCE at 5006520", first, *first.Name, *first.Ts)
@@ -150,7 +151,7 @@ func TestMerge(t *testing.T) {
 		if err != nil || len(left) > 0 {
 			t.Errorf("got %q left, %v", left, err)
 		}
-		// A merged trace is not a timeline of a rank.
+		// A merged trace cannot be opened as the timeline of a rank.
 		if _, _, err := Open([]string{out}, nil); err == nil ||
 			!strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
@@ -158,8 +159,8 @@ func TestMerge(t *testing.T) {
 	}
 }
 
-// Merge moves the times in args in the same way as ts: to rank 0's clock, and later by the same constant. It
-// changes no other number.
+// Merge converts the times in args like ts: to rank 0's clock, and later by the same constant. It changes no
+// other number.
 func TestMergeMovesAllTimes(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})
@@ -175,7 +176,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
 	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
 	f.end(1900, 0)
-	// In the second segment, the time of ts = 0 is 60 us later than in the first.
+	// The second segment's ts 0 is 60 us after the first segment's.
 	put(t, dir, "t.rank1.1.json", f.b.String()+"\n]\n")
 	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, segment: 2, monotonic: 100})
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
@@ -183,7 +184,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	put(t, dir, "t.rank1.json", f.end(2000, 0))
 	j := openJob(t, dir)
 	threads, _ := checkTrace(t, merged(t, j))
-	// Rank 0's clock is 1000 us behind rank 1's. All times are later by the 1000 us for which rank 1 ran
+	// Rank 0's clock is 1000 us behind rank 1's. All times are 1000 us later, because rank 1 started 1000 us
 	// before rank 0.
 	for i, want := range []struct {
 		ts   float64
@@ -205,8 +206,8 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	}
 }
 
-// If times are before rank 0's first, Merge moves all times by the same amount. It closes events without an
-// end and leaves out ends without a beginning.
+// If a rank's times are before rank 0's start, Merge adds a constant to all times. It closes events without
+// an end, and leaves out ends without a beginning.
 func TestMergeRepairs(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 1000})

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// phase is what a rank spends time on.
+// phase is a kind of work or waiting on which a rank spends time.
 type phase uint8
 
 const (
@@ -25,14 +25,15 @@ const (
 	numPhases
 )
 
-// phaseNames are the names of the phases in the report.
+// phaseNames has the names of the phases in the report.
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
-// exchanges are the suffixes of activities that move data; the prefix is the backend.
+// exchanges has the suffixes of the names of activities that move data. The prefix is the name of the
+// backend.
 var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
 	"_REDUCE", "_ADASUM"}
 
-// phaseOf returns the phase of an activity.
+// phaseOf returns the phase to which an activity belongs.
 func phaseOf(activity string) phase {
 	switch {
 	case activity == "QUEUE":
@@ -48,24 +49,26 @@ func phaseOf(activity string) phase {
 }
 
 const (
-	// outside is the report's name for time without an operation in flight.
+	// outside is the name that the report gives to time without an operation in flight.
 	outside   = "outside"
 	negotiate = "NEGOTIATE_"
-	// Limits of what is kept while files are read. maxNames, maxTracks and maxOpen are for all ranks
-	// together.
-	maxNames  = 1 << 14 // tensor names; all further names are counted as one
-	maxTracks = 1 << 18 // tracks with a name
-	maxOpen   = 1 << 14 // operations that have begun and not ended
-	maxParts  = 64      // parts of an operation
-	maxTrack  = 16      // open events of a track
+	// Limits for what is kept in memory while files are read. maxNames, maxTracks and maxOpen apply to all
+	// ranks together.
+	maxNames  = 1 << 14 // tensor names; all further names are counted as one name
+	maxTracks = 1 << 18 // tracks whose names are known
+	maxOpen   = 1 << 14 // operations that have begun but not ended
+	maxParts  = 64      // parts of one operation
+	maxTrack  = 16      // open events of one track
 )
 
-// nameID is the number of a tensor's name. noName stands for a missing name and for names above the limit.
+// nameID is a number that stands for a tensor name. noName stands for a missing name, and for all names above
+// the limit.
 type nameID uint32
 
 const noName nameID = 0
 
-// nameTable numbers the names of all ranks, and counts their tracks and open operations.
+// nameTable assigns numbers to the tensor names of all ranks. It also counts the tracks and the open
+// operations of all ranks.
 type nameTable struct {
 	ids          map[string]nameID
 	names        []string
@@ -76,7 +79,7 @@ func newNameTable() *nameTable {
 	return &nameTable{ids: make(map[string]nameID), names: []string{""}}
 }
 
-// id returns the number of a name, which it assigns if it is new and below the limit.
+// id returns the number of a name. It assigns a number to a new name, if the limit is not reached.
 func (t *nameTable) id(name string) nameID {
 	s := clip(name)
 	id, known := t.ids[s]
@@ -88,22 +91,23 @@ func (t *nameTable) id(name string) nameID {
 	return id
 }
 
-// full reports whether the limit of names is reached.
+// full reports whether the limit on the number of names is reached.
 func (t *nameTable) full() bool { return len(t.names) > maxNames }
 
-// part is an interval of an operation's execution.
+// part is a time interval in the execution of an operation, spent in one phase.
 type part struct {
 	phase      phase
 	begin, end time.Duration
 }
 
-// arrival is when the request of a rank, given by its position in the set, arrived at rank 0.
+// arrival is the time at which a rank's request arrived at rank 0. The rank is given by its position in the
+// process set.
 type arrival struct {
 	position int
 	at       time.Duration
 }
 
-// instance is an operation on one tensor at one rank. Times are on rank 0's clock.
+// instance is one operation on one tensor at one rank. Times are on rank 0's clock.
 type instance struct {
 	analysis.Record
 	name        nameID
@@ -114,33 +118,33 @@ type instance struct {
 	parts       []part
 }
 
-// track is a tensor with an operation that has begun and not ended.
+// track is the state of a tensor whose operation has begun but not ended in the file.
 type track struct {
 	instance
-	// depth is the number of open events, of which opened has the first maxTrack.
+	// depth is the number of open events. opened has the first maxTrack of them.
 	depth  int
 	opened [maxTrack]openEvent
-	cursor time.Duration // the end of the last part
+	cursor time.Duration // the time at which the last part ended
 }
 
-// openEvent is an event that has begun: top says that it is the bar of the operation, neg that it is its
-// negotiation.
+// openEvent is an event that has begun but not ended. top is set if it is the bar of the operation, neg if it
+// is the bar of the negotiation.
 type openEvent struct {
 	phase    phase
 	top, neg bool
 }
 
-// rankReader reads the instances in a rank's files, in the order in which they ended.
+// rankReader reads the instances from a rank's files, in the order in which they ended.
 type rankReader struct {
 	files *rankFiles
 	names *nameTable
 
-	shift  int64 // added to times of the current segment to get times of the first
+	shift  int64 // added to a time of the current segment to get a time of the first segment
 	tracks map[int64]nameID
 	open   map[int64]*track
 
 	malformed, unfinished, tooMany int64
-	// ranks limits the positions of arrivals.
+	// ranks is the number of ranks in the job: positions of arrivals must be less.
 	ranks int
 }
 
@@ -153,7 +157,7 @@ func newRankReader(f *rankFiles, names *nameTable) *rankReader {
 		open: make(map[int64]*track)}
 }
 
-// instances passes the instances to yield until it returns false.
+// instances passes the instances of all segments to yield until yield returns false.
 func (r *rankReader) instances(yield func(*instance) bool) error {
 	for _, s := range r.files.segments {
 		r.shift = s.monotonic - r.files.clock.base
@@ -165,7 +169,7 @@ func (r *rankReader) instances(yield func(*instance) bool) error {
 			return more
 		})
 		r.malformed += malformed
-		// The next segment has tracks of its own.
+		// Tracks do not continue in the next segment.
 		for _, t := range r.open {
 			if t.Begun != 0 || t.depth > 0 {
 				r.unfinished++
@@ -182,8 +186,8 @@ func (r *rankReader) instances(yield func(*instance) bool) error {
 	return nil
 }
 
-// reference returns a time of the current segment on rank 0's clock. It is never 0, which means that a time
-// is not known.
+// reference converts a time of the current segment to rank 0's clock. It never returns 0, because 0 means
+// that a time is not known.
 func (r *rankReader) reference(at int64) time.Duration {
 	if at = r.files.clock.reference(at + r.shift); at == 0 {
 		at = 1
@@ -191,8 +195,8 @@ func (r *rankReader) reference(at int64) time.Duration {
 	return time.Duration(at)
 }
 
-// trackOf returns the open track of the event, which it makes if the event is the first of an operation; nil
-// if there are too many.
+// trackOf returns the open track of the event. If the event is the first of an operation, it opens a track.
+// It returns nil if too many tracks are open.
 func (r *rankReader) trackOf(e *event) *track {
 	t := r.open[e.PID]
 	switch {
@@ -208,14 +212,14 @@ func (r *rankReader) trackOf(e *event) *track {
 	return t
 }
 
-// closed removes a track from the open ones.
+// closed removes a track from the open tracks.
 func (r *rankReader) closed(pid int64) {
 	delete(r.open, pid)
 	r.names.open--
 }
 
-// apply processes an event. It returns the track whose instance ends with the event, and removes it from the
-// open ones; nil if none ends.
+// apply processes an event. If the event ends an instance, apply closes its track and returns it. Otherwise
+// it returns nil.
 func (r *rankReader) apply(e *event) *track {
 	t, now := r.open[e.PID], r.reference(e.at)
 	switch e.Phase {
@@ -232,7 +236,7 @@ func (r *rankReader) apply(e *event) *track {
 			return r.push(e, t, now)
 		}
 	case "E":
-		// Horovod's file has ends without beginnings, of barriers and joins.
+		// Horovod's file has end events of barriers and joins without begin events.
 		if t != nil && t.depth > 0 && e.timed {
 			return r.pop(e, t, now)
 		}
@@ -249,11 +253,12 @@ func (r *rankReader) apply(e *event) *track {
 	return nil
 }
 
-// push begins an event.
+// push processes a begin event. If an instance that was never executed ends before it, push returns the track
+// of that instance.
 func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
 	if t != nil && t.depth == 0 && neg {
-		// The operation before was negotiated and never executed, such as Horovod's barriers.
+		// The previous operation was negotiated but never executed. Barriers in Horovod's files are examples.
 		r.closed(e.PID)
 		if t.Granted != 0 {
 			t.Ended = t.Granted
@@ -290,7 +295,7 @@ func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) 
 	return ended
 }
 
-// addPart assigns the time from the end of the last part until now to a phase.
+// addPart adds a part in phase p, from the end of the last part until now.
 func (t *track) addPart(p phase, now time.Duration) {
 	if now > t.cursor && len(t.parts) < maxParts {
 		t.parts = append(t.parts, part{p, t.cursor, now})
@@ -298,7 +303,7 @@ func (t *track) addPart(p phase, now time.Duration) {
 	t.cursor = max(t.cursor, now)
 }
 
-// pop ends an event. It returns the track if its operation ends with it.
+// pop processes an end event. If the event ends the operation, pop returns the track.
 func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	t.depth--
 	if t.depth >= maxTrack {
@@ -323,7 +328,8 @@ func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	return nil
 }
 
-// kindName returns the kind of an operation by its name in the file: in lower case, except ERROR.
+// kindName returns the kind of an operation from its name in the file: the name in lower case, except that
+// ERROR stays.
 func kindName(name string) string {
 	if name == "ERROR" {
 		return name

@@ -13,18 +13,18 @@ import (
 )
 
 const (
-	// maxRecord limits the bytes of an event. A name has at most 4 KiB, six times as many if every byte is
+	// maxRecord limits the bytes of one event. A name has at most 4 KiB, which become 24 KiB if every byte is
 	// escaped.
 	maxRecord  = 1 << 18
 	scanBuffer = 1 << 16
 )
 
-// FormatError is a place where a file breaks the format of timelines.
+// FormatError is the error for a file that violates the timeline format. It says at which byte.
 type FormatError struct {
 	File string
-	// Byte is the offset of the place in the uncompressed file, from 0.
+	// Byte is the offset of the violation in the uncompressed file, from 0.
 	Byte int64
-	// Truncated says that the file is right up to its end but ends too early.
+	// Truncated is set if the file ends too early but is correct up to its end.
 	Truncated bool
 	Err       error
 }
@@ -41,8 +41,8 @@ var (
 	errTooLong  = fmt.Errorf("got an event of more than %d bytes", maxRecord)
 )
 
-// scanner splits a JSON array into its events. It keeps at most one event in memory, whatever the file
-// contains.
+// scanner splits a JSON array into its events. It keeps at most one event in memory, even for malformed
+// files.
 type scanner struct {
 	*jsontext.Decoder
 	limit  *limited
@@ -51,7 +51,7 @@ type scanner struct {
 	opened bool
 }
 
-// limited is a reader that fails after left bytes: an event must not be longer.
+// limited is a reader that fails after left bytes. The scanner uses it to limit the length of an event.
 type limited struct {
 	io.Reader
 	left int
@@ -66,7 +66,7 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lenient accepts duplicate names and invalid UTF-8.
+// lenient are options that accept duplicate object names and invalid UTF-8.
 var lenient = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
 
 func newScanner(r io.Reader, file string) *scanner {
@@ -74,8 +74,9 @@ func newScanner(r io.Reader, file string) *scanner {
 	return &scanner{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: file}
 }
 
-// next returns the text of the next event, valid until the next call. After the closing bracket the error is
-// io.EOF, and where the file breaks the format it is a *FormatError. Further calls return the same error.
+// next returns the text of the next event, which is valid until the next call. After the closing bracket the
+// error is io.EOF. If the file violates the format, the error is a *FormatError. Further calls return the
+// same error.
 func (s *scanner) next() (event jsontext.Value, err error) {
 	if s.failed == nil {
 		s.limit.left = maxRecord + scanBuffer
@@ -111,7 +112,7 @@ func (s *scanner) scan() (jsontext.Value, error) {
 		}
 		return nil, io.EOF
 	}
-	// Horovod writes a comma after every event, also after the last.
+	// Horovod writes a comma after every event, even after the last one.
 	rest, comma := bytes.CutPrefix(bytes.TrimLeft(s.UnreadBuffer(), " \t\r\n"), []byte(","))
 	if comma && bytes.HasPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte("]")) {
 		return nil, io.EOF
@@ -120,8 +121,8 @@ func (s *scanner) scan() (jsontext.Value, error) {
 	return nil, s.fault(err, errNoEvent)
 }
 
-// fault returns the error for the current place: err is the error of reading, and want the one to use if that
-// is nil.
+// fault returns the error for the current position in the file. err is the error of reading, and want the
+// error to report if err is nil.
 func (s *scanner) fault(err, want error) error {
 	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
 	var syntax *jsontext.SyntacticError
@@ -139,21 +140,21 @@ func (s *scanner) fault(err, want error) error {
 	return f
 }
 
-// event is an event of the file.
+// event is a decoded event of the file.
 type event struct {
 	Phase string `json:"ph"`
 	Name  string `json:"name"`
-	// Time is in us since the file's start, NaN if it is missing.
+	// Time is in microseconds since the file's start. It is NaN if it is missing.
 	Time float64 `json:"ts"`
 	PID  int64   `json:"pid"`
 	Args args    `json:"args"`
 
-	at    int64 // Time in ns
+	at    int64 // Time, in ns
 	timed bool
 }
 
-// args are the arguments of all kinds of events that are read; an event has some of them. Times are in us,
-// NaN if they are missing.
+// args has the arguments of all kinds of events that the report reads. Each kind has only some of them. Times
+// are in microseconds, and NaN if they are missing.
 type args struct {
 	Name     string  `json:"name"`
 	DType    string  `json:"dtype"`
@@ -177,7 +178,7 @@ type args struct {
 	Uptime   float64 `json:"monotonic_us"`
 	Offset   float64 `json:"offset_us"`
 	ClockErr float64 `json:"error_us"`
-	// Submitted and At are the true times of events whose ts had to be later, because the times on a track
+	// Submitted and At are the true times of events. Their ts may be later, because the times on a track
 	// never decrease.
 	Submitted float64 `json:"submitted"`
 	At        float64 `json:"at"`
@@ -185,7 +186,7 @@ type args struct {
 
 const (
 	nanosPerMicro = 1000
-	// maxMicros limits times to 31 years, so that sums of a few times in ns cannot overflow.
+	// maxMicros limits times to 31 years, so that sums of a few times in ns do not overflow.
 	maxMicros = 1e15
 )
 
@@ -210,7 +211,7 @@ func parse(text jsontext.Value, e *event) error {
 	return nil
 }
 
-// argsOf returns the arguments of an event, not decoded; nil if it has none.
+// argsOf returns the arguments of an event without decoding them. It returns nil if the event has none.
 func argsOf(text jsontext.Value) map[string]jsontext.Value {
 	var e struct {
 		Args map[string]jsontext.Value `json:"args"`
@@ -223,8 +224,8 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
-// position returns the position of the rank whose arrival the event is, which is its name; false if the name
-// is not a position.
+// position returns the position of the rank whose arrival the event shows. The name of such an event is the
+// position. position returns false if the name is not a position.
 func (e *event) position() (int, bool) {
 	n, err := strconv.Atoi(e.Name)
 	return n, err == nil && n >= 0 && n < maxRanks

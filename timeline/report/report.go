@@ -1,11 +1,11 @@
-// Package report reads the timelines of the ranks of a job, in gohvd's and Horovod's format, and reports
-// which ranks were late, where the time went and which settings could be changed. It also merges the
+// Package report reads the timelines of the ranks of a job, in gohvd's and Horovod's format. It reports which
+// ranks were late, on what the ranks spent time and which settings could be changed. It also merges the
 // timelines into one trace.
 //
-// Files are read as streams, the files of all ranks side by side. Memory is bounded by the numbers of ranks
-// and of names, each with a limit of its own, and not by the length of the files: about 60 MB at most, 4 MB
-// for an ordinary job, and for each rank about 200 KB while its file is open. Input may be anything: a file
-// that is not a timeline is an error with place and reason, and a damaged file is used up to the damage.
+// Files are read as streams, the files of all ranks side by side. Memory is bounded by the number of ranks
+// and the number of names, not by the length of the files. It is at most about 60 MB, 4 MB for an ordinary
+// job, plus about 200 KB for each rank while its file is open. Any input is safe: for a file that is not a
+// timeline the error says what is wrong and at which byte, and a damaged file is used up to the damage.
 package report
 
 import (
@@ -23,39 +23,42 @@ import (
 
 // Options are settings of the job that its files do not contain.
 type Options struct {
-	// FusionThresholdBytes is the fusion threshold of the job; 0 if it is not known.
+	// FusionThresholdBytes is the fusion threshold of the job, or 0 if it is unknown.
 	FusionThresholdBytes int64
-	// CacheCapacity is the number of responses that the job's cache can hold; 0 if it is not known.
+	// CacheCapacity is the number of responses that the job's response cache can hold, or 0 if it is unknown.
 	CacheCapacity int64
 }
 
-// Report is what the files show. Fields ending in US are in microseconds, shares are from 0 to 1.
+// Report is the result of analysing the files. Fields ending in US are in microseconds. Shares are from 0 to
+// 1.
 type Report struct {
-	// Problems describe what is missing, damaged or left out, and what the report therefore lacks.
+	// Problems has texts that say what is missing, damaged or left out, and what the report lacks for that
+	// reason.
 	Problems []string `json:"problems"`
-	// Horovod says that the file is Horovod's.
+	// Horovod is set if the file was written by Horovod.
 	Horovod bool `json:"horovod"`
-	// Size is the number of ranks of the job, 0 if it is not known. Files are the ranks with files, Missing
-	// the ranks without.
+	// Size is the number of ranks of the job, or 0 if it is unknown. Files has the ranks with files, Missing
+	// the ranks without files.
 	Size    int   `json:"size"`
 	Files   []int `json:"ranks_with_files"`
 	Missing []int `json:"ranks_without_files"`
-	// Dropped is the number of operations that the ranks could not write.
+	// Dropped is the number of operations that ranks could not write to their files.
 	Dropped int64 `json:"dropped"`
-	// ClockErrorUS is the greatest error of any rank's times relative to rank 0's. Unaligned are the ranks
-	// for whose clock no such bound is known.
+	// ClockErrorUS is the greatest error of the times of any rank relative to rank 0's clock. Unaligned has
+	// the ranks for which no bound of this error is known.
 	ClockErrorUS float64 `json:"clock_error_us"`
 	Unaligned    []int   `json:"ranks_with_unknown_clock"`
-	// DurationUS is the time from the first submission to the last end, and StartupUS the part of it before
-	// the first complete step; 0 if there are no steps.
+	// DurationUS is the time from the first submission to the end of the last operation. StartupUS is the
+	// part of it before the first complete step, or 0 if there are no steps.
 	DurationUS float64 `json:"duration_us"`
 	StartupUS  float64 `json:"startup_us"`
-	// Operations, Tensors and Errors are counted once for each rank that wrote them.
+	// Operations, Tensors and Errors are sums over the ranks with files: an operation counts once for each of
+	// these ranks.
 	Operations int64 `json:"operations"`
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
-	// Steps is the number of steps from the first complete one on; 0 if no name comes again. StepUS is the
-	// median of their lengths.
+	// Steps is the number of steps from the first complete step on, or 0 if no tensor name occurs again.
+	// StepUS is the median length of a step.
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
 
@@ -70,56 +73,58 @@ type Report struct {
 	Suggestions []Suggestion `json:"suggestions"`
 }
 
-// Lateness is which ranks were late. It covers the time after the start-up, except fields that say otherwise.
+// Lateness says which ranks were late, and how late. It covers the time after the start-up, except for fields
+// that say otherwise.
 type Lateness struct {
-	// Verdict is the conclusion in words. Startup is the conclusion on the start-up; empty if there was none.
+	// Verdict is the conclusion in words. Startup is the conclusion on the start-up. It is empty if there was
+	// no start-up.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
-	// HeldUS is for how long any single rank held up all others, added up over the ranks. AnybodyUS is the
-	// wall time during which any rank waited for another.
+	// HeldUS is the time during which some single rank held up all others, summed over the ranks. AnybodyUS
+	// is the wall time during which at least one rank waited for another.
 	HeldUS    float64 `json:"held_us"`
 	AnybodyUS float64 `json:"anybody_waited_us"`
-	// Compared is the number of operations for which the submissions of at least two ranks are known. Alone
-	// is the number of operations of the global set for which the submission of only one rank is known.
+	// Compared is the number of operations for which submission times of at least two ranks are known. Alone
+	// is the number of operations of process set 0 for which the submission time of only one rank is known.
 	Compared int64 `json:"operations_compared"`
 	Alone    int64 `json:"operations_of_one_rank"`
-	// Arrivals says that for some ranks the time when their request arrived at rank 0 is used instead of the
-	// time of their submission.
+	// Arrivals is set if, for some ranks, the times at which their requests arrived at rank 0 are used in
+	// place of their submission times.
 	Arrivals bool `json:"from_arrivals"`
-	// WaitedUS is the time for which all ranks waited, added up: for each operation and rank, from its own
-	// submission to the last one.
+	// WaitedUS is the total time that ranks waited. For each operation and rank it is the time from the
+	// rank's own submission to the last rank's submission.
 	WaitedUS float64    `json:"waited_us"`
 	Ranks    []LateRank `json:"ranks"`
 }
 
-// LateRank is how late a rank was.
+// LateRank says how late one rank was.
 type LateRank struct {
 	Rank int `json:"rank"`
-	// Last is the number of operations for which the rank was the last, by itself or together with ranks that
-	// the clocks cannot tell from it.
+	// Last is the number of operations that this rank submitted last. If the clocks are too inexact to tell
+	// which of several ranks was last, each of them counts.
 	Last int64 `json:"last"`
-	// CausedUS is the part of WaitedUS that the rank caused, and Share its share of WaitedUS. From one
-	// submission to the next later one, all ranks that have submitted wait because of the rank that submits
-	// next; the sum of these times is WaitedUS.
+	// CausedUS is the part of WaitedUS that the rank caused, and Share its share of WaitedUS. Between two
+	// successive submissions of an operation, the ranks that have submitted wait for the rank that submits
+	// next, so this rank causes their waiting.
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
-	// HeldUS is for how long the rank held up all others, in wall time. No moment counts twice, neither for
-	// one rank nor for two. HeldShare is its share of the sum over all ranks. StartupHeldUS is for how long
-	// the rank held up all others in the start-up.
+	// HeldUS is the wall time during which the rank held up all others. No moment counts twice, neither for
+	// one rank nor for two ranks. HeldShare is its share of the sum over all ranks. StartupHeldUS is the time
+	// during which the rank held up all others in the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`
 	StartupHeldUS float64 `json:"startup_held_us"`
-	// P50US, P90US, P99US and MaxUS are of the times from the first rank's submission to this rank's.
+	// P50US, P90US, P99US and MaxUS are percentiles and the maximum of the rank's lateness: the time from the
+	// first rank's submission to this rank's.
 	P50US float64 `json:"lateness_p50_us"`
 	P90US float64 `json:"lateness_p90_us"`
 	P99US float64 `json:"lateness_p99_us"`
 	MaxUS float64 `json:"lateness_max_us"`
 }
 
-// Outside is the time in which a rank had no operation in flight, for the rank that has the least of it. It
-// is the time in the complete steps after the start-up, divided by their number; or in all time if there are
-// none.
+// Outside is the time during which a rank had no operation in flight, at the rank with the least such time.
+// It is the mean over the complete steps after the start-up. If there are none it covers the whole time.
 type Outside struct {
 	Rank   int     `json:"rank"`
 	US     float64 `json:"us_per_step"`
@@ -127,19 +132,19 @@ type Outside struct {
 	Share  float64 `json:"share"`
 }
 
-// Phases is the time of a rank after the start-up in which at least one operation was in a phase. Operations
-// overlap, and so do phases.
+// Phases has, for one rank and each phase, the time after the start-up during which at least one operation
+// was in the phase. Operations overlap, and so do phases.
 type Phases struct {
 	Rank   int     `json:"rank"`
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
-	// US has the phases: waiting (for others' submissions), negotiation (from the last submission to the
-	// grant), queue, copies, exchange, reduce and other. It also has outside, the time without any operation
-	// in flight.
+	// US maps the name of a phase to its time. The phases are waiting (for the submissions of other ranks),
+	// negotiation (from the last submission to the grant), queue, copies, exchange, reduce and other. The key
+	// outside has the time without an operation in flight.
 	US map[string]float64 `json:"us"`
 }
 
-// Fusion is how many tensors and bytes ran as one response. Horovod's files do not contain it.
+// Fusion says how many tensors and bytes were fused in one response. Horovod's files do not contain this.
 type Fusion struct {
 	Responses   int64   `json:"responses"`
 	MeanTensors float64 `json:"mean_tensors"`
@@ -148,13 +153,13 @@ type Fusion struct {
 	MeanBytes   float64 `json:"mean_bytes"`
 	P50Bytes    int64   `json:"p50_bytes"`
 	MaxBytes    int64   `json:"max_bytes"`
-	// ThresholdBytes is the threshold of the options, 0 if it is not known, and Fill the mean share of it
-	// that responses had.
+	// ThresholdBytes is the fusion threshold in the options, or 0 if it is unknown. Fill is the mean size of
+	// a response as a share of this threshold.
 	ThresholdBytes int64   `json:"threshold_bytes"`
 	Fill           float64 `json:"fill"`
 }
 
-// Cache is how many requests were cached. The steady counts exclude the first request of each name.
+// Cache says how many requests were cached. The steady counts do not include the first request of each name.
 type Cache struct {
 	Hits         int64 `json:"hits"`
 	Misses       int64 `json:"misses"`
@@ -162,7 +167,7 @@ type Cache struct {
 	SteadyMisses int64 `json:"steady_misses"`
 }
 
-// Tensor is a tensor name, with sums over all ranks. Its times are from submission to end.
+// Tensor has the statistics of one tensor name over all ranks. Its times are from submission to end.
 type Tensor struct {
 	Name    string  `json:"name"`
 	Kind    string  `json:"kind"`
@@ -177,9 +182,9 @@ type Tensor struct {
 	Errors  int64   `json:"errors"`
 }
 
-// Suggestion is something to do, and the reason.
+// Suggestion is a proposed change, with its reason.
 type Suggestion struct {
-	// Setting is the name of the setting to change, if the suggestion is about one.
+	// Setting is the name of the setting to change. It is empty if the suggestion is not about a setting.
 	Setting string `json:"setting,omitempty"`
 	Do      string `json:"do"`
 	Because string `json:"because"`
@@ -191,8 +196,8 @@ const top = 10
 // micros converts nanoseconds to microseconds.
 func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns) / nanosPerMicro }
 
-// Report reads the files to their ends and returns the report. The error is that of reading a file; a damaged
-// file is not an error.
+// Report reads all files and returns the report. It returns an error if a file cannot be read. A damaged file
+// is not an error.
 func (j *Job) Report(o Options) (*Report, error) {
 	c, err := j.collect()
 	if err != nil {
@@ -260,7 +265,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		}
 	}
 	if j.horovod {
-		// Horovod's file does not contain the size: it has at least the ranks whose requests were seen.
+		// Horovod's file does not contain the size of the job. The job has at least the ranks whose requests
+		// occur in the file.
 		for _, s := range late {
 			r.Size = max(r.Size, s.Rank+1)
 		}
@@ -278,8 +284,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 	}
 }
 
-// outside returns the time without an operation in flight in the complete steps, or in all time if there are
-// none. The last step does not count: its end is not known.
+// outside returns the time without an operation in flight in the complete steps, or in the whole time if
+// there are none. The last step is not counted as complete, because its end is unknown.
 func (k *rankStats) outside() (o Outside) {
 	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
 	if complete := k.steps.steps() - 1; complete > 0 {
@@ -345,13 +351,13 @@ func (r *Report) fillProblems(c *collection) {
 	case r.Horovod:
 		add("Horovod writes only rank 0's file: requests of other ranks are known by their arrival at rank 0, and not at all if they were cached")
 	default:
-		add("no file of %s: for operations of process set 0, arrivals at rank 0 replace their submissions, if rank 0's file has them", topo.FormatRanks(r.Missing))
+		add("no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has them", topo.FormatRanks(r.Missing))
 	}
 	if r.Dropped > 0 {
-		add("%d operations were dropped, because a rank could not write its timeline fast enough or at all; the report is without them", r.Dropped)
+		add("%d operations are missing in the files and in this report: a rank could not write its timeline fast enough, or not at all", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: the files align the clock only by the time of day, so lateness is not measured",
+		add("%s: the clock is aligned only by the time of day, so lateness is not measured",
 			topo.FormatRanks(r.Unaligned))
 	}
 	if c.malformed > 0 {
@@ -372,7 +378,7 @@ func (r *Report) fillProblems(c *collection) {
 	}
 }
 
-// WriteJSON writes the report as one object.
+// WriteJSON writes the report as one JSON object.
 func (r *Report) WriteJSON(w io.Writer) error {
 	e := json.NewEncoder(w)
 	e.SetEscapeHTML(false)

@@ -20,7 +20,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
-// near reports whether got equals want, apart from the width of a sketch's buckets.
+// near reports whether got equals want within the width of a bucket of a sketch.
 func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
 
 func TestTheLateRankIsNamed(t *testing.T) {
@@ -45,8 +45,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			if late.Rank != 2 || late.Last != 2*(stragglerSteps-1) || third.Last != 0 {
 				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
 			}
-			// Rank 2 submits 5.02 ms after rank 0 and 4.99 ms after rank 3, which submits 30 us after rank 0.
-			// The waits of the two operations overlap, so each step counts them once.
+			// Rank 2 submits 5.02 ms after rank 0, and 4.99 ms after rank 3, which submits 30 us after rank
+			// 0. The waiting for the two operations overlaps, so it counts once in each step.
 			if !near(late.HeldPerStepUS, 4990) || !near(late.P50US, 5020) || !near(late.MaxUS, 5020) {
 				t.Errorf("got %+v, want 4990 us a step and 5020 us late", late)
 			}
@@ -83,8 +83,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 	}
 }
 
-// The verdict names a rank only if it held up the others for at least 5 % of the time and 100 us per step.
-// Shorter times may only be those of waking a process.
+// The verdict blames a rank only if it held up the others for at least 5 % of the time and 100 us per step.
+// Shorter times may only be the time that it takes to wake a process.
 func TestWhatIsWorthwhile(t *testing.T) {
 	for _, c := range []struct {
 		held  time.Duration
@@ -106,7 +106,7 @@ func TestWhatIsWorthwhile(t *testing.T) {
 	}
 }
 
-// All time that ranks waited is charged to the ranks that they waited for.
+// All time that ranks waited is attributed to the ranks that they waited for, and the sum is exact.
 func TestWaitingIsDistributedExactly(t *testing.T) {
 	dir := t.TempDir()
 	submitted := []int{1000, 1100, 1400, 1400}
@@ -120,7 +120,7 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	if want := 400.0 + 300; l.WaitedUS != want {
 		t.Errorf("got %g us of waiting, want %g", l.WaitedUS, want)
 	}
-	// Until rank 1 submits, only rank 0 waits. Then both wait for ranks 2 and 3, which are equally late.
+	// Rank 0 waits until rank 1 submits. Then both wait for ranks 2 and 3, which submit at the same time.
 	for r, want := range []float64{0, 100, 300, 300} {
 		if got := l.Ranks[r].CausedUS; got != want {
 			t.Errorf("rank %d: got %g us, want %g", r, got, want)
@@ -133,14 +133,14 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	}
 }
 
-// The report has the time of each phase of a rank to within 2 us a step.
+// The report has the time of each phase of a rank, with an error of at most 2 us per step.
 func TestPhases(t *testing.T) {
 	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json.gz"))
 	if len(r.Phases) != 4 {
 		t.Fatalf("got %+v", r.Phases)
 	}
 	const steps = stragglerSteps - 1
-	// The second operation begins 1 ms after the first and takes 2 ms from its grant, so the longer phases of
+	// The second operation begins 1 ms after the first and takes 2 ms from its grant. So the longer phases of
 	// the two overlap.
 	want := map[string]float64{
 		"waiting": 6020 * steps, "negotiation": 400 * steps, "queue": 600 * steps, "copies": 400 * steps,
@@ -148,7 +148,7 @@ func TestPhases(t *testing.T) {
 		"outside": (100*ms - 8221) * steps,
 	}
 	// The short phases do not overlap: the first operation copies out from 1.4 to 1.5 ms after its grant, and
-	// the second copies in from 1.3 to 1.4 ms.
+	// the second copies in from 1.3 to 1.4 ms after its own.
 	got := r.Phases[0].US
 	for name, us := range want {
 		if math.Abs(got[name]-us) > 2 {
@@ -175,13 +175,13 @@ func TestFusionAndTensors(t *testing.T) {
 		r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
 		t.Errorf("got slowest %q of %d, largest %+v", names, r.Names, r.Largest)
 	}
-	// Rank 0 waits 5020 us, and 2200 us go by until the end. It submits grad/1 1 us before grad/0.
+	// Rank 0 waits for 5020 us, and then 2200 us pass until the end. It submits grad/1 1 us before grad/0.
 	if s := r.Slowest[0]; s.Name != "grad/1" || s.MaxUS != 7221 {
 		t.Errorf("got %+v, want grad/1 with 7221 us at most", s)
 	}
 }
 
-// If only rank 0's file is there, the report uses the arrivals of requests in it.
+// If there is only rank 0's file, the report uses the arrivals of requests in this file.
 func TestArrivalsStandForFiles(t *testing.T) {
 	s := oneClock()
 	s.arrivals = true
@@ -202,7 +202,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 		!strings.Contains(r.Problems[0], "no file of ranks 1-3") {
 		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
 	}
-	// The file of another rank, without arrivals, does not show who is late.
+	// A file of another rank has no arrivals, so it does not show which rank is late.
 	s.arrivals = false
 	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
 	if !strings.HasPrefix(r.Lateness.Verdict, "lateness is unknown") || r.Lateness.WaitedUS != 0 {
@@ -210,8 +210,8 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 }
 
-// In rank 0's file, the bar of an operation begins with the first arrival. The time when rank 0 itself
-// submitted is in the arguments.
+// Rank 0 is late. In its file the bar of an operation begins with the first arrival, and the time at which
+// rank 0 itself submitted is in the arguments. The report uses that time.
 func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
@@ -222,7 +222,7 @@ func TestRankZeroIsLate(t *testing.T) {
 	}
 }
 
-// Each segment has its own tracks, and events that are open at the end of a segment end there.
+// Each segment has its own tracks. Events that are open at the end of a segment end there.
 func TestSegments(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
@@ -249,18 +249,18 @@ func TestSegments(t *testing.T) {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
-	// Two operations of x have six events each. The other two are the bar that the first segment left open
-	// and its end.
+	// x has two operations with six events each. Its other two events are the bar that the first segment left
+	// open, and the end of this bar.
 	if x := threads[lane{0, 1}]; len(x) != 14 || x[7].Ph != "E" || *x[7].Ts != 40 {
 		t.Errorf("got %d events of x, want 14 and the bar closed at 40", len(x))
 	}
 }
 
-// The clock error does not matter between ranks of one host. Between hosts, a rank is not called late if the
-// difference is within the error.
+// Between ranks of one host, lateness is measured without a clock error. Between hosts, a rank is not called
+// late if the difference is within the clock error.
 func TestClocks(t *testing.T) {
 	dir := t.TempDir()
-	drift := 1000 // in us, from the beginning of the job to its end 10 s later
+	drift := 1000 // in us, over the 10 s of the job
 	for r := range 4 {
 		id := rankID{rank: r, size: 4, host: "h", domain: []string{"a", "b", "b", ""}[r], epoch: 1,
 			monotonic: []int{0, 100, 400, 0}[r]}
@@ -270,7 +270,7 @@ func TestClocks(t *testing.T) {
 			f.clock(5_000_000, 5_000_000+drift/2, 100)
 		}
 		for n := 1; n <= 9; n++ {
-			at, late := n*1_000_000, 0 // at is the time of rank 0's submission
+			at, late := n*1_000_000, 0 // at is the time at which rank 0 submits
 			switch r {
 			case 1, 2:
 				at = n*1_000_000 - 5_000_000
@@ -292,8 +292,8 @@ func TestClocks(t *testing.T) {
 	if len(r.Lateness.Ranks) != 3 {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
-	// The differences between ranks 0 and 1 and between ranks 0 and 2 are within the error. So only rank 2 is
-	// late, by comparison with rank 1.
+	// The differences between ranks 0 and 1 and between ranks 0 and 2 are within the clock error. So only
+	// rank 2 is late, compared with rank 1 on the same host.
 	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
@@ -301,12 +301,12 @@ func TestClocks(t *testing.T) {
 	}
 }
 
-// Files of an earlier job with the same operation numbers are left out and make no rank late. A file that
-// does not name its job is taken to belong to the job.
+// Files of an earlier job with the same operation numbers are left out, and make no rank late. A file without
+// the name of a job counts as a file of the reported job.
 func TestFilesOfAnEarlierJob(t *testing.T) {
 	const early, late = 1_700_000_000_000_000, 1_700_000_100_000_000
 	for name, c := range map[string]struct {
-		jobs, starts []int // by rank; a file with job 0 does not name its job
+		jobs, starts []int // by rank; job 0 means that the file has no job name
 		leftOut      []int
 	}{
 		"one job":            {[]int{2, 2, 2}, []int{late, late + 5, late - 5}, nil},
@@ -344,20 +344,21 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 				}
 				if !slices.ContainsFunc(r.Problems, func(p string) bool {
 					return strings.Contains(p,
-						file+": another job: the rank started at 2023-11-14T22:13:20Z, but the rank of ") &&
+						file+": of another job: its rank started at 2023-11-14T22:13:20Z, but that of ") &&
 						strings.Contains(p, "2023-11-14T22:15:00Z")
 				}) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
 			}
-			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // starts of the same job differ by at most 5 us
+			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // in one job starts differ by up to 5 us
 				t.Errorf("got %+v, want no late rank", r.Lateness)
 			}
 		})
 	}
 }
 
-// Operations of other process sets have their own numbers and not all ranks.
+// Process sets other than 0 number their operations themselves and do not have all ranks. Lateness in them is
+// attributed to the right ranks.
 func TestProcessSets(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 3 {
@@ -370,7 +371,7 @@ func TestProcessSets(t *testing.T) {
 				f.op(testOp{set: 1, number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
 					tensors: []testTensor{{name: "y [set 1]", submitted: at + 30*ms - r*ms}}})
 			}
-			if r != 1 { // arrivals are by position in the set: position 1 is rank 2
+			if r != 1 { // the arrival at position 1 of this set is rank 2's
 				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms,
 					tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
 				if r == 0 {
@@ -390,8 +391,8 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
 		}
 	}
-	// Rank 1 held up set 1, and rank 2 held up the global set. In set 2 no rank did: the ranks submitted at
-	// the same time, and arrivals do not count if the files of both ranks are there.
+	// Rank 1 held up set 1, and rank 2 held up set 0. In set 2 no rank held up another: the ranks submitted
+	// at the same time, and arrivals are not used if the files of both ranks are there.
 	for rank, want := range []float64{0, 19 * 1000, 19 * 1000} {
 		if got := l.Ranks[rank].HeldUS; got != want {
 			t.Errorf("rank %d: got %g us for which it held up all others, want %g", rank, got, want)
@@ -399,7 +400,7 @@ func TestProcessSets(t *testing.T) {
 	}
 }
 
-// A rank that has joined holds up no other rank.
+// A rank that has joined does not submit and counts as late in no operation.
 func TestJoinIsNoLateness(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 2 {
@@ -413,9 +414,9 @@ func TestJoinIsNoLateness(t *testing.T) {
 	}
 }
 
-// horovodFile is written by hand in the format of Horovod's timeline: it has no tid and no name in E events,
+// horovodFile is a hand-written timeline in Horovod's format. It has no tid, and no name in E events. It has
 // X events only for requests that were not cached, a comma after each record, cycle marks without a pid, and
-// for barriers an end without a beginning.
+// for barriers an E event without a B event.
 const horovodFile = `[
 {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1700000000000000}},
 {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
@@ -482,7 +483,7 @@ func TestHorovodsFile(t *testing.T) {
 	}
 }
 
-// The files that these tests write obey the rules of the format.
+// The files that the tests of this package write follow the format of timelines.
 func TestTheFilesAreTimelines(t *testing.T) {
 	dir := t.TempDir()
 	s := straggler{
@@ -559,16 +560,16 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 			r.Operations, r.Dropped)
 	}
 	text := strings.Join(r.Problems, "\n")
-	for _, want := range []string{"t.rank1.json: another file has segment 1 of rank 1 too",
-		"t.rank3.json: another job", "t.rank2.json: another job",
-		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations were dropped"} {
+	for _, want := range []string{"t.rank1.json: another file is segment 1 of rank 1 already",
+		"t.rank3.json: of another job", "t.rank2.json: of another job",
+		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations are missing in the files"} {
 		if !strings.Contains(text, want) &&
 			!strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment",
 				1)) {
 			t.Errorf("got %q, want %q in it", text, want)
 		}
 	}
-	// If the path is the file of one rank, the report reads only the segments of that rank.
+	// If the path is the file of a rank other than 0, the report reads only the segments of that rank.
 	r = reportOf(t, filepath.Join(dir, "t.rank1.json"))
 	if !slices.Equal(r.Files, []int{1}) {
 		t.Errorf("got files of %v, want rank 1 alone", r.Files)
@@ -576,8 +577,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 }
 
 func TestSuggestions(t *testing.T) {
-	// job returns the report on a job whose steps have n tensors each. change may change each operation
-	// before it is written.
+	// job returns the report on a job with n tensors in each step. change may change each operation before it
+	// is written.
 	job := func(t *testing.T, ranks, steps, n int, change func(step, i int, o *testOp)) *Report {
 		dir := t.TempDir()
 		for r := range ranks {
@@ -624,7 +625,8 @@ func TestSuggestions(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
 			want := strings.Split(c.want, "|")
 			if len(r.Suggestions) == 2 {
-				// In these jobs the ranks are also idle most of the time, which gives a second suggestion.
+				// In these jobs the ranks are idle most of the time, so there is a second suggestion, which
+				// the test ignores.
 				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool {
 					return strings.HasPrefix(s.Do, "look at the program")
 				})
@@ -640,7 +642,7 @@ func TestSuggestions(t *testing.T) {
 	}
 }
 
-// tcp returns a change that makes operations spend 30 ms in an activity.
+// tcp returns a change for job that makes operations spend 30 ms in the activity.
 func tcp(activity, backend string) func(int, int, *testOp) {
 	return func(_, _ int, o *testOp) {
 		o.backend, o.ended = backend, o.begun+30*ms
@@ -658,12 +660,12 @@ func TestErrorsAreCounted(t *testing.T) {
 	}
 }
 
-// A name that comes again within a step does not end the step. Names that come only before the first step do
-// not hide the steps.
+// A name that occurs again within a step does not end the step. Names that occur only before the first step
+// do not hide the steps.
 func TestSteps(t *testing.T) {
 	for name, c := range map[string]struct {
 		before, repeats int
-		objects         int // number of names that come twice before the first step
+		objects         int // number of names that occur twice before the first step
 		names           int // number of names in a step
 	}{
 		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10},
@@ -700,7 +702,7 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// cover gives the same sum as marking every moment in an array.
+// cover computes the same sum as a reference that marks every moment in an array.
 func TestCover(t *testing.T) {
 	var c cover
 	marked := make([]bool, 20_000)

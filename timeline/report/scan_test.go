@@ -12,7 +12,7 @@ import (
 	"testing/iotest"
 )
 
-// records returns the records of r up to its end or to an error, which it also returns.
+// records returns the records of r up to its end or to an error. It also returns the error.
 func records(r io.Reader) (all []string, err error) {
 	s := newScanner(r, "f")
 	for {
@@ -69,7 +69,7 @@ func TestScanner(t *testing.T) {
 	}
 }
 
-// A record that is too long ends the file, and the scanner does not keep it in memory.
+// The scanner fails at a record that is too long, and does not read all of it into memory.
 func TestLongRecords(t *testing.T) {
 	text := `[{"a":1},{"b":"` + strings.Repeat("x", maxRecord) + `"},{"c":"`
 	long := strings.NewReader(strings.Repeat("x", 64*maxRecord))
@@ -156,8 +156,8 @@ func TestFilesThatAreNone(t *testing.T) {
 				!strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
-			// If a good file is read with a bad one, the error of the bad file is returned and the report has
-			// the good one.
+			// If a good and a bad file are opened together, Open returns the error of the bad file and the
+			// report has the good one.
 			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
@@ -173,7 +173,8 @@ func TestFilesThatAreNone(t *testing.T) {
 	}
 }
 
-// If a file is cut off at any place, the report uses everything before that place.
+// A file is cut off at each byte in turn. The report uses all complete operations before the cut and says
+// that the file is truncated.
 func TestTruncatedAnywhere(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	for n := 1; n <= 3; n++ {
@@ -207,7 +208,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 }
 
-// If a file is damaged in the middle, the report says so and uses what comes before the damage.
+// A file is damaged in the middle. The report says so, and uses what comes before the damage.
 func TestDamaged(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
@@ -269,8 +270,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// The scanner returns the same records, however the text is split into reads. No input makes the report or
-// the merge fail, and the merged trace is always valid.
+// The scanner returns the same records if it reads the text at once or byte by byte. No input makes the
+// report or the merge fail, and the merged trace is always valid.
 func FuzzFile(f *testing.F) {
 	f.Add([]byte(horovodFile))
 	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})

@@ -20,35 +20,36 @@ import (
 )
 
 const (
-	// maxRanks limits the number of ranks, and so the memory that a file can make the reader use.
+	// maxRanks limits the number of ranks, so that a malformed file cannot make the reader use much memory.
 	maxRanks = 1 << 16
-	// maxClockPoints limits the measurements of the clock that are kept of a file.
+	// maxClockPoints limits how many clock measurements of a file are kept.
 	maxClockPoints = 1024
 	// Stdin is the path that stands for standard input.
 	Stdin = "-"
 )
 
-// source is a file of a rank.
+// source is one timeline file of a rank.
 type source struct {
-	path string // the path as it is shown to the user
-	at   string // the path to open; the file is read more than once
+	path string // the path for messages
+	at   string // the path to open; it can be opened more than once
 
-	// These fields are what survey found. Times are in ns, except start, which is in us since 1970.
+	// survey sets these fields. Times are in ns, except start, which is in microseconds since 1970.
 	horovod          bool
 	rank, size       int
 	host, domain     string
-	job              string // the job of the file; empty if the file does not name it
+	job              string // the name of the job; empty if the file does not have it
 	epoch, segment   int64
 	monotonic, start int64
 	points           []clockPoint
 	dropped          int64
 	records          int64
-	// problem is the error that ended reading early, a *FormatError; nil if there was none.
+	// problem is the *FormatError because of which only the beginning of the file is used. It is nil if the
+	// file has no error.
 	problem error
 }
 
-// clockPoint is a measurement of the clock: at the time at of this rank, offset is added to get rank 0's
-// time, with an error of at most err. All are in ns.
+// clockPoint is a clock measurement: at time at on this rank's clock, rank 0's clock showed at + offset, with
+// an error of at most err. All three are in ns.
 type clockPoint struct{ at, offset, err int64 }
 
 var (
@@ -58,9 +59,9 @@ var (
 	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
 )
 
-// find returns the files that a path stands for. For a folder these are its files. For a file these are the
-// file with its older segments, and if it is rank 0's, also the files of the other ranks next to it with
-// theirs.
+// find returns the files that a path stands for. For a folder these are the files in it. For a rank's file
+// these are the file and its older segments. For rank 0's file they also include the files and segments of
+// the other ranks beside it.
 func find(path string) ([]string, error) {
 	if path == Stdin {
 		return []string{path}, nil
@@ -107,7 +108,7 @@ func find(path string) ([]string, error) {
 		}
 	}
 	if !info.IsDir() && !info.Mode().IsRegular() {
-		all = append(all, path) // a pipe of the shell, which is read like standard input
+		all = append(all, path) // a pipe made by the shell, which is read like standard input
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: the folder has no timeline files", path)
@@ -115,8 +116,8 @@ func find(path string) ([]string, error) {
 	return all, nil
 }
 
-// spoolOf copies a stream, which can be read only once, to a temporary file that it removes from its folder.
-// The caller closes the file.
+// spoolOf copies r, which can be read only once, to a temporary file without a name. The caller closes the
+// file.
 func spoolOf(r io.Reader) (*os.File, error) {
 	f, err := os.CreateTemp("", "hvdrun-timeline-")
 	if err != nil {
@@ -129,8 +130,8 @@ func spoolOf(r io.Reader) (*os.File, error) {
 	return f, nil
 }
 
-// texts passes the text of each event to do until it returns false. The error is the reason that reading
-// ended early: a *FormatError if the file breaks the format.
+// texts passes the text of each event to do until do returns false. If reading ends early, it returns the
+// reason. The reason is a *FormatError if the file violates the format.
 func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	f, err := os.Open(s.at)
 	if err != nil {
@@ -160,8 +161,8 @@ func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	}
 }
 
-// events passes each event that can be decoded to do until it returns false, and returns how many cannot be
-// decoded. A file that breaks the format is not an error here: survey has recorded that.
+// events passes each event that can be decoded to do until do returns false. It returns how many events
+// cannot be decoded. A violation of the format is not an error here, because survey has recorded it.
 func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed int64, err error) {
 	var e event
 	err = s.texts(func(text jsontext.Value) bool {
@@ -177,15 +178,16 @@ func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed 
 	return malformed, err
 }
 
-// survey reads which rank wrote the file, on which clock, and whether the file can be read to its end. It
-// returns an error if nothing in the file can be used.
+// survey reads the file once. It records which rank wrote the file and on which clock, and whether the file
+// can be read to its end. It returns an error if nothing in the file can be used.
 func (s *source) survey() error {
 	s.horovod = true
 	var e event
 	merged := false
 	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
-		// Only these events describe the file itself. Errors in other events are found when they are read.
+		// Only these events describe the file itself, so survey decodes no others. Errors in other events are
+		// found later.
 		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) ||
 			parse(text, &e) != nil {
 			return true
@@ -225,7 +227,7 @@ func (s *source) survey() error {
 	return nil
 }
 
-// addPoint adds a measurement of the clock. When there are too many it drops every other one.
+// addPoint adds a clock measurement. If there are too many, it drops every other one.
 func (s *source) addPoint(p clockPoint) {
 	if n := len(s.points); n > 0 && p.at <= s.points[n-1].at {
 		return
@@ -239,29 +241,30 @@ func (s *source) addPoint(p clockPoint) {
 	}
 }
 
-// rankFiles are the files of a rank, in the order of their segments.
+// rankFiles has the files of one rank, in the order of their segments.
 type rankFiles struct {
 	rank     int
 	segments []*source
 	clock    clock
 }
 
-// Job is the files of the ranks of a job.
+// Job has the timeline files of the ranks of one job.
 type Job struct {
-	// ranks are the ranks with files, ascending.
+	// ranks are the ranks that have files, in ascending order.
 	ranks   []*rankFiles
 	size    int
 	horovod bool
-	// problems describe what is wrong with the files, for the report.
+	// problems has texts for the report that say what is wrong with the files.
 	problems []string
 	spools   []*os.File
 }
 
-// Open finds and surveys the files that the paths stand for: a rank's file; rank 0's file, next to which the
-// files of the other ranks are found; a folder; or Stdin. Files of another job are left out, and so are files
-// that cannot be read; bad is their error if a path names one of them. err is set if no file can be used.
+// Open finds and surveys the files that the paths stand for. A path is a rank's file, rank 0's file (which
+// also stands for the files of the other ranks beside it), a folder, or Stdin. Files of another job and files
+// that cannot be read are left out. If a path names one of these files itself, bad is the error. err is set
+// if no file can be used.
 //
-// Each file is read twice for a report and once more for a merge. Standard input is kept in a temporary file
+// Each file is read twice for a report, and once more for a merge. Standard input is kept in a temporary file
 // until Close.
 func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	j := &Job{}
@@ -307,7 +310,7 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	return j, bad, nil
 }
 
-// source returns a source that can be read more than once.
+// source returns a source for path that can be read more than once.
 func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 	from := stdin
 	if path == Stdin {
@@ -319,7 +322,7 @@ func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = f.Close() }() // nothing was written
+		defer func() { _ = f.Close() }() // no error matters: the file was only read
 		from = f
 	}
 	spool, err := spoolOf(from)
@@ -330,7 +333,7 @@ func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 	return &source{path: path, at: fmt.Sprintf("/proc/self/fd/%d", spool.Fd())}, nil
 }
 
-// Close releases the temporary files of Open.
+// Close removes the temporary files that Open has made.
 func (j *Job) Close() error {
 	var err error
 	for _, f := range j.spools {
@@ -340,13 +343,13 @@ func (j *Job) Close() error {
 	return err
 }
 
-// problemf adds a problem.
+// problemf adds a text to problems.
 func (j *Job) problemf(format string, args ...any) {
 	j.problems = append(j.problems, fmt.Sprintf(format, args...))
 }
 
-// arrange sorts the files of one job by rank and segment. If there are files of several jobs it uses the job
-// that started last.
+// arrange sorts the files of a job by rank and segment. If the files belong to several jobs, it uses only the
+// job that started last.
 func (j *Job) arrange(sources []*source) {
 	slices.SortStableFunc(sources, func(a, b *source) int {
 		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment),
@@ -354,7 +357,7 @@ func (j *Job) arrange(sources []*source) {
 	})
 	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
 	j.size, j.horovod = newest.size, newest.horovod
-	named := newest // the newest of its files that name their job
+	named := newest // the newest file of this job that has the name of the job
 	for _, s := range sources {
 		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" &&
 			(named.job == "" || s.start > named.start) {
@@ -364,21 +367,22 @@ func (j *Job) arrange(sources []*source) {
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.horovod != newest.horovod || s.horovod && s != newest:
-			j.problemf("left out: %s: another job than that of %s: one of them is a file of Horovod", s.path,
+			j.problemf("left out: %s: not of the same job as %s: one of the two files is Horovod's", s.path,
 				newest.path)
 			continue
 		case s.epoch != newest.epoch || s.size != newest.size:
-			j.problemf("left out: %s: another job: epoch %d with %d ranks, but %s has epoch %d with %d ranks",
+			j.problemf("left out: %s: of another job: epoch %d, %d ranks, but %s has epoch %d, %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
 			continue
 		case s.job != named.job && s.job != "" && named.job != "":
-			j.problemf("left out: %s: another job: the rank started at %s, but the rank of %s at %s", s.path,
+			j.problemf("left out: %s: of another job: its rank started at %s, but that of %s at %s", s.path,
 				s.started(), named.path, named.started())
 			continue
 		case last < 0 || j.ranks[last].rank != s.rank:
 			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
 		case j.ranks[last].segments[len(j.ranks[last].segments)-1].segment == s.segment:
-			j.problemf("left out: %s: another file has segment %d of rank %d too", s.path, s.segment, s.rank)
+			j.problemf("left out: %s: another file is segment %d of rank %d already", s.path,
+				s.segment, s.rank)
 			continue
 		default:
 			j.ranks[last].segments = append(j.ranks[last].segments, s)
@@ -395,24 +399,24 @@ func (j *Job) arrange(sources []*source) {
 	j.setClocks()
 }
 
-// started returns the time at which the rank started, by its own clock.
+// started returns the time of day at which the rank started, by its own clock, as text.
 func (s *source) started() string { return time.UnixMicro(s.start).UTC().Format(time.RFC3339) }
 
-// dropped returns the number of operations that the rank lost, by its files.
+// dropped returns the number of operations that the rank dropped, according to its files.
 func (r *rankFiles) dropped() (n int64) {
 	for _, s := range r.segments {
-		n = max(n, s.dropped) // each segment counts from the beginning
+		n = max(n, s.dropped) // each segment has the total number so far
 	}
 	return n
 }
 
-// host returns the host of the rank.
+// host returns the name of the host on which the rank ran.
 func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 
-// maxText limits the bytes of a text that is kept of a file.
+// maxText limits the bytes of a text from a file that is kept in memory.
 const maxText = 200
 
-// clip shortens a text that is too long to be kept. A checksum at the end distinguishes it from other texts
+// clip shortens a text that is longer than maxText. A checksum at the end distinguishes it from other texts
 // with the same beginning.
 func clip(s string) string {
 	if len(s) <= maxText {

@@ -11,14 +11,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// mostRanks is the greatest number of ranks in a table.
+// mostRanks limits the number of ranks in a table.
 const mostRanks = 32
 
-// WriteText writes the report for people.
+// WriteText writes the report as text for a terminal.
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
-	// Cells are aligned to the right of their columns, and text follows them.
+	// Cells are right-aligned in their columns. The text follows after the last column.
 	table := func(columns, text string, rows func(row func(text string, cells ...any))) {
 		t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 		put := func(text string, cells []any) {
@@ -185,7 +185,8 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// shown returns the ranks in the table: all, or those that held up the others longest.
+// shown returns the ranks to show in the table: all ranks, or if there are too many, those that held up the
+// others longest.
 func (l *Lateness) shown() []LateRank {
 	if len(l.Ranks) <= mostRanks {
 		return l.Ranks

@@ -16,7 +16,7 @@ const (
 	ms = 1000 * us
 )
 
-// rankID has the fields of a timeline file's header.
+// rankID has the fields in the header of a timeline file.
 type rankID struct {
 	rank, size     int
 	host, domain   string
@@ -26,12 +26,13 @@ type rankID struct {
 	job            string
 }
 
-// testTensor is a tensor of an operation at one rank. Times are in us.
+// testTensor is one tensor of an operation at one rank. Times are in us.
 type testTensor struct {
 	name      string
 	submitted int
 	bytes     int
-	// arrivals are the times at which requests arrived, by position; 0 means that there is none.
+	// arrivals are the times at which requests arrived, by position in the set. 0 means that no request
+	// arrived.
 	arrivals []int
 	miss     bool
 	fails    string
@@ -51,7 +52,7 @@ type testOp struct {
 	backend               string
 }
 
-// file writes a rank's timeline in the same format as format.go of package timeline.
+// file writes a rank's timeline in the format that the package timeline writes.
 type file struct {
 	b    bytes.Buffer
 	pids map[string]int
@@ -142,7 +143,7 @@ func (f *file) end(at, dropped int) string {
 	return f.b.String() + "\n]\n"
 }
 
-// put writes text to a file in dir and returns its path. It compresses the text if name ends in .gz.
+// put writes text to a file in dir and returns its path. If name ends in .gz, the text is compressed.
 func put(t testing.TB, dir, name, text string) string {
 	t.Helper()
 	data := []byte(text)
@@ -164,8 +165,8 @@ func put(t testing.TB, dir, name, text string) string {
 	return path
 }
 
-// openJob opens the files at paths and fails the test if one cannot be read. The job is closed when the test
-// ends.
+// openJob opens the files at paths, and fails the test if one of them cannot be read. It closes the job when
+// the test ends.
 func openJob(t testing.TB, paths ...string) *Job {
 	t.Helper()
 	j, bad, err := Open(paths, strings.NewReader(""))
@@ -180,7 +181,7 @@ func openJob(t testing.TB, paths ...string) *Job {
 	return j
 }
 
-// reportOf returns the report on the files at paths and fails the test if one cannot be read.
+// reportOf returns the report on the files at paths, and fails the test if one of them cannot be read.
 func reportOf(t testing.TB, paths ...string) *Report {
 	t.Helper()
 	r, err := openJob(t, paths...).Report(Options{FusionThresholdBytes: 1 << 20, CacheCapacity: 1024})
@@ -190,15 +191,15 @@ func reportOf(t testing.TB, paths ...string) *Report {
 	return r
 }
 
-// straggler is a job of 4 ranks and 50 steps of 100 ms in which one rank is 5 ms late in each step. A step
-// has two operations, of two tensors and of one; the second begins 1 ms after the first.
+// straggler is a job of 4 ranks and 50 steps of 100 ms, in which one rank is 5 ms late in each step. A step
+// has an operation with two tensors, and 1 ms later one with a single tensor.
 type straggler struct {
 	late     int
 	cached   bool
 	arrivals bool
 	domains  []string
-	// started has, for each rank, the time on rank 0's clock at which its ts is 0. monotonic has the time on
-	// the clock of its domain at that moment.
+	// started has, for each rank, the time on rank 0's clock at which its ts is 0. monotonic has the same
+	// moment on the clock of the rank's domain.
 	started, monotonic []int
 	clockError         int
 }

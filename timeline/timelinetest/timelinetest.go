@@ -16,37 +16,38 @@ import (
 	"strings"
 )
 
-// Summary is the content of a file.
+// Summary is the content of one timeline file.
 type Summary struct {
 	Rank, Size, Segment int
 	Epoch               uint64
 	// Job is the name of the job in the measurements of the clock.
 	Job string
-	// Operations has one entry for each bar of a tensor, in the order of the file.
+	// Operations has one entry for each bar of an operation on a tensor, in the order of the file.
 	Operations []Operation
 	Cycles     int
 	Clocks     []Clock
-	// Names are the names of the tracks in the order of their pids, from 1.
+	// Names has the names of the tracks by pid, from pid 1.
 	Names []string
-	// Ended reports whether the timeline was closed in order. Dropped is the number of dropped operations
-	// until then or, if Ended is false, until the segment began.
+	// Ended is set if the timeline was closed in order. Dropped is the number of operations that were dropped
+	// until then. If Ended is false, it is the number dropped until the segment began.
 	Ended   bool
 	Dropped uint64
 }
 
-// Operation is one tensor of one operation.
+// Operation is one operation on one tensor.
 type Operation struct {
 	Track      string
 	Set        uint32
 	Number     uint64
 	Kind       string
 	Negotiated string
-	// The times are in microseconds since the start of the timeline. Submitted and Sent come from the
-	// arguments, the others from the bars.
+	// Times are in microseconds since the start of the timeline. Submitted and Sent are taken from the
+	// arguments of events, the other times from the bars.
 	Begin, Submitted, Sent, Granted, Begun, Ended float64
 	Cached                                        bool
-	// Arrivals are the times at which requests arrived, by the position of the rank in its process set. Last
-	// and Late are set only if the requests of all ranks have arrived; otherwise Last is -1.
+	// Arrivals has the times at which requests arrived, by the position of the rank in its process set. Last
+	// is the position of the last rank, and Late the time from the first to the last arrival. If a request is
+	// missing, Last is -1 and Late is 0.
 	Arrivals map[int]float64
 	Last     int
 	Late     float64
@@ -60,15 +61,15 @@ type Operation struct {
 // Clock is a measurement of the clock.
 type Clock struct{ At, Offset, Error float64 }
 
-// Check reads a segment, compressed or not, and returns an error for the first rule of the format that it
-// breaks.
+// Check reads a segment, compressed or not. If the segment violates a rule of the format, it returns an error
+// for the first violation.
 func Check(r io.Reader) error {
 	_, err := Read(r)
 	return err
 }
 
-// event is an event of the file. Fields that an event may lack are pointers. A field that is not listed here
-// is an error.
+// event is an event of the file. Fields that are missing in some events are pointers. A field that is not
+// listed here is an error.
 type event struct {
 	Name  *string          `json:"name"`
 	Phase string           `json:"ph"`
@@ -93,8 +94,8 @@ type track struct {
 	open  []bar
 	ticks []string
 	op    Operation
-	// negotiated reports whether the negotiation has ended, so that the bar of the operation must follow at
-	// the same time.
+	// negotiated is set while the negotiation has ended and the bar of the operation must follow at the same
+	// time.
 	negotiated bool
 }
 
@@ -102,8 +103,8 @@ type checker struct {
 	s      Summary
 	line   int
 	tracks map[int]*track
-	// waiting is the pid of a track whose name has been read, and sorted reports whether its sort index has
-	// been read too. The first event of the track must come next.
+	// waiting is the pid of a new track whose name has been read but no event yet: its first event must come
+	// next. sorted is set if the sort index of the track has been read too.
 	waiting int
 	sorted  bool
 }
@@ -117,7 +118,7 @@ var (
 	}
 )
 
-// Read checks a segment as Check does and also returns its content.
+// Read checks a segment as Check does, and returns its content.
 func Read(r io.Reader) (*Summary, error) {
 	in := bufio.NewReader(r)
 	if magic, err := in.Peek(2); err == nil && magic[0] == 0x1f && magic[1] == 0x8b {
@@ -125,7 +126,7 @@ func Read(r io.Reader) (*Summary, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Some tools read only the first gzip member, so there must be only one.
+		// There must be only one gzip member, because some tools read only the first.
 		z.Multistream(false)
 		text, err := io.ReadAll(z)
 		if err != nil {
@@ -181,8 +182,8 @@ func args(e *event, to any) error {
 	return e.inner.decode(e.Args, to)
 }
 
-// inner decodes the arguments of all events with one decoder. A decoder for each event would take as much
-// time as all other checks together.
+// inner decodes the arguments of all events with a single decoder. A new decoder for each event would take as
+// long as all other checks together.
 type inner struct {
 	text    bytes.Buffer
 	decoder *json.Decoder
@@ -195,14 +196,14 @@ func newInner() *inner {
 	return n
 }
 
-// decode decodes value, a complete JSON value, into to.
+// decode decodes value, which is a complete JSON value, into to.
 func (n *inner) decode(value []byte, to any) error {
 	n.text.Write(value)
 	return n.decoder.Decode(to)
 }
 
-// isMicros reports whether n is a JSON number of microseconds as the writer writes it: without an exponent,
-// with at most 3 decimals, the last of which is not 0.
+// isMicros reports whether n is a number of microseconds in the form that the writer uses: no exponent, at
+// most 3 decimals, and the last decimal is not 0.
 func isMicros(n []byte) bool {
 	whole, decimals, split := bytes.Cut(bytes.TrimPrefix(n, []byte("-")), []byte("."))
 	digits := func(b []byte) bool {

@@ -52,14 +52,15 @@ func TestSound(t *testing.T) {
 	}
 }
 
-// Check finds an error if one line is missing, two lines are swapped or one value is wrong.
+// A sound file is changed: a line is removed, two lines are swapped, or a value is changed. Check returns an
+// error for each of these files.
 func TestBroken(t *testing.T) {
 	lines := strings.SplitAfter(sound, "\n")
 	for i := range lines[:len(lines)-1] {
 		switch {
 		case i == 4 || i == 5 || i == 18:
-			// A file needs no clock, cycle or end, but without the end, the comma before it is wrong for
-			// another reason.
+			// Clock, cycle and end are optional. Without the end the file is still malformed, but only
+			// because the comma before it is left.
 			continue
 		}
 		if err := timelinetest.Check(strings.NewReader(strings.Join(append(lines[:i:i], lines[i+1:]...),
@@ -69,7 +70,7 @@ func TestBroken(t *testing.T) {
 	}
 	for i := 1; i < len(lines)-4; i++ {
 		if i == 4 {
-			continue // it may change places with the next line, apart from the time
+			continue // only their times keep these two lines from being swapped
 		}
 		swapped := strings.Join(lines[:i], "") + lines[i+1] + lines[i] + strings.Join(lines[i+2:], "")
 		if err := timelinetest.Check(strings.NewReader(swapped)); err == nil && i != 5 {
