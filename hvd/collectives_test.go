@@ -325,7 +325,7 @@ func TestAlltoallInPlace(t *testing.T) {
 			bytes = 16 * n
 		}
 		want := fmt.Sprintf(
-			`hvd: alltoall "all to one": the result has %d bytes, but the tensor, which is in place, has 16 bytes: not all ranks contributed as many rows as this rank`, bytes)
+			`hvd: alltoall "all to one": the result has %d bytes, but the output, which is also the input, has 16 bytes: not all ranks contributed as many rows as this rank`, bytes)
 		if err == nil || err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s", me, err, want)
 		}
@@ -345,7 +345,7 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 			_, err = hvd.Allgather(ctx, make([]int32, n), hvd.InPlace(), hvd.Name("rows"), hvd.On(e))
 		}
 		want := fmt.Sprintf(
-			`hvd: allgather "rows": the result has %d bytes, but the tensor, which is in place, has %d bytes: not all ranks contributed as many rows as this rank: rows by rank %v`,
+			`hvd: allgather "rows": the result has %d bytes, but the output, which is also the input, has %d bytes: not all ranks contributed as many rows as this rank: rows by rank %v`,
 			4*(n+2), 4*n, append([]int{3}, slices.Repeat([]int{1}, n-1)...))
 		if first != (err == nil) || !first && err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s at all ranks but 0", e.Rank(), err, want)

@@ -16,36 +16,36 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// A rank measures the offset of its clock to rank 0's as NTP does (Mills, Internet Time Synchronization,
-// 1991). It records when its probe left and when the answer arrived; rank 0 records when the probe arrived
-// and when the answer left. The error of the offset is at most half of the time that was spent in transit. Of
-// several probes the one with the shortest transit time counts.
+// A rank measures the offset of its clock from rank 0's clock as NTP does (Mills, Internet Time
+// Synchronization, 1991). It records when its probe left and when the answer arrived. Rank 0 records when the
+// probe arrived and when the answer left. The error of the offset is at most half of the time that probe and
+// answer were in transit. Of several probes, the engine uses the one with the shortest transit time.
 
 const (
-	// probesAtOnce is the number of probes in a series. Each is sent when the answer to the one before has
-	// arrived.
+	// probesAtOnce is the number of probes in a series. The rank sends the next probe when the answer to the
+	// previous one has arrived.
 	probesAtOnce = 8
 	// firstProbePeriod is the time between the first two series. The time doubles after each series, up to
-	// probePeriod. Clocks of computers drift apart by up to 50 us a second; the drift between two
-	// measurements can be corrected.
+	// probePeriod. The clocks of two computers drift apart by up to 50 us a second. Two measurements show the
+	// drift between them, so that it can be corrected.
 	firstProbePeriod = time.Second
 	probePeriod      = 8 * time.Second
 )
 
-// rankClock is the engine's clock, and the state of its measurement against rank 0's clock. The loop owns all
-// fields except Clock.
+// rankClock is the engine's clock together with the state of the measurement against rank 0's clock. The loop
+// owns all fields except Clock.
 type rankClock struct {
 	trace.Clock
-	due    time.Duration // the time at which the next series begins
+	due    time.Duration // when the next series begins
 	period time.Duration // the time from one series to the next
 	left   int           // number of probes of this series that are still to be sent
 	best   trace.Offset  // the best measurement of this series
-	any    bool          // best is set
+	any    bool          // whether best is set
 }
 
 // newClock returns the clock of an engine that started at start, a moment ago. If the monotonic clock cannot
-// be read, the clock has no domain: times of this rank then cannot be compared with times of other ranks of
-// the host.
+// be read, the clock has an empty domain. The times of this rank then cannot be compared with the times of
+// other ranks of the host.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error
@@ -56,7 +56,8 @@ func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	return c
 }
 
-// probe starts a series of probes to rank 0 if one is due. Rank 0 only records that it has no offset.
+// probe starts a series of probes to rank 0 if one is due. Rank 0 sends no probes: it records once that its
+// own offset is zero.
 func (e *Engine) probe() {
 	c := &e.clock
 	if e.now < c.due {
@@ -73,7 +74,8 @@ func (e *Engine) probe() {
 	e.sendProbe()
 }
 
-// sendProbe sends a probe. It ignores errors: the reader of the connection or a later frame reports them.
+// sendProbe sends a probe. It ignores an error of the connection, because the reader or a later send reports
+// the error too.
 func (e *Engine) sendProbe() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
@@ -81,8 +83,8 @@ func (e *Engine) sendProbe() {
 	_ = e.send(e.links[0], frame)
 }
 
-// handleProbe answers a probe at rank 0, and evaluates an answer at other ranks. It returns an error if the
-// frame cannot be decoded, which is the sender's fault.
+// handleProbe answers a probe if this rank is rank 0. At other ranks the frame is an answer, which
+// handleProbe evaluates. It returns an error if the frame cannot be decoded. The sender is at fault then.
 func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	at := e.observer.since()
 	p, err := message.DecodeProbe(frame)
@@ -100,8 +102,9 @@ func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	return nil
 }
 
-// handleProbeReply evaluates an answer that arrived at the time at. It sends the next probe of the series or,
-// after the last, records the best measurement. An answer with impossible times ends the series.
+// handleProbeReply evaluates an answer that arrived at the time at. It sends the next probe of the series.
+// After the last probe it records the best measurement instead. An answer with impossible times ends the
+// series.
 func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	c := &e.clock
 	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)
@@ -109,7 +112,7 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	switch roundTrip := (at - sent) - (replied - received); {
 	case p.Domain == c.Domain && c.Domain != "":
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
-		c.due, c.left = never, 0 // the offset does not change
+		c.due, c.left = never, 0 // both ranks read the same clock, so the offset never changes
 	case sent < 0 || sent > at || received < 0 || replied < received || roundTrip < 0:
 		return // the times are impossible
 	default:
@@ -128,9 +131,9 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 }
 
 // clockDomain returns a name for the clock that monotonic reads. Processes with the same name read the same
-// clock. The name consists of the boot id of the host and the time namespace, because each time namespace
-// sets its clocks apart (time_namespaces(7)). If the boot id cannot be read, the name is random, so no other
-// process has it.
+// clock. The name consists of the boot id of the host and of the time namespace, because clocks in different
+// time namespaces can have different offsets (time_namespaces(7)). If the boot id cannot be read, the name is
+// random, so that no other process has the same name.
 func clockDomain() string {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -143,11 +146,11 @@ func clockDomain() string {
 	return fmt.Sprintf("%s/%s", bytes.TrimSpace(boot), namespace)
 }
 
-// monotonic returns the reading of CLOCK_MONOTONIC at the time at, which time.Now returned a moment ago. The
-// result is exact to within the time that two readings of a clock take.
+// monotonic returns the reading of CLOCK_MONOTONIC at the time at. The caller got at from time.Now a moment
+// ago. The error of the result is at most the time between two readings of a clock.
 func monotonic(at time.Time) (time.Duration, error) {
-	// The thread may be descheduled between the readings. Of several tries, the one with the least time
-	// between them is the most exact.
+	// The thread may be descheduled between the readings. Of several tries, use the one with the shortest
+	// time between the readings, because its error is the smallest.
 	best, shown := time.Duration(math.MaxInt64), time.Duration(0)
 	for range 5 {
 		before := time.Since(at)

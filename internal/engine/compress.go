@@ -7,9 +7,10 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// compress writes the scaled tensors of b to buf as elements of type wire, one after another. For a tensor
-// with error feedback it adds the loss of the last tensor of that name before it narrows the elements, and
-// keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
+// compress scales the tensors of b, converts them to the element type wire and writes them to buf, one after
+// another. If a tensor has error feedback, compress adds the loss of the previous tensor of the same name
+// before it converts the elements, and keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent,
+// 2014).
 func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
@@ -56,9 +57,9 @@ type residual struct {
 	buf []byte
 }
 
-// residual returns the accumulated compression loss of a tensor, scaled as s scales the tensor. It has
-// numBytes of elements of s.dt. It is zero for a new tensor, or if type or length of the tensor have changed.
-// The lane owns the memory; the caller updates it in place.
+// residual returns the accumulated compression loss of a tensor, multiplied by the same prescale factor as
+// the tensor. The loss has numBytes of elements of type s.dt. It is zero if the tensor is new, or if its type
+// or length has changed. The lane owns the memory, and the caller updates the loss in place.
 func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	r := l.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
@@ -71,8 +72,8 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	if r.pre == s.pre {
 		return r.buf, nil
 	}
-	// The prescale factor has changed, as a loss scale does. If the loss cannot be rescaled to finite
-	// numbers, it is discarded.
+	// The prescale factor has changed, for example because the program uses dynamic loss scaling. If the loss
+	// cannot be rescaled to finite numbers, discard it.
 	f := s.pre / r.pre
 	r.pre = s.pre
 	if f == 0 || math.IsInf(f, 0) || math.IsNaN(f) {
@@ -82,9 +83,9 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	return r.buf, scale(s.dt, r.buf, f)
 }
 
-// keepLoss sets residual to wide minus part, which is the loss of narrowing wide to part. Differences that
-// are not finite become 0: after an overflow they would otherwise make every later tensor of the name
-// non-finite.
+// keepLoss sets residual to the loss of converting wide to part, which is wide minus part. It replaces
+// differences that are not finite by 0, because after an overflow they would make every later tensor of the
+// name non-finite.
 func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {
@@ -119,8 +120,8 @@ func addInto(dt tensor.DType, dst, src []byte) error {
 	return nil
 }
 
-// decompress widens the reduced tensors of b from buf, which has elements of type wire, to their outputs, and
-// scales them.
+// decompress converts the reduced tensors of b from buf, which has elements of type wire, to the element type
+// of their outputs, and scales the outputs.
 func decompress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	widen, err := kernel.Convert(s.dt, wire)
 	if err != nil {

@@ -9,10 +9,10 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Queue submits tensors of one process set to the engine, all of them or none. The caller has checked their
-// requests. If Queue returns nil, the engine owns the buffers of each entry until it calls the entry's Done,
-// which it does exactly once. Otherwise it never calls Done, and the error is an *OpError. The caller calls
-// Drive or NotifyLater next.
+// Queue submits tensors of one process set to the engine: all of them, or none if one is refused. The caller
+// has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until it calls
+// the entry's Done, which it does exactly once. If Queue returns an error, which is an *OpError, the engine
+// never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
@@ -24,22 +24,23 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 		return nil
 	}
 	var duplicate *tensorqueue.DuplicateNameError
-	if errors.As(err, &duplicate) { // the duplicate need not be the first of a group
+	if errors.As(err, &duplicate) { // the duplicate need not be the first entry of a group
 		return &OpError{Op: duplicate.Kind.String(), Tensor: duplicate.Name, Err: err}
 	}
 	return opError(&entries[0].Request, err)
 }
 
-// Drive runs turns of the loop in the calling goroutine until done reports true or ctx ends. It returns early
-// if nothing happens for a while; the caller then waits for its operation without driving. In any case the
-// loop takes what was queued. Any goroutine may call Drive. Drive also calls Done of other operations.
+// Drive runs turns of the loop in the calling goroutine until done reports true or ctx ends. Drive returns
+// early if nothing happens for a while. The caller then waits for its operation without driving. In any case
+// the loop takes the queued operations. Any goroutine may call Drive. Drive also calls Done of entries that
+// other goroutines have submitted.
 func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
 
-// Notify makes the loop take what was queued.
+// Notify makes the loop take the queued operations.
 func (e *Engine) Notify() { e.sched.notify() }
 
-// NotifyLater makes the loop take what was queued, like Notify, but defers that for a moment if an immediate
-// notification would delay the caller.
+// NotifyLater makes the loop take the queued operations, as Notify does. If an immediate notification would
+// delay the caller, NotifyLater defers the notification for a short time.
 func (e *Engine) NotifyLater() { e.sched.notifyLater() }
 
 // Flush notifies the loop now if NotifyLater has deferred the notification.
@@ -75,13 +76,14 @@ func (e *Engine) handOff() {
 	e.started = e.started[:0]
 }
 
-// startInTurn starts w and reports true if turns of the loop may execute it. Otherwise it reports false, and
-// the caller pushes w to the lane.
+// startInTurn starts w and reports true if turns of the loop may execute w. Otherwise it reports false, and
+// the caller must push w to the lane.
 func (e *Engine) startInTurn(l *lane, w *work) bool {
 	moves := w.grant.Responses[0].Kind.MovesData()
-	// A caller that waits has time for many steps. If other ranks are late for one of them, or the caller's
-	// context ends, the lane continues. A barrier must not complete before the operations that were granted
-	// before it.
+	// A caller that drives the loop has time for many steps. If other ranks are late for a step, or if the
+	// caller's context ends, the lane continues the operation. A barrier must not complete before the
+	// operations that were granted before it, so the turn executes a barrier only if the lane has answered
+	// all of them.
 	if !e.sched.drivable || moves && !l.fitsInTurn(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
@@ -94,8 +96,8 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete answers the tensors of w and gives the lane back. If err is not nil it leaves w to the lane, which
-// answers it when the verdict is known.
+// complete answers the tensors of w and gives the lane back. If err is not nil, complete leaves w to the
+// lane, which answers the tensors when the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
 	if w.failed = err != nil; !w.failed {
 		l.answer(w)
@@ -107,8 +109,8 @@ func (e *Engine) complete(l *lane, w *work, err error) {
 	l.unclaim(w)
 }
 
-// stepStarted executes the next step of each started operation that can make one without waiting. It hands
-// operations that are blocked to their lanes. It reports whether any operation changed.
+// stepStarted executes the next step of each started operation whose step need not wait. It hands an
+// operation that is blocked to its lane. It reports whether the state of any operation has changed.
 func (e *Engine) stepStarted() (some bool) {
 	for i := 0; i < len(e.started); {
 		l := e.started[i]

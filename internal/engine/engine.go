@@ -1,16 +1,17 @@
 // Package engine runs a rank: it connects the pure controller to the queue of submitted tensors, the
 // transport, the backends and the clock.
 //
-// Turns of the loop (RunLoopOnce) own the controller and never wait for a peer. A turn becomes due when a
-// tensor is submitted, a frame arrives, a grant has finished, or the controller's next deadline passes. Turns
-// run in BackgroundThreadLoop, or in a caller that waits for its operation (Drive); the scheduler decides
-// which. The goroutine that runs the turns polls the control connections. Each process set has a lane, a
-// goroutine that executes the grants of the set in order. All goroutines end in Shutdown or Close.
+// The controller is used only in turns of the loop (RunLoopOnce). A turn never waits for a peer. A turn
+// becomes due when a tensor is submitted, a frame arrives, a grant has finished, or the controller's next
+// deadline passes. Turns run in BackgroundThreadLoop, or in a caller that waits for its operation (Drive).
+// The scheduler decides which of them runs a turn. The goroutine that runs the turns also polls the control
+// connections. Each process set has a lane, a goroutine that executes the grants of the set in order. All
+// goroutines end in Shutdown or Close.
 //
-// Work that does not wait is done in a turn: a barrier, or steps of an allreduce of few bytes. A caller that
-// drives the loop while it waits also executes steps of larger operations in its turns; if a step has to wait
-// for long, the operation moves to its lane. So a blocking call neither leaves the caller's thread nor wakes
-// another thread.
+// A turn executes work that does not wait: a barrier, or steps of an allreduce of few bytes. A caller that
+// drives the loop while it waits also executes steps of larger operations in its turns. If a step has to wait
+// for long, the operation moves to its lane. Otherwise a blocking call neither leaves the caller's thread nor
+// wakes another thread.
 package engine
 
 import (
@@ -44,8 +45,8 @@ type Config struct {
 	// Backends are the backends that all ranks have, in order of preference.
 	Backends ops.Registry
 
-	// Sets are the process sets that exist from the start, besides the global one. They are in ascending
-	// order of id and equal at all ranks.
+	// Sets are the process sets that exist from the start, besides the global set. They are in ascending
+	// order of their ids and must be equal at all ranks.
 	Sets []controller.Set
 
 	CacheCapacity        int
@@ -53,53 +54,54 @@ type Config struct {
 	DisableGroupFusion   bool
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
-	// StallWarning is the time for which a tensor waits for ranks before OnStall is called, and the time
-	// between later calls. StallShutdown is the time after which the job is shut down. 0 means never.
+	// StallWarning is how long a tensor waits for ranks before OnStall is called, and the time between later
+	// calls for the same tensor. StallShutdown is how long a tensor waits before the job is shut down. For
+	// both, 0 means never.
 	StallWarning, StallShutdown time.Duration
-	// MaxResultBytes bounds the result of an allgather or alltoall, because other ranks determine its size. 0
-	// means the memory of the host.
+	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. There is a maximum
+	// because other ranks determine the size of the result. 0 means the memory size of the host.
 	MaxResultBytes int64
-	// Lockstep makes all ranks enter every cycle of the negotiation.
+	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
-	// Deterministic makes sums equal bit by bit in every run.
+	// Deterministic makes sums bitwise equal in every run.
 	Deterministic bool
-	// Cores are the processors that the threads of the loop and the lanes are bound to. Empty means all
-	// processors.
+	// Cores are the processors to which the threads of the loop and of the lanes are bound. If Cores is
+	// empty, the threads are not bound.
 	Cores []int
-	// Spin is the time for which the loop of a busy rank, or a caller that waits (Drive), polls for new work
-	// before it parks. 0 selects a default that depends on LocalProcesses and is longer for a caller with a
-	// processor of its own. A negative value disables polling. With a greater value a rank that waits for
-	// others has to be woken less often, and takes more processor time.
+	// Spin is how long the loop of a busy rank, or a caller that waits (Drive), polls for new work before it
+	// parks. 0 selects a default, which depends on LocalProcesses and is longer for a caller that has a
+	// processor of its own. A negative value disables polling. With a greater value, a rank that waits for
+	// others has to be woken less often but takes more processor time.
 	Spin time.Duration
-	// LocalProcesses is the number of processes of the job on this host that need a processor: ranks, and the
-	// processes that ranks run operations for (see ForClient). 0 means Size. If it exceeds the number of
-	// processors, the processes yield to each other while they wait.
+	// LocalProcesses is the number of processes of the job on this host that need a processor: the ranks, and
+	// the programs for which ranks run operations in another process (see ForClient). 0 means Size. If
+	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
 	LocalProcesses int
-	// ForClient says that the program that submits the operations is another process.
+	// ForClient says that operations are submitted by a program in another process, as with the sidecar.
 	ForClient bool
 
-	// Ready, if not nil, is called when this rank is connected. It returns when all ranks are connected. If
-	// it returns an error, Start fails.
+	// Ready is called when this rank is connected, if it is not nil. It returns when all ranks are connected.
+	// If it returns an error, Start fails.
 	Ready func(context.Context) error
 	// Log receives the log messages of the engine. nil disables logging.
 	Log *zap.Logger
-	// ClockDomain names the clock that the process reads. Empty means the clock of the host and its time
-	// namespace. Tests set it to make ranks of one process measure their clocks.
+	// ClockDomain is the name of the clock that the process reads. Empty means a name made of the host and
+	// the time namespace. Tests set different names so that ranks in one process measure their clocks.
 	ClockDomain string
-	// Recorder, if not nil, receives a record of every operation.
+	// Recorder receives a record of every operation, if it is not nil.
 	Recorder Recorder
-	// OnVerdict, if not nil, is called once when the epoch has failed, before any operation ends with the
-	// verdict. It delays the end of the operations, so its running time must be bounded.
+	// OnVerdict is called once when the epoch has failed, if it is not nil. It is called before any operation
+	// ends with the verdict. It delays the end of the operations, so its running time must be bounded.
 	OnVerdict func(*PeerError)
-	// OnStallShutdown, if not nil, is called at every rank when the stall inspector ends the job, before any
-	// operation ends with that error. Its running time must be bounded too.
+	// OnStallShutdown is called at every rank when the stall inspector ends the job, if it is not nil. It is
+	// called before any operation ends with the *StallError, so its running time must be bounded too.
 	OnStallShutdown func(*StallError)
-	// OnStall, if not nil, is called at rank 0 for each report of the stall inspector. It delays the
+	// OnStall is called at rank 0 for each report of the stall inspector, if it is not nil. It delays the
 	// negotiation, so it must return soon.
 	OnStall func(*controller.Stall)
-	// StallsExplained, if not nil, reports whether the launcher prints a report of all waiting operations
-	// when it receives a stall. If so, the log names one stall where it would otherwise name several. The
-	// rules for OnStall apply.
+	// StallsExplained reports whether the launcher prints a report of all waiting operations when it receives
+	// a stall. If so, the log names one stall of a window instead of several. StallsExplained may be nil,
+	// which means false. Like OnStall, it is called at rank 0 and must return soon.
 	StallsExplained func() bool
 }
 
@@ -108,43 +110,43 @@ type Engine struct {
 	// Set by Start.
 	cfg    Config
 	log    *zap.Logger
-	traced bool // the log has the level trace
+	traced bool // whether the log has level trace
 	start  time.Time
 	ctx    context.Context
 	cancel context.CancelCauseFunc // aborts the operations that the lanes execute
-	links  []*link                 // the control connections: to rank 0, or at rank 0 to every other rank
+	links  []*link                 // the control connections: to rank 0, or from rank 0 to all others
 	sched  *scheduler
 
 	// Used by any goroutine.
 	lanes     laneTable
 	running   sync.WaitGroup // the goroutines of the lanes
 	observer  observer
-	published atomic.Pointer[trace.Coordinator] // the coordinator's counters, up to publishPeriod old
+	published atomic.Pointer[trace.Coordinator] // copy of the coordinator's counters (see publish)
 	leaving   atomic.Pointer[leaving]           // not nil once Shutdown was called
 	stop      chan struct{}                     // when closed, the engine ends at once
 	stopOnce  sync.Once
 	ended     chan struct{} // when closed, the epoch is over and every operation has ended
 	released  chan struct{} // when closed, connections and goroutines are gone too
-	failure   error         // why the epoch ended, nil after a shutdown; read after ended
+	failure   error         // why the epoch ended, nil after a shutdown; read only after ended is closed
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 
-	// Owned by the goroutine that runs turns. It holds the scheduler's lock.
+	// Owned by the goroutine that runs turns, which holds the scheduler's lock.
 	now         time.Duration // the time at which the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // only at rank 0
 	negotiation negotiation
 	polled      []*frames // the received frames of each link
 	clock       rankClock
-	tracing     bool          // the coordinator records arrival times for the observer
-	publishedAt time.Duration // the time at which published was set
+	tracing     bool          // whether the coordinator records arrival times for the observer
+	publishedAt time.Duration // when published was set
 	granted     int           // number of grants that were dispatched and have not finished
-	started     []*lane       // lanes whose work a turn has started
-	stopped     bool          // the coordinator's stop was applied
+	started     []*lane       // lanes with work that a turn has started
+	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
-	works       []*work // the free list of work records
+	works       []*work // unused elements, for later grants
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event
@@ -215,7 +217,7 @@ func (e *Engine) sets() []controller.Set {
 	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
 }
 
-// negotiate creates the member, the coordinator at rank 0, and the negotiation between them.
+// negotiate creates the member, the negotiation and, at rank 0, the coordinator.
 func (e *Engine) negotiate() {
 	sets := e.sets()
 	lockstep := e.cfg.Lockstep
@@ -239,9 +241,9 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan chooses, for the coordinator, the backend and the algorithm of a response of numBytes. Rank 0 need not
-// be a member of the response's process set, so plan asks the lane of the global set: all lanes have the same
-// backends.
+// plan chooses the backend and the algorithm of a response of numBytes for the coordinator. It asks the lane
+// of the global set, because rank 0 need not be a member of the response's process set and all lanes have the
+// same backends.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
@@ -254,9 +256,9 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	return planTypes(l.manager, r, numBytes)
 }
 
-// planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
-// one after another. All types must have the same backend. If their algorithms differ, planTypes chooses the
-// direct one, which has no preconditions.
+// planTypes chooses the backend and the algorithm of a group with several element types. The types are
+// reduced one after another. All types must have the same backend. If the algorithms of the types differ,
+// planTypes chooses message.Direct, which has no preconditions.
 func planTypes(m *ops.Manager, r *message.Response,
 	numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
@@ -279,10 +281,10 @@ func planTypes(m *ops.Manager, r *message.Response,
 	return backend, algorithm, nil
 }
 
-// abandon closes the mesh and returns the error of a Start that failed.
+// abandon closes the mesh and returns the error with which Start fails.
 func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
 
-// quit ends the lanes, closes the mesh and returns the error of a Start that failed.
+// quit ends the lanes, closes the mesh and returns the error with which Start fails.
 func (e *Engine) quit(err error) error {
 	e.cancel(err)
 	e.endLanes(err)
@@ -290,7 +292,7 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect opens the control connections: a star with rank 0 in the center.
+// connect opens the control connections. They form a star with rank 0 in the center.
 func (e *Engine) connect(ctx context.Context) error {
 	var peers []topo.Rank
 	if e.cfg.Rank == 0 {
@@ -316,39 +318,38 @@ func (e *Engine) connect(ctx context.Context) error {
 	return nil
 }
 
-// Departure is the reason for which a rank leaves. The zero value is an orderly shutdown without an
-// explanation.
+// Departure is the reason why a rank leaves. The zero value means an orderly shutdown without an explanation.
 type Departure struct {
-	// Reason is a clause that the other ranks report, such as `exit status 1`. It may be empty unless Failed
-	// is set.
+	// Reason is a clause that the other ranks report, such as `exit status 1`. It may be empty if Failed is
+	// not set.
 	Reason string
-	// Failed says that the program of the rank has failed. Then the job fails.
+	// Failed says that the program of the rank has failed. If it is set, the job fails.
 	Failed bool
 }
 
 // leaving is the state of a Shutdown in progress. It is immutable: another value replaces it.
 type leaving struct {
 	Departure
-	expired bool // the context of Shutdown has ended
+	expired bool // whether the context of Shutdown has ended
 }
 
 const (
-	// expireTimeout bounds how long a rank takes to notify the other ranks when the context of its Shutdown
-	// has ended.
+	// expireTimeout is the maximum time in which a rank notifies the other ranks after the context of its
+	// Shutdown has ended.
 	expireTimeout = 500 * time.Millisecond
-	// failTimeout bounds how long a rank that fails waits for the verdict.
+	// failTimeout is the maximum time for which a rank that fails waits for the verdict.
 	failTimeout = time.Second
 )
 
-// Shutdown takes this rank out of the job. Operations that this rank has submitted still run if every other
-// rank submits them too; it can submit no more. Operations of process sets without this rank continue. If
-// another rank waits for an operation that this rank has not submitted, or submits one later, the job fails
-// and the verdict names this rank. Rank 0, the coordinator, serves the other ranks until they have shut down
-// too.
+// Shutdown takes this rank out of the job. Afterwards this rank can submit no more operations. Operations
+// that it has submitted still run if every other rank submits them too. Operations of process sets without
+// this rank continue. If another rank waits for an operation that this rank has not submitted, or submits
+// such an operation later, the job fails and the verdict names this rank. Rank 0, the coordinator, serves the
+// other ranks until they have shut down too.
 //
 // Shutdown returns when no other rank needs this one, or when ctx ends. If ctx ends before this rank was
-// ready to leave, the rank fails. If why.Failed is set, the rank fails at once and Shutdown waits for at most
-// one second. The error is the reason for which the epoch had failed before, or the error of ctx.
+// ready to leave, the rank fails. If why.Failed is set, the rank fails at once, and Shutdown waits at most
+// one second. Shutdown returns the error with which the epoch had failed before, if any, or the error of ctx.
 func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 	e.depart(&leaving{Departure: why})
 	if why.Failed {
@@ -375,7 +376,7 @@ func (e *Engine) depart(how *leaving) {
 	e.sched.notify()
 }
 
-// awaitEnd waits until the epoch has ended, d has passed or ctx ends, and then closes the engine.
+// awaitEnd waits until the epoch has ended, d has passed or ctx ends. Then it closes the engine.
 func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	defer cancel()
@@ -386,8 +387,9 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	e.Close()
 }
 
-// Close ends this rank at once and waits until its connections and goroutines are gone. To the other ranks
-// this looks like the death of the process, unless the epoch is over. Close may be called more than once.
+// Close ends this rank at once and waits until its connections and goroutines are gone. The other ranks
+// cannot tell Close from the death of the process, unless the epoch is over. Close may be called more than
+// once.
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
@@ -397,9 +399,9 @@ func (e *Engine) Close() {
 }
 
 // Ended returns a channel that is closed when the epoch is over for this rank and every operation has ended.
-// Then Err returns the reason.
+// Afterwards Err returns the reason.
 func (e *Engine) Ended() <-chan struct{} { return e.ended }
 
-// Err returns why the epoch ended: nil after an orderly shutdown. It must not be called before Ended is
-// closed.
+// Err returns why the epoch ended. It returns nil after an orderly shutdown. It must not be called before the
+// channel of Ended is closed.
 func (e *Engine) Err() error { return e.failure }

@@ -9,21 +9,20 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// ErrShutDown is the error of operations that do not run anymore because this rank has shut down, or because
-// every rank that could have submitted them has.
+// ErrShutDown is the error of operations that cannot run anymore because this rank has shut down, or because
+// every rank that could have submitted them has shut down.
 var ErrShutDown = errors.New("shut down before every rank had submitted the operation")
 
-// ErrClosed is the error of an epoch that Close has ended.
+// ErrClosed is the error of an epoch that this rank has ended by Close.
 var ErrClosed = errors.New("the engine was closed")
 
-// ErrCutShort is the error of a shutdown that was cut short because operations that were still running made
-// no progress.
+// ErrCutShort is the error of a shutdown that aborted running operations because they made no progress.
 var ErrCutShort = fmt.Errorf("%w: running operations were aborted because they made no progress", ErrShutDown)
 
-// StallError is the error of a job that was shut down because a tensor waited too long for ranks that did not
-// submit it. It matches ErrShutDown.
+// StallError is the error of a job that was shut down because some ranks did not submit a tensor and the
+// others had waited too long for them. It matches ErrShutDown.
 type StallError struct {
-	// Reason names operation, tensor, the ranks that are missing and how long was waited.
+	// Reason names the operation, the tensor, the missing ranks and how long the other ranks have waited.
 	Reason string
 }
 
@@ -32,11 +31,11 @@ func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down:
 // Is reports whether target is ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
-// UsageError is the error of a call that this rank should not have made: a name that is in flight, a process
-// set without this rank, options that do not fit. Nothing was submitted, and other ranks do not know of the
-// call.
+// UsageError is the error of a call that this rank should not have made, for example because the name is in
+// flight, the process set does not contain this rank, or the options contradict each other. Nothing was
+// submitted, and the other ranks do not know of the call.
 type UsageError struct {
-	// Op is the operation, as "allreduce"; Tensor the name, empty if the call gave none.
+	// Op is the operation, such as "allreduce". Tensor is the name, empty if the call gave none.
 	Op, Tensor string
 	Err        error
 }
@@ -50,31 +49,31 @@ func (e *UsageError) Error() string {
 
 func (e *UsageError) Unwrap() error { return e.Err }
 
-// MismatchError is the error of a tensor for which the ranks' requests contradict each other, or together ask
-// for something impossible. It comes from the coordinator, or from this rank if its output has no room for
-// the result. The job continues: the program is wrong, not the machine.
+// MismatchError is the error of a tensor if the requests of the ranks contradict each other or together ask
+// for something impossible. It comes from the coordinator, or from this rank if the output has no room for
+// the result. The job continues, because the program is at fault and not a machine.
 type MismatchError struct {
-	// Tensor is the name that the ranks share.
+	// Tensor is the name that the requests have in common.
 	Tensor string
-	// Text names the operation, the tensor, and which rank sent what.
+	// Text names the operation and the tensor, and says what each rank sent.
 	Text string
 }
 
 func (e *MismatchError) Error() string { return e.Text }
 
-// PeerError is the error of an epoch that has ended because ranks failed. Every operation that was pending at
-// a surviving rank has ended with it, and every later one will.
+// PeerError is the error of an epoch that ended because ranks failed. At the surviving ranks, every pending
+// operation and every later one ends with it.
 type PeerError struct {
-	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, it has both.
+	// Ranks are the ranks that failed. If one of two ranks failed but it is unknown which, Ranks has both.
 	Ranks []int
-	// Reason is what was observed.
+	// Reason is what was observed of the failure, as a clause that follows the ranks.
 	Reason string
-	// ShutDown says that the ranks have shut down in order while other ranks waited for an operation that
-	// they had not submitted. The error then also matches ErrShutDown.
+	// ShutDown says that the ranks did not crash: they have shut down in order while other ranks waited for
+	// an operation that the ranks had not submitted. The error then also matches ErrShutDown.
 	ShutDown bool
 }
 
-// Is reports whether target is ErrShutDown and the ranks have shut down.
+// Is reports whether target is ErrShutDown and ShutDown is set.
 func (e *PeerError) Is(target error) bool { return e.ShutDown && target == ErrShutDown }
 
 func (e *PeerError) Error() string {
@@ -96,16 +95,16 @@ func newPeerError(v *controller.Verdict) *PeerError {
 	return e
 }
 
-// OpError is the error of one operation.
+// OpError is the error with which one operation has ended.
 type OpError struct {
-	// Op is the operation, as "allreduce"; Tensor the name.
+	// Op is the operation, such as "allreduce". Tensor is the name.
 	Op, Tensor string
 	Err        error
 }
 
 func (e *OpError) Error() string {
 	text := e.Err.Error()
-	// Some causes already name the operation and the tensor, or say that ranks disagree about the operation.
+	// Some causes already begin with the operation and the tensor, so they must not be named twice.
 	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) ||
 		strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
 		return "hvd: " + text

@@ -13,7 +13,7 @@ import (
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
-	fused  fusion.Buffer // holds data that is in no caller's buffer
+	fused  fusion.Buffer // data that is in no buffer of a caller
 	counts []int64       // number of bytes of each rank or tensor
 	// tensors are the tensors of an operation whose backend reads and writes them in place.
 	tensors []ops.Tensor
@@ -25,13 +25,13 @@ type scratch struct {
 	residuals map[lossKey]*residual
 }
 
-// execution is the progress of a lane with a piece of work. The work is done in parts, one after another.
-// Mostly there is one part. An allreduce has a part for each type of a group, and more if the tensors do not
-// fit into the fusion buffer together.
+// execution is the state of the operation that a lane executes. An operation runs in parts, one after
+// another. Most operations have one part. An allreduce has a part for each element type of a group, and more
+// parts if the tensors do not fit into the fusion buffer together.
 type execution struct {
 	work    *work
 	backend ops.Backend
-	lists   bool          // the backend reads and writes tensors in place
+	lists   bool          // whether the backend reads and writes tensors in place
 	op      ops.Operation // the operation of the current part
 	one     [1]ops.Tensor // the tensor of the current part, if there is only one
 
@@ -39,8 +39,8 @@ type execution struct {
 	reduction
 }
 
-// execute does the work, or continues work that was started before. It waits for other ranks until ctx ends.
-// On error it has answered no tensor, and the caller still owns all of them.
+// execute runs the operation of w to its end, or continues it if it was started before. It waits for other
+// ranks until ctx ends. If it returns an error, it has answered no tensor, and the caller must answer all.
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
 		l.observer.begin(w, l.observer.since())
@@ -55,7 +55,7 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	}
 }
 
-// answer ends the tensors of work that has been done, each with its own error or with nil.
+// answer ends the tensors of finished work: with the error of the tensor if it was refused, else with nil.
 func (l *lane) answer(w *work) {
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
@@ -67,7 +67,7 @@ func (l *lane) answer(w *work) {
 	}
 }
 
-// finish ends an entry with err, which it wraps with the operation and the tensor.
+// finish ends an entry. If err is not nil, finish adds the operation and the tensor to it.
 func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	if err != nil {
 		err = opError(&e.Request, err)
@@ -75,7 +75,7 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	e.Finish(err)
 }
 
-// start starts the first part of the work. It does not block.
+// start starts the first part of w. It does not block.
 func (l *lane) start(w *work) (err error) {
 	x := &l.execution
 	*x = execution{work: w}
@@ -113,15 +113,15 @@ func (l *lane) start(w *work) (err error) {
 	return l.exchange()
 }
 
-// exchange starts the backend on a part that is prepared.
+// exchange starts the backend on the part that was prepared.
 func (l *lane) exchange() error {
 	x := &l.execution
 	x.work.enter(exchanging)
 	return x.backend.Start(x.op)
 }
 
-// step executes the next step of the work. If wait is set, it waits for the ranks that the step needs. After
-// Finished the tensors can be answered.
+// step executes the next step of the operation. If wait is set, it waits for the ranks that the step needs.
+// When step returns Finished, the tensors can be answered.
 func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	x := &l.execution
 	if x.backend == nil {
@@ -171,21 +171,22 @@ func (l *lane) unpack() error {
 	return nil
 }
 
-// Bounds on an operation that is executed in turns of the loop. BackgroundThreadLoop has other operations to
-// serve, so it neither copies much nor makes a backend exchange much at once. A goroutine that runs turns
-// while it waits for the operation may do more. For larger operations the cost of waking the lane is small.
+// These limits bound the size of an operation that is executed in turns of the loop. BackgroundThreadLoop
+// also serves other operations, so it copies little and lets a backend exchange little at once
+// (maxLoopBytes). A goroutine that runs turns while it waits for the operation may do more (maxDriveBytes).
+// For larger operations, waking the lane costs little in comparison.
 const (
 	maxLoopBytes  = 64 << 10
 	maxDriveBytes = 4 << 20
 )
 
-// fitsInTurn reports whether turns of the loop may execute the work, some steps at a time. waitedFor says
+// fitsInTurn reports whether turns of the loop may execute the work, a few steps in each turn. waitedFor says
 // that the goroutine that runs the turns waits for the work.
 func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
 	numBytes := total(w)
 	if r.Kind == message.Alltoall && !w.absent {
-		numBytes = int64(len(w.entries[0].Input)) // the number of bytes from other ranks is unknown
+		numBytes = int64(len(w.entries[0].Input)) // this rank does not know yet how many bytes it receives
 	}
 	if !waitedFor {
 		return r.Kind == message.Allreduce && numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
@@ -193,7 +194,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// Work that is not copied first can have any size, if the backend does it in many steps.
+	// Work that need not be copied first may have any size if the backend does it in many steps.
 	if _, lists, _ := l.manager.Get(w.grant.Backend); !lists {
 		return false
 	}
@@ -206,8 +207,8 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	return false
 }
 
-// checkResult returns an error if other ranks determine the size of a result and it is larger than
-// maxResultBytes, so that it must not be allocated.
+// checkResult returns an error if other ranks determine the size of the result and the result is larger than
+// maxResultBytes. The caller must not allocate the result then.
 func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	if k.Ragged() && numBytes > l.maxResultBytes {
 		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
@@ -216,9 +217,9 @@ func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	return nil
 }
 
-// output returns the buffer for the result of e. It allocates the buffer if the size was unknown before. It
-// returns nil if e has a buffer of another size, as an operation in place to which other ranks contribute
-// more or less than expected.
+// output returns the buffer for the result of e. It allocates the buffer if e has none because the size was
+// unknown before. It returns nil if e has a buffer of another size. That happens in an operation in place if
+// other ranks contribute more or less than this rank expects.
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {
 		e.Output = e.Allocate(numBytes)
@@ -229,10 +230,10 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 	return e.Output
 }
 
-// refuseSize ends tensor i with an error because its output has no room for a result of numBytes.
+// refuseSize refuses tensor i of w because its output cannot hold a result of numBytes.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
-	place := "the tensor, which is in place,"
+	place := "the output, which is also the input,"
 	if !e.InPlace {
 		place = "the output"
 	}

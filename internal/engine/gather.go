@@ -9,7 +9,8 @@ import (
 )
 
 // startAllgather prepares an allgather. A single tensor is gathered in its output. Several tensors are
-// gathered in the fusion buffer, which then has a block for each rank with that rank's rows of each tensor.
+// gathered in the fusion buffer, which has a block for each rank. The block contains that rank's rows of
+// every tensor.
 func (l *lane) startAllgather() error {
 	x := &l.execution
 	out, counts, err := l.gathered(x.work)
@@ -26,8 +27,9 @@ func (l *lane) startAllgather() error {
 	return nil
 }
 
-// gathered returns the buffer for the result of an allgather, nil if it is not the output of a single tensor,
-// and the number of bytes that each rank contributes.
+// gathered returns the buffer for the result of an allgather and the number of bytes that each rank
+// contributes. The buffer is the output if there is a single tensor with an output of the right size, else
+// nil.
 func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
 	for i := range l.set.Ranks {
@@ -47,7 +49,7 @@ func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	return out, counts, nil
 }
 
-// contribute copies the inputs of this rank to its block of an allgather.
+// contribute copies the inputs of this rank to this rank's block in the buffer of an allgather.
 func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
 	for _, e := range w.entries {
@@ -56,8 +58,8 @@ func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	}
 }
 
-// unpackAllgather copies the gathered blocks to the outputs of w. A tensor whose output has another size ends
-// with an error.
+// unpackAllgather copies the gathered blocks to the outputs of w. It refuses a tensor whose output has
+// another size than the result.
 func (l *lane) unpackAllgather(w *work, from []byte) {
 	outs := make([][]byte, len(w.entries))
 	for t, e := range w.entries {
@@ -78,8 +80,8 @@ func (l *lane) unpackAllgather(w *work, from []byte) {
 	}
 }
 
-// startBroadcast prepares a broadcast. The root sends a single tensor from its buffer, several from the
-// fusion buffer.
+// startBroadcast prepares a broadcast. The root sends a single tensor from its output, several tensors from
+// the fusion buffer.
 func (l *lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
@@ -99,11 +101,11 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root returns the position of a broadcast's root in the process set.
+// root returns the position of a broadcast's root rank in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
-// broadcastBuffer returns the buffer of a broadcast of one tensor. At the root it first copies the input
-// there.
+// broadcastBuffer returns the buffer for a broadcast of one tensor, which is its output. At the root it first
+// copies the input to the output.
 func (l *lane) broadcastBuffer(w *work) []byte {
 	e := w.entries[0]
 	if l.root(w) == l.me {
@@ -112,11 +114,11 @@ func (l *lane) broadcastBuffer(w *work) []byte {
 	return e.Output
 }
 
-// splitBytes is the encoded size of a row count.
+// splitBytes is the number of bytes of an encoded row count.
 const splitBytes = 8
 
-// startAlltoall prepares the exchange of the rows of one tensor. The ranks learn only now how many rows they
-// receive. If rows have no elements, the row counts are all that is exchanged.
+// startAlltoall prepares an alltoall of one tensor. Ranks learn only during the exchange how many rows they
+// receive. If the rows have no elements, the ranks exchange only the row counts.
 func (l *lane) startAlltoall() {
 	x := &l.execution
 	w := x.work
@@ -148,8 +150,8 @@ func (l *lane) startAlltoall() {
 	}
 }
 
-// receiveRows returns the buffer for the rows that an alltoall sends to this rank, and records how many rows
-// come from each rank. counts has the bytes from each rank.
+// receiveRows returns the buffer for the rows that this rank receives in an alltoall, and records how many
+// rows come from each rank. counts has the number of bytes from each rank.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
@@ -166,7 +168,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
 		}
 	}
-	// In place, the result must not overwrite rows that are still being sent.
+	// In place, the result must not overwrite rows that have yet to be sent.
 	if !w.absent && !w.entries[0].InPlace {
 		if result := output(w.entries[0], int(numBytes)); result != nil {
 			return result, nil
@@ -176,7 +178,8 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits returns the buffer for the row counts of an alltoall of rows without elements.
+// receiveSplits returns the buffer for the row counts of an alltoall if the rows have no elements. counts has
+// the number of bytes from each rank.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
@@ -208,7 +211,8 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total returns the size in bytes of w's tensors, in elements of their wire type.
+// total returns the number of bytes that are sent of w's tensors, which is their size in elements of the wire
+// type.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

@@ -15,25 +15,27 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// work is a grant with this rank's tensors for it, in the order of the grant's responses.
+// work is a grant with this rank's tensors for it. The tensors are in the order of the grant's responses.
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry
-	// absent says that this rank has joined: it has no tensors, and contributes neutral elements.
+	// absent says that this rank has joined. It then has no tensors and contributes neutral elements.
 	absent bool
-	// started says that the operation was started and must be finished. failed says that it has ended with an
-	// error and its tensors wait for the verdict.
+	// started says that the operation was started and must be finished. failed says that the operation has
+	// ended with an error, and that its tensors are answered when the verdict is known.
 	started, failed bool
-	// granted and begun are the times at which the work was granted and begun. watched says that a timeline
-	// is on; marks are then the activities of the work, as times since clock.
+	// granted and begun are the times at which the work was granted and begun, counted from the engine's
+	// start. watched says that a timeline is on. If so, clock is the engine's start and marks are the
+	// activities of the work.
 	granted, begun time.Duration
 	watched        bool
 	clock          time.Time
 	marks          []mark
-	// arrivals are the times at which the members' requests arrived, by tensor and member, if they are known.
+	// arrivals are the times at which the members' requests arrived, by tensor and member. It is empty if
+	// they are unknown.
 	arrivals []time.Duration
-	// refused has the errors of single tensors: ranks disagreed about the tensor, or this rank cannot take
-	// the result though all ranks agreed. It is empty, or as long as entries.
+	// refused has an error for each tensor that ends with one while the others complete: the ranks disagreed
+	// about the tensor, or this rank cannot store its result. refused is empty, or as long as entries.
 	refused []error
 }
 
@@ -43,7 +45,7 @@ func (w *work) reset() {
 	*w = work{entries: w.entries[:0], refused: w.refused[:0], marks: w.marks[:0], arrivals: w.arrivals[:0]}
 }
 
-// refuse makes one tensor end with an error while the operation continues for the others.
+// refuse makes tensor i end with err. The operation continues for the other tensors.
 func (w *work) refuse(i int, err error) {
 	for len(w.refused) < len(w.entries) {
 		w.refused = append(w.refused, nil)
@@ -67,16 +69,16 @@ type lane struct {
 	// voted finds submitted entries by their cache bits. The loop owns it.
 	voted votes
 
-	// mu guards the fields below. claimed and executing also decide which goroutine owns scratch and
+	// mu guards the fields below. claimed and executing also say whether the loop or run owns scratch and
 	// execution.
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*work
-	executing bool  // run executes an operation
-	answering bool  // run has executed an operation, and has not answered all its tensors
-	claimed   bool  // the loop has claimed the lane, and run waits
-	ended     bool  // no more work will come
-	err       error // the error with which all remaining work is answered
+	executing bool  // whether run executes an operation
+	answering bool  // whether run has executed an operation but not answered all its tensors
+	claimed   bool  // whether the loop has claimed the lane, so that run waits
+	ended     bool  // whether no more work will come
+	err       error // the error with which all remaining work is answered, nil to execute it
 }
 
 // newLane returns a lane for a set in which this rank has position me.
@@ -88,11 +90,12 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	return l, err
 }
 
-// votes has entries by the cache bits for which they may be votes, so that a grant of many tensors needs no
-// search by name for each.
+// votes has submitted entries by their cache bits, so that the engine finds the entries of a grant of many
+// tensors without a search by name for each.
 type votes []*tensorqueue.Entry
 
-// add stores e under its cache bit. The request has been looked up in the response cache before.
+// add stores e under its cache bit. The caller has looked up e's request in the response cache, which set the
+// bit.
 func (v *votes) add(e *tensorqueue.Entry) {
 	for int(e.Request.Bit) >= len(*v) {
 		*v = append(*v, nil)
@@ -100,7 +103,7 @@ func (v *votes) add(e *tensorqueue.Entry) {
 	(*v)[e.Request.Bit] = e
 }
 
-// take removes and returns the entry of a bit if the entry is for r. Otherwise it returns nil.
+// take removes and returns the entry with the given bit if the entry is for r. Otherwise it returns nil.
 func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	if int64(bit) >= int64(len(v)) || v[bit] == nil {
 		return nil
@@ -113,14 +116,14 @@ func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	return e
 }
 
-// drop removes e, so that the memory it refers to can be collected. e may be nil.
+// drop removes e, so that the memory that e refers to can be collected. e may be nil.
 func (v votes) drop(e *tensorqueue.Entry) {
 	if e != nil && int64(e.Request.Bit) < int64(len(v)) && v[e.Request.Bit] == e {
 		v[e.Request.Bit] = nil
 	}
 }
 
-// push queues w for run.
+// push appends w to the work of run.
 func (l *lane) push(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -135,8 +138,8 @@ func (l *lane) wake() {
 	}
 }
 
-// claim takes the lane from run if run has nothing to do, and reports whether it has taken it. With inOrder,
-// run must also have answered everything that it has executed.
+// claim takes the lane from run if run has nothing to do, and reports whether it has taken it. If inOrder is
+// set, run must also have answered everything that it has executed.
 func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -147,7 +150,7 @@ func (l *lane) claim(inOrder bool) bool {
 	return true
 }
 
-// unclaim gives the lane back to run. If w is not nil, run executes it next.
+// unclaim gives the lane back to run. If w is not nil, run continues with w.
 func (l *lane) unclaim(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -158,8 +161,8 @@ func (l *lane) unclaim(w *work) {
 	l.wake()
 }
 
-// end makes run return when no work is left. If err is not nil, it answers all work that has not begun. Work
-// that has begun is aborted when run's context ends.
+// end makes run return when no work is left. If err is not nil, run does not execute work that has not begun
+// but answers it with err. Work that has begun is aborted only when the context of run ends.
 func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -167,8 +170,8 @@ func (l *lane) end(err error) {
 	l.changed.Signal() // this wakes run even if it waits for the verdict
 }
 
-// next removes and returns the oldest work, and the err of end. It blocks until there is work, and returns
-// nil if the lane has ended and none is left.
+// next removes and returns the oldest work, together with the error that was passed to end. It blocks until
+// there is work. It returns nil if the lane has ended and no work is left.
 func (l *lane) next() (w *work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -186,14 +189,14 @@ func (l *lane) next() (w *work, err error) {
 }
 
 // executed records that run has executed the work that next returned. run calls it before it answers the
-// tensors: a caller that receives an answer and begins the next operation may then find the lane free.
+// tensors, so that a caller that gets an answer and begins the next operation finds the lane free.
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.executing, l.answering = false, true
 }
 
-// verdict blocks until the epoch has failed, and returns why.
+// verdict blocks until the epoch has failed. It returns the reason.
 func (l *lane) verdict() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -203,17 +206,18 @@ func (l *lane) verdict() error {
 	return l.err
 }
 
-// run executes work until end. It calls finished for each piece of work: with nil when the tensors have been
-// answered, or with an error as soon as the work has failed. Tensors of failed work are answered when end
-// provides the error, because the verdict may name another rank than the peer whose channel broke.
+// run executes work until end is called. It calls finished once for each piece of work: with nil when the
+// tensors have been answered, or with an error as soon as the work has failed. The tensors of failed work are
+// answered with the error that was passed to end, because the verdict may name another rank than the peer
+// whose connection broke.
 func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	for {
 		w, err := l.next()
 		if w == nil {
 			return
 		}
-		// Work that was started is finished even after end: peers may still read this rank's memory. If the
-		// work cannot be finished, the peers must be notified before the caller gets its memory back.
+		// Work that was started is finished even after end, because peers may still read this rank's memory.
+		// If the work cannot be finished, the peers must be notified before the caller gets its memory back.
 		if (err == nil || w.started) && !w.failed {
 			if err = l.execute(ctx, w); err == nil {
 				l.executed()
@@ -234,8 +238,8 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame returns the rank to suspect for an error of execution, and the reason: the peer whose channel failed,
-// or else this rank.
+// blame returns the rank to suspect because of an error of execution, and the reason. The suspect is the peer
+// whose connection failed. If no connection failed, the suspect is this rank.
 func blame(err error, self topo.Rank) (topo.Rank, string) {
 	var p *transport.PeerError
 	if errors.As(err, &p) {

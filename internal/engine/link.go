@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// maxBacklogBytes caps the send backlog for a peer that does not read. If the backlog exceeds it, the
-	// peer has failed.
+	// maxBacklogBytes is the maximum number of unsent bytes for a peer that does not read. If the backlog
+	// exceeds it, the peer has failed.
 	maxBacklogBytes = 64 << 20
-	// headerBytes is the size of a frame's header: u32 length of the frame | u32 its number on this
-	// connection.
+	// headerBytes is the size of a frame's header: the length of the frame (u32), then the number of the
+	// frame on its connection (u32).
 	headerBytes = 8
-	// readStep caps what is allocated for a frame before its bytes have arrived.
+	// readStep is the maximum number of bytes that are allocated for a frame before they have arrived.
 	readStep = 64 << 10
-	// maxKeptBytes caps the size of a buffer that is kept for later frames, and maxKeptBuffers the number of
-	// such buffers.
+	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the
+	// maximum number of such buffers.
 	maxKeptBytes   = 1 << 20
 	maxKeptBuffers = 64
 )
@@ -33,26 +33,26 @@ type link struct {
 	conn transport.Conn
 
 	seq    uint32
-	total  uint64     // number of bytes that were passed to the connection
+	total  uint64     // number of bytes passed to the connection so far
 	queued []outgoing // buffers that the connection may still hold, oldest first
-	free   [][]byte
+	free   [][]byte   // unused buffers, for later frames
 }
 
 type outgoing struct {
 	buf []byte
-	end uint64 // the value of total after this buffer
+	end uint64 // the value of total after the buffer was sent
 }
 
-// errBacklog is the error of send if the peer does not read its frames, and errTooLarge if the frame exceeds
-// the limit, which is the same for all peers.
+// errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error if the
+// frame exceeds the limit, which is the same for all peers.
 var (
 	errBacklog  = errors.New("send backlog is full")
 	errTooLarge = errors.New("negotiation frame is too large")
 )
 
-// send queues a frame. It does not block, does not keep frame, and allocates nothing in steady state. An
-// error other than errBacklog and errTooLarge also ends the receiving half of the connection, which reports
-// it after the frames that arrived before.
+// send queues a frame for sending. It does not block and copies frame; it allocates nothing in steady state.
+// If send returns an error other than errBacklog and errTooLarge, reading from the connection returns the
+// error too, after the frames that arrived before.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
@@ -86,11 +86,11 @@ func (l *link) send(frame []byte) error {
 	return l.conn.Send(buf)
 }
 
-// flush blocks until all frames have left this process.
+// flush blocks until all queued frames have left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// frameBytes returns the length of the frame that header announces. It returns an error if the frame is too
-// large or is not number seq of its connection.
+// frameBytes returns the length of the frame that follows header. It returns an error if the frame is too
+// large, or if its number on the connection is not seq.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
@@ -101,8 +101,8 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 	return int(n), nil
 }
 
-// cause returns err without the parts that a verdict states already: the peer, the lane and the addresses.
-// At the end of a stream it returns errPeerClosed.
+// cause returns err without the parts that a verdict states anyway: the peer, the lane and the addresses. It
+// returns errPeerClosed if err means the end of the stream.
 func cause(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -118,15 +118,15 @@ func cause(err error) error {
 	return err
 }
 
-// errFrame is the error of a frame that breaks the protocol. The connection may still carry a verdict in the
-// other direction.
+// errFrame is the error of a received frame that breaks the protocol. This rank may still send a verdict over
+// the connection.
 var errFrame = errors.New("malformed frame")
 
-// errPeerClosed is the error of the end of a stream: the process has ended, or has closed its connections
-// without a shutdown.
+// errPeerClosed is the error for the end of a stream: the peer's process has ended, or has closed its
+// connections without a shutdown.
 var errPeerClosed = errors.New("the process exited or closed it")
 
-// event is a frame from a peer, or the error that ended the connection.
+// event is a frame from a peer, or the error with which a connection ended.
 type event struct {
 	from  topo.Rank
 	frame []byte

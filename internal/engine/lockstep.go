@@ -11,36 +11,37 @@ import (
 )
 
 const (
-	// lockstepCycle is the time between cycles if HOROVOD_CYCLE_TIME is not set.
+	// lockstepCycle is the time between two cycles if HOROVOD_CYCLE_TIME is not set.
 	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is the time between cycles while no rank has votes or news. The time grows to it
-	// step by step.
+	// lockstepIdleCycle is the time between two cycles while no rank has votes or news. The time doubles from
+	// cycle to cycle until it reaches lockstepIdleCycle.
 	lockstepIdleCycle = 8 * time.Millisecond
 )
 
 // collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
-// the same order, one at a time, and then poll test until the collective has completed. Starting one does not
-// block. Its arguments must not be changed until it has completed.
+// the same order. After starting one, which does not block, a rank polls test until the collective has
+// completed. Until then it must not change the arguments or start another collective.
 type collectives interface {
-	// andOr combines and by bitwise AND and or by bitwise OR, in place, at all ranks.
+	// andOr combines and by bitwise AND and or by bitwise OR over all ranks. The results replace the
+	// arguments.
 	andOr(and, or []uint64)
-	// gather sends a frame of each rank to rank 0.
+	// gather sends one frame of each rank to rank 0.
 	gather(frame []byte)
-	// broadcast sends a frame of rank 0 to all ranks. Other ranks pass nil.
+	// broadcast sends a frame from rank 0 to all ranks. Ranks other than 0 pass nil.
 	broadcast(frame []byte)
-	// test reports whether the collective that was started last has completed here. A gather returns the
-	// frames by rank at rank 0, a broadcast returns one frame. The frames are valid until the next
-	// collective.
+	// test reports whether the last collective has completed at this rank. After a gather, rank 0 gets the
+	// frames by rank and other ranks get none. After a broadcast, every rank gets one frame. The frames are
+	// valid until the next collective starts.
 	test() (frames [][]byte, done bool)
-	// missing returns the ranks without which the collective cannot complete here, as far as they are known.
+	// missing returns the ranks for which the collective still waits at this rank, as far as they are known.
 	missing() []topo.Rank
 }
 
-// phase is the part of a lock-step cycle that a rank is in.
+// phase is a part of a lock-step cycle.
 type phase uint8
 
 const (
-	pausing phase = iota // the rank waits until the next cycle is due
+	pausing phase = iota // waiting until the next cycle is due
 	combining
 	gathering
 	broadcasting
@@ -48,19 +49,19 @@ const (
 
 // lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. The collectives
 // carry requests and cycles. All other frames (heartbeats, timeouts, suspicions, the verdict, the end) are
-// sent and received as in the negotiation by events, which lockstep embeds.
+// sent and received as in the negotiation by events, which is embedded here.
 type lockstep struct {
 	events
 	core        *controller.Lockstep
 	collectives collectives
-	star        *star // the collectives, if they use the control connections
+	star        *star // the implementation of collectives by control connections
 
 	phase    phase
 	and, or  []uint64      // the bit vectors of this cycle
-	due      time.Duration // the time at which the next cycle begins
+	due      time.Duration // when the next cycle begins
 	pause    time.Duration // the time between two cycles
-	deadline time.Duration // the time by which the pending collective must complete
-	last     time.Duration // the time at which the last turn began
+	deadline time.Duration // when the pending collective must have completed
+	last     time.Duration // when the last turn began
 }
 
 func newLockstep(e *Engine) *lockstep {
@@ -73,7 +74,7 @@ func newLockstep(e *Engine) *lockstep {
 }
 
 // accepts reports whether a cycle begins in this turn. Requests are submitted only then, because a vote
-// refers to the contents that the cache has between two cycles.
+// refers to the contents of the cache between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
 func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
@@ -93,7 +94,7 @@ func (n *lockstep) turn() error {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {
-		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped for that time
+		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped meanwhile
 	}
 	n.last = n.e.now
 	for n.step() {
@@ -102,7 +103,8 @@ func (n *lockstep) turn() error {
 	return nil
 }
 
-// longTurn is longer than the time between two turns, which heartbeats bound, unless the process was stopped.
+// longTurn is longer than the time between two turns of a process that is not stopped. Heartbeats bound that
+// time.
 const longTurn = 2 * time.Second
 
 // next implements negotiation.
@@ -117,7 +119,7 @@ func (n *lockstep) next() time.Duration {
 	return min(next, n.deadline)
 }
 
-// step takes the cycle to its next phase if that is possible, and reports whether it has done so.
+// step takes the cycle to its next phase if that is possible now, and reports whether it has done so.
 func (n *lockstep) step() bool {
 	e := n.e
 	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
@@ -151,10 +153,10 @@ func (n *lockstep) step() bool {
 	return true
 }
 
-// begin enters a phase. Its collective has two liveness timeouts to complete.
+// begin enters a phase. The collective of the phase must complete within two liveness timeouts.
 func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
 
-// endCycle ends the cycle and determines when the next is due.
+// endCycle ends the cycle and computes when the next one is due.
 func (n *lockstep) endCycle() {
 	period := n.e.cfg.CycleTime
 	if period == 0 {
@@ -166,7 +168,7 @@ func (n *lockstep) endCycle() {
 	n.phase, n.due = pausing, n.e.now+n.pause
 }
 
-// combined continues the cycle when andOr has completed.
+// combined continues the cycle after andOr has completed.
 func (n *lockstep) combined() {
 	e := n.e
 	gather, broadcast := n.core.Combine(n.and, n.or)
@@ -191,10 +193,10 @@ func (n *lockstep) combined() {
 	}
 }
 
-// gathered continues the cycle when gather has completed.
+// gathered continues the cycle after gather has completed.
 func (n *lockstep) gathered(frames [][]byte) {
 	var ups []*message.Up
-	for r, frame := range frames { // frames is nil at other ranks than 0
+	for r, frame := range frames { // only rank 0 has frames
 		up := new(message.Up)
 		if err := message.DecodeUp(frame, up); err != nil {
 			n.e.failSender(topo.Rank(r), err)
@@ -205,7 +207,7 @@ func (n *lockstep) gathered(frames [][]byte) {
 	n.decide(ups)
 }
 
-// decide starts the broadcast of rank 0's decision.
+// decide starts the broadcast of rank 0's decision. ups are the gathered frames, which only rank 0 has.
 func (n *lockstep) decide(ups []*message.Up) {
 	var frame []byte
 	if n.e.coordinator != nil {
@@ -223,8 +225,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 	n.collectives.broadcast(frame)
 }
 
-// expire fails the ranks without which the pending collective does not complete, although they send
-// heartbeats.
+// expire fails the ranks for which the pending collective waits. Heartbeats from these ranks do not count.
 func (n *lockstep) expire() {
 	n.deadline = never
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats",
@@ -238,12 +239,12 @@ func (n *lockstep) expire() {
 	}
 }
 
-// star implements collectives over the control connections, with rank 0 in the center.
+// star implements collectives over the control connections. Rank 0 is in the center.
 type star struct {
 	e       *Engine
-	arrived [][][]byte // the frames that have arrived and were not used yet, by rank
-	phase   phase      // the pending collective
-	and, or []uint64   // the vectors that the collective combines
+	arrived [][][]byte // by rank, the frames that have arrived and have not been used
+	phase   phase      // the phase of the pending collective
+	and, or []uint64   // the vectors that andOr combines
 	own     []byte     // the frame of this rank
 	scratch struct{ and, or []uint64 }
 }
@@ -332,15 +333,15 @@ func (s *star) test() (frames [][]byte, done bool) {
 	return nil, true
 }
 
-// take removes and returns the oldest frame of a rank.
+// take removes and returns the oldest unused frame from a rank.
 func (s *star) take(from topo.Rank) []byte {
 	frame := s.arrived[from][0]
 	s.arrived[from] = slices.Delete(s.arrived[from], 0, 1)
 	return frame
 }
 
-// decode decodes the vectors of a rank and reports whether they can be combined with this rank's. If not, it
-// fails the sender.
+// decode decodes the vectors from a rank and reports whether they can be combined with the vectors of this
+// rank. If they cannot, decode fails the sender.
 func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch

@@ -16,23 +16,23 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// BackgroundThreadLoop runs turns until the epoch is over. Then it ends all operations and releases
-// connections and goroutines.
+// BackgroundThreadLoop runs turns until the epoch is over. Then it ends all operations and releases the
+// connections and the goroutines.
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
 	defer e.cancel(nil)
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
-	e.sched.notifyPeers() // a peer may be parked that has not read the last frames
+	e.sched.notifyPeers() // so that they read the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
 	e.answer(err)
 	close(e.ended)
-	// The last frames must reach the peers. A connection that is closed while it has unread input is reset,
-	// and a reset may overtake the verdict. So after a failure the connections stay open until Shutdown or
-	// Close is called.
+	// The last frames must reach the peers. If a connection is closed while it has unread input, the kernel
+	// resets it, and a reset may overtake the verdict. So after a failure the connections stay open until
+	// Shutdown or Close is called.
 	e.drain(&connected)
 	flushed := make(chan struct{})
 	connected.Go(func() {
@@ -54,10 +54,11 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Wait()
 }
 
-// flushTimeout bounds how long the last frames may take to leave.
+// flushTimeout is the maximum time that sending the last frames may take.
 const flushTimeout = time.Second
 
-// answer ends the lanes and all operations that are left: with err, or with ErrShutDown if err is nil.
+// answer ends the lanes and all operations that are left. They end with err, or with ErrShutDown if err is
+// nil.
 func (e *Engine) answer(err error) {
 	e.closeStallLog()
 	reason := err
@@ -71,7 +72,7 @@ func (e *Engine) answer(err error) {
 	for _, l := range e.lanes.all {
 		l.queue.Close(reason)
 	}
-	e.sched.mu.Lock() // waits for a driver, which may be about to unlock mu
+	e.sched.mu.Lock() // a driver may still hold the lock
 	e.handOff()
 	e.sched.mu.Unlock()
 	e.endLanes(err)
@@ -85,15 +86,15 @@ func (e *Engine) answer(err error) {
 	}
 }
 
-// endLanes makes the lanes return when no work is left. If err is not nil, it answers all work that has not
-// begun.
+// endLanes makes the lanes return when no work is left. If err is not nil, the lanes answer work that has not
+// begun with err.
 func (e *Engine) endLanes(err error) {
 	for _, l := range e.lanes.all {
 		l.end(err)
 	}
 }
 
-// laneFinished records for the next turn that a lane has ended w. Lanes call it.
+// laneFinished tells the next turn that w has ended on a lane. Any goroutine may call it.
 func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
@@ -101,9 +102,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 	e.sched.notify()
 }
 
-// RunLoopOnce runs one turn: it takes the queues, looks up each request in the cache, negotiates, and
-// dispatches grants to lanes. It does not block. next is the time since start at which the next turn is due
-// at the latest. over says that the epoch is over, and err why.
+// RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
+// and dispatches grants to lanes. It does not block. next is the latest time for the next turn, counted from
+// the engine's start. over says that the epoch is over, and err is the reason, nil after a shutdown.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)
@@ -153,7 +154,7 @@ func (e *Engine) takeFinished() {
 	}
 	for _, f := range s.finished {
 		if errors.Is(f.err, transport.ErrClosed) {
-			continue // the control connections report it too
+			continue // this rank closed its connections; the control connections report that too
 		}
 		if f.err != nil {
 			e.log.Warn("an operation failed", zap.Stringer("operation", f.w.grant.Responses[0].Kind),
@@ -173,8 +174,8 @@ func (e *Engine) takeFinished() {
 }
 
 func (e *Engine) takeRequests() {
-	// Read leaving before the queues: what was submitted before the shutdown is then sent before it or with
-	// it.
+	// Read leaving before the queues. Requests that were submitted before the shutdown are then sent before
+	// it or together with it.
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
 		if accepts && l.queue.Waiting() {
@@ -184,7 +185,7 @@ func (e *Engine) takeRequests() {
 	}
 	switch {
 	case leaving == nil:
-	case leaving.Failed && e.stopCause != nil: // the failure is a consequence of the stop
+	case leaving.Failed && e.stopCause != nil: // the stop caused the failure
 	case leaving.Failed:
 		e.member.Suspect(e.cfg.Rank, leaving.Reason)
 	case leaving.expired && e.coordinator != nil:
@@ -196,7 +197,7 @@ func (e *Engine) takeRequests() {
 	}
 }
 
-// submit passes the queue of a lane to the controller.
+// submit passes the queued requests of a lane to the controller.
 func (e *Engine) submit(l *lane) {
 	now := e.now
 	s := &e.scratch
@@ -207,7 +208,7 @@ func (e *Engine) submit(l *lane) {
 			continue
 		}
 		l.voted.add(entry)
-		// An entry may have been submitted during this turn, after now.
+		// The entry may have been submitted during this turn. Its submission is later than now then.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
 			entry.Deadline = now + min(entry.Timeout, never-now)
@@ -217,8 +218,9 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor records why the job is stopped although this rank has not asked for it, and returns that as an
-// error: ranks have shut down, or, if ranks is empty, a tensor has stalled.
+// stopFor records the reason why the job stops although this rank has not asked for it, and returns the
+// reason as an error. If ranks is not empty, these ranks have shut down. If ranks is empty, a tensor has
+// stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
 		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
@@ -235,8 +237,7 @@ func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	return stalled
 }
 
-// reportVerdict logs the ranks that ended the job and calls OnVerdict. It must be called before an operation
-// ends with p.
+// reportVerdict logs p and calls OnVerdict. It must be called before any operation ends with p.
 func (e *Engine) reportVerdict(p *PeerError) {
 	e.log.Error("the job failed", zap.Error(p))
 	if e.cfg.OnVerdict != nil {
@@ -244,8 +245,8 @@ func (e *Engine) reportVerdict(p *PeerError) {
 	}
 }
 
-// dispatch matches a grant with this rank's tensors, and starts it in this turn or pushes it to its lane. An
-// error means that this rank cannot execute the grant.
+// dispatch matches a grant with this rank's tensors. It starts the operation in this turn or pushes it to the
+// lane. It returns an error if this rank cannot execute the grant.
 func (e *Engine) dispatch(g *controller.Grant) error {
 	var w *work
 	if n := len(e.works); n > 0 {
@@ -270,8 +271,8 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	return nil
 }
 
-// match finds this rank's tensors for a grant. It returns an error if this rank has not submitted them as
-// they were granted.
+// match finds this rank's tensors for a grant. It returns an error if this rank has not submitted one of
+// them, or has submitted it with other parameters.
 func (e *Engine) match(w *work) error {
 	e.traceGrant(w.grant)
 	w.granted = e.now

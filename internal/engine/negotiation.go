@@ -13,21 +13,22 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// negotiation transfers the requests of the ranks to the coordinator, and its grants to the ranks. None of
-// its methods waits for another rank.
+// negotiation carries the requests of the ranks to the coordinator, and the coordinator's grants to the
+// ranks. None of its methods waits for another rank.
 type negotiation interface {
 	// accepts reports whether this turn may submit requests to the member.
 	accepts() bool
-	// turn sends the output of the member and the coordinator, and applies the frames that have arrived. An
-	// error ends the epoch at once.
+	// turn sends the output of the member and the coordinator, and applies the frames that have arrived. If
+	// it returns an error, the epoch ends at once.
 	turn() error
-	// handleFrame applies a frame that arrived on a control connection and is not a clock probe.
+	// handleFrame applies a frame that arrived on a control connection. Clock probes are not passed to it.
 	handleFrame(from topo.Rank, frame []byte)
-	// next returns when the next turn is due at the latest.
+	// next returns the latest time for the next turn.
 	next() time.Duration
 }
 
-// events is the negotiation by frames: a rank sends when it has news, and the coordinator answers at once.
+// events is the negotiation by frames: a rank sends a frame when it has news, and the coordinator answers at
+// once.
 type events struct{ e *Engine }
 
 func (n events) accepts() bool { return true }
@@ -41,21 +42,21 @@ func (n events) turn() error {
 	return nil
 }
 
-// sendReplies sends what follows from the frames that have arrived and from the grants in them.
+// sendReplies sends the frames that follow from the received frames and from the grants in them.
 func (n events) sendReplies() {
 	e := n.e
 	for again := true; again; {
 		if e.coordinator != nil {
 			e.coordinatorReady()
 		}
-		// The frames may have brought grants, or a stop. A bye may follow a stop.
+		// The received frames may have brought grants or a stop. After a stop, this rank may have to send a
+		// bye.
 		sent := e.memberReady()
 		if e.stopped && e.granted == 0 {
 			e.member.Drained()
 			sent = e.memberReady() || sent
 		}
-		// coordinatorReady has run before the coordinator received the frames that memberReady has sent.
-		again = sent && e.coordinator != nil
+		again = sent && e.coordinator != nil // coordinatorReady ran before the coordinator got what was sent
 	}
 }
 
@@ -75,11 +76,11 @@ func (n events) next() time.Duration {
 	return next
 }
 
-// memberReady sends the frames and dispatches the grants of the member, and reports whether it has sent
-// something.
+// memberReady sends the frames of the member and dispatches its grants. It reports whether it has sent a
+// frame.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // an error of this rank, or of a coordinator that sent a wrong grant
+	var failed error // this rank is at fault, or the coordinator, which sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
@@ -114,7 +115,7 @@ func (e *Engine) memberReady() (sent bool) {
 	}
 	e.member.Advance()
 	if failed != nil {
-		// suspect must follow Advance, which drops the output of Ready.
+		// suspect must follow Advance, because Advance drops the output of the member.
 		e.suspect(suspect, failed)
 	}
 	if stop {
@@ -126,15 +127,15 @@ func (e *Engine) memberReady() (sent bool) {
 	return sent
 }
 
-// suspect fails a rank, possibly this one, because of an error that this rank has detected.
+// suspect reports that a rank, possibly this one, has failed because of an error that this rank has detected.
 func (e *Engine) suspect(r topo.Rank, err error) {
 	e.log.Error("negotiation failed", zap.Int("suspect", int(r)), zap.Error(err))
 	e.member.Suspect(r, err.Error())
 	e.sched.notify()
 }
 
-// sendUp sends a frame to rank 0. It returns only errors for which this rank is responsible; a full backlog
-// fails rank 0.
+// sendUp sends a frame to rank 0. It returns only errors for which this rank is responsible. If the backlog
+// is full, sendUp fails rank 0 and returns nil.
 func (e *Engine) sendUp(frame []byte) error {
 	err := e.send(e.links[0], frame)
 	switch {
@@ -143,11 +144,12 @@ func (e *Engine) sendUp(frame []byte) error {
 	case errors.Is(err, errBacklog):
 		e.member.Lost(err.Error())
 	}
-	// Any other error also ends the receiving half, which reports it after the frames that arrived before.
+	// For any other error, reading from the connection returns the error too, after the frames that arrived
+	// before.
 	return nil
 }
 
-// sendDown sends a frame from rank 0 to another rank. On error it also returns the rank that has failed.
+// sendDown sends a frame from rank 0 to another rank. On error it also returns which rank has failed.
 func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	err = e.send(e.links[to-1], frame)
 	switch {
@@ -159,11 +161,12 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	return 0, nil // the receiving half reports any other error (see sendUp)
 }
 
-// handleEvent applies a frame or the end of a control connection. An error ends the epoch at once.
+// handleEvent applies a frame, or the end of a control connection. If it returns an error, the epoch ends at
+// once.
 func (e *Engine) handleEvent(ev *event) error {
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
-		// Connections that this process closed itself say nothing about the peers.
+		// This process has closed the connection itself, which says nothing about the peer.
 		return ErrClosed
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
 		e.coordinator.Fault(ev.from, fmt.Sprintf("protocol error: %v", ev.err))
@@ -181,7 +184,7 @@ func (e *Engine) handleEvent(ev *event) error {
 	return nil
 }
 
-// failSender fails a peer that sent a malformed frame.
+// failSender fails the peer that sent a malformed frame.
 func (e *Engine) failSender(from topo.Rank, err error) {
 	if e.coordinator != nil {
 		e.coordinator.Fault(from, fmt.Sprintf("protocol error: %v", err))
@@ -196,29 +199,28 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
-		e.sched.extend() // rank 0 coordinates all operations, so all of them make it busy
+		e.sched.extend() // rank 0 coordinates all operations, so news from any rank makes it busy
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }
 
 func (e *Engine) memberStep(frame []byte) {
 	if err := message.DecodeDown(frame, &e.scratch.down); err != nil {
-		// At rank 0 the frame may come from its own coordinator.
-		e.member.Lost(fmt.Sprintf("malformed frame: %v", err))
+		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // from rank 0, possibly this rank
 		return
 	}
 	e.traceDown(&e.scratch.down)
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
-	// Grants accumulate in the member. The next memberReady dispatches them and sends what the step allows.
+	// The member collects the grants. The next memberReady dispatches them and sends the frames that follow.
 	if err := e.member.Step(&e.scratch.down); err != nil {
-		e.log.Error("protocol error of the coordinator", zap.Error(err))
+		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 }
 
 // coordinatorReady sends the decisions of the coordinator. Rank 0's own member receives them in the same
-// encoding, and last, so that its work does not delay the other ranks.
+// encoding, after the other ranks, so that rank 0's work does not delay the other ranks.
 func (e *Engine) coordinatorReady() {
 	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {
@@ -242,7 +244,7 @@ func (e *Engine) coordinatorReady() {
 		}
 	}
 	e.coordinator.Advance()
-	// Fault must follow Advance, which drops the output of Ready and would drop the verdict with it.
+	// Fault must follow Advance, because Advance drops the output of Ready, including a verdict.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
 		e.sched.notify()

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Recorder receives a record of every operation when it has ended, before its tensors are answered. One
-// goroutine at a time calls it. It delays the operation, and it must not keep op.
+// Recorder receives a record of every operation when the operation has ended, before its tensors are
+// answered. Calls of Record do not overlap. Record delays the operation, and it must not keep op.
 type Recorder interface {
 	Record(op *trace.Operation)
 }
@@ -24,37 +24,37 @@ type Recorder interface {
 type Timeline interface {
 	Recorder
 	// Cycle records that this rank has applied a cycle of the negotiation. Offset records a measurement of
-	// this rank's clock against rank 0's.
+	// this rank's clock against rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
 }
 
 // observer records the operations of a rank for Stats, the Recorder and the Timeline. The loop and the lanes
-// report to it.
+// call its methods.
 type observer struct {
 	start           time.Time
 	fusionThreshold int64
-	recorder        Recorder // nil if there is none
+	recorder        Recorder // may be nil
 	timeline        atomic.Pointer[Timeline]
 
 	mu      sync.Mutex
 	counts  counts
 	offset  trace.Offset
-	aligned bool            // offset is set
+	aligned bool            // whether offset is set
 	op      trace.Operation // scratch memory
 }
 
-// counts has the counters from which Stats is made.
+// counts has the counters from which Stats makes its result.
 type counts struct {
 	trace.Stats
 	operations [message.NumKinds][message.NumBackends]trace.Operations
 	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
 }
 
-// since returns the time since the engine's start. All times of the engine are counted from there.
+// since returns the time since the engine's start. All times of the engine are counted from its start.
 func (o *observer) since() time.Duration { return time.Since(o.start) }
 
-// submitted records the submission time of entries.
+// submitted sets the submission time of entries to now.
 func (o *observer) submitted(entries []*tensorqueue.Entry) {
 	at := max(o.since(), 1)
 	for _, e := range entries {
@@ -71,13 +71,13 @@ const (
 	unpacking
 )
 
-// mark is the beginning of an activity, which ends with the next mark.
+// mark is the beginning of an activity. The activity ends at the next mark.
 type mark struct {
 	activity
 	at time.Duration
 }
 
-// begin records that w begins at the given time, or at its grant if that is later.
+// begin records that w begins at the given time, or at the time of its grant if that is later.
 func (o *observer) begin(w *work, at time.Duration) {
 	at = max(at, w.granted)
 	w.begun = at
@@ -97,7 +97,7 @@ func (w *work) enter(a activity) {
 	}
 }
 
-// exchangeNames has the names of the activity exchanging, by backend and kind.
+// exchangeNames has the names of the activity exchanging by backend and kind. They are Horovod's names.
 var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
@@ -112,7 +112,7 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	return names
 }()
 
-// name returns Horovod's name of a.
+// name returns the name that Horovod's timeline uses for a.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:
@@ -125,7 +125,8 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	return exchangeNames[b][r.Kind]
 }
 
-// ended records that w has ended, before its tensors are answered. err is the reason if it has failed.
+// ended records that w has ended. It is called before the tensors of w are answered. err is nil if w has
+// completed, else the reason why w has failed.
 func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	now := o.since()
 	o.mu.Lock()
@@ -149,7 +150,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	members := len(w.arrivals) / max(len(g.Responses), 1)
 	for i, e := range w.entries {
 		q := &e.Request
-		op.Kind = q.Kind // the response's kind may be Error
+		op.Kind = q.Kind // the response cannot tell, because its kind may be Error
 		t := trace.Tensor{
 			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)),
 			Cached:    i < len(g.Bits),
@@ -163,7 +164,8 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
-			// A timeline that began between the requests of two members has no arrival time of the first.
+			// If the timeline was switched on between the requests of two members, the first member has no
+			// arrival time.
 			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
 		if i < len(w.refused) {
@@ -190,7 +192,7 @@ func zeros(arrivals []time.Duration) (n int) {
 	return n
 }
 
-// numBytes returns the size of the tensors of a group.
+// numBytes returns the number of input bytes of a group.
 func numBytes(parts []tensorqueue.Part) (total int64) {
 	for _, p := range parts {
 		total += int64(len(p.Input))
@@ -198,8 +200,8 @@ func numBytes(parts []tensorqueue.Part) (total int64) {
 	return total
 }
 
-// ownShape returns the shape of a request in memory that holds nothing else. A Recorder may keep the shape,
-// and the request's own shape may be part of an allocation that keeps the tensor's memory alive. Mostly
+// ownShape returns the shape of a request in memory that holds nothing else. A Recorder may keep the shape.
+// The request's own shape may be part of an allocation that keeps the tensor's memory alive. In most cases
 // ownShape returns the response's shape, which the cache keeps anyway.
 func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	if r.Kind == message.Error || r.Kind.Ragged() {
@@ -208,15 +210,16 @@ func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	return r.Shape
 }
 
-// abandoned counts tensors that have ended before they were granted, because the epoch has ended or their
-// process set was removed.
+// abandoned counts tensors that have ended without a grant, because the epoch has ended or their process set
+// was removed.
 func (o *observer) abandoned(tensors int) {
 	o.mu.Lock()
 	o.counts.Failed += uint64(tensors)
 	o.mu.Unlock()
 }
 
-// count adds an operation and its responses to the counters. If the ranks disagreed, no data was moved.
+// count adds an operation and its responses to the counters. If the ranks disagreed, the operation has moved
+// no data.
 func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	c, disagreed := &o.counts, responses[0].Kind == message.Error
 	if op.Failed != nil {
@@ -269,7 +272,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	}
 }
 
-// align records a measurement of the clock.
+// align records a measurement of this rank's clock.
 func (o *observer) align(m trace.Offset) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -279,9 +282,9 @@ func (o *observer) align(m trace.Offset) {
 	}
 }
 
-// Watch makes t the timeline, which receives a record of every operation that ends from now on, and returns
-// the previous timeline. nil switches the timeline off. An operation in progress may be reported to either
-// timeline. The engine does not own t.
+// Watch replaces the timeline by t and returns the previous timeline. t receives a record of every operation
+// that ends from now on. If t is nil, Watch switches the timeline off. An operation in progress may be
+// reported to either timeline. The engine does not own t.
 func (e *Engine) Watch(t Timeline) (before Timeline) {
 	o := &e.observer
 	o.mu.Lock()
@@ -299,18 +302,18 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	return before
 }
 
-// Offset returns the last measurement of this rank's clock, if there is one.
+// Offset returns the last measurement of this rank's clock. ok is false if there is none yet.
 func (e *Engine) Offset() (o trace.Offset, ok bool) {
 	e.observer.mu.Lock()
 	defer e.observer.mu.Unlock()
 	return e.observer.offset, e.observer.aligned
 }
 
-// Clock returns the clock to which the engine's times refer.
+// Clock returns the engine's clock. The engine's times are counted from the clock's Start.
 func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 
 // Pending returns the operations that were submitted and have not ended, oldest first. Any goroutine may call
-// it.
+// Pending.
 func (e *Engine) Pending() []trace.Pending {
 	var all []trace.Pending
 	for _, l := range e.lanes.snapshot() {
@@ -332,9 +335,9 @@ func (e *Engine) Pending() []trace.Pending {
 	return all
 }
 
-// Stats returns the counters of this rank. The caller adds Host, Epoch and the fields of the timeline. Any
-// goroutine may call it, also from a callback of the engine. The coordinator's counters may be one second
-// old.
+// Stats returns the counters of this rank. The caller fills in Host, Epoch and the fields of the timeline.
+// Any goroutine may call Stats, also in a callback from the engine. The coordinator's counters may be up to
+// one second old.
 func (e *Engine) Stats() trace.Stats {
 	o := &e.observer
 	o.mu.Lock()
@@ -364,11 +367,11 @@ func (e *Engine) Stats() trace.Stats {
 	return st
 }
 
-// publishPeriod caps the age of the coordinator's counters in Stats while the loop runs turns. An idle loop
-// runs one turn a second.
+// publishPeriod is the maximum age of the coordinator's counters in Stats while the loop runs turns. An idle
+// loop runs only one turn a second, so its counters may be older.
 const publishPeriod = 100 * time.Millisecond
 
-// publish copies the coordinator's counters for Stats, which any goroutine may call during a turn. It does so
+// publish copies the coordinator's counters for Stats, because Stats may be called during a turn. It does so
 // once in each publishPeriod, or now if atOnce is set.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {

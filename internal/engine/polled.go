@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// send sends a frame to a peer. If the peer is parked, it is notified later.
+// send sends a frame to a peer. A parked peer is notified later, by the scheduler.
 func (e *Engine) send(l *link, frame []byte) error {
 	e.sched.sent()
 	return l.send(frame)
@@ -28,7 +28,8 @@ func (e *Engine) openPolled() {
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 
-// receive applies the frames that have arrived on the control connections.
+// receive applies the frames that have arrived on the control connections. If it returns an error, the epoch
+// ends at once.
 func (e *Engine) receive() error {
 	for _, f := range e.polled {
 		for n := 0; ; n++ {
@@ -48,31 +49,31 @@ func (e *Engine) receive() error {
 	return nil
 }
 
-// drain keeps reading the control connections when the loop has ended, so that peers can send their backlog.
-// Its goroutines, which connected counts, end when the mesh is closed.
+// drain keeps reading the control connections after the loop has ended, so that peers can send their backlog.
+// connected counts its goroutines, which end when the mesh is closed.
 func (e *Engine) drain(connected *sync.WaitGroup) {
 	for _, l := range e.links {
-		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // ends when the mesh is closed
+		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // returns when the mesh is closed
 	}
 }
 
-// framesPerTurn bounds the frames of one peer that a turn applies, so that one peer cannot keep the loop from
-// the others.
+// framesPerTurn is the maximum number of frames that a turn applies from one peer, so that one peer cannot
+// keep the loop from the others.
 const framesPerTurn = 64
 
-// frames extracts the frames from the received bytes of a control connection, without blocking.
+// frames splits the bytes that are received on a control connection into frames, without blocking.
 type frames struct {
 	peer topo.Rank
 	conn transport.Conn
 
 	seq   uint32
-	buf   []byte // buf[at:] was received and not used yet
+	buf   []byte // buf[at:] was received and has not been returned by next
 	at    int
-	err   error // the error that ended the connection
-	ended bool  // next has returned err
+	err   error // the error with which the connection ended
+	ended bool  // whether next has returned err
 }
 
-// fill reads from the connection once, without blocking, and reports whether that returned bytes or the end
+// fill reads from the connection once, without blocking. It reports whether it has received bytes or the end
 // of the connection.
 func (f *frames) fill() bool {
 	if f.err != nil {
@@ -87,7 +88,7 @@ func (f *frames) fill() bool {
 		f.buf, f.at = f.buf[:copy(f.buf, f.buf[f.at:])], 0
 	}
 	if len(f.buf) == cap(f.buf) {
-		// Grow with the bytes that arrive, not with the announced length.
+		// Grow with the bytes that arrive, because the announced length of a frame may be wrong.
 		f.buf = slices.Grow(f.buf, readStep)
 	}
 	n, err := f.conn.TryRead(f.buf[len(f.buf):cap(f.buf)])
@@ -98,8 +99,8 @@ func (f *frames) fill() bool {
 	return n > 0 || err != nil
 }
 
-// next returns the oldest complete frame. After all of them it returns, once, the error that ended the
-// connection. The frame is valid until the next call of a method.
+// next returns the oldest complete frame that it has not returned yet. After the last frame it returns the
+// error with which the connection ended, once. The frame is valid until the next call of fill or next.
 func (f *frames) next() (ev event, ok bool) {
 	if f.ended {
 		return event{}, false

@@ -9,35 +9,37 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// maxStagedBytes caps how much of an allreduce is packed into the fusion buffer at once, or how many neutral
-// elements an absent rank puts in its place. A single larger tensor is not split. The fusion threshold, which
-// is the bound for tensors that are submitted one by one, may differ between ranks; this bound does not.
+// maxStagedBytes is the maximum number of bytes of an allreduce that are packed into the fusion buffer at
+// once. It also bounds the neutral elements that an absent rank provides at once. A single larger tensor is
+// not split. The fusion threshold, which bounds the fusion of tensors that are submitted one by one, may
+// differ between ranks. maxStagedBytes is equal at all ranks, so that all ranks split an allreduce into the
+// same parts.
 const maxStagedBytes = 64 << 20
 
 // reduction is the state of an allreduce between its parts.
 type reduction struct {
-	types   []tensor.DType // element types after the current one
+	types   []tensor.DType // element types that follow the current one
 	scaling scaling
-	// tensors are this rank's tensors of the current type, none if it is absent. counts are the bytes that
-	// are sent of each; it is nil if all tensors are one part and the counts are not needed. losses identify
-	// what compression loses of each; it is nil if no tensor has error feedback.
+	// tensors are this rank's tensors of the current type, none if this rank is absent. counts are the bytes
+	// that are sent of each tensor. counts is nil if all tensors form one part and no counts are needed.
+	// losses identify the compression losses of the tensors. losses is nil if no tensor has error feedback.
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []lossKey
-	next    int // the index of the first tensor after this part
+	next    int // index of the first tensor after the current part
 	batch   batch
-	staged  bool // the part is reduced in buf: its output, or the fusion buffer
-	direct  bool // buf is its output
+	staged  bool // whether the part is reduced in buf, which is its output or the fusion buffer
+	direct  bool // whether buf is the output of the part
 }
 
-// batch is the tensors that are reduced as one part.
+// batch has the tensors that are reduced as one part.
 type batch struct {
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []lossKey
 }
 
-// startAllreduce starts with the first type of an allreduce.
+// startAllreduce starts an allreduce with its first element type.
 func (l *lane) startAllreduce() error {
 	x := &l.execution
 	r := x.work.grant.Responses[0]
@@ -49,7 +51,7 @@ func (l *lane) startAllreduce() error {
 	return l.nextPart()
 }
 
-// hasParts reports whether parts of the allreduce are left.
+// hasParts reports whether the allreduce has parts after the current one.
 func (x *execution) hasParts() bool { return x.next < len(x.counts) || len(x.types) > 0 }
 
 // nextPart prepares the next part of an allreduce.
@@ -87,7 +89,7 @@ func (l *lane) nextPart() error {
 	return l.list()
 }
 
-// list prepares the backend's operation on the tensors of the part in place.
+// list prepares the backend's operation for a part whose tensors are reduced in place.
 func (l *lane) list() (err error) {
 	x := &l.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
@@ -95,8 +97,8 @@ func (l *lane) list() (err error) {
 	return err
 }
 
-// pack prepares the backend's operation on one buffer for the tensors of the part: the fusion buffer, or the
-// output of a single tensor that is not compressed.
+// pack prepares the backend's operation for a part that is reduced in one buffer. The buffer is the output if
+// the part is a single tensor without compression, else the fusion buffer.
 func (l *lane) pack() (err error) {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -135,7 +137,8 @@ func (l *lane) pack() (err error) {
 	return err
 }
 
-// finishPart scales the result of a part and copies it to the outputs, unless the backend has done so.
+// finishPart scales the result of a part and copies it to the outputs. If the part was reduced in place, the
+// backend has done both.
 func (l *lane) finishPart() error {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -159,15 +162,16 @@ func (l *lane) finishPart() error {
 	return nil
 }
 
-// reducibleInPlace reports whether a backend can reduce the tensors of an allreduce in place. The backend
-// scales all contributions by the same factor. So if there is a prescale factor, no rank may be absent,
-// because neutral elements must not be scaled.
+// reducibleInPlace reports whether a backend can reduce the tensors of an allreduce in place. A backend
+// scales the contributions of all ranks by the same factor, but the neutral elements of an absent rank must
+// not be scaled. So if there is a prescale factor, no rank may be absent.
 func reducibleInPlace(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
 
-// tensorsOrNeutral returns the tensors of b or, for an absent rank, one tensor of neutral elements.
+// tensorsOrNeutral returns the tensors of b. For an absent rank it returns one tensor of neutral elements
+// instead.
 func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.absent {
 		return b.tensors, nil
@@ -179,8 +183,8 @@ func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tenso
 	return []ops.Tensor{{In: buf, Out: buf}}, nil
 }
 
-// tensors returns this rank's tensors of a type for an allreduce, in memory of the lane that the next call
-// reuses.
+// tensors returns this rank's tensors of element type dt for an allreduce. The slice belongs to the lane, and
+// the next call overwrites it.
 func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	tensors := l.scratch.tensors[:0]
 	for i, e := range w.entries {
@@ -205,7 +209,8 @@ func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	return tensors
 }
 
-// counts returns the bytes that are sent of each tensor of a type, in memory of the lane.
+// counts returns how many bytes are sent of each tensor of element type dt. The slice belongs to the lane,
+// and the next call overwrites it.
 func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	counts := l.scratch.counts[:0]
 	for _, r := range w.grant.Responses {
@@ -228,15 +233,16 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	return counts
 }
 
-// lossKey identifies what compression loses of a tensor: by the tensor's name and, in a group of that name,
-// by the tensor's index and the number of tensors. Without a name the tensor has no error feedback.
+// lossKey identifies the compression loss of a tensor. The key is the name of the tensor and, in a group of
+// that name, the index of the tensor and the number of tensors. An empty name means that the tensor has no
+// error feedback.
 type lossKey struct {
 	name         string
 	index, count int
 }
 
-// losses returns the losses of the tensors of a type, in memory of the lane; nil if no tensor has error
-// feedback.
+// losses returns the keys of the compression losses of the tensors of element type dt, or nil if no tensor
+// has error feedback. The slice belongs to the lane, and the next call overwrites it.
 func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
 	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool {
 		return e.ErrorFeedback
@@ -264,8 +270,9 @@ func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
 	return all
 }
 
-// startReducescatter prepares a reducescatter in the fusion buffer, which has a block for each rank with that
-// rank's rows of each tensor. A single tensor in place has this layout already and is reduced where it is.
+// startReducescatter prepares a reducescatter. It is reduced in the fusion buffer, which has a block for each
+// rank. The block contains that rank's rows of every tensor. A single tensor that is in place has this layout
+// already and is reduced in its own memory.
 func (l *lane) startReducescatter() error {
 	x := &l.execution
 	w := x.work
@@ -306,8 +313,8 @@ func (l *lane) unpackReducescatter() error {
 	return nil
 }
 
-// fillBlocks writes this rank's contribution to a reducescatter: a block for each rank with that rank's rows
-// of each tensor.
+// fillBlocks writes this rank's contribution to a reducescatter to buf: for each rank a block with that
+// rank's rows of every tensor.
 func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	if w.absent {
 		return neutral(w.grant.Responses[0].Op, s.dt, buf)
@@ -323,18 +330,18 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block returns the rows of a tensor that rank i of n ranks receives from a reducescatter.
+// block returns the rows of a tensor that the rank at position i of n receives from a reducescatter.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
 	row := rowBytes(r)
 	return whole[from*row : (from+rows)*row]
 }
 
-// rowBytes returns the size in bytes of the elements at one index of the first dimension.
+// rowBytes returns the number of bytes of a row, which is all elements at one index of the first dimension.
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {
-		return 0 // no error: the decoder has checked the shape
+		return 0 // cannot happen: the decoder has checked the shape
 	}
 	return n * int64(r.DType.Size())
 }

@@ -7,17 +7,17 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// scaling is how elements are scaled before and after a reduction.
+// scaling says how elements are scaled before and after a reduction.
 type scaling struct {
 	dt        tensor.DType
 	pre, post float64
-	// divisor is the divisor of an average of integers, else 0. Multiplying by 1/n, as Horovod does, is not
+	// divisor is the divisor of an average of integers, else 0. Horovod multiplies by 1/n, which is not
 	// exact.
 	divisor int64
 }
 
-// scalingOf returns the scaling of a response for its elements of type dt. ranks is the divisor of an
-// average.
+// scalingOf returns the scaling of a response for its elements of type dt. ranks is the number by which an
+// average divides.
 func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	s := scaling{dt: dt, pre: r.Prescale, post: r.Postscale}
 	if r.Op.IsAverage() {
@@ -30,7 +30,7 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	return s
 }
 
-// ops returns s in the form that backends take.
+// ops converts s to the type that backends take.
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
 // averageOver returns the number of ranks by which an average divides.
@@ -62,7 +62,8 @@ func scale(dt tensor.DType, buf []byte, factor float64) error {
 	return nil
 }
 
-// neutral fills buf with elements that do not change a reduction: the contribution of a rank that has joined.
+// neutral fills buf with elements that do not change the result of a reduction. They are the contribution of
+// a rank that has joined.
 func neutral(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	f, err := kernel.Neutral(op, dt)
 	if err != nil {

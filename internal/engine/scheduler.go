@@ -11,30 +11,33 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// scheduler decides which goroutine runs the turns of the loop, how long it polls between them, and when it
-// parks.
+// scheduler decides which goroutine runs the turns of the loop, how long the goroutine polls between turns,
+// and when it parks.
 //
-// The goroutine that holds the lock runs the turns. It is BackgroundThreadLoop or a driver: a goroutine that
-// waits for an operation and drives the loop meanwhile (the caller of a blocking operation, or the reader of
-// a sidecar's connection). If a caller drives its operation from the submission on, no other thread takes
-// part in it.
+// The goroutine that holds the lock (mu) runs the turns. It is BackgroundThreadLoop or a driver. A driver is
+// a goroutine that runs turns while it waits for an operation: the caller of a blocking operation, or the
+// reader of a sidecar's connection. If a caller drives its operation from the submission on, no other thread
+// of this rank takes part in the operation.
 //
-//	state       lock held by          polled by                    notify
-//	parked      nobody                nobody; the mesh notifies    wakes BackgroundThreadLoop
-//	background  BackgroundThreadLoop  it, while a rank is busy     is seen by its next poll
-//	wanted      BackgroundThreadLoop  nobody                       is seen by the driver's first turn
-//	driven      a driver              it, while a rank is busy     is seen by its next poll
-//	over        anybody               nobody                       has no effect
+// The states say who holds the lock, who polls and what notify does. A rank is busy for a poll budget after
+// something has happened.
+//
+//	state       lock held by          polled by                     notify
+//	parked      nobody                nobody; the mesh notifies     wakes BackgroundThreadLoop
+//	background  BackgroundThreadLoop  the holder, while it is busy  is seen by the holder's next poll
+//	wanted      BackgroundThreadLoop  nobody                        is seen by the driver's first turn
+//	driven      a driver              the holder, while it is busy  is seen by the holder's next poll
+//	over        anybody               nobody                        has no effect
 //
 //	from        event                                        to
 //	parked      notify, or the next turn is due              background
 //	parked      drive                                        driven
 //	background  nothing arrives within the poll budget       parked
 //	background  drive                                        wanted
-//	wanted      BackgroundThreadLoop sees that and unlocks   driven
-//	driven      another drive: that returns at once          driven
-//	driven      what the driver waits for is done, or        parked; background if BackgroundThreadLoop was
-//	            nothing arrives within the poll budget       woken meanwhile, a turn is due, or turns do not end
+//	wanted      BackgroundThreadLoop sees wanted, unlocks    driven
+//	driven      another drive, which returns at once         driven
+//	driven      the driver's operation is done, or           parked; or background if a turn is due, turns do
+//	            nothing arrives within the poll budget       not end, or BackgroundThreadLoop was woken
 //	any         a turn says that the epoch is over, or stop  over
 //
 // Before the holder of the lock parks, and while it still holds the lock, it hands started operations off to
@@ -45,47 +48,47 @@ type scheduler struct {
 	clock func() time.Duration
 	stop  <-chan struct{}
 	pollLimits
-	drivable bool // drive may take the lock
+	drivable bool // whether drive may take the lock
 
-	pending atomic.Bool   // notify was called since the last turn began
-	parked  atomic.Bool   // no goroutine polls, or the holder of mu is about to stop polling
+	pending atomic.Bool   // whether notify was called since the last turn began
+	parked  atomic.Bool   // whether no goroutine polls, or the holder of mu is about to stop polling
 	wake    chan struct{} // wakes BackgroundThreadLoop
-	polls   atomic.Uint64 // number of polls; only tests read it
+	polls   atomic.Uint64 // number of polls so far, for tests
 
 	mu         sync.Mutex  // held by the goroutine that runs turns
-	background atomic.Bool // BackgroundThreadLoop holds mu
-	wanted     atomic.Bool // a driver waits for mu, which BackgroundThreadLoop holds
-	missed     atomic.Bool // BackgroundThreadLoop was woken while a driver held mu
+	background atomic.Bool // whether BackgroundThreadLoop holds mu
+	wanted     atomic.Bool // whether a driver waits for mu while BackgroundThreadLoop holds it
+	missed     atomic.Bool // whether BackgroundThreadLoop was woken while a driver held mu
 
-	// Owned by the holder of mu.
-	now        time.Duration // when the turn began, or about when the last poll ended
+	// Owned by the goroutine that holds mu.
+	now        time.Duration // when the turn began, or approximately when the last poll took place
 	budget     time.Duration // the poll budget of the goroutine that holds mu
-	busyUntil  time.Duration // the time at which polling ends
-	alarm      time.Duration // when BackgroundThreadLoop's timer fires, or should have fired
-	dispatched bool          // the last turn gave an operation to a lane
+	busyUntil  time.Duration // when polling ends
+	alarm      time.Duration // when the timer of BackgroundThreadLoop fires or has fired
+	dispatched bool          // whether the last turn gave an operation to a lane
 	unnotified unnotified
 	over       bool
-	err        error // the error with which the loop ended
+	err        error // the error with which the loop has ended
 
 	deferred deferred
 }
 
-// loop runs the turns of a scheduler. The holder of the lock calls its methods. Any goroutine may call
-// queued.
+// loop is the engine as the scheduler sees it. The scheduler calls queued in any goroutine, and the other
+// methods only in the goroutine that holds the lock.
 type loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
-	// arrived polls once, executes steps of started operations, and reports whether that changed something.
+	// arrived polls once and executes steps of started operations. It reports whether anything has changed.
 	arrived() bool
 	// handOff passes started operations to their lanes, which wait for other ranks.
 	handOff()
 	// executing reports whether a lane runs an operation.
 	executing() bool
-	// queued returns the number of operations that were submitted and have not been taken by a turn.
+	// queued returns the number of operations that were submitted and that no turn has taken yet.
 	queued() int
 }
 
-// peers notifies the other ranks, and lets them know whether to notify this one. Its methods are from
-// transport.Poller.
+// peers notifies the other ranks, and tells them whether this rank needs notifications. Its methods are those
+// of transport.Poller.
 type peers interface {
 	NotifyPeers()
 	Park() bool
@@ -93,68 +96,72 @@ type peers interface {
 }
 
 const (
-	// defaultPoll is about the time that a wake-up takes, including its cost for the goroutine that wakes.
+	// defaultPoll is about the time that a wake-up takes, including the time that it costs the goroutine that
+	// wakes.
 	defaultPoll = 50 * time.Microsecond
-	// defaultDrive is the poll budget of a driver with a processor of its own. Other ranks may be late by the
-	// time that they need to queue the tensors of a step.
+	// defaultDrive is the poll budget of a driver that has a processor of its own. Other ranks may be late by
+	// the time that they need to queue the tensors of a training step.
 	defaultDrive = time.Millisecond
-	// pollsPerClock is the number of polls for each reading of the clock, which would otherwise be most of
-	// the cost of a poll.
+	// pollsPerClock is the number of polls between two readings of the clock. Reading the clock at each poll
+	// would be most of the cost of the poll.
 	pollsPerClock = 8
-	// pauses is the number of pause instructions between two polls. They leave resources to a sibling
-	// hyper-thread and to the memory.
+	// pauses is the number of pause instructions between two polls. They leave execution units to the other
+	// hardware thread of the core, and bandwidth to the memory.
 	pauses = 4
-	// pollsPerNotify is the number of polls after which parked peers are notified, if the poll budget does
-	// not pass earlier. Until then a peer may poll by itself: a rank that has just finished an operation
-	// mostly begins the next.
+	// pollsPerNotify is the number of polls after which parked peers are notified, unless the poll budget
+	// passes earlier. Until then a peer may poll without being notified, because a rank that has just
+	// finished an operation mostly begins the next one.
 	pollsPerNotify = 64
-	// lockTries is the number of times that a driver tries to take the lock before it blocks. They take about
-	// as long as a turn.
+	// lockTries is the number of times that a driver tries to take the lock before it blocks. The tries take
+	// about as long as a turn.
 	lockTries = 50
-	// turnsToPark is the number of turns that a driver which is about to park runs for events that arrive
-	// meanwhile. Running them is cheaper than waking another thread.
+	// turnsToPark is the maximum number of turns that a driver runs while it parks, if events keep arriving.
+	// Running them is cheaper than waking another thread.
 	turnsToPark = 4
 )
 
-// pollLimits are the limits on the polling of a holder of the lock before it parks.
+// pollLimits limit how the holder of the lock polls before it parks.
 type pollLimits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
-	pinned                        bool // to a thread: only another thread can run a lane
-	oversubscribed                bool // a lane that executes needs the processor that polling would take
-	// BackgroundThreadLoop does not extend its polling because of its own work
+	// pinned says that the loop is bound to a thread, so that only another thread can run a lane.
+	pinned bool
+	// oversubscribed says that a lane that executes needs the processor that polling would take.
+	oversubscribed bool
+	// onlyAfterDrive says that BackgroundThreadLoop does not extend its polling because of its own work.
 	onlyAfterDrive bool
 }
 
-// pace is how often a goroutine that polls yields.
+// pace is how often a goroutine that polls yields its processor.
 type pace struct {
 	pollsPerYield   int // polls between two yields to other threads
 	pollsPerGosched int // polls between two yields to other goroutines
 }
 
-// newPollLimits returns the limits of a loop in one of the given number of processes on a host with so many
-// cores. threads is the number of threads on which the process runs goroutines, budget is Config.Spin, pinned
-// says that the loop is bound to processors, and entersKernel that polling makes system calls. The numbers of
-// polls are the ones with the shortest times to completion in measurements.
+// newPollLimits returns the limits for one of several processes on a host. processes and cores are the
+// numbers of processes and of processor cores on the host. threads is the number of threads on which this
+// process runs goroutines. budget is Config.Spin. pinned says that the loop is bound to processors.
+// entersKernel says that polling makes system calls. The paces are those with the shortest completion times
+// in measurements.
 //
-// forClient says that the program is another of these processes. If it has no processor of its own,
-// BackgroundThreadLoop polls only for a budget after a drive: a program that waits drives, and a program that
-// computes needs the processor.
+// forClient says that the program which submits the operations is another of these processes. If that program
+// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive and not otherwise. A
+// program that waits drives the loop, and a program that computes needs the processor.
 func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
 	threads int) pollLimits {
-	// Each process can keep two threads busy: the loop polls while a lane or the caller runs. If the caller
-	// drives, only one thread is busy.
+	// Each process can keep two threads busy, because the loop polls while a lane or the caller runs. If the
+	// caller drives the loop, only one thread is busy.
 	busy := processes * min(2, threads)
-	// The kernel may put two threads on one processor although another is idle, so there are always some
-	// yields. Yielding to a goroutine may wake a thread for it, which is expensive if that thread has no
-	// processor of its own to look for work.
+	// The kernel may put two threads on one processor although another is idle, so a polling thread always
+	// yields now and then. Yielding to a goroutine may wake a thread for it, which is expensive if that
+	// thread has no processor of its own on which to look for work.
 	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient &&
 		processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
 	if threads == 1 || processes > cores {
-		l.backgroundPace.pollsPerGosched = 1 // there is no other thread, or it runs late
+		l.backgroundPace.pollsPerGosched = 1 // there is no other thread, or it gets a processor late
 	}
 	if processes > cores {
 		l.drivePace = pace{1, 64}
@@ -164,7 +171,8 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	}
 	l.backgroundBudget = max(budget, 0)
 	if budget == 0 {
-		// A thread that yields also waits until it runs again.
+		// A thread that yields also waits until it runs again, so the budget grows with the busy threads per
+		// core.
 		l.backgroundBudget = defaultPoll * time.Duration((busy+cores-1)/cores)
 	}
 	l.driveBudget = l.backgroundBudget
@@ -183,16 +191,16 @@ func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *sch
 	return s
 }
 
-// poll makes the scheduler poll within limits. It is called before run.
+// poll makes the scheduler poll within limits. The caller must call it before run.
 func (s *scheduler) poll(p peers, limits pollLimits) {
 	s.peers, s.pollLimits = p, limits
 	s.budget = s.backgroundBudget
 	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
-// notify makes the loop run a turn. The caller has already stored what the turn is to find. No notification
-// is lost: either the turn has not begun, or the holder of the lock sees pending before it parks, or notify
-// sees that it is parked and wakes BackgroundThreadLoop.
+// notify makes the loop run a turn. Before the call, the caller stores what the turn is to find. No
+// notification is lost: either the next turn has not begun yet, or the holder of the lock sees pending before
+// it parks, or notify sees that the holder has parked and wakes BackgroundThreadLoop.
 func (s *scheduler) notify() {
 	if s.pending.Load() {
 		return
@@ -210,8 +218,8 @@ func (s *scheduler) wakeBackground() {
 	}
 }
 
-// run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over, and returns why it
-// ended.
+// run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over. It returns the
+// reason why the epoch ended.
 func (s *scheduler) run() error {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -232,7 +240,7 @@ func (s *scheduler) run() error {
 		case <-s.wake:
 		case <-timer.C:
 		case <-s.stop:
-			s.mu.Lock() // waits for a driver, which is about to unlock mu
+			s.mu.Lock() // a driver may still hold the lock
 			s.end(ErrClosed)
 			s.mu.Unlock()
 			return s.err
@@ -240,8 +248,9 @@ func (s *scheduler) run() error {
 	}
 }
 
-// backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It reports whether to wait for timer or
-// wake, because nothing has arrived or a driver wants the lock.
+// backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It reports whether the caller must wait
+// for timer or wake. The caller must wait if nothing has arrived, if a driver wants the lock, or if the epoch
+// is over.
 func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	if s.over {
 		return true
@@ -264,8 +273,8 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 			return false
 		}
 	}
-	// A timer that fires too early costs a needless turn, which is cheaper than resetting the timer in every
-	// turn.
+	// The timer may fire too early, which costs a needless turn. That is cheaper than resetting the timer in
+	// every turn.
 	if next < s.alarm || s.alarm <= s.now {
 		timer.Reset(next - s.now)
 		s.alarm = next
@@ -273,15 +282,15 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	return true
 }
 
-// end ends the epoch with err, unless a turn has ended it for another reason.
+// end ends the epoch with err, unless a turn has ended the epoch already.
 func (s *scheduler) end(err error) {
 	if !s.over {
 		s.over, s.err = true, err
 	}
 }
 
-// lockBackground takes the lock for BackgroundThreadLoop, and reports whether it could. If not, the driver
-// that holds the lock wakes BackgroundThreadLoop later.
+// lockBackground takes the lock for BackgroundThreadLoop and reports whether it has taken it. If a driver
+// holds the lock, lockBackground returns false, and the driver wakes BackgroundThreadLoop later.
 func (s *scheduler) lockBackground() bool {
 	s.missed.Store(true)
 	if !s.mu.TryLock() {
@@ -292,8 +301,8 @@ func (s *scheduler) lockBackground() bool {
 	return true
 }
 
-// lockDriver takes the lock for a driver, if necessary from BackgroundThreadLoop. It returns false if there
-// is another driver.
+// lockDriver takes the lock for a driver. If BackgroundThreadLoop holds the lock, lockDriver makes it unlock.
+// It returns false if there is another driver.
 func (s *scheduler) lockDriver() bool {
 	if s.mu.TryLock() {
 		return true
@@ -313,7 +322,8 @@ func (s *scheduler) lockDriver() bool {
 }
 
 // drive runs turns in the calling goroutine until done reports true, ctx ends, or nothing arrives within the
-// poll budget; the caller then waits without driving. In any case the loop takes what was queued.
+// poll budget. In the last case the caller waits without driving. In any case the loop takes the queued
+// operations.
 func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
 		s.notify()
@@ -338,8 +348,8 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.parkDriver(next)
 }
 
-// parkDriver parks, unless something keeps arriving, and unlocks. next is when the next turn is due. It wakes
-// BackgroundThreadLoop if that has to run turns or to reset its timer.
+// parkDriver parks unless events keep arriving, and unlocks. next is the time at which the next turn is due.
+// If BackgroundThreadLoop has to run turns or to reset its timer, parkDriver wakes it.
 func (s *scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
 	s.busyUntil = min(s.busyUntil, s.now+s.budget)
@@ -363,7 +373,7 @@ func (s *scheduler) parkDriver(next time.Duration) {
 	}
 }
 
-// turn runs a turn and returns when the next is due.
+// turn runs a turn and returns the time at which the next turn is due.
 func (s *scheduler) turn() (next time.Duration) {
 	s.pending.Store(false)
 	s.now = s.clock()
@@ -371,18 +381,17 @@ func (s *scheduler) turn() (next time.Duration) {
 	return next
 }
 
-// await reports whether there is something to do. While this rank is busy await polls for that, unless quit
-// reports true.
+// await reports whether a turn has something to do. While this rank is busy, await polls until there is
+// something to do or quit reports true.
 func (s *scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
-		// Yield so that the lane runs next on this processor, which is sooner than another thread could run
-		// it.
+		// Yield so that the lane runs next on this processor. Another thread would run it later.
 		runtime.Gosched()
 	}
 	s.dispatched = false
 	for n := 1; ; n++ {
-		// Peers are notified even if this rank always has something to do: another rank may wait for what was
-		// sent.
+		// Notify peers even if this rank always has something to do, because another rank may wait for what
+		// was sent.
 		if s.unnotified.isDue(s.now) {
 			s.notifyPeers()
 		}
@@ -411,14 +420,14 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 }
 
 // extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
-// busy: an idle job takes no processor time.
+// busy, so that an idle job takes no processor time.
 func (s *scheduler) extend() {
 	if !s.onlyAfterDrive || !s.background.Load() {
 		s.busyUntil = s.now + s.budget
 	}
 }
 
-// park records that nobody polls from now on, and reports whether nothing has arrived meanwhile.
+// park records that nobody polls from now on. It reports false if something has arrived meanwhile.
 func (s *scheduler) park() bool {
 	s.parked.Store(true)
 	return !s.pending.Load() && s.peers.Park()
@@ -432,57 +441,59 @@ func (s *scheduler) unpark() {
 	}
 }
 
-// unnotified is the state of a notification that parked peers have yet to get for what was sent. They get it
-// after a number of polls, which may extend over several turns, or at a point in time.
+// unnotified says whether and when parked peers must be notified of sent frames. They are notified after a
+// number of polls, which may extend over several turns, or at a point in time, whichever comes first.
 type unnotified struct {
 	any   bool
 	polls int
 	at    time.Duration
 }
 
-// sent records that something was sent of which parked peers are to be notified.
+// sent records that something was sent and that parked peers must be notified of it.
 func (s *scheduler) sent() {
 	if u := &s.unnotified; !u.any {
 		*u = unnotified{any: true, polls: pollsPerNotify, at: s.now + s.backgroundBudget}
 	}
 }
 
-// isDue counts a poll, and reports whether parked peers are to be notified now.
+// isDue counts a poll and reports whether parked peers must be notified now.
 func (u *unnotified) isDue(now time.Duration) bool {
 	u.polls--
 	return u.any && (u.polls <= 0 || now >= u.at)
 }
 
-// notifyPeers notifies parked peers of what was sent.
+// notifyPeers notifies parked peers that something was sent.
 func (s *scheduler) notifyPeers() {
 	s.unnotified.any = false
 	s.peers.NotifyPeers()
 }
 
 // A caller that submits many operations one after another needs the processor for that. If the loop would
-// take it away (pollLimits.oversubscribed), notifyLater defers the notification until nothing was queued for
-// a while, or the caller polls or waits for an operation (flush, drive). So the operations are also
-// negotiated together, and fused.
+// take the processor away (pollLimits.oversubscribed), notifyLater defers the notification. The loop is
+// notified when nothing was queued for a while, or when the caller polls or waits for an operation (flush,
+// drive). So the operations are also negotiated together, and fused.
 
 const (
-	// deferralPeriod is longer than queuing an operation takes, and too short to matter for a caller.
+	// deferralPeriod is longer than it takes to queue an operation, and too short for a caller to notice.
 	deferralPeriod = 100 * time.Microsecond
-	// deferralPeriods bounds how many periods a notification is deferred while operations keep being queued.
+	// deferralPeriods is the maximum number of periods for which a notification is deferred while the caller
+	// keeps queuing operations.
 	deferralPeriods = 10
 )
 
-// deferred is a deferred notification, which a timer delivers.
+// deferred is the state of a deferred notification. A timer delivers the notification.
 type deferred struct {
 	period time.Duration
 	timer  *time.Timer
-	armed  atomic.Bool // the timer is running and will notify
+	armed  atomic.Bool // whether the timer will notify
 
 	mu sync.Mutex // guards the fields below
-	// Number of operations that were queued when the timer fired last, and number of deferrals since then.
+	// queued is the number of operations that were queued when the timer last fired. periods is the number of
+	// times that the timer has deferred the notification.
 	queued, periods int
 }
 
-// notifyLater notifies the loop, but not at once if that would delay the caller.
+// notifyLater notifies the loop. It defers the notification if notifying at once would delay the caller.
 func (s *scheduler) notifyLater() {
 	driven := !s.parked.Load() && !s.background.Load()
 	switch d := &s.deferred; {
@@ -503,20 +514,19 @@ func (s *scheduler) flush() {
 // cancel drops a deferred notification. The caller runs a turn next.
 func (d *deferred) cancel() {
 	if d.armed.Load() {
-		// The timer stops before armed changes. So if another caller arms it again, its timer runs.
-		d.timer.Stop()
+		d.timer.Stop() // Stop precedes Store, so that a caller that arms it again has a running timer
 		d.armed.Store(false)
 	}
 }
 
-// deferralEnds is called when the timer fires. It notifies the loop, or defers again if more operations were
-// queued.
+// deferralEnds is called when the timer fires. It notifies the loop. If more operations were queued since the
+// timer last fired, it defers the notification again.
 func (s *scheduler) deferralEnds() {
 	d := &s.deferred
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if !d.armed.Load() {
-		d.queued, d.periods = 0, 0 // a turn has taken the operations that were queued
+		d.queued, d.periods = 0, 0 // a turn has taken the operations
 		return
 	}
 	queued := s.loop.queued()
@@ -526,8 +536,8 @@ func (s *scheduler) deferralEnds() {
 		return
 	}
 	d.queued, d.periods = 0, 0
-	// Disarm before looking at the queue: an operation that is queued later arms the timer again, and the
-	// loop is notified of the earlier ones.
+	// Disarm before looking at the queue. An operation that is queued later then arms the timer again, and
+	// the loop is notified of earlier operations here.
 	d.armed.Store(false)
 	if s.loop.queued() > 0 {
 		s.notify()

@@ -12,16 +12,16 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// ErrNoProcessSet is the error of an operation on a process set that was removed or that this rank is not a
-// member of. Operations that were waiting in a set when it was removed end with it too.
+// ErrNoProcessSet is the error of an operation if its process set was removed or does not contain this rank.
+// It is also the error of operations that were waiting in a process set when the set was removed.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
-// laneTable has the lanes of the process sets that this rank is a member of. Only the loop changes it.
+// laneTable has the lanes of the process sets to which this rank belongs. Only the loop changes it.
 type laneTable struct {
-	// all is in ascending order of process sets. A removed set stays until its last work is done. The loop
-	// never changes the slice but replaces it.
+	// all is sorted by process set. A removed set stays in it until its last work is done. The loop never
+	// changes the slice but replaces it, because other goroutines read it.
 	all []*lane
-	// shared is all, for goroutines other than the loop.
+	// shared points to the same slice as all, for goroutines other than the loop.
 	shared atomic.Pointer[[]*lane]
 }
 
@@ -56,7 +56,7 @@ func (t *laneTable) replace(all []*lane) {
 	t.shared.Store(&all)
 }
 
-// snapshot returns the lanes. Any goroutine may call it, and must not change the slice.
+// snapshot returns the lanes. Any goroutine may call it. The caller must not change the slice.
 func (t *laneTable) snapshot() []*lane {
 	if all := t.shared.Load(); all != nil {
 		return *all
@@ -64,7 +64,7 @@ func (t *laneTable) snapshot() []*lane {
 	return nil
 }
 
-// addSet creates and starts a lane for a set, unless this rank is not a member.
+// addSet creates and starts a lane for a set. It does nothing if this rank is not a member of the set.
 func (e *Engine) addSet(set controller.Set) error {
 	me := slices.Index(set.Ranks, e.cfg.Rank)
 	if me < 0 {
@@ -83,9 +83,9 @@ func (e *Engine) addSet(set controller.Set) error {
 	return nil
 }
 
-// changeSets applies a grant that adds or removes a process set, and returns the lane on which the grant is
-// to be answered. A removal is answered on the lane of the removed set, after its last operation, although
-// its entry is in the queue of the global set.
+// changeSets applies a grant that adds or removes a process set, and returns the lane that answers the grant.
+// The removal of a set is answered by the lane of that set, so that it follows the set's last operation. Its
+// entry is in the queue of the global set all the same.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	answering := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
@@ -100,8 +100,9 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return answering, nil
 }
 
-// dropSet releases a set whose last work is done. Ranks that are not members release the lane too: the mesh
-// stores a contiguous range of released lanes in a few bytes, but not one with gaps.
+// dropSet releases a set whose last work is done. Ranks that are not members of the set release its lane in
+// the mesh too. The mesh stores a contiguous range of released lanes in a few bytes, and without these ranks'
+// calls their ranges would have gaps.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
 		l.end(nil)
@@ -110,14 +111,14 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 }
 
-// refuse closes the queue of a lane, and ends with reason what was not granted.
+// refuse closes the queue of a lane and ends all its entries that have no grant with reason.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }
 	l.queue.FinishAll(waits, func(e *tensorqueue.Entry) error { return l.abandon(e, reason) })
 }
 
-// abandon counts an entry that ends without a grant, and returns its error.
+// abandon counts an entry that ends without a grant, and returns the error with which the entry ends.
 func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
 	l.observer.abandoned(max(len(e.Parts), 1))
 	return opError(&e.Request, reason)

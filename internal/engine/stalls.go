@@ -10,15 +10,16 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// never is a time that is never reached.
+// never is a time that the clock never reaches.
 const never = time.Duration(math.MaxInt64)
 
-// timeoutReportInterval is the time between two reports of a rank about one expired operation. The
-// coordinator ignores the first if its answer was on the way.
+// timeoutReportInterval is the time between two reports of one expired operation by a rank. The report is
+// repeated because the coordinator ignores the first one if its answer was already on the way.
 const timeoutReportInterval = time.Second
 
 // expire reports operations whose deadline has passed to the coordinator. It searches the operations in
-// flight only when the earliest known deadline has passed, so operations that are in time cost nothing.
+// flight only when the earliest known deadline has passed, so that it costs nothing while no operation is
+// late.
 func (e *Engine) expire() {
 	if e.now < e.due {
 		return
@@ -39,9 +40,10 @@ func (e *Engine) expire() {
 	}
 }
 
-// If a rank does not follow, all tensors of a step stall at about the same time, though not always in one
-// turn. In a stallWindow the log has a line for each of the first stallLines stalls (explainedStallLines if
-// the launcher explains stalls), and at its end the number of the others.
+// If a rank falls behind, all tensors of a training step stall at about the same time, but not always in the
+// same turn. So the log summarizes the stalls of a window. The first stallLines stalls in a window of length
+// stallWindow get a line each. If the launcher explains stalls, only the first explainedStallLines do. At the
+// end of the window, the log gets the number of the other stalls.
 const (
 	stallLines          = 10
 	explainedStallLines = 1
@@ -50,11 +52,11 @@ const (
 
 // stallLog counts the stalls of a window. The first stall opens the window.
 type stallLog struct {
-	named, unnamed int
+	named, unnamed int           // number of stalls with a line in the log, and of the others
 	end            time.Duration // the end of the window; meaningless if named is 0
 }
 
-// due returns when the number of unnamed stalls is to be logged.
+// due returns the time at which the number of unnamed stalls is to be logged.
 func (c *stallLog) due() time.Duration {
 	if c.unnamed == 0 {
 		return never
@@ -62,7 +64,7 @@ func (c *stallLog) due() time.Duration {
 	return c.end
 }
 
-// reportStalls logs the stalls that the stall inspector has found, and calls OnStall for each.
+// reportStalls logs the stalls that the stall inspector has found, and calls OnStall for each of them.
 func (e *Engine) reportStalls(events []controller.Event) {
 	c := &e.stallLog
 	if e.now >= c.end {
@@ -95,7 +97,7 @@ func (e *Engine) reportStalls(events []controller.Event) {
 // closeStallLog ends the window and logs the number of unnamed stalls.
 func (e *Engine) closeStallLog() {
 	if n := e.stallLog.unnamed; n > 0 {
-		e.log.Warn("stalled: more tensors", zap.Int("tensors", n))
+		e.log.Warn("stalled: further tensors, not listed one by one", zap.Int("tensors", n))
 	}
 	e.stallLog = stallLog{}
 }
