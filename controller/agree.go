@@ -9,11 +9,12 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// agree makes the response to the requests of the members of a set, in the order of the set. Members that
-// have joined may lack a request (NoKind); at least one member has not joined. If the requests contradict
-// each other, or cannot be served without the members that lack one, the response is an Error whose text says
-// which rank sent what. It names the first contradiction in the order of Horovod's checks, except that the
-// operation comes before the element type, which a barrier does not have.
+// agree makes the response to the requests of the members of a set. requests has them in the order of the
+// set. A member that has joined may lack a request, whose Kind is then NoKind. At least one member has not
+// joined. The response is an Error if the requests contradict each other, or if they cannot be served without
+// the members that lack a request. Its text says which rank sent what. If there are several contradictions,
+// the text names the first in the order of Horovod's checks. Unlike Horovod, agree compares the operations
+// before the element types, because a barrier has no element type.
 func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
 	first := firstOf(requests)
 	r := &message.Response{
@@ -37,7 +38,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 			}
 		}
 		if _, err := r.NumElems(); err != nil {
-			text = v.errorText("the result is too large: first dimensions %v of shape %v", r.FirstDims,
+			text = v.errorText("the result is too large: the ranks have first dimensions %v, and the shape is %v", r.FirstDims,
 				r.Shape)
 		}
 	}
@@ -47,7 +48,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	return r
 }
 
-// firstOf returns the request of the first member that has one.
+// firstOf returns the request of the first member that has made one.
 func firstOf(requests []message.Request) *message.Request {
 	for i := range requests {
 		if requests[i].Kind != message.NoKind {
@@ -57,7 +58,7 @@ func firstOf(requests []message.Request) *message.Request {
 	return nil
 }
 
-// requestSet has the requests for one name while they are compared.
+// requestSet has the requests of all members for one name, to be compared.
 type requestSet struct {
 	set      *Set
 	requests []message.Request
@@ -69,7 +70,7 @@ func (v *requestSet) errorText(format string, args ...any) string {
 	return fmt.Sprintf("%v %q: %s", v.first.Kind, v.first.Name, fmt.Sprintf(format, args...))
 }
 
-// differ reports whether same is false for some request.
+// differ reports whether same returns false for any request.
 func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	for i := range v.requests {
 		if q := &v.requests[i]; q.Kind != message.NoKind && !same(q) {
@@ -79,8 +80,8 @@ func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	return false
 }
 
-// mismatch returns a text that says what differs and which rank sent what, or "" if all requests are the
-// same.
+// mismatch returns a text that says what differs and what each rank sent. It returns "" if same returns true
+// for all requests.
 func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string,
 	same func(q *message.Request) bool) string {
 	if !v.differ(same) {
@@ -89,8 +90,8 @@ func (v *requestSet) mismatch(what, verb string, format func(q *message.Request)
 	return v.errorText("mismatched %s: %s", what, v.valuesByRank(verb, format))
 }
 
-// tensorOf formats a tensor. The first dimension of an alltoall concerns no other rank, and is not known of a
-// vote.
+// tensorOf formats the element type and the shape of a tensor. It omits the first dimension for an alltoall,
+// because it may differ between ranks and the coordinator does not know it if a rank has only voted.
 func tensorOf(q *message.Request) string {
 	shape := q.Shape.String()
 	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
@@ -102,7 +103,8 @@ func tensorOf(q *message.Request) string {
 	return q.DType.String() + shape
 }
 
-// disagreement returns how requests for one name contradict each other, or why they cannot be served, or "".
+// disagreement returns a text that says how the requests contradict each other or why they cannot be served,
+// or "" if they agree.
 func (v *requestSet) disagreement() string {
 	first := v.first
 	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
@@ -132,8 +134,8 @@ func (v *requestSet) disagreement() string {
 	return ""
 }
 
-// parts compares groups that are one request: first the number of tensors, then the first tensor that
-// differs.
+// parts compares groups that are one request: first their numbers of tensors, then their tensors. The text is
+// about the first tensor that differs.
 func (v *requestSet) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
@@ -264,7 +266,8 @@ func (v *requestSet) ids() string {
 		func(q *message.Request) bool { return q.Set == v.first.Set })
 }
 
-// absence returns a text if the operation cannot run without members that have joined and did not request it.
+// absence returns a text if the operation cannot run without the members that have joined and did not request
+// it, else "".
 func (v *requestSet) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {
@@ -278,11 +281,11 @@ func (v *requestSet) absence() string {
 	case changesSets(v.first.Kind):
 		return v.errorText("%s joined, but every rank has to call this operation", have(refuse))
 	}
-	return v.errorText("%s joined, but this operation needs data of every rank, unless ranks join with empty contributions", have(refuse))
+	return v.errorText("%s joined, but this operation needs data from every rank, unless ranks join with empty contributions", have(refuse))
 }
 
-// valuesByRank groups the members by what they sent, so that the odd one out is visible: "ranks 0, 1 and 3
-// sent float32[4], rank 2 sent float32[5]".
+// valuesByRank groups the members by what they sent, so that a rank that differs from the others is easy to
+// see: "ranks 0, 1 and 3 sent float32[4], rank 2 sent float32[5]".
 func (v *requestSet) valuesByRank(verb string, format func(*message.Request) string) string {
 	const most = 4
 	type group struct {

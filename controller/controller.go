@@ -1,19 +1,19 @@
-// Package controller implements the negotiation: how ranks agree on what to run, in which order.
+// Package controller implements the negotiation: how ranks agree on which operations to run, in which order.
 // docs/negotiation.md specifies the protocol.
 //
-// The package is pure. A Member is the state of a rank, the Coordinator is the state of the second role of
-// rank 0. Their inputs are events (submitted requests, frames, the time); their outputs are frames to send
-// and grants to run. They use no socket, clock or lock, never wait, and give the same outputs for the same
-// inputs. Times are durations since any fixed moment, and every turn begins with Tick.
+// The package is pure. A Member is the state of a rank as a participant, and the Coordinator is the state of
+// rank 0 as the coordinator. Their inputs are events (submitted requests, frames, the time). Their outputs
+// are frames to send and grants to run. They use no socket, clock or lock, they never wait, and the same
+// inputs give the same outputs. Times are durations since any fixed moment. Every turn begins with Tick.
 //
-// A request is sent once, the coordinator remembers it until it is answered, and the numbered answers of the
-// coordinator are a log that every rank replays.
+// A rank sends a request once, and the coordinator remembers it until it is answered. The answers of the
+// coordinator are numbered. They form a log that every rank replays.
 //
-// Lockstep carries requests and decisions between the two if the channel offers only collectives: in every
-// cycle all ranks combine their votes by AND and OR, gather at rank 0 what is not cached, and broadcast its
-// decision.
+// Lockstep carries requests and decisions between members and coordinator if the channel offers only
+// collectives. In every cycle all ranks combine their votes by AND and OR. Rank 0 gathers what is not cached,
+// and broadcasts the decision of the coordinator.
 //
-// The package promises no stable API; programs use package hvd.
+// The package promises no stable API. Programs use package hvd.
 package controller
 
 import (
@@ -25,21 +25,21 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Durations of the protocol that are not settings (docs/negotiation.md, Heartbeats and time).
+// These durations of the protocol are not settings (docs/negotiation.md, Heartbeats and time).
 const (
-	// heartbeatPeriod is the longest time for which a living rank sends nothing.
+	// heartbeatPeriod is the maximum time between two frames from a living rank.
 	heartbeatPeriod = time.Second
-	// suspectGrace is how long the coordinator waits for the control connection of a suspect to end.
+	// suspectGrace is how long the coordinator waits for the control connection of a suspected rank to end.
 	suspectGrace = 200 * time.Millisecond
-	// verdictTimeout is how long a rank that suspects another waits for the verdict of the coordinator.
+	// verdictTimeout is how long a rank that suspects another rank waits for the verdict of the coordinator.
 	verdictTimeout = time.Second
-	// closeTimeout is how long a shutdown may make no progress.
+	// closeTimeout is how long a shutdown may go without progress.
 	closeTimeout = 10 * time.Second
 )
 
-// gap returns the part of the time since the last turn during which this process did not run: it was stopped,
-// or its host slept. Turns are at most a heartbeat apart. A process that did not run does not know whether
-// other ranks were silent in that time.
+// gap returns for how long this process did not run since the last turn, because it was stopped or its host
+// slept. It returns 0 if the process ran: turns are at most a heartbeat apart then. A process that did not
+// run does not know whether other ranks were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d
@@ -47,10 +47,10 @@ func gap(last, now time.Duration) time.Duration {
 	return 0
 }
 
-// never is a time that is never reached.
+// never is a time that the clock never reaches.
 const never = time.Duration(1<<63 - 1)
 
-// Set is a process set with its members in ascending order.
+// Set is a process set. Ranks are its members in ascending order.
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank
@@ -65,7 +65,7 @@ func Global(size int) Set {
 	return s
 }
 
-// index returns the position of r in the set, or -1.
+// index returns the position of r in the set, or -1 if r is not a member.
 func (s *Set) index(r topo.Rank) int {
 	if i := int(r); i >= 0 && i < len(s.Ranks) && s.Ranks[i] == r {
 		return i // in the global set, ranks and positions are equal
@@ -76,27 +76,28 @@ func (s *Set) index(r topo.Rank) int {
 	return -1
 }
 
-// Grant is one fused response as a member has to run it.
+// Grant is one fused response, as the member that runs it sees it.
 type Grant struct {
 	Set topo.ProcessSetID
-	// Number counts the grants of the set from 1. It is the same at all members.
+	// Number counts the grants of the set from 1. It is equal at all members.
 	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
-	// Absent are the members, ascending, that have joined without requesting these tensors. This rank may be
-	// among them. They take part with neutral elements. Absent is shared and must not be changed.
+	// Absent are the members that have joined without requesting these tensors, in ascending order. They take
+	// part with neutral elements. This rank may be one of them. Absent is shared and must not be changed.
 	Absent []topo.Rank
-	// Responses are the tensors to run together, in the order of the fusion buffer. They are shared with the
-	// cache and must not be changed.
+	// Responses are the responses for the tensors to run together, in the order of the fusion buffer. They
+	// are shared with the cache and must not be changed.
 	Responses []*message.Response
-	// Bits are the cache bits of the first Responses, as many as were cached.
+	// Bits are the cache bits of the first len(Bits) Responses, which were cached. The other Responses were
+	// not.
 	Bits []uint32
 
-	since        time.Duration // the time at which the member received it
+	since        time.Duration // when the member received the grant
 	older, newer *Grant        // the neighbours in the member's grantList
 }
 
-// Verdict ends an epoch: these ranks failed. All survivors get the same one.
+// Verdict says that ranks have failed and ends the epoch. All survivors get the same verdict.
 type Verdict struct {
 	Ranks  []topo.Rank
 	Reason string
@@ -114,5 +115,5 @@ func have(ranks []topo.Rank) string {
 	return topo.FormatRanks(ranks) + " have"
 }
 
-// seconds formats a duration for messages: "60s", "0.5s".
+// seconds formats a duration for messages, as "60s" or "0.5s".
 func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }

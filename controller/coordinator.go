@@ -12,32 +12,33 @@ import (
 
 // CoordinatorConfig configures a Coordinator.
 type CoordinatorConfig struct {
-	// Sets are the process sets with which the job begins, ascending by ID, the global set first.
+	// Sets are the process sets with which the job begins. They are in ascending order of ID, so the global
+	// set is the first.
 	Sets []Set
-	// CacheCapacity is the number of responses that each set remembers.
+	// CacheCapacity is the maximum number of responses in the cache of each set.
 	CacheCapacity int
-	// FusionThresholdBytes bounds a fused response.
+	// FusionThresholdBytes is the maximum size of a fused response.
 	FusionThresholdBytes int64
-	// DisableGroupFusion keeps the tensors of a group apart from all others.
+	// DisableGroupFusion makes the coordinator not fuse the tensors of a group with other tensors.
 	DisableGroupFusion bool
-	// Deterministic excludes fusion that would change bits: Adasum is never fused.
+	// Deterministic excludes fusion that could change the bits of a result: Adasum is then never fused.
 	Deterministic bool
-	// CycleTime is the least time between two cycles.
+	// CycleTime is the minimum time between two cycles.
 	CycleTime time.Duration
-	// LivenessTimeout is the silence after which a rank counts as failed.
+	// LivenessTimeout is the time without a frame after which a rank has failed.
 	LivenessTimeout time.Duration
-	// StallWarning is how long a tensor waits, for ranks to request it or to finish it, before Events reports
-	// that, and then the time between reports; 0 disables reports. StallShutdown is how long it waits before
-	// the job is stopped; 0 disables that.
+	// StallWarning is how long a tensor waits for ranks to request it or to finish it before Events reports
+	// it, and the time between later reports. 0 disables reports. StallShutdown is how long a tensor waits
+	// before the job is stopped. 0 disables the stop.
 	StallWarning, StallShutdown time.Duration
-	// Lockstep says that a Lockstep brings the requests and carries the cycles, which go to all ranks. Ranks
-	// that shut down are then stopped together, when the last one shuts down.
+	// Lockstep says that a controller.Lockstep carries the requests and the cycles. All cycles go to all
+	// ranks then. Ranks that shut down are stopped together, when the last one has shut down.
 	Lockstep bool
-	// Plan chooses backend and algorithm.
+	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
 }
 
-// Outgoing is a frame and the ranks that it goes to.
+// Outgoing is a frame and the ranks to which it is sent.
 type Outgoing struct {
 	To   []topo.Rank
 	Down *message.Down
@@ -47,15 +48,16 @@ type coordinatorState uint8
 
 const (
 	running  coordinatorState = iota
-	stopping                  // STOP is decided; ranks finish the operations that were granted
-	closed                    // every rank has said bye
-	failed                    // the verdict is given
+	stopping                  // the stop is decided; ranks finish the operations that were granted
+	closed                    // every rank has sent bye
+	failed                    // the verdict was given
 )
 
-// Coordinator decides what runs when, for all process sets of a job. It is not safe for concurrent use.
+// Coordinator decides which operations run when, for all process sets of a job. It is not safe for concurrent
+// use.
 //
-// A turn is: Tick, then Step and Lost for the frames and errors that have arrived, then Ready, send its
-// frames, then Advance.
+// In each turn, call Tick, then Step and Lost for the frames and errors that have arrived, then Ready. Send
+// the frames that Ready returns, then call Advance.
 type Coordinator struct {
 	cfg    CoordinatorConfig
 	policy policy
@@ -66,35 +68,35 @@ type Coordinator struct {
 
 	now       time.Duration
 	cycle     uint64
-	lastCycle time.Duration // the time at which the cycle was issued
-	combined  time.Duration // in lock-step, the time at which all ranks had last entered a cycle
-	leaving   int           // ranks that submit nothing more
-	stopSent  bool          // every rank was stopped
-	// stopReason is why the job is stopped, unless every rank has asked for it, and stopRanks the ranks that
-	// caused it by their shutdown.
+	lastCycle time.Duration // when the last cycle was issued
+	combined  time.Duration // in lock-step, when all ranks had entered the last cycle
+	leaving   int           // number of ranks that submit nothing more
+	stopSent  bool          // whether every rank was stopped
+	// stopReason is why the job is stopped, empty if every rank has asked for it. stopRanks are the ranks
+	// whose shutdown is the reason.
 	stopReason string
 	stopRanks  []topo.Rank
 	byes       int
-	progress   time.Duration // the time at which the shutdown last made progress
+	progress   time.Duration // when the shutdown last made progress
 
 	suspicion         *suspicion
 	out               []Outgoing
 	events, oldEvents []Event
 	stallReports      uint64
 
-	// These fields are reused memory of decide and its frames.
-	decision message.Down // the decision about all sets
-	states   []*setState  // the sets of the decision
-	mine     []int        // the indexes in states of one rank's sets
+	// decide reuses the memory of the fields below.
+	decision message.Down // the decisions about all sets
+	states   []*setState  // the sets about which something was decided
+	mine     []int        // indexes in states of the sets of one rank
 	spare    []Outgoing
 }
 
 // rankState is the state of a rank at the coordinator.
 type rankState struct {
-	seen         uint64        // the last cycle that it has applied
-	lastReceived time.Duration // the time at which its last frame arrived
-	lastSent     time.Duration // the time at which the last frame to it was created
-	lost         bool          // its control connection ended
+	seen         uint64        // the last cycle that the rank has applied
+	lastReceived time.Duration // when the last frame from the rank arrived
+	lastSent     time.Duration // when the last frame to the rank was created
+	lost         bool          // whether the rank's control connection has ended
 	// executing is the oldest grant that the rank has not finished.
 	executing execution
 	departure
@@ -171,9 +173,9 @@ func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	return ranks
 }
 
-// failSilent gives the verdict when a rank has been silent for too long. It names the ranks that are about to
-// be silent for too long as well: they were most likely lost with it, as all ranks of a host are, and each
-// sent its last frame within a heartbeat period of the others.
+// failSilent gives the verdict when a rank has been silent for LivenessTimeout. The verdict also names ranks
+// that have been silent for almost as long. They were most likely lost together, for example with their host,
+// and their last frames may be up to a heartbeat period apart.
 func (c *Coordinator) failSilent() {
 	long := c.cfg.LivenessTimeout
 	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {
@@ -187,8 +189,8 @@ func (c *Coordinator) failSilent() {
 	c.fail(silent, text)
 }
 
-// endStuckShutdown ends a shutdown that makes no progress: with a verdict if ranks have missed their
-// heartbeats, else regardless of ranks that still work.
+// endStuckShutdown ends a shutdown that makes no progress. If ranks have missed their heartbeats, it gives a
+// verdict that names them. Otherwise it closes the epoch, even if ranks still execute operations.
 func (c *Coordinator) endStuckShutdown() {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		c.fail(silent, fmt.Sprintf("silent during the shutdown of the job, which has made no progress for %v",
@@ -198,7 +200,7 @@ func (c *Coordinator) endStuckShutdown() {
 	c.close()
 }
 
-// Step applies a frame from a rank. A frame that breaks the protocol fails that rank.
+// Step applies a frame from a rank. If the frame breaks the protocol, the rank fails.
 func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	if c.state == closed || c.state == failed {
 		return
@@ -221,11 +223,11 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.timeout(from, up)
 	case message.UpBye:
 		switch {
-		case k.stop == 0 || up.Seen != k.stop: // the cycle of the stop is the last one that the rank receives
-			c.failSender(from, fmt.Errorf("bye before the coordinator has stopped the rank"))
+		case k.stop == 0 || up.Seen != k.stop: // the rank's last cycle is the one that stops it
+			c.failSender(from, fmt.Errorf("got a bye before the coordinator had stopped the rank"))
 			return
 		case k.bye:
-			c.failSender(from, fmt.Errorf("second bye"))
+			c.failSender(from, fmt.Errorf("got a second bye"))
 			return
 		}
 		c.handleBye(from)
@@ -241,7 +243,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
-			return // STOP was sent before this arrived: the sender answers its requests itself
+			return // this frame crossed the stop: the sender itself answers the requests in it
 		}
 		if err := c.news(from, up); err != nil {
 			c.failSender(from, err)
@@ -257,7 +259,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 			continue
 		}
 		if s == nil {
-			return fmt.Errorf("requests for process set %d, of which rank %d is not a member", u.Set, from)
+			return fmt.Errorf("got requests for process set %d, but rank %d is not a member of it", u.Set, from)
 		}
 		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
 			if err := s.vote(member, bit, up.Seen); err != nil {
@@ -280,7 +282,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 		}
 		if u.Done > 0 {
 			if member != 0 {
-				return fmt.Errorf("report of finished responses of process set %d, which only rank %d sends",
+				return fmt.Errorf("got a report of finished responses of process set %d, want it only from rank %d",
 					u.Set, s.Ranks[0])
 			}
 			if unfinished := s.granted - s.done; uint64(u.Done) > unfinished {
@@ -295,7 +297,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 	return nil
 }
 
-// member returns a set and the position of a rank in it, or nil if the rank is not a member.
+// member returns a set and the position of a rank in it. It returns nil if the set does not exist or the rank
+// is not a member.
 func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
 	if s := c.sets.find(id); s != nil {
 		if i := s.index(r); i >= 0 {
@@ -305,8 +308,8 @@ func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int)
 	return nil, 0
 }
 
-// forget drops, after a rank has seen more cycles, what no member can refer to any more from the caches and
-// the removed sets.
+// forget is called when rank r has seen more cycles. It drops from the caches, and from the removed sets,
+// what no member can refer to anymore.
 func (c *Coordinator) forget(r topo.Rank) {
 	for _, s := range c.sets.sets {
 		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
@@ -318,7 +321,7 @@ func (c *Coordinator) forget(r topo.Rank) {
 	}
 }
 
-// leastSeen returns the last cycle that all of ranks have applied.
+// leastSeen returns the last cycle that all the given ranks have applied.
 func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	least := c.cycle
 	for _, r := range ranks {
@@ -327,7 +330,7 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	return least
 }
 
-// Lost says that the control connection of a rank has ended. After the bye of that rank it is no failure.
+// Lost records that the control connection of a rank has ended. It is a failure unless the rank has sent bye.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	k := &c.ranks[r]
 	k.lost = true
@@ -336,20 +339,21 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
-// Fault fails a rank although its control connection works, so the rank receives the verdict too.
+// Fault fails a rank whose control connection still works. So the rank receives the verdict too.
 func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	if c.state == running || c.state == stopping {
 		c.fail([]topo.Rank{r}, reason)
 	}
 }
 
-// failSender fails a rank that broke the protocol.
+// failSender fails a rank because it broke the protocol.
 func (c *Coordinator) failSender(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("protocol error: %v", err))
 }
 
-// suspect records a suspicion. A death usually ends the control connection too. Waiting for that avoids
-// naming a living rank for the death of another.
+// suspect records a suspicion. It does not give the verdict yet, because the control connection of a dead
+// rank usually ends soon, which shows which rank has died. A verdict without waiting could name a living
+// rank.
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
@@ -362,9 +366,9 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// decideSuspicion gives the verdict about a suspect whose control connection has not ended, or has ended
-// after its bye. It names only the suspect if the suspect has missed its heartbeat or has left. Otherwise it
-// names both ranks, because either may have failed.
+// decideSuspicion gives the verdict about a suspected rank if no control connection has ended meanwhile that
+// shows which rank has died. If the suspect has missed its heartbeats, or its connection has ended after its
+// bye, the verdict names only the suspect. Otherwise it names both ranks, because either may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
@@ -374,10 +378,10 @@ func (c *Coordinator) decideSuspicion(s *suspicion) {
 	c.fail(ranks, fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspect, s.reason))
 }
 
-// fail gives the verdict. It is called once.
+// fail gives the verdict. It is called at most once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// Drop the decisions of this turn, but still notify ranks that have left that they may close.
+	// Drop the decisions of this turn, but still tell ranks that have left that they may close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())
@@ -388,7 +392,7 @@ func (c *Coordinator) close() {
 	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
 }
 
-// present returns the ranks that have not left and whose control connection works.
+// present returns the ranks that are not closed and whose control connections work.
 func (c *Coordinator) present() []topo.Rank {
 	var all []topo.Rank
 	for r := range c.ranks {
@@ -406,7 +410,7 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	}
 }
 
-// Ready issues a cycle if anything can be decided, and returns the frames to send now, in this order. The
+// Ready issues a cycle if there is anything to decide. It returns the frames to send now, in order. The
 // result is valid until Advance.
 func (c *Coordinator) Ready() []Outgoing {
 	if !c.cfg.Lockstep {
@@ -423,8 +427,8 @@ func (c *Coordinator) Ready() []Outgoing {
 	return c.out
 }
 
-// Advance says that the outputs of Ready were taken. No event may come between Ready and Advance: its outputs
-// would be dropped.
+// Advance drops the frames that Ready has returned. There must be no event between Ready and Advance, because
+// Advance would drop its frames too.
 func (c *Coordinator) Advance() {
 	for _, o := range c.out {
 		if o.Down.Type == message.DownCycle {
@@ -435,15 +439,16 @@ func (c *Coordinator) Advance() {
 	c.out = c.out[:0]
 }
 
-// decide issues a cycle. Each rank gets a frame with those of its sets about which something was decided.
-// Ranks with the same such sets share a frame.
+// decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that belong to
+// the same of these sets share a frame.
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
-		// The STOP cycle also grants the ready tensors of sets with a closed gate, because no cycle follows.
+		// The cycle with the stop also grants the ready tensors of sets with a closed gate, because no cycle
+		// follows.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
@@ -497,7 +502,8 @@ rank:
 	}
 }
 
-// newOutgoing returns an empty frame without recipients. It reuses the memory of an earlier one if possible.
+// newOutgoing returns an empty frame without recipients. It reuses the memory of an earlier frame if there is
+// one.
 func (c *Coordinator) newOutgoing() Outgoing {
 	n := len(c.spare)
 	if n == 0 {
@@ -522,7 +528,7 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 	return true
 }
 
-// sendHeartbeats sends a heartbeat to the ranks to which nothing was sent for heartbeatPeriod.
+// sendHeartbeats sends a heartbeat to the ranks to which no frame was sent for heartbeatPeriod.
 func (c *Coordinator) sendHeartbeats() {
 	var quiet []topo.Rank
 	for r := range c.ranks {
@@ -535,10 +541,11 @@ func (c *Coordinator) sendHeartbeats() {
 	}
 }
 
-// Closed reports whether the epoch is over for the coordinator: the frames of Ready are the last ones.
+// Closed reports whether the epoch is over for the coordinator. If so, the next Ready returns its last
+// frames.
 func (c *Coordinator) Closed() bool { return c.state == closed || c.state == failed }
 
-// Next returns the time at which Tick and Ready must be called again if nothing arrives before.
+// Next returns when Tick and Ready must be called again if nothing arrives before.
 func (c *Coordinator) Next() time.Duration {
 	if c.Closed() {
 		return never
@@ -575,9 +582,9 @@ func (c *Coordinator) Next() time.Duration {
 	return next
 }
 
-// Digest returns the digest of the coordinator's cache of a set. Right after Ready it equals the digest of
-// every member that has applied the last cycle. It already contains later erasures, which travel with the
-// next cycle of the set.
+// Digest returns a digest of the coordinator's cache of a set. Right after Ready, it equals the digest of
+// every member that has applied the last cycle. Later it may differ, because the coordinator erases entries
+// at once and the members learn of it with the next cycle of the set.
 func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Digest()

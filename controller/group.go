@@ -7,20 +7,21 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// groupKey names tensors that are granted together.
+// groupKey identifies a group of tensors that are granted together.
 type groupKey struct {
 	name string
 	size int32
 }
 
-// groupOf returns the group that the first member with a request names. The others name the same one, or the
-// tensor fails.
+// groupOf returns the group that the first member with a request names. If another member names another
+// group, the tensor fails.
 func groupOf(requests []message.Request) groupKey {
 	q := firstOf(requests)
 	return groupKey{q.Group, q.GroupSize}
 }
 
-// otherGroups returns the groups that members name for a tensor, without the one that the first member names.
+// otherGroups returns the groups that members name for a tensor, except the group that the first member
+// names.
 func otherGroups(requests []message.Request) (keys []groupKey) {
 	first := groupOf(requests)
 	for i := range requests {
@@ -33,23 +34,25 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 	return keys
 }
 
-// group is a group of tensors that is granted as a whole.
+// group is a group of tensors that are granted together.
 type group struct {
 	groupKey
-	items []readyItem // the complete tensors that are held, in order
-	// failed is why the group has failed. answered is how many of its tensors were answered with that.
+	items []readyItem // the complete tensors that wait for the others, in order
+	// failed is why the group has failed, empty if it has not. answered is the number of its tensors that
+	// were answered with the failure.
 	failed   string
 	answered int
-	// refused says that no backend runs one of its tensors, and that the others have failed with it.
+	// refused says that no backend runs one of the tensors, and that the other tensors have failed for that
+	// reason.
 	refused bool
 }
 
-// fail turns all tensors of the group among items into errors if one of them is an error because no backend
-// runs it.
+// fail looks for an error among the items of the group. If there is one, no backend runs that tensor, and
+// fail turns the other items of the group into errors too.
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
-		// Choose by name, which does not depend on the order of arrival.
+		// Choose the first by name, so that the text does not depend on the order of arrival.
 		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil ||
 			r.Name < failed.Name) {
 			failed = r
@@ -70,15 +73,16 @@ type heldGroups struct {
 	groups []*group // in the order of their first complete tensors
 }
 
-// has reports whether tensors of a group are held.
+// has reports whether complete tensors of a group are held.
 func (h *heldGroups) has(key groupKey) bool {
 	return slices.ContainsFunc(h.groups, func(g *group) bool { return g.groupKey == key && len(g.items) > 0 })
 }
 
-// add takes a complete tensor of a group. If it was the last, add returns the whole group. If it is an error,
-// the group fails at once: add returns what is held as errors, and so it does for each further tensor.
-// Holding an error until the group is complete could hang ranks that disagree about what the group is: one
-// waits for the answer to a tensor before it submits the next.
+// add holds a complete tensor of a group. If it is the last tensor of the group, add returns the whole group.
+// If it is an error, the group fails at once: add turns the held tensors into errors and returns them, and
+// does the same with each later tensor. The error is not held until the group is complete, because ranks that
+// disagree about the group could hang: one of them may wait for the result of a tensor before it submits the
+// next.
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	g := h.at(key)
 	item.group = g
@@ -92,8 +96,8 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// failGroup fails a group of which a tensor is answered with an error elsewhere, because its first member
-// names another group or none. It returns what the group holds as errors.
+// failGroup fails a group because one of its tensors is answered with an error outside the group: the first
+// member names another group for that tensor, or none. It returns the held tensors of the group as errors.
 func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {
@@ -103,7 +107,7 @@ func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	return h.release(g)
 }
 
-// at returns the group of a key and makes it if necessary.
+// at returns the group with the given key. It creates the group if it does not exist.
 func (h *heldGroups) at(key groupKey) *group {
 	for _, g := range h.groups {
 		if g.groupKey == key {
@@ -115,13 +119,13 @@ func (h *heldGroups) at(key groupKey) *group {
 	return g
 }
 
-// index returns the position of a tensor among those that are held, or -1.
+// index returns the position of a tensor among the held tensors, or -1.
 func (g *group) index(tensor string) int {
 	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// release returns what is held of a group that is complete or has failed. When all of its tensors are
-// answered the group is forgotten.
+// release returns the held tensors of a group that is complete or has failed. It forgets the group when all
+// its tensors are answered.
 func (h *heldGroups) release(g *group) []readyItem {
 	items := g.items
 	g.items = nil
@@ -140,7 +144,7 @@ func (g *group) reason(text string) string {
 	return fmt.Sprintf("its group %q failed: %s", g.name, text)
 }
 
-// fail drops all groups and returns what they hold as errors.
+// fail drops all groups and returns their held tensors as errors.
 func (h *heldGroups) fail(reason string) []readyItem {
 	var items []readyItem
 	for _, g := range h.groups {

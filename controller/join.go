@@ -5,14 +5,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// joinState has the members of a process set that have joined. They make no more requests until all members
-// have joined.
+// joinState has the members of a process set that have joined. A member that has joined makes no more
+// requests until all members have joined.
 type joinState struct {
-	members []bool
-	empty   []bool   // they contribute nothing to operations that otherwise fail for joined ranks
-	names   []string // the names of their joins
+	members []bool   // whether the member has joined
+	empty   []bool   // whether it contributes nothing to operations that otherwise fail for joined ranks
+	names   []string // the names of their joins, "" for members that have not joined
 	count   int
-	last    int // the member that joined last
+	last    int // the member that has joined last
 }
 
 func newJoinState(members int) joinState {
@@ -22,7 +22,7 @@ func newJoinState(members int) joinState {
 
 func (j *joinState) has(member int) bool { return j.members[member] }
 
-// without returns the number of joined members for which asked is false.
+// without returns the number of joined members for which asked returns false.
 func (j *joinState) without(asked func(member int) bool) int {
 	if j.count == 0 {
 		return 0
@@ -49,8 +49,9 @@ func (j *joinState) reset() {
 	j.count = 0
 }
 
-// join takes a member's join. Requests that waited only for this member are complete, those in full in the
-// order of their first arrival. The caller completes the votes with joinVotes.
+// join applies a member's join. Tensors that waited only for this member become complete, in the order of
+// their first requests. This concerns tensors that were requested in full. The caller then calls joinVotes
+// for the cached ones.
 func (s *setState) join(member int, q *message.Request) {
 	s.joined.add(member, q)
 	for _, row := range s.rows {
@@ -60,7 +61,8 @@ func (s *setState) join(member int, q *message.Request) {
 	}
 }
 
-// joinVotes completes, in ascending order, the bits that waited for a member that has just joined.
+// joinVotes completes the cached tensors that waited only for a member that has just joined, in ascending
+// order of bits.
 func (s *setState) joinVotes(member int) {
 	for bit := range s.cache.Bound() {
 		if s.cache.At(bit) != nil && s.cache.Votes(bit) > 0 && !s.cache.Voted(member, bit) &&
@@ -70,8 +72,8 @@ func (s *setState) joinVotes(member int) {
 	}
 }
 
-// joinAll answers the join when all members have joined. The answer comes after everything else: no member
-// can request more before it.
+// joinAll answers the joins when all members have joined. The answer follows all other responses, because no
+// member can make more requests before it.
 func (s *setState) joinAll() {
 	if s.joined.count == 0 || s.joined.count < len(s.Ranks) {
 		return
@@ -82,11 +84,11 @@ func (s *setState) joinAll() {
 	}})
 }
 
-// joining returns the members for which a join waits.
+// joining returns the members that have not joined.
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
-// needsAll reports whether operations of kind k need the members that have joined, unless these agreed to
-// contribute nothing.
+// needsAll reports whether operations of kind k need the data of members that have joined, unless these
+// members agreed to contribute nothing.
 func needsAll(k message.Kind) bool {
 	switch k {
 	case message.Allreduce, message.Barrier:

@@ -8,16 +8,16 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// arrivals has the times at which the members' requests for tensors came, while tracing is on.
+// arrivals has the times at which the members' requests for tensors arrived while tracing was on.
 type arrivals struct {
-	bits [][]time.Duration // for cached, ungranted tensors, by bit and member; nil without votes
-	// granted has the arrivals of granted tensors, by member, for each tensor in the order of the grants.
-	// Arrivals has already returned the first taken of them.
+	bits [][]time.Duration // of ungranted cached tensors, by bit and member; nil without votes
+	// granted has the arrival times for granted tensors, by tensor in the order of the grants, then by
+	// member. Arrivals has already returned its first taken elements.
 	granted []time.Duration
 	taken   int
 }
 
-// arrive records that the request of a member has come.
+// arrive records that the request of a member arrives now.
 func (s *setState) arrive(at *[]time.Duration, member int) {
 	if !s.waits.trace {
 		return
@@ -28,7 +28,7 @@ func (s *setState) arrive(at *[]time.Duration, member int) {
 	(*at)[member] = max(s.waits.now, 1)
 }
 
-// bitArrivals returns the arrivals of a cached tensor.
+// bitArrivals returns the arrival times for a cached tensor.
 func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 	for len(s.arrivals.bits) <= int(bit) {
 		s.arrivals.bits = append(s.arrivals.bits, nil)
@@ -36,8 +36,9 @@ func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 	return &s.arrivals.bits[bit]
 }
 
-// keepArrivals keeps the arrivals of tensors that are granted together, if rank 0 is a member and so will ask
-// for them. Their order is that of the responses of a grant: first those by bit, then those in full.
+// keepArrivals keeps the arrival times of tensors that are granted together until Arrivals returns them. It
+// keeps them only if rank 0 is a member, because otherwise rank 0 does not call Arrivals. Their order is the
+// order of the responses in the grant: first the tensors that are granted by bit, then those granted in full.
 func (s *setState) keepArrivals(group []int) {
 	if !s.waits.trace || s.index(0) < 0 {
 		return
@@ -68,8 +69,8 @@ func (s *setState) keepArrivals(group []int) {
 	}
 }
 
-// Trace makes the coordinator record when each member's request for a tensor comes, or stops that. Records
-// accumulate until Arrivals is called for each grant of the sets that contain rank 0.
+// Trace switches the recording of when each member's request for a tensor arrives on or off. While it is on,
+// call Arrivals for each grant of the sets that contain rank 0, because the records accumulate until then.
 func (c *Coordinator) Trace(on bool) {
 	c.waits.trace = on
 	if on {
@@ -83,10 +84,10 @@ func (c *Coordinator) Trace(on bool) {
 	}
 }
 
-// Arrivals returns when the members' requests came for the tensors of the oldest grant of a process set for
-// which Arrivals was not called yet; tensors is their number. The result is ordered by tensor and member,
-// with 0 for a member that had joined or whose time is unknown. It is nil unless Trace is on and rank 0 is a
-// member, and it is valid until the next turn.
+// Arrivals returns when the members' requests arrived for the tensors of the oldest grant of a process set
+// for which Arrivals was not called yet. tensors is the number of tensors in that grant. The result is
+// ordered by tensor, then by member. It has 0 for a member that had joined or whose time is unknown. The
+// result is nil unless Trace is on and rank 0 is a member. It is valid until the next turn.
 func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duration {
 	s := c.sets.find(id)
 	if s == nil || !c.waits.trace {
@@ -117,7 +118,7 @@ func (c *Coordinator) Stats() trace.Coordinator {
 	for r := range c.ranks {
 		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
 			st.Stalled++
-			break // the other ranks' oldest operation is mostly the same
+			break // the oldest operation is mostly the same at all ranks
 		}
 	}
 	return st

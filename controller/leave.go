@@ -10,32 +10,33 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps: it says that it
-// submits nothing more; the coordinator stops it when none of its requests can be granted any more; it says
-// bye when it has finished its grants; and the coordinator closes it when no other rank still executes an
-// operation with it.
+// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps. It says that it
+// submits nothing more. When none of its requests can be granted anymore, the coordinator stops it. When it
+// has finished its grants, it says bye. When no other rank still executes an operation with it, the
+// coordinator closes it.
 type departure struct {
-	leaving bool // it submits nothing more
-	// The fields below are from the rank's news of its shutdown. at is when the news arrived.
+	leaving bool // whether the rank submits nothing more
+	// The fields below are from the frame in which the rank announced its shutdown. at is when the frame
+	// arrived.
 	at         time.Duration
-	operations uint64        // number of responses that it had finished
-	last       string        // the last of these responses, as `allreduce "g"`
-	sinceLast  time.Duration // the time since the last response ended
-	reason     string        // the reason that its program gave; may be empty
+	operations uint64        // number of responses that the rank had finished
+	last       string        // the last of these responses, such as `allreduce "g"`
+	sinceLast  time.Duration // the time since this response had ended
+	reason     string        // the reason that the rank's program gave, or ""
 
-	stop   uint64 // the cycle that stopped it, or 0
-	stops  bool   // the cycle that is being decided stops it
+	stop   uint64 // the cycle that stopped the rank, or 0
+	stops  bool   // whether the cycle that is being decided stops the rank
 	bye    bool
 	closed bool
-	// holders are the ranks that may still execute an operation with this rank after its bye.
+	// holders are the ranks that may still execute an operation with this rank after this rank's bye.
 	holders message.Bits
 }
 
-// leave records that a rank submits nothing more.
+// leave records that rank r submits nothing more.
 func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 	k := &c.ranks[r]
 	if k.leaving {
-		return fmt.Errorf("second shutdown")
+		return fmt.Errorf("got a second shutdown")
 	}
 	k.departure = departure{
 		leaving: true, at: c.now, operations: up.Operations, last: up.Tensor,
@@ -50,7 +51,7 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 
 func (c *Coordinator) isLeaving(r topo.Rank) bool { return c.ranks[r].leaving }
 
-// leavers returns those of ranks that submit nothing more.
+// leavers returns the ranks among the given ranks that submit nothing more.
 func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
 	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
 }
@@ -71,7 +72,7 @@ func (c *Coordinator) checkLeavers() {
 	}
 }
 
-// outstanding reports whether a leaving rank has a request that may still be granted.
+// outstanding reports whether leaving rank r has a request that may still be granted.
 func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 	for _, s := range c.sets.sets {
 		if s.index(r) < 0 {
@@ -80,7 +81,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 		if len(s.ready) > 0 {
 			return true
 		}
-		// A rank that has joined takes part in whatever is granted.
+		// A rank that has joined takes part in everything that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			if (joined || slices.Contains(waiting, r)) && !slices.ContainsFunc(st.Missing, c.isLeaving) {
@@ -91,7 +92,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 	return found
 }
 
-// canStop reports whether the next cycle stops a leaving rank.
+// canStop reports whether the next cycle will stop a leaving rank.
 func (c *Coordinator) canStop() bool {
 	for r := range c.ranks {
 		if k := &c.ranks[r]; k.leaving && k.stop == 0 && !c.outstanding(topo.Rank(r)) {
@@ -101,12 +102,12 @@ func (c *Coordinator) canStop() bool {
 	return false
 }
 
-// eachAwaited visits what ranks wait for in the set, including joins, with the ranks that wait: those that
-// have requested it.
+// eachAwaited calls visit for everything that ranks wait for in the set, including joins. waiting are the
+// ranks that wait, which are those that have made the request.
 func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
-		held := s.held.has(key) // every member waits for the tensors that are held
+		held := s.held.has(key) // every member has requested the held tensors, so every member waits
 		visit(st, s.missing(func(m int) bool { return !held && slices.Contains(st.Missing, s.Ranks[m]) }))
 	})
 	if s.joined.count > 0 && s.joined.count < len(s.Ranks) {
@@ -121,14 +122,15 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	}
 }
 
-// isAwaited reports whether a rank that has not been stopped waits for st.
+// isAwaited reports whether a rank that was not stopped waits for st.
 func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	return slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
 		return c.ranks[r].stop == 0 && (st.Group != "" || !slices.Contains(st.Missing, r))
 	})
 }
 
-// awaitedText says that the ranks of gone have left while those of waiting wait for st.
+// awaitedText returns a text that says that the ranks of gone have shut down while the ranks of waiting wait
+// for st.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
@@ -176,7 +178,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 	return b.String()
 }
 
-// stopFor ends the job in the next cycle because ranks have left for which others wait.
+// stopFor ends the job with the next cycle, because the given ranks have left and other ranks wait for them.
 func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	if c.state == running {
 		c.stop(reason)
@@ -184,7 +186,7 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	}
 }
 
-// Abandon fails rank 0 because it does not wait for the other ranks to shut down.
+// Abandon fails rank 0 if other ranks have not shut down, because rank 0 stops waiting for them.
 func (c *Coordinator) Abandon() {
 	remaining := c.present()
 	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
@@ -195,7 +197,8 @@ func (c *Coordinator) Abandon() {
 }
 
 // handleBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
-// rank has finished the grants that both execute. Rank 0, which coordinates, stays to the end.
+// rank has finished the grants that it executes together with this rank. Rank 0 is closed last, because it
+// coordinates the others.
 func (c *Coordinator) handleBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
 	c.progress = c.now
@@ -223,7 +226,8 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 	c.closeReleased(r)
 }
 
-// released records that rank by executes nothing with rank r any more, if r has left.
+// released records that rank by executes no operation with rank r anymore. It has no effect if r has not
+// left.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))
@@ -231,7 +235,7 @@ func (c *Coordinator) released(r, by topo.Rank) {
 	}
 }
 
-// closeReleased closes a rank that has said bye if no other rank needs it.
+// closeReleased closes rank r, which has said bye, if no other rank needs it.
 func (c *Coordinator) closeReleased(r topo.Rank) {
 	if k := &c.ranks[r]; !k.holders.Any() && !k.lost {
 		c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})

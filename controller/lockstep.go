@@ -5,57 +5,58 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lockstep carries the requests of a Member to the Coordinator, and its decisions back, by collectives that
-// all ranks enter in every cycle (docs/negotiation.md, Lock-step; Horovod works like this). All other frames
-// travel as they do without it. Member and Coordinator must be configured with Lockstep. It is not safe for
-// concurrent use.
+// Lockstep carries the requests of a Member to the Coordinator, and the decisions of the Coordinator back, by
+// collectives that all ranks enter in every cycle (docs/negotiation.md, Lock-step). Horovod negotiates in
+// this way. All other frames are sent as without Lockstep. Member and Coordinator must be configured with
+// Lockstep. A Lockstep is not safe for concurrent use.
 //
-// A cycle is: Vectors, which all ranks combine by bitwise AND and OR; Combine; if Combine returns gather, a
-// gather of Gather at rank 0; and a broadcast of what Decide returns at rank 0, which Member.Step applies.
+// A cycle has these steps. Vectors returns two vectors, which all ranks combine by bitwise AND and OR.
+// Combine takes the result. If Combine returns gather, rank 0 gathers what Gather returns at each rank. If it
+// returns broadcast, rank 0 broadcasts what Decide returns, and every rank applies it with Member.Step.
 // Nothing may be submitted to the Member during a cycle.
 //
-// Rank 0 learns from the vectors which bits every rank has voted for. A vote that a cycle has not answered is
-// sent to rank 0 by the next one, so the coordinator knows which rank waits for which one cycle later than it
-// does by events.
+// Rank 0 learns from the vectors only for which bits every rank has voted. If a cycle does not answer a vote,
+// the next cycle gathers the vote. So the coordinator learns one cycle later than in the negotiation by
+// events which rank waits for which.
 type Lockstep struct {
 	member      *Member
 	coordinator *Coordinator // rank 0 only
-	words       int          // length of a set's bit vector
+	words       int          // length of a set's bit vector in words
 
-	and, or  []uint64 // scratch of Vectors
+	and, or  []uint64 // reused memory of Vectors
 	combined struct{ and, or []uint64 }
-	up       message.Up // the frame that Gather returned last
+	up       message.Up // the frame that Gather has returned last
 }
 
-// flagGather is the bit in the first word of the OR vector that a rank sets if it has something to gather.
+// flagGather is a bit in the first word of the OR vector. A rank sets it if it has something to gather.
 const flagGather = 1
 
-// NewLockstep returns the lock-step side of a rank. The coordinator is nil except at rank 0.
+// NewLockstep returns the Lockstep of a rank. c is nil except at rank 0.
 func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
 	l := &Lockstep{member: m, coordinator: c, words: (min(cacheCapacity, message.MaxCacheBits) + 63) / 64}
 	l.up.Type = message.UpNews
 	return l
 }
 
-// voteState has the votes of a member in a process set, in lock-step, until they are answered.
+// voteState has the unanswered votes of a member in a process set, in lock-step.
 type voteState struct {
 	votes     message.Bits
 	presented message.Bits // votes that were in the vectors of an earlier cycle
 	known     message.Bits // votes that rank 0 knows
-	joinKnown bool         // rank 0 knows that this rank has joined
+	joinKnown bool         // whether rank 0 knows that this rank has joined
 }
 
-// answered drops the vote for a bit.
+// answered removes the vote for a bit, because the bit was answered.
 func (b *voteState) answered(bit uint32) {
 	b.votes.Clear(bit)
 	b.presented.Clear(bit)
 	b.known.Clear(bit)
 }
 
-// Vectors returns what this rank contributes to the allreduce of the cycle. The lengths are the same at all
-// ranks. or begins with one word of flags. Then each set in order has the unanswered votes. If the rank is
-// not a member, or rank 0 knows that it has joined, its words in and are all ones. The vectors are valid
-// until the next call.
+// Vectors returns what this rank contributes to the allreduces of the cycle by AND and by OR. The lengths are
+// equal at all ranks. or begins with one word of flags. Both vectors have the rank's unanswered votes in each
+// set, in the order of the sets. If the rank is not a member of a set, or rank 0 knows that it has joined,
+// the words of the set in and are all ones. The vectors are valid until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
@@ -85,13 +86,14 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine takes the combined vectors and keeps them until the end of the cycle. It reports whether all ranks
-// now gather at rank 0, and whether rank 0 then broadcasts a frame. The answers are the same at all ranks.
+// Combine takes the combined vectors, which the caller must not change until the end of the cycle. It reports
+// whether all ranks now send a frame to rank 0, and whether rank 0 then broadcasts a frame. The results are
+// the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
 	for i, s := range l.member.sets {
-		if s.join == "" { // otherwise rank 0 receives them with the join, and no votes after it
+		if s.join == "" { // after a join, rank 0 gets the votes with the join, and no votes follow
 			s.known.Or(ready[i*l.words:][:l.words])
 		}
 	}
@@ -102,24 +104,24 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	return gather, gather || ready.Any()
 }
 
-// readyBits returns the bits for which every member has voted or joined, and at least one has voted, of all
-// sets.
+// readyBits returns, for all sets, the bits for which every member has voted or joined and at least one
+// member has voted.
 func (l *Lockstep) readyBits() message.Bits {
 	ready := append(message.Bits(nil), l.combined.and...)
 	ready.And(l.combined.or[1:])
 	return ready
 }
 
-// Quiet reports whether the combined vectors are empty: no rank had votes or news. The result is the same at
-// all ranks.
+// Quiet reports whether the combined vectors are empty, which means that no rank had votes or news. The
+// result is the same at all ranks.
 func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 
-// Over reports whether this rank enters no more cycles: it has stopped, as all ranks have in the same cycle,
-// or failed.
+// Over reports whether this rank enters no more cycles, because it has failed or was stopped. All ranks are
+// stopped in the same cycle.
 func (l *Lockstep) Over() bool { return l.member.state != memberRunning }
 
-// Gather returns what this rank sends to rank 0: its news, and all votes that rank 0 does not know yet. It is
-// valid until the next call.
+// Gather returns the frame that this rank sends to rank 0. It has the rank's news and all votes that rank 0
+// does not know yet. The frame is valid until the next call.
 func (l *Lockstep) Gather() *message.Up {
 	m := l.member
 	for _, s := range m.sets {
@@ -137,15 +139,16 @@ func (l *Lockstep) Gather() *message.Up {
 	return &l.up
 }
 
-// Decide returns the decision of rank 0, to be broadcast to all ranks, or nil if the job has failed. ups are
-// the frames that the ranks sent, by rank, or nil if there was no gather.
+// Decide returns the decision of rank 0, which must be broadcast to all ranks. It returns nil if the job has
+// failed. ups are the gathered frames by rank, or nil if nothing was gathered.
 func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	c := l.coordinator
 	sets, ready := c.sets.sets, l.readyBits()
 	for r, up := range ups {
 		c.Step(topo.Rank(r), up)
 	}
-	// Count these votes after the news, because the news of a rank that joins in this cycle has its votes.
+	// Count the votes for these bits after the news, because the votes of a rank that joins in this cycle are
+	// in its news.
 	for i, s := range sets {
 		c.voted(s, ready[i*l.words:][:l.words])
 	}
@@ -158,8 +161,8 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	return c.decideAll(func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
 }
 
-// voted counts the votes for bits that every member of a set has cast, or has joined, and that rank 0 did not
-// know yet.
+// voted counts the votes for bits that rank 0 did not know yet. Every member of the set has voted for these
+// bits or has joined.
 func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
 		for m, r := range s.Ranks {
@@ -174,18 +177,18 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	}
 }
 
-// decideAll issues a cycle for all ranks, even if nothing was decided. Entries of a set's pinned bits are not
-// evicted, because ranks have voted for them.
+// decideAll issues a cycle for all ranks, even if there was nothing to decide. The cache does not evict the
+// pinned entries of a set, because ranks have voted for them.
 func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
 	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
 		Reason: c.stopReason, Ranks: c.stopRanks}
 	for i, s := range c.sets.sets {
 		if c.sets.find(s.ID) == nil {
-			continue // this cycle removes it
+			continue // this cycle removes the set
 		}
 		s.decide(d.AddSet(s.ID), c.cycle, &c.policy, pinned(i))
-		s.done = s.granted // The gate stays open, because the cycle time batches tensors already.
+		s.done = s.granted // keep the gate open, because the cycle time batches tensors already
 	}
 	if d.Stop {
 		c.stopSent = true

@@ -14,12 +14,12 @@ import (
 // MemberConfig configures a Member.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are the process sets that contain the rank when the job begins, ascending by ID. With Lockstep
-	// they are all process sets.
+	// Sets are the process sets that contain the rank when the job begins. With Lockstep they are all process
+	// sets. They are in ascending order of ID.
 	Sets []Set
-	// LivenessTimeout is the silence after which the coordinator counts as failed.
+	// LivenessTimeout is the time without a frame after which the coordinator has failed.
 	LivenessTimeout time.Duration
-	// Lockstep says that a Lockstep carries the requests and brings the cycles.
+	// Lockstep says that a controller.Lockstep carries the requests and the cycles.
 	Lockstep bool
 }
 
@@ -27,60 +27,61 @@ type memberState uint8
 
 const (
 	memberRunning  memberState = iota
-	memberDraining             // STOP is applied; operations that were granted still run
-	memberBye                  // all grants are finished, and bye is sent
+	memberDraining             // the stop was applied; granted operations still run
+	memberBye                  // all grants have finished, and bye was sent or is about to be
 	memberClosed
 	memberFailed
 )
 
-// Member is one rank's side of the negotiation. It is not safe for concurrent use.
+// Member is the part of a rank in the negotiation. It is not safe for concurrent use.
 //
-// A turn is: Tick; Submit, Finished and so on for events at this rank; Ready, send its frames, Advance; then
-// for each received frame Step, Ready, run its grants, Advance. Requests are looked up in the cache as of the
-// last frame applied, so the frames of Ready must be taken before the next Step.
+// In each turn, call Tick, then Submit, Finished and so on for events at this rank, then Ready. Send the
+// frames that Ready returns and call Advance. Then, for each received frame, call Step and Ready, run the
+// grants that Ready returns, and call Advance. Take the frames of Ready before the next Step, because
+// requests were looked up in the cache as it was after the last frame.
 type Member struct {
 	cfg   MemberConfig
 	sets  []*memberSet
 	state memberState
 
 	now          time.Duration
-	lastReceived time.Duration // the time at which the last frame arrived
-	lastSent     time.Duration // the time at which the last frame was created
-	lastBeat     time.Duration // the time at which the last heartbeat was created
+	lastReceived time.Duration // when the last frame arrived
+	lastSent     time.Duration // when the last frame was created
+	lastBeat     time.Duration // when the last heartbeat was created
 	seen         uint64        // the last cycle that was applied
 
 	up           message.Up   // the next frame
-	news         bool         // up is not empty
-	shutdown     bool         // Shutdown was called
-	announced    bool         // the coordinator was notified of the shutdown
+	news         bool         // whether up has content
+	shutdown     bool         // whether Shutdown was called
+	announced    bool         // whether the coordinator was told of the shutdown
 	reason       string       // the argument of Shutdown
 	operations   uint64       // number of responses that have finished
 	lastKind     message.Kind // the kind of the last of these responses, which ended at lastAt
 	lastName     string
 	lastAt       time.Duration
-	stopped      bool        // STOP was just applied
+	stopped      bool        // whether a stop was just applied
 	grants       []*Grant    // grants that the next Ready returns
-	running      grantList   // grants that have not finished, including grants
+	running      grantList   // all unfinished grants, including those in grants
 	free         []*Grant    // grants that can be reused
-	left         []topo.Rank // ranks that DownLeft has named and that are not released
+	left         []topo.Rank // ranks that have left (DownLeft) and that this rank still needs
 	stopReason   string
 	stopRanks    []topo.Rank
-	timeouts     []message.Up // frames to be sent
-	suspected    *Verdict     // this rank's own suspicion
+	timeouts     []message.Up // frames to send
+	suspected    *Verdict     // the suspicion that this rank has reported
 	suspectedAt  time.Duration
-	suspectFrame bool // the suspicion is to be sent
-	bye          bool // bye is to be sent
-	reported     bool // the last heartbeat named a grant
+	suspectFrame bool // whether the suspicion has yet to be sent
+	bye          bool // whether bye has yet to be sent
+	reported     bool // whether the last heartbeat named a grant
 	heartbeat    message.Up
-	ups          []*message.Up // scratch of Ready
+	ups          []*message.Up // reused memory of Ready
 	verdict      *Verdict
 }
 
 // memberSet is a process set as a member sees it.
 type memberSet struct {
 	Set
-	me        int // position in the set, or -1
-	voteState     // used only in lock-step
+	me        int // position in the set, or -1 if the rank is not a member
+	voteState     // used in lock-step
 	cache     responsecache.Cache
 	join      string // the name of the join that this rank waits for, or ""
 	grants    uint64
@@ -88,7 +89,7 @@ type memberSet struct {
 
 func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
 
-// admit returns why a request that a rank makes now is an error of that rank, or nil.
+// admit returns an error if this rank must not make request q now, else nil.
 func (s *memberSet) admit(q *message.Request) error {
 	switch {
 	case s.join != "":
@@ -100,17 +101,17 @@ func (s *memberSet) admit(q *message.Request) error {
 	return nil
 }
 
-// Ready is the output of a Member.
+// Ready is the output of Member.Ready.
 type Ready struct {
 	// Ups are frames to send to the coordinator, in order.
 	Ups []*message.Up
-	// Grants are responses to run, in order within their sets. Pass each to Finished after it has run.
+	// Grants are responses to run, in order within each set. Pass each of them to Finished after it has run.
 	Grants []*Grant
-	// Stop says that nothing more will be granted. Requests that were not granted are to be answered with the
-	// shutdown.
+	// Stop says that nothing more will be granted. The caller must answer requests that were not granted with
+	// the shutdown.
 	Stop bool
-	// StopReason is the reason, unless this rank has asked for the stop. StopRanks are the ranks that caused
-	// it by their shutdown.
+	// StopReason is the reason for the stop, empty if this rank has asked for it. StopRanks are the ranks
+	// whose shutdown is the reason.
 	StopReason string
 	StopRanks  []topo.Rank
 }
@@ -147,8 +148,8 @@ func (m *Member) Tick(now time.Duration) {
 	}
 }
 
-// Submit adds a request of this rank. It must have passed Check, and its name must not be in flight. After
-// STOP it is ignored: the engine answers it with the shutdown.
+// Submit adds a request of this rank. The request must have passed Check, and its name must not be in flight.
+// After the stop Submit ignores requests, because the engine answers them with the shutdown.
 func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if m.state != memberRunning {
 		return nil
@@ -187,7 +188,8 @@ func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 	m.news = true
 }
 
-// Finished says that a grant has run. The member may reuse it. Its process set may have been removed.
+// Finished records that a grant has run. The member may then reuse the Grant. The process set may have been
+// removed before.
 func (m *Member) Finished(g *Grant) {
 	m.running.remove(g)
 	if n := len(g.Responses); n > 0 {
@@ -204,24 +206,25 @@ func (m *Member) Finished(g *Grant) {
 	m.free = append(m.free, g)
 }
 
-// Shutdown says that this rank submits nothing more. The rank is stopped when its requests are answered. The
-// reason, which may be empty, is shown to ranks that still need this one.
+// Shutdown records that this rank submits nothing more. The rank is stopped when its requests are answered.
+// reason is shown to ranks that still need this rank. It may be empty.
 func (m *Member) Shutdown(reason string) {
 	if m.state == memberRunning && !m.shutdown {
 		m.shutdown, m.reason, m.news = true, reason, true
 	}
 }
 
-// Drained says that all grants have run after STOP.
+// Drained records that all grants have run after the stop.
 func (m *Member) Drained() {
 	if m.state == memberDraining {
 		m.state, m.bye = memberBye, true
 	}
 }
 
-// Suspect says that the data channel to r failed, or, if r is this rank, that it fails itself. The
-// coordinator answers with a verdict. If that does not come in time the suspicion becomes the verdict. After
-// its bye a rank has nothing left that could fail.
+// Suspect reports that the data connection to rank r has failed or, if r is this rank, that this rank fails.
+// The coordinator answers with a verdict. If the verdict does not come in time, the suspicion becomes the
+// verdict. Suspect has no effect after this rank's bye, because the rank then executes nothing that could
+// fail.
 func (m *Member) Suspect(r topo.Rank, reason string) {
 	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
@@ -230,8 +233,8 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// Lost says that the connection to the coordinator ended. Without an earlier verdict, the verdict is that
-// rank 0 failed. After the bye of this rank it is the end of the epoch.
+// Lost records that the connection to the coordinator has ended. After this rank's bye, the epoch is then
+// over. Otherwise, if there is no verdict yet, the verdict is that rank 0 has failed.
 func (m *Member) Lost(reason string) {
 	switch m.state {
 	case memberClosed, memberFailed:
@@ -244,13 +247,13 @@ func (m *Member) Lost(reason string) {
 
 func (m *Member) fail(v *Verdict) {
 	m.state, m.verdict = memberFailed, v
-	// Grants of the frame that precede the fault are not run either.
+	// Grants that precede the fault in the same frame do not run either.
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
 
-// Step applies a frame of the coordinator. An error means that the coordinator broke the protocol, which
-// fails it.
+// Step applies a frame from the coordinator. If it returns an error, the coordinator broke the protocol, and
+// the verdict is that rank 0 has failed.
 func (m *Member) Step(d *message.Down) error {
 	if m.state == memberClosed || m.state == memberFailed {
 		return nil
@@ -271,7 +274,7 @@ func (m *Member) Step(d *message.Down) error {
 		m.left = append(m.left, d.Ranks...)
 	case message.DownClose:
 		if m.state == memberRunning {
-			err = fmt.Errorf("close before a stop")
+			err = fmt.Errorf("got a close before a stop")
 		} else {
 			m.state = memberClosed
 		}
@@ -295,7 +298,7 @@ func (m *Member) apply(d *message.Down) error {
 		ds := &d.Sets[i]
 		s := m.set(ds.Set)
 		if s == nil {
-			return fmt.Errorf("cycle %d has process set %d, of which rank %d is not a member", d.Cycle,
+			return fmt.Errorf("cycle %d has decisions for process set %d, but rank %d is not a member of it", d.Cycle,
 				ds.Set, m.cfg.Rank)
 		}
 		if s.me < 0 {
@@ -321,7 +324,7 @@ func (m *Member) apply(d *message.Down) error {
 	return nil
 }
 
-// apply replays what a frame decided about the set and appends its grants to grants.
+// apply applies the decisions of a frame about the set. It appends the grants to grants.
 func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() *Grant) ([]*Grant, error) {
 	for i := range ds.Grants {
 		dg := &ds.Grants[i]
@@ -333,13 +336,14 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {
-				return grants, fmt.Errorf("grant of cache bit %d, which has no entry", bit)
+				return grants, fmt.Errorf("got a grant of cache bit %d, which has no entry", bit)
 			}
 			s.answered(bit)
 			g.Responses = append(g.Responses, r)
 		}
 		for _, r := range dg.Full {
-			// The coordinator answers a cached request in full if no backend runs it.
+			// The coordinator grants a cached request in full if it has become an error or depends on absent
+			// ranks.
 			if bit, ok := s.cache.BitOf(r.Name); ok {
 				s.answered(bit)
 			}
@@ -349,7 +353,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			return grants, err
 		}
 		if r := g.Responses[0]; r.Kind == message.Join {
-			mine := *r // the names of joins may differ between ranks
+			mine := *r // the names of joins may differ between ranks, so use this rank's name
 			mine.Name, s.join, s.joinKnown = s.join, "", false
 			g.Responses[0] = &mine
 		}
@@ -369,21 +373,21 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 	return grants, nil
 }
 
-// checkGrant returns an error for a grant that the data plane must not execute because the coordinator is
-// broken.
+// checkGrant returns an error if the data plane must not execute the grant. Only a coordinator with a fault
+// sends such a grant.
 func checkGrant(s *memberSet, g *Grant) error {
 	if len(g.Responses) == 0 {
-		return fmt.Errorf("grant without a response")
+		return fmt.Errorf("got a grant without a response")
 	}
 	first := g.Responses[0]
 	for i, r := range g.Absent {
 		if s.index(r) < 0 || i > 0 && r <= g.Absent[i-1] {
-			return fmt.Errorf("grant of %v %q with absent ranks %v, want members of process set %d in ascending order", first.Kind, first.Name, g.Absent, s.ID)
+			return fmt.Errorf("got a grant of %v %q with absent ranks %v, want members of process set %d in ascending order", first.Kind, first.Name, g.Absent, s.ID)
 		}
 	}
 	for i, r := range g.Responses {
 		if i > 0 && !fusion.Compatible(first, r) {
-			return fmt.Errorf("grant of %v %q together with %v %q, which cannot be fused", r.Kind, r.Name,
+			return fmt.Errorf("got a grant of %v %q together with %v %q, which cannot be fused", r.Kind, r.Name,
 				first.Kind, first.Name)
 		}
 		if err := checkResponse(s, g, r); err != nil {
@@ -391,7 +395,7 @@ func checkGrant(s *memberSet, g *Grant) error {
 		}
 	}
 	if first.Kind != message.Error && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
-		return fmt.Errorf("grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name,
+		return fmt.Errorf("got a grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name,
 			s.Ranks[s.me])
 	}
 	return nil
@@ -407,7 +411,7 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 		}
 		for _, a := range g.Absent {
 			if n := r.FirstDims[s.index(a)]; n != 0 {
-				return fmt.Errorf("allgather %q: got %d rows of rank %d, which is absent", r.Name, n, a)
+				return fmt.Errorf("allgather %q: got %d rows from absent rank %d, want 0", r.Name, n, a)
 			}
 		}
 	case message.Broadcast:
@@ -420,7 +424,7 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 		}
 	case message.Join:
 		if s.join == "" {
-			return fmt.Errorf("got the end of a join of process set %d, which rank %d has not joined", s.ID,
+			return fmt.Errorf("got the end of a join of process set %d, but rank %d has not joined", s.ID,
 				s.Ranks[s.me])
 		}
 	case message.AddProcessSet, message.RemoveProcessSet:
@@ -479,7 +483,7 @@ func (m *Member) appendFrames() {
 	}
 }
 
-// completeNews adds to the next news frame what is known only when it is sent.
+// completeNews adds to the next news frame what is only known when the frame is sent.
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
@@ -490,22 +494,22 @@ func (m *Member) completeNews() {
 	}
 }
 
-// newsTaken begins the next news frame.
+// newsTaken starts a new news frame.
 func (m *Member) newsTaken() {
 	m.up.Reset()
 	m.up.Type = message.UpNews
 	m.news = false
 }
 
-// lastOperation names the last response that has finished.
+// lastOperation returns the operation and the name of the last response that has finished.
 func (m *Member) lastOperation() string {
-	if m.lastKind == message.Error { // the kind of an error is unknown
+	if m.lastKind == message.Error { // an error response does not tell the operation
 		return label(message.NoKind, m.lastName)
 	}
 	return label(m.lastKind, m.lastName)
 }
 
-// executes reports whether a grant that is not finished may belong to a process set that contains r.
+// executes reports whether an unfinished grant may belong to a process set that contains r.
 func (m *Member) executes(r topo.Rank) bool {
 	for g := m.running.oldest; g != nil; g = g.newer {
 		// The members of a removed process set are unknown, so r may be one of them.
@@ -516,7 +520,7 @@ func (m *Member) executes(r topo.Rank) bool {
 	return false
 }
 
-// Advance says that the outputs of the last Ready were taken.
+// Advance drops what the last Ready has returned.
 func (m *Member) Advance() {
 	if len(m.ups) > 0 {
 		m.lastSent = m.now
@@ -534,13 +538,13 @@ func (m *Member) Advance() {
 	m.grants = m.grants[:0]
 }
 
-// Verdict returns why the epoch failed, or nil.
+// Verdict returns why the epoch has failed, or nil if it has not.
 func (m *Member) Verdict() *Verdict { return m.verdict }
 
-// Closed reports whether the shutdown is complete at every rank.
+// Closed reports whether this rank has left the job in order. No other rank needs it anymore then.
 func (m *Member) Closed() bool { return m.state == memberClosed }
 
-// Next returns the time at which Tick and Ready must be called again if nothing happens before.
+// Next returns when Tick and Ready must be called again if nothing happens before.
 func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never
@@ -552,7 +556,7 @@ func (m *Member) Next() time.Duration {
 	return next
 }
 
-// Digest returns the digest of the member's cache of a set. It is equal at all members that have applied the
+// Digest returns a digest of the member's cache of a set. It is equal at all members that have applied the
 // same cycles.
 func (m *Member) Digest(id topo.ProcessSetID) uint64 {
 	if s := m.set(id); s != nil {

@@ -45,10 +45,10 @@ func TestMemberRefuses(t *testing.T) {
 	}{
 		{"the same cycle", cycle(1, message.DownSet{Grants: []message.Grant{good}}), "cycle 1 after cycle 1"},
 		{"another's set", cycle(2, message.DownSet{Set: 3}),
-			"process set 3, of which rank 1 is not a member"},
+			"process set 3, but rank 1 is not a member of it"},
 		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}),
-			"grant of cache bit 1, which has no entry"},
-		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "grant without a response"},
+			"got a grant of cache bit 1, which has no entry"},
+		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "got a grant without a response"},
 		{"two kinds", cycle(2,
 			message.DownSet{Grants: []message.Grant{good,
 				{Bits: []uint32{0}, Full: []*message.Response{{Kind: message.Barrier, Name: "b"}}}}}),
@@ -60,12 +60,12 @@ func TestMemberRefuses(t *testing.T) {
 			})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
 		{"erasure of a free bit",
 			cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}),
-			"erase cache bit 5, which has no entry"},
+			"got an erasure of cache bit 5, which has no entry"},
 		{"put to a taken bit",
 			cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}),
 			`put "good": cache bit 0 has the entry "a"`},
 		{"put of a cached name", cycle(2, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
-			Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name has cache bit 0`},
+			Puts: []message.Put{{Bit: 1}}}), `put "a": got cache bit 1, but the name already has cache bit 0`},
 		{"absent ranks that are no members",
 			cycle(2, message.DownSet{Grants: []message.Grant{good,
 				{Absent: []topo.Rank{2}, Full: good.Full}}}),
@@ -78,7 +78,7 @@ func TestMemberRefuses(t *testing.T) {
 				{Absent: []topo.Rank{1}, Full: []*message.Response{{
 					Kind: message.Allgather, Name: "r", DType: tensor.Float32, Shape: tensor.Shape{0},
 					FirstDims: []int64{4, 3},
-				}}}}}), `allgather "r": got 3 rows of rank 1, which is absent`},
+				}}}}}), `allgather "r": got 3 rows from absent rank 1, want 0`},
 		{"a root that is no member",
 			cycle(2, message.DownSet{Grants: []message.Grant{good,
 				full(&message.Response{Kind: message.Broadcast, Name: "w", Root: 2})}}),
@@ -113,8 +113,8 @@ func TestMemberRefuses(t *testing.T) {
 		{"a join that is not its own",
 			cycle(2, message.DownSet{Grants: []message.Grant{good,
 				full(&message.Response{Kind: message.Join, Name: "j"})}}),
-			"got the end of a join of process set 0, which rank 1 has not joined"},
-		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "close before a stop"},
+			"got the end of a join of process set 0, but rank 1 has not joined"},
+		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "got a close before a stop"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := controller.NewMember(controller.MemberConfig{

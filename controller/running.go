@@ -11,7 +11,7 @@ type grantList struct {
 	oldest, newest *Grant
 }
 
-// add appends a grant that came at now.
+// add appends a grant that has arrived at now.
 func (l *grantList) add(g *Grant, now time.Duration) {
 	g.since, g.older, g.newer = now, l.newest, nil
 	if l.newest != nil {
@@ -22,7 +22,7 @@ func (l *grantList) add(g *Grant, now time.Duration) {
 	l.newest = g
 }
 
-// remove removes a grant of the list.
+// remove removes a grant from the list.
 func (l *grantList) remove(g *Grant) {
 	if g.older != nil {
 		g.older.newer = g.newer
@@ -37,9 +37,9 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextHeartbeat returns when a heartbeat is due. Other frames show too that the rank lives, but they do not
-// name unfinished grants. So the rank sends heartbeats while a grant takes long, and one more when the grant
-// has finished.
+// nextHeartbeat returns when the next heartbeat is due. sends says that this turn sends another frame. Other
+// frames also show that the rank lives, but they do not name unfinished grants. So the rank sends heartbeats
+// while a grant takes long, and one more when the grant has finished.
 func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	next := m.lastSent + heartbeatPeriod
 	if sends {
@@ -54,7 +54,7 @@ func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	return next
 }
 
-// heartbeatFrame returns a heartbeat, which names the oldest unfinished grant of this rank.
+// heartbeatFrame returns a heartbeat. It names the oldest unfinished grant of this rank, if there is one.
 func (m *Member) heartbeatFrame() *message.Up {
 	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
 	if g := m.running.oldest; g != nil {
@@ -64,7 +64,7 @@ func (m *Member) heartbeatFrame() *message.Up {
 	return &m.heartbeat
 }
 
-// millis converts d to the unit of frames.
+// millis converts d to milliseconds, the unit of times in frames.
 func millis(d time.Duration) uint32 {
 	return uint32(min(d/time.Millisecond, 1<<32-1))
 }

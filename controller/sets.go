@@ -8,20 +8,21 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// setTable has the process sets of a job at the coordinator. They are added and removed by
-// requests of all ranks on the global set.
+// setTable has the process sets of a job at the coordinator. Process sets are added and removed by operations
+// of all ranks on the global set.
 type setTable struct {
-	size          int // size of the job
+	size          int // number of ranks of the job
 	cacheCapacity int
 	waits         *waits
-	next          topo.ProcessSetID // no ID is used twice
-	// sets is ascending by ID. It is replaced and never changed in place, so that code that ranges over it
-	// may change it.
+	next          topo.ProcessSetID // the ID of the next set; no ID is used twice
+	// sets is in ascending order of ID. It is replaced and never changed in place, so that a loop over sets
+	// may add and remove sets.
 	sets    []*setState
 	removed []removedSet
 }
 
-// removedSet is kept until every rank has seen the removal, because news of the set may be in flight.
+// removedSet is a removed set. It is kept until every rank has seen the removal, because frames about the set
+// may be in flight.
 type removedSet struct {
 	Set
 	cycle uint64
@@ -36,7 +37,7 @@ func newSetTable(sets []Set, cacheCapacity int, w *waits) *setTable {
 	return t
 }
 
-// find returns the set with an ID, or nil.
+// find returns the set with the given ID, or nil if there is none.
 func (t *setTable) find(id topo.ProcessSetID) *setState {
 	for _, s := range t.sets {
 		if s.ID == id {
@@ -51,8 +52,8 @@ func changesSets(k message.Kind) bool {
 	return k == message.AddProcessSet || k == message.RemoveProcessSet
 }
 
-// change executes, in the given cycle, an addition or removal on which all ranks have agreed. It returns the
-// response, or an error in its place.
+// change adds or removes a process set in the given cycle, after all ranks have agreed on it. It returns the
+// response, which is an error if the set cannot be added or removed.
 func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	done := *r
 	var reason string
@@ -69,14 +70,15 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	return &done
 }
 
-// add makes a process set of ranks, which are ascending. If it cannot, reason says why; else reason is empty.
+// add adds a process set with the given ranks, which are in ascending order. If it cannot, reason says why.
+// Otherwise reason is empty.
 func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) {
 	if last := ranks[len(ranks)-1]; int(last) >= t.size {
-		return 0, fmt.Sprintf("rank %d is not among the %d ranks of the job", last, t.size)
+		return 0, fmt.Sprintf("got rank %d, but the job has only %d ranks", last, t.size)
 	}
 	for _, s := range t.sets {
 		if slices.Equal(s.Ranks, ranks) {
-			return 0, fmt.Sprintf("duplicate process set: process set %d has %s already", s.ID,
+			return 0, fmt.Sprintf("duplicate process set: process set %d already consists of %s", s.ID,
 				topo.FormatRanks(ranks))
 		}
 	}
@@ -90,33 +92,35 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	return id, ""
 }
 
-// remove drops a process set with everything that waits in it. The ranks finish what was granted in it.
+// remove removes a process set with everything that waits in it. The ranks finish what was granted in it. If
+// there is no such set, reason says so. Otherwise reason is empty.
 func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	s := t.find(id)
 	if s == nil {
 		return fmt.Sprintf("process set %d does not exist", id)
 	}
-	s.ready = nil // the cycle that removes the set decides nothing else about it
+	s.ready = nil // decide nothing else about the set in the cycle that removes it
 	t.removed = append(t.removed, removedSet{s.Set, cycle})
 	t.sets = slices.DeleteFunc(slices.Clone(t.sets), func(x *setState) bool { return x == s })
 	return ""
 }
 
-// crossed reports whether a rank that had seen the cycle seen may still send news of a set, because the set
-// was removed later.
+// crossed reports whether a rank may still send news of a removed set, because it had not seen the removal.
+// seen is the last cycle that the rank had applied.
 func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool {
 	return slices.ContainsFunc(t.removed, func(s removedSet) bool {
 		return s.ID == id && s.index(r) >= 0 && seen < s.cycle
 	})
 }
 
-// forget drops removed sets whose removal all ranks have seen; seen is the least cycle that all have seen.
+// forget drops removed sets whose removal all ranks have seen. seen is the last cycle that all ranks have
+// applied.
 func (t *setTable) forget(seen uint64) {
 	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
 }
 
-// change applies, at a member, what a grant does to its process sets. The engine answers what waits in a
-// removed set; what was granted there still runs.
+// change adds or removes a process set at a member, as granted in r. The engine answers requests that wait in
+// a removed set. What was granted in the set still runs.
 func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:

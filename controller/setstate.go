@@ -11,32 +11,34 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// A Planner chooses the backend and the algorithm for a response of a process set. numBytes travel, for r and
-// for what is fused with it. A Planner must be pure. Its error becomes the answer to the request.
+// A Planner chooses the backend and the algorithm for a response of a process set. numBytes is the number of
+// bytes to send, for r and for the responses that are fused with r. A Planner must be pure. If it returns an
+// error, the error becomes the answer to the request.
 type Planner func(set topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error)
 
 // setState is the part of the coordinator for one process set. It has the requests of the members, in full
-// (table) or as votes (cache), and the responses to grant next (ready).
+// (table) or as votes (cache), and the responses that are granted next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
-	// table has the full requests that are not granted yet, by name; rows has them in the order of their
-	// first request.
+	// table has the full requests that are not granted yet, by name. rows has the same requests in the order
+	// in which the names were first requested.
 	table map[string]*tableRow
 	rows  []*tableRow
-	// ready is what every member has requested and was not granted yet, in the order of the completing votes.
+	// ready has the tensors that every member has requested and that are not granted yet, in the order of the
+	// requests that completed them.
 	ready  []readyItem
 	held   heldGroups
 	joined joinState
-	// granted and done count responses; done counts those that the lowest rank has finished.
+	// granted is the number of grants so far. done is the number of these that the lowest rank has finished.
 	granted, done uint64
-	// waits begin with the first vote for a tensor; bitWaits has those of cached tensors, by bit.
+	// bitWaits has the waits of cached tensors, by bit. A wait begins with the first vote for a tensor.
 	waits    *waits
 	bitWaits []wait
 	arrivals arrivals
 
-	// These fields are scratch memory of fuse.
+	// fuse reuses the memory of the fields below.
 	tensors []fusion.Tensor
 	groups  [][]int
 	plans   []plan
@@ -44,29 +46,30 @@ type setState struct {
 
 type tableRow struct {
 	wait
-	requests []message.Request // indexed by member; Kind is NoKind without a request
-	arrivals []time.Duration   // indexed by member; nil unless tracing is on
+	requests []message.Request // by member; Kind is NoKind for a member without a request
+	arrivals []time.Duration   // by member; nil unless tracing is on
 	count    int
-	complete bool // the tensor is ready or held
+	complete bool // whether the tensor is ready or held
 	granted  bool
 }
 
-// readyItem is a response to grant.
+// readyItem is a response that is ready to be granted.
 type readyItem struct {
 	response *message.Response
-	// absent are the joined members that did not request it.
+	// absent are the joined members that have not requested the tensor.
 	absent []topo.Rank
-	// group is the group that it is granted with, or nil.
+	// group is the group that the tensor belongs to, or nil.
 	group *group
-	// row has the requests, unless the item is cached: then bit stands for them. A join has neither.
+	// row has the requests. It is nil if the item is cached, when bit identifies the requests, or if the item
+	// is a join.
 	row    *tableRow
 	cached bool
 	bit    uint32
-	// full says that the item is granted in full although it is cached: response is not what bit stands for.
+	// full says that a cached item is granted in full, because response differs from the cached response.
 	full bool
 }
 
-// kind returns the kind that was requested, or NoKind if the ranks did not agree on it.
+// kind returns the kind that the ranks requested, or NoKind if they did not agree on one.
 func (i *readyItem) kind() message.Kind {
 	if i.response.Kind == message.Error {
 		return message.NoKind
@@ -82,14 +85,14 @@ func (i *readyItem) fail(reason string) {
 	i.full = true
 }
 
-// policy is how ready tensors become grants. All sets share it.
+// policy determines how ready tensors become grants. All sets share it.
 type policy struct {
 	fusion fusion.Options
 	plan   Planner
 	sets   *setTable
 }
 
-// plan is the backend and the algorithm of a fused response.
+// plan is the backend and the algorithm for a fused response.
 type plan struct {
 	backend   message.Backend
 	algorithm message.Algorithm
@@ -105,11 +108,11 @@ func newSetState(s Set, cacheCapacity int, w *waits) *setState {
 	}
 }
 
-// vote counts a member's vote for bit, which it cast when it had seen the given cycle. An error is a fault of
-// that member.
+// vote counts a member's vote for bit. seen is the last cycle that the member had applied when it voted. If
+// vote returns an error, the member has broken the protocol.
 func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.joined.has(member) {
-		return fmt.Errorf("vote for cache bit %d of process set %d, which the rank has joined", bit, s.ID)
+		return fmt.Errorf("got a vote for cache bit %d of process set %d after the rank had joined", bit, s.ID)
 	}
 	late, err := s.cache.Vote(member, bit, seen)
 	switch {
@@ -126,7 +129,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
-	// The first comparison is cheap and false for most votes.
+	// The first comparison is cheap, and it is false for most votes.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
 		s.waits.last(s.Ranks[member], w)
 		s.completeBit(bit)
@@ -136,7 +139,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	return nil
 }
 
-// bitWait returns the wait of a cached tensor.
+// bitWait returns the wait of the cached tensor with the given bit.
 func (s *setState) bitWait(bit uint32) *wait {
 	for len(s.bitWaits) <= int(bit) {
 		s.bitWaits = append(s.bitWaits, wait{})
@@ -144,11 +147,11 @@ func (s *setState) bitWait(bit uint32) *wait {
 	return &s.bitWaits[bit]
 }
 
-// request takes a member's full request. An error is a fault of that member.
+// request applies a member's full request. If it returns an error, the member has broken the protocol.
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
-		return fmt.Errorf("request for %v %q of process set %d, which the rank has joined", q.Kind, q.Name,
+		return fmt.Errorf("got a request for %v %q of process set %d after the rank had joined", q.Kind, q.Name,
 			s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
 		return fmt.Errorf("request for %v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
@@ -156,10 +159,10 @@ func (s *setState) request(member int, q message.Request) error {
 		s.join(member, &q)
 		return nil
 	}
-	// A name is never both cached and in the table. So the votes for it become requests.
+	// A name is never both in the cache and in the table, so turn the votes for it into requests.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
-			return fmt.Errorf("request for %v %q, for which a vote of the rank is pending", q.Kind, q.Name)
+			return fmt.Errorf("got a request for %v %q while a vote of the rank for it is pending", q.Kind, q.Name)
 		}
 		if err := s.invalidate(bit); err != nil {
 			return err
@@ -168,7 +171,8 @@ func (s *setState) request(member int, q message.Request) error {
 	return s.addRequest(member, q)
 }
 
-// addRequest puts a request into the table, including one that was sent as a vote before its member joined.
+// addRequest puts a request into the table. The request may also come from a vote that the member cast before
+// it joined.
 func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
@@ -177,7 +181,7 @@ func (s *setState) addRequest(member int, q message.Request) error {
 		s.rows = append(s.rows, row)
 	}
 	if row.requests[member].Kind != message.NoKind {
-		return fmt.Errorf("second request for %v %q, for which a request of the rank is pending", q.Kind,
+		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind,
 			q.Name)
 	}
 	row.requests[member] = q
@@ -192,7 +196,7 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	return nil
 }
 
-// rowComplete reports whether every member has requested the row's tensor or joined.
+// rowComplete reports whether every member has requested the row's tensor or has joined.
 func (s *setState) rowComplete(row *tableRow) bool {
 	return row.count+s.joined.without(func(m int) bool {
 		return row.requests[m].Kind != message.NoKind
@@ -209,14 +213,14 @@ func (s *setState) completeRow(row *tableRow) {
 	}
 }
 
-// bitComplete reports whether every member has voted for bit or joined.
+// bitComplete reports whether every member has voted for bit or has joined.
 func (s *setState) bitComplete(bit uint32) bool {
 	return s.cache.Votes(bit)+s.joined.without(func(m int) bool { return s.cache.Voted(m, bit) }) == len(
 		s.Ranks)
 }
 
-// completeBit makes ready what bit stands for. If absent members change the response, or rule it out, it is
-// granted in full.
+// completeBit makes the tensor of bit ready. If absent members change the response or make it impossible, the
+// tensor is granted in full.
 func (s *setState) completeBit(bit uint32) {
 	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
 	if s.joined.count > 0 {
@@ -229,7 +233,7 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull returns the requests that the votes for bit stand for, by member.
+// votesInFull returns the requests that the votes for bit mean, by member.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
@@ -251,8 +255,8 @@ func (s *setState) absent(requests []message.Request) []topo.Rank {
 	return ranks
 }
 
-// complete takes a tensor for which no member is missing any more. It is ready, unless it waits for its
-// group.
+// complete makes a tensor ready for which no member is missing anymore. If the tensor belongs to a group,
+// complete holds it until the group is complete.
 func (s *setState) complete(item *readyItem, key groupKey) {
 	if key.name == "" {
 		s.ready = append(s.ready, *item)
@@ -261,27 +265,29 @@ func (s *setState) complete(item *readyItem, key groupKey) {
 	s.ready = append(s.ready, s.held.add(*item, key)...)
 }
 
-// invalid erases bit, because a member that had seen the given cycle submits its tensor with other
-// parameters. If it is erased already there is nothing to do. An error is the member's.
+// invalid erases bit because a member requests the tensor with other parameters. seen is the last cycle that
+// the member had applied then. If bit is erased already, invalid does nothing. If it returns an error, the
+// member has broken the protocol.
 func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	name, current, err := s.cache.NameAt(bit, seen)
 	switch {
 	case err != nil:
 		return err
 	case s.joined.has(member):
-		return fmt.Errorf("invalidation of cache bit %d (%q) of process set %d, which the rank has joined",
+		return fmt.Errorf("got an invalidation of cache bit %d (%q) of process set %d after the rank had joined",
 			bit, name, s.ID)
 	case !current:
 		return nil
 	case s.cache.Voted(member, bit):
-		return fmt.Errorf("invalidation of cache bit %d (%q), for which a vote of the rank is pending", bit,
+		return fmt.Errorf("got an invalidation of cache bit %d (%q) while a vote of the rank for it is pending", bit,
 			name)
 	}
 	return s.invalidate(bit)
 }
 
-// invalidate erases bit and turns the votes for it into requests. A member that has not joined has not voted:
-// a response that waits for the gate, or for its group, keeps its bit.
+// invalidate erases bit and turns the votes for it into requests. At least one member that has not joined has
+// not voted for bit, so the tensor is not complete. A complete tensor that waits for the gate or for its
+// group keeps its bit.
 func (s *setState) invalidate(bit uint32) error {
 	late := s.cache.Invalidate(bit)
 	for _, l := range late {
@@ -300,13 +306,13 @@ func (s *setState) invalidate(bit uint32) error {
 	return nil
 }
 
-// open reports whether the gate is open: votes are matched while responses execute, and granted together when
-// all but one have finished. Without the gate each tensor would be granted by itself, as its last vote
-// arrives.
+// open reports whether the gate of the set is open, which means that at most one grant is unfinished. While
+// the gate is closed, votes are counted, and the tensors that become ready are later granted together.
+// Without the gate, each tensor would be granted separately as soon as its last vote arrives.
 func (s *setState) open() bool { return s.granted-s.done <= 1 }
 
-// decide grants everything that is ready and writes it to d as part of the given cycle. Entries of pinned
-// keep their bits (in lock-step, votes that only other ranks know).
+// decide grants everything that is ready and writes it to d, as part of the given cycle. The entries of
+// pinned keep their bits. In lock-step, these are entries with votes that the coordinator does not know.
 func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
 	for i := range s.ready {
 		if item := &s.ready[i]; changesSets(item.response.Kind) {
@@ -314,13 +320,13 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 		}
 	}
 	s.fuse(p)
-	cacheable := s.joined.count == 0 // an absent rank has not made the requests that would fill its cache
+	cacheable := s.joined.count == 0 // an absent rank has made no requests with which it could fill its cache
 	for i, group := range s.groups {
 		s.grant(d, group, s.plans[i])
 	}
 	s.forgetGranted()
 	if cacheable {
-		// Assign bits only after all grants have marked their entries as recently used, so that an assignment
+		// Assign bits only after all grants have marked their entries as recently used. So an assignment
 		// evicts an entry of the same cycle only if there is no other.
 		for g := range d.Grants {
 			for t, r := range d.Grants[g].Full {
@@ -333,8 +339,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }
 
-// fuse plans what runs together, and on which backend. A tensor that no backend can run becomes an error, and
-// the rest is planned again.
+// fuse plans which tensors run together, and on which backend. If no backend can run a tensor, the tensor
+// becomes an error, and fuse plans again.
 func (s *setState) fuse(p *policy) {
 	for again := true; again; {
 		again = false
@@ -376,14 +382,14 @@ func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
 	return p, err
 }
 
-// refuse turns what was to run together into errors, because no backend can run it.
+// refuse turns tensors that were to run together into errors, because no backend can run them.
 func (s *setState) refuse(group []int, reason error) {
 	for _, i := range group {
 		s.ready[i].fail(reason.Error())
 	}
 }
 
-// grant adds one fused response to d.
+// grant adds the grant of one fused response to d.
 func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 	g := d.AddGrant()
 	g.Backend, g.Algorithm = p.backend, p.algorithm
@@ -409,7 +415,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 	s.granted++
 }
 
-// forgetGranted drops what decide has granted.
+// forgetGranted drops the tensors that decide has granted.
 func (s *setState) forgetGranted() {
 	s.rows = slices.DeleteFunc(s.rows, func(r *tableRow) bool { return r.granted })
 	clear(s.ready)

@@ -9,22 +9,23 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Event is an event to report to users. No component has to react to it. Exactly one field is set.
+// Event is an event to report to users. Exactly one field is set. The program may ignore events.
 type Event struct {
 	Stall *Stall
 }
 
-// Stall is a tensor that has waited for ranks for StallWarning, or for a multiple of it.
+// Stall is a tensor that has waited for ranks for StallWarning, or for a multiple of StallWarning.
 type Stall struct {
 	Set topo.ProcessSetID
-	// Kind is NoKind if it is not known: while Executing, and if the ranks did not agree.
+	// Kind is the operation. It is NoKind if the tensor is Executing or the ranks did not agree on an
+	// operation.
 	Kind message.Kind
 	Name string
-	// Group is set if no rank is missing for the tensor itself and it waits for others of its group that no
-	// rank has requested; else it is empty.
+	// Group is set if all ranks have requested the tensor, but it waits for tensors of its group that no rank
+	// has requested. Otherwise Group is empty.
 	Group string
-	// Missing are the ranks, ascending, that have not requested the tensor or the rest of its group or, if it
-	// is Executing, that have not finished it.
+	// Missing are the ranks for which the tensor waits, in ascending order. They have not requested the
+	// tensor, or the rest of its group. If the tensor is Executing, they have not finished it.
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
@@ -44,7 +45,7 @@ func (s *Stall) String() string {
 	return text
 }
 
-// label formats an operation of which perhaps only the name is known.
+// label formats an operation, of which possibly only the name is known.
 func label(k message.Kind, name string) string {
 	if k == message.NoKind {
 		return fmt.Sprintf("tensor %q", name)
@@ -52,22 +53,22 @@ func label(k message.Kind, name string) string {
 	return fmt.Sprintf("%v %q", k, name)
 }
 
-// wait is how long a tensor has waited, and how often that was reported. Requests that come in one turn of
-// the loop come at the same time.
+// wait records since when a tensor has waited, and how often the wait was reported. All requests that arrive
+// in the same turn have the same time.
 type wait struct {
-	since   time.Duration // the time at which the first request arrived
-	latest  time.Duration // the time at which the latest request arrived
+	since   time.Duration // when the first request arrived
+	latest  time.Duration // when the latest request arrived
 	reports int
 }
 
-// waits has the earliest time at which a waiting tensor must be checked. All tensors of a coordinator share
-// it, so a vote costs only a comparison of times, and no tensor is checked before it is due.
+// waits has the earliest time at which a waiting tensor must be checked. It is shared by all tensors of a
+// coordinator. So a vote costs only a comparison of times, and no tensor is checked before that time.
 type waits struct {
 	now        time.Duration
-	checkAfter time.Duration // the least time after which a tensor is checked; 0 means never
+	checkAfter time.Duration // the minimum wait after which a tensor is checked; 0 means never
 	due        time.Duration
-	late       analysis.Held // over all process sets
-	trace      bool          // record arrival times
+	late       analysis.Held // lateness of the ranks over all process sets
+	trace      bool          // whether to record arrival times
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
@@ -87,40 +88,40 @@ func (w *waits) beginAt(since time.Duration) wait {
 	return wait{since: since, latest: since}
 }
 
-// last records that ended is over because the last member, r, has made its request.
+// last records that the wait ended has ended, because the last missing member, r, has made its request.
 func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
 type execution struct {
 	wait
 	set    topo.ProcessSetID
-	tensor string // "" if there is none
+	tensor string // "" if the rank has no unfinished grant
 }
 
-// handle applies a heartbeat.
+// handle applies a heartbeat, which names the oldest unfinished grant of the rank.
 func (e *execution) handle(u *message.Up, w *waits) {
 	age := time.Duration(u.Millis) * time.Millisecond
 	switch {
 	case u.Tensor == "":
 		*e = execution{}
 	case u.Tensor == e.tensor && u.Set == e.set && (w.now-age-e.since).Abs() < heartbeatPeriod/2:
-		// This is the same grant: it began when the known one began, up to the transfer time of the
-		// heartbeats. A later grant of the same name began a good part of a period later; a younger one is
-		// not reported.
+		// This is the grant that is known already: it began at the same time, up to the transfer time of the
+		// heartbeats. A later grant of the same name would have begun a good part of a heartbeat period
+		// later. A younger grant is not reported.
 	default:
 		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor}
 	}
 }
 
-// Events returns what happened since the last call. The result is valid until the next one.
+// Events returns the events since the last call. The result is valid until the next call.
 func (c *Coordinator) Events() []Event {
 	events := c.events
 	c.events, c.oldEvents = c.oldEvents[:0], events
 	return events
 }
 
-// checkStalls reports tensors that have waited for too long, and stops the job for those that exceed
-// StallShutdown.
+// checkStalls reports tensors that have waited for too long. If one has waited for StallShutdown, it stops
+// the job.
 func (c *Coordinator) checkStalls() {
 	if c.now < c.waits.due {
 		return
@@ -136,7 +137,7 @@ func (c *Coordinator) checkStalls() {
 	c.checkExecutions()
 }
 
-// checkStall checks one tensor.
+// checkStall reports one tensor, or stops the job because of it, if it has waited for long enough.
 func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
 	next := never
 	if period := c.cfg.StallWarning; period > 0 {
@@ -165,8 +166,8 @@ func (c *Coordinator) report(s *Stall) {
 	c.stallReports++
 }
 
-// checkExecutions checks what ranks have not finished. Ranks with the same tensor are reported together, with
-// its age at the slowest.
+// checkExecutions checks operations that ranks have not finished. Ranks with the same operation are reported
+// together, with the age of the operation at the rank that began first.
 func (c *Coordinator) checkExecutions() {
 	for r := range c.ranks {
 		e := &c.ranks[r].executing
@@ -183,11 +184,11 @@ func (c *Coordinator) checkExecutions() {
 		c.checkStall(&w, c.now-oldest, func() Stall {
 			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
 		})
-		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // all in one report
+		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // in one report
 	}
 }
 
-// eachExecution visits the ranks that execute the same operation as e.
+// eachExecution calls visit for each rank that executes the same operation as e.
 func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *execution)) {
 	for r := range c.ranks {
 		if x := &c.ranks[r].executing; x.tensor == e.tensor && x.set == e.set {
@@ -196,15 +197,16 @@ func (c *Coordinator) eachExecution(e *execution, visit func(r topo.Rank, x *exe
 	}
 }
 
-// stop ends the job in the next cycle, for a reason that the coordinator has found.
+// stop ends the job with the next cycle, for a reason that the coordinator has found.
 func (c *Coordinator) stop(reason string) {
 	if c.state == running {
 		c.state, c.progress, c.stopReason = stopping, c.now, reason
 	}
 }
 
-// eachWaiting visits the tensors that wait for ranks, with their groups: those in full in the order of their
-// first request, then the cached ones, then those that are held for a group of which nothing else is known.
+// eachWaiting calls visit for the tensors that wait for ranks, with their groups. First come the tensors that
+// were requested in full, in the order of their first requests, then the cached tensors. Last comes one
+// tensor for each group with complete tensors whose other tensors no rank has requested.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
 	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor that was visited
 	for _, row := range s.rows {
@@ -244,7 +246,7 @@ func (s *setState) waitOf(item *readyItem) *wait {
 	return &item.row.wait
 }
 
-// bitWaiting reports whether some members have voted for bit, and others are missing.
+// bitWaiting reports whether some members have voted for bit and others are missing.
 func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 && !s.bitComplete(bit) }
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
@@ -255,7 +257,7 @@ func (s *setState) bitMissing(bit uint32) []topo.Rank {
 	return s.missing(func(m int) bool { return s.cache.Voted(m, bit) })
 }
 
-// missing returns the members that have neither made a request nor joined.
+// missing returns the members for which asked returns false and that have not joined.
 func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 	var ranks []topo.Rank
 	for m, r := range s.Ranks {
@@ -271,7 +273,7 @@ func (w *wait) shift(gap time.Duration) {
 	w.latest += gap
 }
 
-// shiftWaits moves the beginnings of all waits by a time during which this process did not run.
+// shiftWaits moves the start of all waits by a time during which this process did not run.
 func (s *setState) shiftWaits(gap time.Duration) {
 	for _, row := range s.rows {
 		row.shift(gap)

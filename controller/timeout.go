@@ -9,9 +9,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Timeout says that a tensor was not done within the time limit of its caller. The coordinator answers with a
-// verdict, unless the tensor was granted and this rank has not seen that yet; if it is not finished then,
-// call Timeout again. A coordinator that has missed its heartbeats has failed.
+// Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
+// with a verdict, unless the tensor was granted and this rank has not seen the grant yet. The caller must
+// then call Timeout again if the tensor still does not finish. If the coordinator has missed its heartbeats,
+// Timeout fails rank 0.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
 		return
@@ -25,7 +26,7 @@ func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Durati
 		Millis: millis(after)})
 }
 
-// has reports whether a grant of the list has the tensor.
+// has reports whether a grant in the list contains the tensor.
 func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	for g := l.oldest; g != nil; g = g.newer {
 		if g.Set == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool {
@@ -37,18 +38,19 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	return false
 }
 
-// timeout fails the epoch because a tensor was not done in time at a rank, unless its answer is in flight to
-// that rank.
+// timeout fails the epoch because a tensor was not done in time at rank by. It does nothing if the grant of
+// the tensor is in flight to that rank.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		// The request of the silent rank may not have arrived. In lock-step the requests of other ranks may
+		// The request of the silent rank may not have arrived. In lock-step, the requests of other ranks may
 		// be missing too.
 		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+
 			seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
 	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
-		// A rank has not entered the cycle. It will be silent when this rank reports the timeout again.
+		// A rank has not entered the cycle. It will have been silent for long enough when rank by repeats its
+		// report.
 		return
 	}
 	s, _ := c.member(u.Set, by)
@@ -72,8 +74,8 @@ func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string
 		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 
-// blocked returns which ranks keep a tensor from being granted, and how; ranks is nil if that is unknown. why
-// is empty if the tensor is unknown or no rank blocks it.
+// blocked returns which ranks keep a tensor from being granted, and how. ranks is nil if they are unknown.
+// why is empty if the tensor is unknown or no rank blocks it.
 func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
 	if g := s.held.find(tensor); g != nil {
 		kind = g.items[g.index(tensor)].kind()
@@ -106,14 +108,15 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 	return kind, ranks, have(ranks) + " not submitted it"
 }
 
-// isReady reports whether a tensor waits only for the gate.
+// isReady reports whether a tensor waits only for the gate to open.
 func (s *setState) isReady(tensor string) bool {
 	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// unfinished returns which ranks keep a granted tensor from being done, according to their heartbeats: the
-// ranks whose oldest grant of the set is about as old as that of any rank, because the grants of a set run in
-// order. If no heartbeat names a grant, unfinished returns the rank that timed out.
+// unfinished returns which ranks keep a granted tensor from being done. It compares the oldest grants in the
+// set that the ranks' heartbeats name. Because the grants of a set run in order, the ranks with the oldest of
+// these grants hold up the others. Times may differ by less than a heartbeat period. If no heartbeat names a
+// grant, unfinished returns the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {

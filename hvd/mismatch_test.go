@@ -230,17 +230,17 @@ var contradictions = []contradiction{
 	{"allgather under a join", func(p *part) error {
 		return p.joined(func() error { return p.allgather(1) })
 	},
-		`hvd: allgather %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
+		`hvd: allgather %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
 	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
-		`hvd: alltoall %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
+		`hvd: alltoall %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
 	{"reducescatter under a join", func(p *part) error {
 		return p.joined(func() error { return p.reducescatter(1) })
 	},
-		`hvd: reducescatter %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
+		`hvd: reducescatter %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
 	{"broadcast under a join", func(p *part) error {
 		return p.joined(func() error { return p.broadcast(1, 0) })
 	},
-		`hvd: broadcast %q: ODD has joined, but this operation needs data of every rank, unless ranks join with empty contributions`},
+		`hvd: broadcast %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
 	{"broadcast from a rank that joined with Empty", func(p *part) error {
 		return p.joined(func() error { return p.broadcast(1, p.e.Size()-1) }, hvd.Empty())
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
@@ -467,9 +467,9 @@ func TestMismatchedProcessSets(t *testing.T) {
 			want string
 		}{
 			{func() error { return addAgain(0) },
-				`hvd: add process set "process_set.add": duplicate process set: process set 1 has rank 0 already`},
+				`hvd: add process set "process_set.add": duplicate process set: process set 1 already consists of rank 0`},
 			{func() error { return addAgain(e.ProcessSets()[0].Ranks()...) },
-				`hvd: add process set "process_set.add": duplicate process set: process set 0 has ALL already`},
+				`hvd: add process set "process_set.add": duplicate process set: process set 0 already consists of ALL`},
 			{func() error { return addAgain(pick(p, []int{0, 1}, []int{1})...) },
 				`hvd: add process set "process_set.add": mismatched members: MOST named ranks 0 and 1, ODD named rank 1`},
 			{func() error { return remove(pick(p, zero, one)) },
