@@ -1,10 +1,11 @@
-// Package responsecache remembers the responses that the ranks have agreed on, so that a repeated request is
-// sent as one bit instead of a message (docs/negotiation.md, Cache).
+// Package responsecache remembers the responses that the ranks have agreed on, so that a rank can send a
+// repeated request as one bit (docs/negotiation.md, Cache).
 //
-// Every rank holds a Cache. The coordinator holds a Primary: a Cache together with the recency of its
-// entries, the votes for them, and the entries that were erased recently. The bit of an entry never changes.
-// An entry is the whole agreed response and has nothing local to a rank, so after every cycle the caches of
-// all members of a process set are equal; Digest verifies that.
+// Every rank has a Cache. The coordinator has a Primary, which is a Cache together with the order in which
+// entries were last used, the votes for the entries, and the entries that were erased recently. The bit of an
+// entry never changes. An entry is the complete agreed response and contains nothing that is specific to one
+// rank. So after every cycle the caches of all members of a process set are equal. Digest serves to verify
+// that.
 //
 // Nothing in this package is safe for concurrent use.
 package responsecache
@@ -18,14 +19,14 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// State classifies a request against a cache.
+// State is the result of looking up a request in a cache.
 type State uint8
 
-// States of a request.
+// These are the states of a request.
 const (
 	// Miss means that no entry has the request's name.
 	Miss State = iota
-	// Hit means that the entry is the response to this request.
+	// Hit means that the entry is the response to the request.
 	Hit
 	// Invalid means that the entry has the request's name but other parameters.
 	Invalid
@@ -33,15 +34,15 @@ const (
 
 func (s State) String() string { return [...]string{"miss", "hit", "invalid"}[s] }
 
-// Cache maps names to bits and bits to responses. The zero value is empty and ready.
+// Cache maps names to bits and bits to responses. The zero value is empty and ready to use.
 type Cache struct {
-	entries []*message.Response // indexed by bit; nil if the bit is free
+	entries []*message.Response // by bit; nil if the bit is free
 	byName  map[string]uint32
 }
 
-// Lookup classifies q, a request of the given member (an index into the process set). If an entry has the
-// name, Lookup returns its bit and sets q.Bit to it. It sets q.Hit to the entry for a Hit, and to nil
-// otherwise. It allocates nothing.
+// Lookup looks up request q of a member, which is given by its position in the process set. If an entry has
+// the name of q, Lookup returns the entry's bit and sets q.Bit to it. Lookup sets q.Hit to the entry if it is
+// a Hit, else to nil. It allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	bit, q.Hit = q.Bit, nil
 	if r := c.At(bit); r == nil || r.Name != q.Name {
@@ -59,13 +60,13 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf returns the bit of a name, and whether the name is cached.
+// BitOf returns the bit of a name. ok is false if the name is not in the cache.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok
 }
 
-// At returns the response that bit stands for, or nil.
+// At returns the response of a bit, or nil if the bit is free.
 func (c *Cache) At(bit uint32) *message.Response {
 	if int64(bit) >= int64(len(c.entries)) {
 		return nil
@@ -73,13 +74,13 @@ func (c *Cache) At(bit uint32) *message.Response {
 	return c.entries[bit]
 }
 
-// Bound returns a number that is greater than all bits in use.
+// Bound returns a number that is greater than every bit in use.
 func (c *Cache) Bound() uint32 { return uint32(len(c.entries)) }
 
 // Len returns the number of entries.
 func (c *Cache) Len() int { return len(c.byName) }
 
-// Put stores r as the entry of bit. It is an error if the bit or the name is in use.
+// Put stores r as the entry of bit. It returns an error if the bit or the name is in use.
 func (c *Cache) Put(bit uint32, r *message.Response) error {
 	if bit >= message.MaxCacheBits {
 		return fmt.Errorf("responsecache: put %q: got cache bit %d, want less than %d", r.Name, bit,
@@ -89,7 +90,7 @@ func (c *Cache) Put(bit uint32, r *message.Response) error {
 		return fmt.Errorf("responsecache: put %q: cache bit %d has the entry %q", r.Name, bit, old.Name)
 	}
 	if old, ok := c.byName[r.Name]; ok {
-		return fmt.Errorf("responsecache: put %q: got cache bit %d, but the name has cache bit %d", r.Name,
+		return fmt.Errorf("responsecache: put %q: got cache bit %d, but the name already has cache bit %d", r.Name,
 			bit, old)
 	}
 	for int64(len(c.entries)) <= int64(bit) {
@@ -103,18 +104,18 @@ func (c *Cache) Put(bit uint32, r *message.Response) error {
 	return nil
 }
 
-// Erase removes the entry of bit. It is an error if there is none.
+// Erase removes the entry of bit. It returns an error if the bit has no entry.
 func (c *Cache) Erase(bit uint32) error {
 	r := c.At(bit)
 	if r == nil {
-		return fmt.Errorf("responsecache: erase cache bit %d, which has no entry", bit)
+		return fmt.Errorf("responsecache: got an erasure of cache bit %d, which has no entry", bit)
 	}
 	delete(c.byName, r.Name)
 	c.entries[bit] = nil
 	return nil
 }
 
-// Digest returns a hash of all bits and their entries. Equal caches have equal digests.
+// Digest returns a hash of all bits and entries. Equal caches have equal digests.
 func (c *Cache) Digest() uint64 {
 	h := fnv.New64a()
 	var b []byte

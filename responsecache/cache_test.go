@@ -99,13 +99,13 @@ func TestPutAndErase(t *testing.T) {
 	}{
 		{"taken bit", c.Put(1, allreduce("b", 1)), `responsecache: put "b": cache bit 1 has the entry "a"`},
 		{"taken name", c.Put(0, allreduce("a", 1)),
-			`responsecache: put "a": got cache bit 0, but the name has cache bit 1`},
+			`responsecache: put "a": got cache bit 0, but the name already has cache bit 1`},
 		{"bit too high", c.Put(message.MaxCacheBits, allreduce("b", 1)),
 			`responsecache: put "b": got cache bit 1048576, want less than 1048576`},
 		{"highest number", c.Put(math.MaxUint32, allreduce("b", 1)), `want less than 1048576`},
-		{"free bit", c.Erase(0), "responsecache: erase cache bit 0, which has no entry"},
+		{"free bit", c.Erase(0), "responsecache: got an erasure of cache bit 0, which has no entry"},
 		{"bit that never was", c.Erase(math.MaxUint32),
-			"responsecache: erase cache bit 4294967295, which has no entry"},
+			"responsecache: got an erasure of cache bit 4294967295, which has no entry"},
 	} {
 		if test.err == nil || !strings.Contains(test.err.Error(), test.want) {
 			t.Errorf("%s: got error %v, want %q", test.name, test.err, test.want)

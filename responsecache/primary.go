@@ -7,52 +7,53 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// maxInvalidations is the number of times that a name may be submitted with new parameters. After that its
-// responses are not cached any more, because a tensor whose shape changes all the time would only fill the
-// cache with useless entries.
+// maxInvalidations is the number of times that a name may be submitted with new parameters before its
+// responses are not cached anymore. Without this limit, a tensor whose shape changes all the time would fill
+// the cache with useless entries.
 const maxInvalidations = 3
 
-// Primary is the coordinator's cache of one process set. It assigns bits to responses, counts the votes, and
-// resolves votes that arrive after their entry was erased.
+// Primary is the coordinator's cache of one process set. It assigns bits to responses, counts votes, and
+// resolves votes that arrive after their entries were erased.
 //
-// Bit b in a frame whose sender had seen cycle n means the entry that b held at cycle n. A Primary therefore
-// keeps erased entries until a call of Forget says that every member has seen the erasure.
+// A frame has the number of the last cycle that its sender had seen. Bit b in the frame means the entry that
+// bit b had at that cycle. So a Primary keeps erased entries until Forget is called, which says that every
+// member has seen the erasure.
 type Primary struct {
 	Cache
 	capacity int
 
-	slots []slot // indexed by bit
-	// oldest and newest are the ends of the list of entries by the time of their last grant; -1 if there are
-	// none.
+	slots []slot // by bit
+	// oldest and newest are the ends of the list of entries in the order of their last grants. They are -1 if
+	// there are no entries.
 	oldest, newest int32
-	// rows has one vector for each member: the bits that it has voted for and that were not granted since.
+	// rows has a bit vector for each member, with the member's votes that have not been granted.
 	rows []message.Bits
 
 	erased []erasedEntry
-	// unissued is the number of entries at the end of erased whose cycle is not known yet.
+	// unissued is the number of elements at the end of erased for which Issue has not been called yet.
 	unissued      int
 	invalidations map[string]int
-	evicted       bool // an entry has been erased to free its bit for another
+	evicted       bool // whether an entry was ever erased to free its bit for another entry
 }
 
-// slot is the state of a bit in the Primary, besides its response.
+// slot is what a Primary knows about a bit, except its response.
 type slot struct {
-	put          uint64 // the cycle in which the entry was put
+	put          uint64 // the cycle in which the bit got its entry
 	votes        int32
 	older, newer int32
-	// grants is the number of grants of the name if it has been in the cache since the first of them;
-	// otherwise it is 0.
+	// grants is the number of grants of the name. It is 0 if the number is unknown, because the name may have
+	// been granted before it was put into the cache.
 	grants uint64
 }
 
 type erasedEntry struct {
 	bit        uint32
 	response   *message.Response
-	put, erase uint64 // the cycles of Assign and of the erasure, which is MaxUint64 until Issue
+	put, erase uint64 // the cycles of Assign and of the erasure; the latter is MaxUint64 until Issue
 }
 
-// NewPrimary returns an empty cache for a process set with the given number of members. A capacity of 0
-// disables caching.
+// NewPrimary returns an empty Primary for a process set with the given number of members. capacity is the
+// maximum number of entries. If it is 0, nothing is cached.
 func NewPrimary(capacity, members int) *Primary {
 	return &Primary{
 		capacity: min(capacity, message.MaxCacheBits),
@@ -62,16 +63,15 @@ func NewPrimary(capacity, members int) *Primary {
 	}
 }
 
-// Vote counts a member's vote for bit. seen is the last cycle that the member had seen when it wrote the
-// vote.
+// Vote counts a member's vote for bit. seen is the last cycle that the member had seen when it voted.
 //
-// If the entry that the bit had at that cycle has been erased since, Vote returns the request that the vote
-// stands for. It is an error if the bit had no entry at that cycle, or if the member has already voted for
-// it.
+// If the entry that the bit had at that cycle was erased since, Vote does not count the vote but returns the
+// request that the vote stands for. It returns an error if the bit had no entry at that cycle, or if the
+// member has already voted for the bit.
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
-			return nil, fmt.Errorf("responsecache: second vote for cache bit %d (%q)", bit, p.At(bit).Name)
+			return nil, fmt.Errorf("responsecache: got a second vote for cache bit %d (%q)", bit, p.At(bit).Name)
 		}
 		p.rows[member].Set(bit)
 		p.slots[bit].votes++
@@ -81,10 +81,11 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 		q := e.response.Request(member)
 		return &q, nil
 	}
-	return nil, fmt.Errorf("responsecache: vote for cache bit %d, which had no entry at cycle %d", bit, seen)
+	return nil, fmt.Errorf("responsecache: got a vote for cache bit %d, which had no entry at cycle %d", bit, seen)
 }
 
-// NameAt returns the name of the entry that bit had at cycle seen, and whether the bit still has that entry.
+// NameAt returns the name of the entry that bit had at cycle seen. current reports whether the bit still has
+// that entry.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil
@@ -104,14 +105,14 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 	return nil
 }
 
-// Votes returns the number of counted votes for bit. The bit must have an entry.
+// Votes returns the number of votes for bit. The bit must have an entry.
 func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
-// Voted reports whether a member's vote for bit is counted.
+// Voted reports whether a vote of the member for bit was counted and not granted.
 func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has(bit) }
 
-// Granted records that the entry of bit was granted: it clears the votes and makes the entry the most
-// recently used.
+// Granted records that the entry of bit was granted. It clears the votes and makes the entry the most
+// recently used one.
 func (p *Primary) Granted(bit uint32) {
 	if s := &p.slots[bit]; s.grants > 0 {
 		s.grants++
@@ -121,8 +122,8 @@ func (p *Primary) Granted(bit uint32) {
 	p.linkNewest(bit)
 }
 
-// Grants returns the number of times that the tensor of bit was granted, or 0 if that is not known. The bit
-// must have an entry.
+// Grants returns how many times the tensor of bit was granted, or 0 if the number is unknown. The bit must
+// have an entry.
 func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
 func (p *Primary) clearVotes(bit uint32) {
@@ -133,20 +134,20 @@ func (p *Primary) clearVotes(bit uint32) {
 }
 
 // Invalidate erases the entry of bit because its tensor was submitted with other parameters. It returns the
-// votes for the entry.
+// votes for the entry as requests.
 func (p *Primary) Invalidate(bit uint32) []LateVote {
 	p.invalidations[p.At(bit).Name]++
 	return p.erase(bit)
 }
 
-// LateVote is a vote that became a request because its entry was erased.
+// LateVote is a vote that has become a request because its entry was erased.
 type LateVote struct {
 	Member  int
 	Request message.Request
 }
 
 // erase erases the entry of bit. It returns the votes for the entry as requests, so that no member has to
-// send anything again.
+// send its request again.
 func (p *Primary) erase(bit uint32) []LateVote {
 	r := p.At(bit)
 	var late []LateVote
@@ -161,14 +162,14 @@ func (p *Primary) erase(bit uint32) []LateVote {
 		erase: math.MaxUint64})
 	p.unissued++
 	if err := p.Cache.Erase(bit); err != nil {
-		panic(err) // cannot happen: bit has an entry
+		panic(err) // cannot happen, because the bit has an entry
 	}
 	return late
 }
 
-// Assign gives r a bit in the given cycle: the lowest free one, or else the bit of the least recently used
-// entry that has no votes. Entries in pinned, and entries that got their bit in the same cycle, are not
-// evicted. Assign returns false if r is not cached.
+// Assign gives r a bit in the given cycle. It takes the lowest free bit. If there is none, it takes the bit
+// of the least recently used entry that has no votes. It does not evict entries in pinned and entries that
+// got their bits in the same cycle. It returns false if r is not put into the cache.
 func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits) (bit uint32, ok bool) {
 	if p.capacity == 0 || !Cacheable(r.Kind) || p.invalidations[r.Name] >= maxInvalidations {
 		return 0, false
@@ -190,17 +191,17 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 		}
 		bit = uint32(victim)
 		p.evicted = true
-		p.erase(bit) // returns nothing: the entry has no votes
+		p.erase(bit) // returns no votes, because the entry has none
 	}
 	if err := p.Put(bit, r); err != nil {
-		panic(err) // cannot happen: the bit and the name are free
+		panic(err) // cannot happen, because the bit and the name are free
 	}
 	for len(p.slots) <= int(bit) {
 		p.slots = append(p.slots, slot{})
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {
-		p.slots[bit].grants = 1 // counts this grant: the name was not granted before
+		p.slots[bit].grants = 1 // this grant is the first of the name
 	}
 	p.linkNewest(bit)
 	return bit, true
@@ -218,8 +219,8 @@ func (p *Primary) lowestFree() (uint32, bool) {
 	return uint32(len(p.entries)), true
 }
 
-// Issue closes the given cycle: it appends to dst the bits that were erased since the last call. From then
-// on, a vote of a member that has seen the cycle cannot mean the erased entries.
+// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. A vote by a
+// member that has seen this cycle cannot mean one of the erased entries.
 func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	for i := len(p.erased) - p.unissued; i < len(p.erased); i++ {
 		p.erased[i].erase = cycle
@@ -229,8 +230,8 @@ func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	return dst
 }
 
-// Forget drops the erased entries that no vote can mean any more. seen is the least cycle that all members
-// have seen.
+// Forget drops the erased entries that no vote can mean anymore. seen is the last cycle that all members have
+// seen.
 func (p *Primary) Forget(seen uint64) {
 	kept := p.erased[:0]
 	for _, e := range p.erased {
@@ -242,10 +243,11 @@ func (p *Primary) Forget(seen uint64) {
 	p.erased = kept
 }
 
-// Remembered returns the number of erased entries that are kept for late votes.
+// Remembered returns the number of erased entries that the Primary keeps for late votes.
 func (p *Primary) Remembered() int { return len(p.erased) }
 
-// Cacheable reports whether responses of kind k are cached: those that move data. The other kinds are rare.
+// Cacheable reports whether responses of kind k are cached. Only kinds that move data are, because the others
+// are rare.
 func Cacheable(k message.Kind) bool { return k.MovesData() }
 
 func (p *Primary) linkNewest(bit uint32) {
