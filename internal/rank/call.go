@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Option is a kind of option of an operation.
+// Option identifies an option of an operation.
 type Option uint8
 
 // The options of operations.
@@ -41,7 +41,7 @@ func (o Option) String() string {
 	}[o]
 }
 
-// optionSet is a set of options, a bit for each.
+// optionSet is a set of options with one bit for each option.
 type optionSet uint16
 
 func optionsOf(options ...Option) (s optionSet) {
@@ -51,7 +51,7 @@ func optionsOf(options ...Option) (s optionSet) {
 	return s
 }
 
-// applies has the options that apply to each operation.
+// applies has the set of options that apply to each operation, by kind.
 var applies = func() (sets [message.Error]optionSet) {
 	always := optionsOf(OptTimeout, OptOver, OptOn)
 	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
@@ -67,24 +67,24 @@ var applies = func() (sets [message.Error]optionSet) {
 	return sets
 }()
 
-// Call is an operation as its caller describes it.
+// Call describes an operation and its options, as the caller gave them.
 type Call struct {
 	Kind                message.Kind
 	DType               tensor.DType
 	Name                string
 	Rank                *Rank
-	Set                 *Set // nil means the set of all ranks
+	Set                 *Set // nil until Check means the set of all ranks
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
 	InPlace             bool
 	ErrorFeedback       bool
 	Empty               bool
-	Hold                bool          // the name stays in use until the caller releases it
-	Timeout             time.Duration // 0 means the timeout of the settings
+	Hold                bool          // whether the name stays in use until the caller releases it
+	Timeout             time.Duration // 0 until Check means the timeout of the settings
 }
 
-// NewCall returns a call of an operation on elements of dt without options.
+// NewCall returns a call of the given kind of operation on elements of type dt, with default options.
 func NewCall(kind message.Kind, dt tensor.DType) Call {
 	c := Call{Kind: kind, DType: dt}
 	if kind.Reduces() {
@@ -93,12 +93,12 @@ func NewCall(kind message.Kind, dt tensor.DType) Call {
 	return c
 }
 
-// Misuse returns the error of a call that does not reach the engine.
+// Misuse returns the error of a call that is refused before it reaches the engine.
 func (c *Call) Misuse(format string, args ...any) error {
 	return &engine.UsageError{Op: c.Kind.String(), Tensor: c.Name, Err: fmt.Errorf(format, args...)}
 }
 
-// CheckOption returns an error if o does not apply to the operation of c.
+// CheckOption returns an error if option o does not apply to the operation of c.
 func (c *Call) CheckOption(o Option) error {
 	if applies[c.Kind]>>o&1 == 0 {
 		return c.Misuse("option %v does not apply", o)
@@ -106,7 +106,7 @@ func (c *Call) CheckOption(o Option) error {
 	return nil
 }
 
-// Check checks the combination of options, and sets the defaults of those that were not given.
+// Check checks the combination of options and sets the options that were not given to their defaults.
 func (c *Call) Check() error {
 	if c.Set == nil {
 		c.Set = c.Rank.Global
@@ -129,7 +129,7 @@ func (c *Call) Check() error {
 	return nil
 }
 
-// CheckRoot returns an error if root is not a member of the process set.
+// CheckRoot returns an error if root is not a member of the process set of c.
 func (c *Call) CheckRoot(root int) error {
 	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(root)); !ok {
 		return c.Misuse("got root rank %d, want a rank of %v", root, c.Set)
@@ -137,7 +137,8 @@ func (c *Call) CheckRoot(root int) error {
 	return nil
 }
 
-// Splits checks how many of the rows of an alltoall each member gets. nil means even splits.
+// Splits returns how many rows each member gets from this rank in an alltoall, and checks these numbers. If
+// splits is nil, every member gets the same number of rows.
 func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	n := c.Set.Size()
 	given := make([]int64, n)
@@ -167,7 +168,7 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	return given, nil
 }
 
-// Fill sets the fields of e that all entries of c share.
+// Fill sets the fields of e that are equal in all entries of c.
 func (c *Call) Fill(e *tensorqueue.Entry) {
 	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace,
 		c.ErrorFeedback
@@ -176,11 +177,11 @@ func (c *Call) Fill(e *tensorqueue.Entry) {
 		c.Wire
 }
 
-// Submit names e, which is an operation or a group that is one request, and queues it. The caller calls
-// Drive, Notify or NotifyLater of the engine next.
+// Submit names e and queues it. e is an operation on one tensor, or a group that is one request. The caller
+// must then call Drive, Notify or NotifyLater of the engine.
 func (c *Call) Submit(e *tensorqueue.Entry) error {
-	// Check before ensureName counts the call: a call that fails only at this rank must not change the
-	// generated names of later calls.
+	// Check the parameters before ensureName counts the call, because a call that fails only at this rank
+	// must not change the generated names of later calls.
 	if err := e.Request.CheckParameters(); err != nil {
 		return c.Misuse("%w", err)
 	}
@@ -191,11 +192,11 @@ func (c *Call) Submit(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// SubmitMembers names and queues a group that has a request for each tensor. The names are made from that of
-// c.
+// SubmitMembers names and queues the entries of a group that has one request for each tensor. The names of
+// the tensors consist of the name of c and their positions.
 func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	for _, e := range entries {
-		if err := e.Request.CheckParameters(); err != nil { // the same check as in Submit
+		if err := e.Request.CheckParameters(); err != nil { // first, as in Submit
 			return c.Misuse("%w", err)
 		}
 	}
@@ -215,7 +216,8 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	return c.queue(entries...)
 }
 
-// memberNames returns the names of the n tensors of a group. They share one string.
+// memberNames returns the names of the n tensors of a group. All names are parts of one string, to save
+// allocations.
 func memberNames(group string, n int) []string {
 	var text []byte
 	ends := make([]int, n)
@@ -232,8 +234,8 @@ func memberNames(group string, n int) []string {
 	return names
 }
 
-// ensureName generates a name if none was given. All members of a set make unnamed calls of an operation in
-// the same order, so they generate the same names.
+// ensureName generates a name if the caller gave none. The members of a set must make unnamed calls of an
+// operation in the same order. So they generate the same names.
 func (c *Call) ensureName() error {
 	if c.Name == "" {
 		name := append([]byte(c.Kind.String()), ".noname."...)
@@ -245,7 +247,7 @@ func (c *Call) ensureName() error {
 	return nil
 }
 
-// checkAndQueue checks and queues e, whose request has a name.
+// checkAndQueue checks and queues e, whose request already has a name.
 func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 	if err := e.Request.Check(); err != nil {
 		return c.Misuse("%w", err)
@@ -253,8 +255,8 @@ func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// queue gives entries to the engine. If it refuses them because of this call the error is a
-// *engine.UsageError.
+// queue passes entries to the engine. If the engine refuses them because of an error in this call, the error
+// is a *engine.UsageError.
 func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	err := c.Rank.Engine.Queue(entries...)
 	if err == nil {
@@ -270,10 +272,12 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	return err
 }
 
-// JoinName is the name of every join: a rank joins a process set once at a time.
+// JoinName is the name of every join. One name suffices, because a rank can have only one join of a process
+// set in flight.
 const JoinName = "join.noname"
 
-// Join queues e as a join. done is called when the join has ended. The set stays joined until its Release.
+// Join queues e as a join. done is called when the join has ended. The rank counts as joined until the caller
+// calls Set.Release.
 func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	c.Name = JoinName
 	*e = tensorqueue.Entry{
@@ -290,8 +294,8 @@ func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	return nil
 }
 
-// OnlyBools sets every byte of b that is not 0 to 1, as Go requires of a bool. Other ranks may have sent
-// other values.
+// OnlyBools sets each byte of b that is not 0 to 1, because Go requires that of a bool. Other ranks may have
+// sent other values.
 func OnlyBools(b []byte) {
 	for i, v := range b {
 		if v > 1 {

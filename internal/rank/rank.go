@@ -1,6 +1,6 @@
-// Package rank joins one rank to its job. It turns settings into a connected, running and observed engine
-// with its process sets, and checks, names and queues operations on it. Package hvd wraps it for Go programs,
-// and the sidecar uses it for other processes.
+// Package rank joins one rank to its job. From the settings it makes a connected and running engine with
+// process sets, timeline, metrics and flight recorder. It checks and names operations and queues them in the
+// engine. Package hvd wraps it for Go programs, and the sidecar uses it for programs in other processes.
 package rank
 
 import (
@@ -28,38 +28,39 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ErrNotInitialized is the error of an operation without an engine.
+// ErrNotInitialized is the error of an operation that is called before Init.
 var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
-// Options override what Start reads from the environment.
+// Options override settings that Start otherwise reads from the environment.
 type Options struct {
-	// Settings override the environment variables with their names.
+	// Settings override environment variables. The keys are the names of the variables.
 	Settings map[string]string
-	// Store, Method or ID say where the ranks meet. If all are zero the settings or the launcher do. Methods
-	// adds URL schemes.
+	// Store, Method or ID say where the ranks meet. If none is set, the settings or the launcher say it.
+	// Methods adds URL schemes to those that Method may have.
 	Store   store.Store
 	Method  string
 	Methods place.Methods
 	ID      *place.ByID
-	// Device names the accelerator of this rank. SharesDevice allows other ranks of the host to use the same
-	// one.
+	// Device is the name of this rank's accelerator. SharesDevice allows other ranks of the host to use the
+	// same accelerator.
 	Device       string
 	SharesDevice bool
-	// Kept holds a meeting that cannot be repeated, for later epochs of this process.
+	// Kept holds a meeting that can be opened only once, for later epochs of this process.
 	Kept **place.Meeting
-	// ForClient says that the program that computes is another process.
+	// ForClient says that the program that computes runs in another process.
 	ForClient bool
-	// Log replaces the log that the settings describe.
+	// Log is the logger. nil means the logger that the settings describe.
 	Log *zap.Logger
-	// LastEpoch is the last epoch in which this rank was.
+	// LastEpoch is the last epoch in which this rank took part.
 	LastEpoch uint64
-	// Sets are the process sets that exist from the start, beside that of all ranks.
+	// Sets are the process sets that exist from the start, besides the set of all ranks.
 	Sets [][]int
-	// OnStall is called for each stall, at rank 0.
+	// OnStall is called at rank 0 for each stall, if it is not nil.
 	OnStall func(*controller.Stall)
 }
 
-// Read reads the settings that o does not override, and makes the logger that they describe if o has none.
+// Read reads the settings from the environment and from o.Settings. If o.Log is nil, it sets o.Log to the
+// logger that the settings describe.
 func (o *Options) Read() (config.Config, error) {
 	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
 	if err == nil && o.Log == nil {
@@ -68,7 +69,7 @@ func (o *Options) Read() (config.Config, error) {
 	return cfg, err
 }
 
-// meet finds where the ranks meet.
+// meet returns the place where the ranks meet.
 func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
 	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" &&
 		cfg.UniqueID == "" && cfg.Size == config.Unset
@@ -85,8 +86,9 @@ func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, 
 	return m, err
 }
 
-// processes returns how many processes of the job want a processor of a host with the given number of ranks.
-// It assumes that the other ranks are like this one. A wrong guess only changes how they wait.
+// processes returns how many processes of the job need a processor on a host with the given number of ranks.
+// It assumes that all ranks have the same ForClient as this one. If that is wrong, only the way in which
+// processes wait is affected.
 func (o *Options) processes(ranks int) int {
 	if o.ForClient {
 		return 2 * ranks
@@ -94,25 +96,25 @@ func (o *Options) processes(ranks int) int {
 	return ranks
 }
 
-// Rank is one rank in one epoch of a job. Start sets its fields, which do not change afterwards.
+// Rank is one rank in one epoch of a job. Start sets its fields. They do not change afterwards.
 type Rank struct {
 	Engine      *engine.Engine
 	Watch       *Watch
 	Place       topo.Topology
-	Homogeneous bool // every host has the same number of ranks
+	Homogeneous bool // whether every host has the same number of ranks
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
 	meeting     *place.Meeting
-	session     *Session    // nil in a job of one rank
-	log         *zap.Logger // nil if the program owns it
+	session     *Session    // nil in a job with one rank
+	log         *zap.Logger // nil if the logger belongs to the program
 	sets        setTable
 	dynamicSets bool
-	timeout     time.Duration // the timeout of operations that have none of their own
+	timeout     time.Duration // the timeout of operations without a timeout of their own
 }
 
-// Start joins r, which is zero, to its job and waits until all ranks have joined. After an error r cannot be
-// used.
+// Start joins r to its job and waits until all ranks have joined. r must be the zero value before the call.
+// If Start returns an error, r cannot be used.
 func (r *Rank) Start(ctx context.Context, o Options) error {
 	ownLog := o.Log == nil
 	cfg, err := o.Read()
@@ -224,8 +226,8 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	return nil
 }
 
-// topologyOf returns the place of this rank among the hosts: what the environment says, else what follows
-// from the hosts.
+// topologyOf returns the position of this rank among the hosts. Values that the environment gives take
+// precedence over values that follow from the hosts.
 func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	t := topo.FromHosts(hosts, topo.Rank(rank))
 	for _, f := range []struct {
@@ -242,8 +244,9 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	return t
 }
 
-// failed turns a failure before the epoch began into a *engine.PeerError, as failures have afterwards, and
-// reports it to the launcher.
+// failed handles an error that occurred before the epoch began. If the error says which ranks failed, failed
+// reports that to the launcher and returns an *engine.PeerError, as operations do later. Otherwise it returns
+// err.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
 	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused &&
@@ -263,8 +266,8 @@ func (r *Rank) failed(err error) error {
 	return p
 }
 
-// publish reports to the launcher which ranks failed, so that it does not blame a rank that ended because of
-// them.
+// publish reports to the launcher which ranks failed, so that the launcher does not blame a rank that ended
+// because of their failure.
 func (r *Rank) publish(p *engine.PeerError) {
 	launcher := r.launcher()
 	if launcher == nil {
@@ -276,7 +279,7 @@ func (r *Rank) publish(p *engine.PeerError) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
 	defer cancel()
-	// An error is ignored: the program receives the verdict as the error of its operations.
+	// Ignore the error, because the program receives the verdict as the error of its operations.
 	_ = launcher.ReportVerdict(ctx, v)
 }
 
@@ -289,7 +292,7 @@ func (r *Rank) launcher() joblink.Link {
 	return joblink.New(kv, r.meeting.Settings.Rank)
 }
 
-// Shutdown takes r out of the job, as hvd.Shutdown does, and closes it.
+// Shutdown takes r out of the job, as hvd.Shutdown does, and then closes it.
 func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	err := r.Engine.Shutdown(ctx, why)
 	if err != nil {
@@ -298,13 +301,14 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	return errors.Join(err, r.release())
 }
 
-// Close closes r at once. If the job is not over, the other ranks take this one for dead.
+// Close closes r at once. If the job is not over, the other ranks cannot tell this from the death of the
+// process.
 func (r *Rank) Close() error {
 	r.Engine.Close()
 	return r.release()
 }
 
-// release closes what the engine does not own.
+// release closes everything that the engine does not own.
 func (r *Rank) release() error {
 	var errs []error
 	if r.Watch != nil {
@@ -317,7 +321,8 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	if r.log != nil {
-		_ = r.log.Sync() // writes the number of omitted lines; standard error may not support Sync
+		// Sync writes how many lines were omitted. Standard error may not support Sync, so ignore errors.
+		_ = r.log.Sync()
 	}
 	return errors.Join(errs...)
 }

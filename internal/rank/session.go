@@ -25,34 +25,35 @@ import (
 
 // SessionConfig configures OpenSession.
 type SessionConfig struct {
-	// At is where the ranks meet. The caller keeps it. The job has at least 2 ranks.
+	// At is the place where the ranks meet. It belongs to the caller. The job has at least 2 ranks.
 	At *place.Meeting
-	// LastEpoch is the greatest epoch that this process has been in.
+	// LastEpoch is the last epoch in which this process took part.
 	LastEpoch uint64
-	// Terms are values, by name, that must be the same at all ranks, beside the settings for which that
-	// holds.
+	// Terms are further values, by name, that must be equal at all ranks. Settings that must be equal need
+	// not be among them.
 	Terms map[string]string
-	// Device is the accelerator of this rank (rendezvous.Record).
+	// Device is the name of this rank's accelerator (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which backends this rank can serve (rendezvous.Record), beside those that this package
-	// knows.
+	// Capabilities say which backends this rank can serve (rendezvous.Record), besides those that this
+	// package knows.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
-	ringAbove int // rendezvous.JoinConfig.RingAbove; tests set a smaller number
+	ringAbove int // see rendezvous.JoinConfig.RingAbove; tests set a smaller number
 }
 
-// Session is a rank's connection to the others in one epoch.
+// Session is a rank's connections to the other ranks in one epoch.
 type Session struct {
 	Epoch uint64
 	// Mesh connects the ranks. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory is shared by all ranks of the job, or nil if they share none. It lives as long as the mesh.
+	// Memory is the memory that all ranks of the job share, or nil if they share none. It exists as long as
+	// the mesh.
 	Memory opsshm.Memory
-	// Hosts are the host names of the ranks, by rank.
+	// Hosts are the host names of all ranks, by rank.
 	Hosts []string
-	// Capabilities are the backends of each rank, by rank (rendezvous.Record).
+	// Capabilities are the backends of all ranks, by rank (rendezvous.Record).
 	Capabilities []map[string]string
 	// LocalSize is the number of ranks on the host of this rank.
 	LocalSize int
@@ -61,8 +62,8 @@ type Session struct {
 	joined *rendezvous.Session
 }
 
-// OpenSession waits until all ranks of the job have joined, ctx ends, or something contradicts itself. After
-// an error nothing is left open.
+// OpenSession joins this rank to the others. It waits until all ranks of the job have joined. It fails if ctx
+// ends, or if the ranks' records or settings contradict each other. After an error nothing is left open.
 func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -74,11 +75,13 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	return s, nil
 }
 
-// Watch derives a context that ends when a rank fails before all are Ready (see rendezvous.Session.Watch).
+// Watch returns a context that ends when a rank fails before all ranks are Ready (see
+// rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.joined.Watch(ctx) }
 
-// Ready waits until every rank is connected with all others and, if they share memory, has their memory for
-// the lane of all ranks. The error is the same at all ranks.
+// Ready waits until every rank is connected to all others. If the ranks share memory, it also waits until
+// every rank has mapped the memory of all others for the lane of the global set. The error is the same at all
+// ranks.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.Memory != nil {
 		for r := range s.Hosts {
@@ -90,8 +93,8 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.joined.Ready(ctx)
 }
 
-// Fail reports to the other ranks that this rank has failed because of err. It returns the reason for which
-// the epoch has failed: err, or a *rendezvous.FailedError that names another rank.
+// Fail reports to the other ranks that this rank has failed because of err. It returns the reason why the
+// epoch has failed: err, or a *rendezvous.FailedError that names another rank.
 func (s *Session) Fail(err error) error {
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
@@ -101,12 +104,12 @@ func (s *Session) Fail(err error) error {
 		return s.joined.Fail(err, s.rank, peer.Peer)
 	}
 	if dial.MayRecover(err) {
-		return s.joined.Fail(err) // another rank may be the cause
+		return s.joined.Fail(err) // blame no rank, because another rank may be the cause
 	}
 	return s.joined.Fail(err, s.rank)
 }
 
-// Close closes everything but the mesh.
+// Close closes everything except the mesh.
 func (s *Session) Close() error {
 	if s.joined == nil {
 		return nil
@@ -123,7 +126,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		return err
 	}
 	local, offer := listenShared(cfg)
-	// abandon closes everything that open has opened so far.
+	// abandon closes everything that open has opened so far, and returns err.
 	abandon := func(err error) error {
 		if s.Mesh != nil {
 			err = errors.Join(err, s.Mesh.Close())
@@ -174,8 +177,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	lacking, why := s.Lacking(message.SHM)
 	switch {
 	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size:
-		// Every rank detects this when it has all records. If a rank left before the others have them, the
-		// others would report it as dead.
+		// Every rank detects this error as soon as it has all records. Wait for the others, because they
+		// would report a rank as dead that leaves before they have all records.
 		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}
@@ -184,7 +187,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +
 			": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	// On several hosts, each host decides for itself.
+	// If the job has several hosts, each host decides for itself.
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
 		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {
@@ -198,7 +201,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	return nil
 }
 
-// capabilities returns, for each backend that this rank has, why the rank cannot use it, or "".
+// capabilities returns for each backend of this rank the reason why the rank cannot use it, or "" if it can.
 func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {
@@ -208,8 +211,8 @@ func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	return all
 }
 
-// Lacking returns the ranks that cannot serve a backend, and why, or "" if all can. The result is the same at
-// all ranks.
+// Lacking returns the ranks that cannot serve a backend, and the reason. If all ranks can, the reason is "".
+// The result is the same at all ranks.
 func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	var reasons []string
 	for r, capabilities := range s.Capabilities {
@@ -227,7 +230,7 @@ func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	return ranks, strings.Join(reasons, "; ")
 }
 
-// connect makes the mesh after the ranks have checked in, and learns the records of all.
+// connect makes the mesh after the ranks have checked in, and then gathers the records of all ranks.
 func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp.Endpoint) error {
 	addrs := func() (addrs []string) {
 		for _, rec := range s.joined.Records {
@@ -246,7 +249,7 @@ func (s *Session) connect(ctx context.Context, set *config.Config, endpoint *tcp
 	return mesh.Learn(addrs())
 }
 
-// share makes the ranks of this host share memory, if the settings allow it.
+// share makes the ranks of this host share memory if the settings allow it.
 func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endpoint, log *zap.Logger) error {
 	epoch := shm.Epoch{Job: set.JobID, Epoch: s.Epoch, Rank: s.rank, Under: s.Mesh, Agree: s.joined.Agree}
 	for _, rec := range s.joined.Records {
@@ -254,8 +257,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 			append(epoch.Offers, shm.Offer(rec.Memory))
 	}
 	if s.LocalSize == set.Size {
-		// Reserve the segment of the set of all ranks now, while the ranks can still choose TCP if that
-		// fails.
+		// Reserve the segment of the global set now, because the ranks can still choose TCP if that fails.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(
 			set.Size, opsshm.Config{})}
 	}
@@ -267,7 +269,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 	return s.useMemory(shared, set, log)
 }
 
-// memoryError says that the ranks of a host cannot share memory, because of some of them.
+// memoryError says that the ranks of a host cannot share memory, and which of them are the reason.
 type memoryError struct {
 	ranks []topo.Rank
 	text  string
@@ -275,7 +277,7 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
-// useMemory takes the shared memory of mesh, if all ranks have it.
+// useMemory sets s.Memory to the shared memory of mesh if all ranks share it.
 func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
 	if len(mesh.Group()) == set.Size {
 		s.Memory = mesh
@@ -293,8 +295,8 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
-// listenShared opens the socket by which this rank passes file descriptors, if memory is to be shared. If it
-// cannot be opened, the offer tells the others why.
+// listenShared opens the socket over which this rank passes file descriptors, unless the settings exclude
+// shared memory. If it cannot open the socket, the offer tells the other ranks why.
 func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}

@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Set is a process set of a rank's job.
+// Set is a process set of a job, as one rank sees it.
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank // in ascending order
-	Me    int         // the position of this rank, or -1
+	Me    int         // the position of this rank in Ranks, or -1
 
-	unnamed [message.NumKinds]atomic.Int64 // number of calls of each kind without a name at this rank
-	joined  atomic.Bool                    // this rank has joined, and not all members have
+	unnamed [message.NumKinds]atomic.Int64 // number of unnamed calls at this rank, by kind
+	joined  atomic.Bool                    // whether this rank has joined and not all ranks have joined yet
 }
 
 // Size returns the number of members.
@@ -32,10 +32,10 @@ func (s *Set) Size() int { return len(s.Ranks) }
 // String returns a text such as "process set 2 of ranks [0 3]".
 func (s *Set) String() string { return fmt.Sprintf("process set %d of ranks %v", s.ID, s.Ranks) }
 
-// Release ends this rank's join of s, after all have joined or the join has failed.
+// Release ends this rank's join of s. The caller calls it after all ranks have joined or the join has failed.
 func (s *Set) Release() {
 	// The ranks that joined early have made fewer unnamed calls than the others. No call is in flight now, so
-	// all ranks can reset the counters.
+	// all ranks can reset the counters to 0.
 	for i := range s.unnamed {
 		s.unnamed[i].Store(0)
 	}
@@ -50,7 +50,7 @@ type setTable struct {
 
 func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }
 
-// newSet adds a set on which the ranks have agreed.
+// newSet adds a process set after the ranks have agreed on it.
 func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank))}
 	t := &r.sets
@@ -61,21 +61,21 @@ func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	return s
 }
 
-// removeSet removes a set after the ranks have agreed on that.
+// removeSet removes a process set after the ranks have agreed on the removal.
 func (r *Rank) removeSet(s *Set) {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
 	r.sets.all = slices.DeleteFunc(r.sets.all, func(other *Set) bool { return other == s })
 }
 
-// Sets returns the process sets that exist, in the order of their IDs. The first is the set of all ranks.
+// Sets returns the process sets that exist, in ascending order of ID. The first one is the set of all ranks.
 func (r *Rank) Sets() []*Set {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
 	return slices.Clone(r.sets.all)
 }
 
-// FindSet returns the set with this ID, or nil.
+// FindSet returns the process set with the given ID, or nil if there is none.
 func (r *Rank) FindSet(id int) *Set {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
@@ -86,7 +86,7 @@ func (r *Rank) FindSet(id int) *Set {
 	return r.sets.all[i]
 }
 
-// members returns the members of all sets except the global one.
+// members returns the members of all process sets except the global set, by ID.
 func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 	m := make(map[topo.ProcessSetID][]topo.Rank)
 	for _, s := range r.Sets()[1:] {
@@ -95,14 +95,16 @@ func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 	return m
 }
 
-// Change is a change of the process sets, on which all ranks agree.
+// Change is an operation of all ranks that adds or removes a process set.
 type Change struct {
 	tensorqueue.Entry
-	// Set is the set that was added, after the change, or the one to remove.
+	// Set is the set to remove, or the set that was added. In the latter case it is nil until the operation
+	// has completed.
 	Set *Set
 }
 
-// AddSet queues the addition of a process set of these ranks. done is called when all ranks have agreed.
+// AddSet queues an operation that adds a process set of the given ranks. done is called when the operation
+// has ended.
 func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	members, err := membersOf(ranks, c.Rank.Place.Size)
 	if err != nil {
@@ -111,7 +113,7 @@ func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	return c.change(&Change{}, message.Request{Name: "process_set.add", Ranks: members}, done)
 }
 
-// RemoveSet queues the removal of s. done is called when all ranks have agreed.
+// RemoveSet queues an operation that removes s. done is called when the operation has ended.
 func (c *Call) RemoveSet(s *Set, done func(*Change, error)) error {
 	if !slices.Contains(c.Rank.Sets(), s) {
 		return c.Misuse("%w", engine.ErrNoProcessSet)
@@ -142,7 +144,7 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 	return c.checkAndQueue(&ch.Entry)
 }
 
-// membersOf checks the ranks of a set and sorts them.
+// membersOf checks the ranks of a process set and returns them in ascending order.
 func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 	if len(ranks) == 0 {
 		return nil, fmt.Errorf("got a process set without ranks")
@@ -161,7 +163,7 @@ func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 	return set, nil
 }
 
-// staticSets checks the sets that Start was given.
+// staticSets checks the process sets that were passed to Start and returns them with their IDs.
 func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	if len(given) >= message.MaxSets {
 		return nil, fmt.Errorf("got %d process sets, want less than %d", len(given), message.MaxSets)
@@ -184,10 +186,10 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	return sets[1:], nil
 }
 
-// maxSetsText bounds the list of process sets that a rank tells the others in full.
+// maxSetsText is the maximum length of a list of process sets that a rank sends to the others in full.
 const maxSetsText = 4096
 
-// setsText returns a text that is the same at ranks that were given the same sets.
+// setsText returns a text that is equal at two ranks if the ranks were given the same process sets.
 func setsText(sets []controller.Set) string {
 	var b strings.Builder
 	for _, s := range sets {

@@ -17,21 +17,21 @@ import (
 	"github.com/gohvd/gohvd/timeline"
 )
 
-// timelines is the timeline of a rank, which is started and stopped.
+// timelines starts and stops the timeline of a rank.
 type timelines struct {
 	rank *Watch
 
 	mu      sync.Mutex
 	active  *timeline.Timeline // nil if no timeline is active
-	path    string             // the path of the active timeline at rank 0
-	started int                // number of timelines that signals have started
+	path    string             // the path of rank 0's file of the active timeline
+	started int                // number of timelines started by signals
 
 	countMu sync.Mutex         // guards the fields below; its holder never blocks
-	current *timeline.Timeline // the timeline that is counted now
-	past    uint64             // number of operations that earlier timelines have dropped
+	current *timeline.Timeline // the timeline whose dropped operations are not in past yet
+	past    uint64             // number of operations that earlier timelines dropped
 }
 
-// dropped returns how many operations the timelines have dropped.
+// dropped returns how many operations all timelines of the rank have dropped.
 func (t *timelines) dropped() uint64 {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
@@ -41,7 +41,7 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count makes dropped count the operations of next, which may be nil.
+// count makes next, which may be nil, the timeline whose dropped operations dropped adds.
 func (t *timelines) count(next *timeline.Timeline) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
@@ -51,9 +51,9 @@ func (t *timelines) count(next *timeline.Timeline) {
 	t.current = next
 }
 
-// StartTimeline writes the operations of this rank from now on to a file: rank 0 to path, other ranks to
-// files beside it (timeline.PathOf). A timeline with another path ends. If the timeline has this path
-// already, nothing changes.
+// StartTimeline writes the operations of this rank to a file from now on. Rank 0 writes to path, and other
+// ranks write to files beside it (timeline.PathOf). If a timeline with another path is active, StartTimeline
+// ends it. If a timeline with this path is active, nothing changes.
 func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
@@ -61,7 +61,8 @@ func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	return t.start(path, markCycles)
 }
 
-// StopTimeline ends the timeline, and returns when its file is complete. Without one it does nothing.
+// StopTimeline ends the active timeline and returns when its file is complete. If no timeline is active, it
+// does nothing.
 func (r *Watch) StopTimeline() error {
 	t := &r.timeline
 	t.mu.Lock()
@@ -109,11 +110,11 @@ func (t *timelines) stop() error {
 	t.active, t.path = nil, ""
 	t.engine().Watch(nil)
 	err := old.Close()
-	t.count(nil) // counts the operations that Close has dropped
+	t.count(nil) // adds the operations that Close dropped
 	return err
 }
 
-// write writes the buffered part of the timeline to its file.
+// write writes the buffered part of the active timeline to its file.
 func (t *timelines) write() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -131,8 +132,8 @@ func (t *timelines) engine() *engine.Engine {
 	return t.rank.engine
 }
 
-// pathOfEpoch returns the path of the timeline of an epoch. The paths of epochs differ, so that an epoch does
-// not overwrite the timeline of the one before.
+// pathOfEpoch returns the path of the timeline of an epoch. Each epoch has another path, so that no epoch
+// overwrites the timeline of an earlier one.
 func pathOfEpoch(path string, epoch uint64) string {
 	if epoch <= 1 {
 		return path
@@ -140,7 +141,7 @@ func pathOfEpoch(path string, epoch uint64) string {
 	return beforeExt(path, fmt.Sprintf(".epoch%d", epoch))
 }
 
-// beforeExt inserts text before the extension of a path. The path of a device is returned unchanged.
+// beforeExt inserts text before the extension of path. If path is a device, beforeExt returns it unchanged.
 func beforeExt(path, text string) string {
 	if timeline.PathOf(path, 1) == path {
 		return path
@@ -154,8 +155,8 @@ func beforeExt(path, text string) string {
 
 var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
 
-// followSignal starts and stops the timeline as the process gets the signal for it. A signal that comes after
-// followSignal has returned is not lost.
+// followSignal starts or stops the timeline whenever the process receives the signal of the settings. Signals
+// that arrive after followSignal has returned are not lost.
 func (t *timelines) followSignal() {
 	got := make(chan os.Signal, 1)
 	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])
@@ -178,7 +179,8 @@ func (t *timelines) toggleAt(got <-chan os.Signal) {
 	}
 }
 
-// toggle stops the timeline. If there is none, it starts one in a file that no earlier signal has used.
+// toggle stops the active timeline. If none is active, it starts one in a file that no earlier signal has
+// used.
 func (t *timelines) toggle() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -190,7 +192,7 @@ func (t *timelines) toggle() error {
 	if path == "" || path == config.TimelineDynamic {
 		path = "hvd-timeline.json"
 	}
-	taken := path == set.Timeline // Attach has started a timeline with this path
+	taken := path == set.Timeline // whether Attach has started a timeline with this path
 	path = pathOfEpoch(path, t.rank.cfg.Epoch)
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))

@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// WatchConfig says which rank is watched.
+// WatchConfig configures a Watch.
 type WatchConfig struct {
 	Settings  *config.Config
 	Rank      int
@@ -31,48 +31,48 @@ type WatchConfig struct {
 	LocalRank int
 	Host      string
 	Epoch     uint64
-	// Launcher is the link to the launcher; nil if there is none. It stays the caller's.
+	// Launcher is the link to the launcher, or nil if there is none. It belongs to the caller.
 	Launcher joblink.Link
-	// Sets are the members of the process sets that there are at the moment, other than the global one.
+	// Sets returns the members of the process sets that exist now, except the global set.
 	Sets func() map[topo.ProcessSetID][]topo.Rank
 	Log  *zap.Logger
 }
 
 // Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the requests of the
-// launcher. If one of them fails, Watch logs a warning; no operation fails.
+// launcher. If one of them fails, Watch logs a warning, and no operation fails.
 type Watch struct {
 	cfg      WatchConfig
-	recorder *recorder.Recorder // nil if it is off
+	recorder *recorder.Recorder // nil if the flight recorder is off
 	timeline timelines
 
 	ctx     context.Context
 	cancel  context.CancelFunc
 	running sync.WaitGroup
-	stalls  chan recorder.Stall // the engine's stall reports, for forwardStalls
-	watched atomic.Bool         // the launcher prints a report for each stall
+	stalls  chan recorder.Stall // the engine's stall reports, read by forwardStalls
+	watched atomic.Bool         // whether the launcher prints a report for each stall
 
 	mu       sync.Mutex
 	engine   *engine.Engine // nil before Attach
 	metrics  *metrics.Server
-	reported []reportedStall // the stalls that were reported last
+	reported []reportedStall // the last stalls, oldest first
 }
 
-// reportedStall is a stall that was reported, and when it was last.
+// reportedStall is a stall, with the time of its last report.
 type reportedStall struct {
 	recorder.Stall
 	at time.Time
 }
 
 const (
-	// reportTimeout bounds how long the answers of a failed job wait until the launcher has received this
-	// rank's dump.
+	// reportTimeout is the maximum time for which the operations of a failed job wait until the launcher has
+	// received this rank's dump.
 	reportTimeout = 500 * time.Millisecond
-	// maxStalls caps the stall reports that wait for forwardStalls, and those in a dump.
+	// maxStalls is the maximum number of stall reports that wait for forwardStalls, and of stalls in a dump.
 	maxStalls = 16
 )
 
-// NewWatch returns the Watch for an engine that is about to start. The caller closes it when the engine has
-// ended.
+// NewWatch returns the Watch for an engine that is about to start. The caller closes the Watch after the
+// engine has ended.
 func NewWatch(cfg WatchConfig) *Watch {
 	r := &Watch{cfg: cfg, stalls: make(chan recorder.Stall, maxStalls)}
 	if cfg.Settings.FlightRecorder {
@@ -83,7 +83,7 @@ func NewWatch(cfg WatchConfig) *Watch {
 	return r
 }
 
-// Configure sets the callbacks and the recorder of r in the configuration of an engine.
+// Configure sets the callbacks and the recorder in the configuration of an engine.
 func (r *Watch) Configure(cfg *engine.Config) {
 	if r.recorder != nil {
 		cfg.Recorder = r.recorder
@@ -105,8 +105,8 @@ func (r *Watch) Configure(cfg *engine.Config) {
 	}
 }
 
-// Attach starts the metrics server, the timeline and the answers to the launcher for e. An error means that a
-// setting is invalid.
+// Attach starts the metrics server, the timeline and the answers to the launcher for engine e. It returns an
+// error only if a setting is invalid.
 func (r *Watch) Attach(e *engine.Engine) error {
 	r.mu.Lock()
 	r.engine = e
@@ -152,7 +152,7 @@ func (r *Watch) Close() error {
 	return server.Close() // Close waits for running requests, which need mu
 }
 
-// Stats returns the counters of the rank. They are 0 before Attach.
+// Stats returns the counters of the rank. Before Attach they are 0.
 func (r *Watch) Stats() trace.Stats {
 	r.mu.Lock()
 	e := r.engine
@@ -183,7 +183,7 @@ func (r *Watch) serveMetrics(addr string) error {
 	return nil
 }
 
-// answer answers the requests of the launcher.
+// answer answers requests from the launcher until Close.
 func (r *Watch) answer() {
 	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
 		switch what {
@@ -204,13 +204,14 @@ func (r *Watch) answer() {
 	}
 }
 
-// Dump returns what the rank waits for, and what the flight recorder has if it is on.
+// Dump returns what the rank waits for and, if the flight recorder is on, its last operations. why is the
+// reason for the dump.
 func (r *Watch) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine
 	var stalls []string
 	for _, s := range r.reported {
-		// The engine reports a tensor that still waits again before this time has passed.
+		// If the tensor still waited, the engine would have reported it again within this time.
 		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
 			stalls = append(stalls, s.Text)
 		}
@@ -229,7 +230,7 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	return r.recorder.Dump(about)
 }
 
-// encodedDump returns Dump encoded for the launcher, or nil if encoding fails.
+// encodedDump returns Dump in the encoding for the launcher. It returns nil if the encoding fails.
 func (r *Watch) encodedDump(why string) []byte {
 	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
@@ -239,7 +240,7 @@ func (r *Watch) encodedDump(why string) []byte {
 	return text
 }
 
-// writeDump writes a dump to the folder of HVD_DUMP_DIR, if it is set.
+// writeDump writes a dump to the folder of HVD_DUMP_DIR, if that is set.
 func (r *Watch) writeDump(why string) {
 	dir := r.cfg.Settings.DumpDir
 	if dir == "" {
@@ -253,8 +254,9 @@ func (r *Watch) writeDump(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
-// failed sends or writes a dump, and writes the timeline, before the operations of this rank are answered,
-// because the program may exit then. It returns after a bounded time.
+// failed sends a dump to the launcher or writes it to a file, and writes the timeline. It is called before
+// the operations of this rank are answered, because the program may exit then. It returns after a bounded
+// time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
 	sent := r.sendReport(joblink.Failure, r.encodedDump(why))
@@ -272,8 +274,8 @@ func (r *Watch) failed(failure error) {
 	}
 }
 
-// sendReport sends a report to the launcher, which writes it to a file, and reports whether the launcher has
-// received it.
+// sendReport sends a report to the launcher, which writes it to a file. It returns true if the launcher has
+// received the report.
 func (r *Watch) sendReport(what string, body []byte) bool {
 	if r.cfg.Launcher == nil || body == nil {
 		return false
@@ -287,15 +289,15 @@ func (r *Watch) sendReport(what string, body []byte) bool {
 	return err == nil
 }
 
-// stalled queues a stall report of the engine's loop without blocking.
+// stalled queues a stall report. The loop of the engine calls it, so it does not block.
 func (r *Watch) stalled(s *controller.Stall) {
 	select {
 	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
-	default: // the report is dropped: it was logged
+	default: // drop the report, which the engine has logged
 	}
 }
 
-// forwardStalls sends stall reports to the launcher, which then requests a dump of all ranks.
+// forwardStalls sends stall reports to the launcher, which then requests a dump from every rank.
 func (r *Watch) forwardStalls() {
 	if r.cfg.Launcher != nil {
 		watched, err := r.cfg.Launcher.HasListener(r.ctx)
