@@ -1,7 +1,8 @@
-// Package fusion decides which responses run as one operation, and keeps the buffer for fused tensors.
+// Package fusion decides which responses run together as one operation, and provides the buffer for fused
+// tensors.
 //
-// Fusing saves one latency per tensor and costs a copy in and a copy out. Only responses that one operation
-// can serve are fused.
+// Fusion saves the latency of one operation per tensor, but each tensor has to be copied into the buffer and
+// out of it. Only responses that a single operation can execute are fused.
 package fusion
 
 import (
@@ -12,32 +13,32 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options are the limits on fusion besides Compatible.
+// Options limit which compatible responses are fused.
 type Options struct {
-	// ThresholdBytes is the most bytes that are fused into one operation, counted as they are transferred. 0
-	// disables fusion. A group that is one response is not split.
+	// ThresholdBytes is the maximum number of bytes that are fused into one operation, counted as they are
+	// sent. 0 disables fusion. A group that is one response is not split.
 	ThresholdBytes int64
 	// DisableGroupFusion prevents fusing the tensors of a group with tensors outside the group.
 	DisableGroupFusion bool
-	// Deterministic excludes operations whose bits fusion could change: Adasum, whose tensors are scaled by
-	// sums over their elements.
+	// Deterministic disables fusion that could change the bits of a result. This concerns Adasum, which
+	// scales tensors by sums over their elements.
 	Deterministic bool
 }
 
-// Tensor is a response that is about to run. Absent lists, in ascending order, the members that do not
-// contribute because they have joined and did not ask for it.
+// Tensor is a response that is to run. Absent are the members that have joined without requesting it and do
+// not contribute, in ascending order.
 type Tensor struct {
 	Response *message.Response
 	Absent   []topo.Rank
 }
 
 // Plan divides tensors into groups that run as one operation each, and appends the groups to dst. A group is
-// a list of indexes into tensors, ascending. Every index is in exactly one group.
+// an ascending list of indexes into tensors. Every index is in exactly one group.
 //
-// The rule is Horovod's. A group starts with the first tensor that is not in a group yet. It takes each later
-// tensor that is compatible and keeps the sum of the bytes within the threshold. Plan skips tensors that do
-// not fit, and ends the group when the bytes of the group and of the skipped tensors together exceed the
-// threshold: then the tensors were submitted too far apart to wait for each other.
+// The rule is Horovod's. A group begins with the first tensor that is not in a group yet. Plan adds each
+// later tensor that is compatible and with which the group's bytes do not exceed the threshold. It skips
+// other tensors. When the bytes of the group and of the skipped tensors together exceed the threshold, the
+// group ends, because later tensors were submitted too far apart from the group.
 func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	taken := make([]bool, len(tensors))
 	for first := range tensors {
@@ -73,7 +74,7 @@ func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	return dst
 }
 
-// fits reports whether a+b is at most limit, without overflow. All are at least 0.
+// fits reports whether a+b is at most limit. It cannot overflow. All arguments are at least 0.
 func fits(a, b, limit int64) bool { return a <= limit && b <= limit-a }
 
 func (o *Options) fusible(r *message.Response) bool {
@@ -86,15 +87,16 @@ func (o *Options) together(a, b *Tensor) bool {
 			len(b.Response.Parts) == 0)
 }
 
-// Compatible reports whether one operation can serve a and b together. A response that cannot be fused is not
-// compatible with any response, not even with itself.
+// Compatible reports whether one operation can execute a and b together. A response that cannot be fused is
+// compatible with no response, not even with itself.
 func Compatible(a, b *message.Response) bool {
 	if a.Kind != b.Kind {
 		return false
 	}
 	switch a.Kind {
 	case message.Allreduce, message.Reducescatter:
-		// A group that is one response may have tensors of several types. Then its DType is not valid.
+		// A group that is one response may have tensors of several element types. Its DType is then not
+		// valid.
 		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale &&
 			a.Postscale == b.Postscale && a.Wire == b.Wire
 	case message.Broadcast:
@@ -105,8 +107,8 @@ func Compatible(a, b *message.Response) bool {
 	return false
 }
 
-// Buffer is the memory for fused tensors. It is kept, so that a steady state allocates nothing. The zero
-// value is ready to use. It is not safe for concurrent use.
+// Buffer is memory for fused tensors. It is kept between operations, so that a steady state allocates
+// nothing. The zero value is ready to use. A Buffer is not safe for concurrent use.
 type Buffer struct {
 	mem []byte
 }

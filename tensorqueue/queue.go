@@ -1,9 +1,9 @@
-// Package tensorqueue connects training code with the background loop. A Queue is a table of the named
-// tensors that are in flight, with a list of the entries that the loop has not seen yet.
+// Package tensorqueue passes tensors from the training code to the background loop. A Queue is a table of the
+// named tensors that are in flight, together with a list of the entries that the loop has not taken yet.
 //
-// Submitting goroutines call Add. The loop calls Pop. The goroutine that executes the response calls Finish.
-// All methods are safe for concurrent use. The queue never accesses the buffers: they belong to the engine
-// from Add until Done is called. From the call of Done on, an entry may be used again.
+// Goroutines that submit tensors call Add. The loop calls Pop. The goroutine that executes the response calls
+// Finish. All methods are safe for concurrent use. The queue does not access the buffers of an entry. They
+// belong to the engine from Add until Done is called. When Done is called, the entry may be used again.
 package tensorqueue
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// DuplicateNameError is the error of Add if the name of a tensor is in use: a tensor of that name is in
-// flight, or the program that submitted it has not yet observed its completion.
+// DuplicateNameError is the error of Add if the name of a tensor is in use. Either a tensor of that name is
+// in flight, or the program that submitted it has not yet observed its completion.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string
@@ -34,45 +34,45 @@ func (e *DuplicateNameError) Error() string {
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
-	// Input is this rank's contribution, and Output receives the result. The kind decides which are used: a
-	// barrier has neither. They are the same buffer, or do not overlap, unless InPlace is set: then Input is
-	// this rank's part of Output (allgather), or Output is this rank's part of Input (reducescatter, whose
-	// Input is undefined afterwards).
+	// Input is this rank's contribution, and Output receives the result. Which of them are used depends on
+	// the kind. A barrier uses neither. If InPlace is not set, Input and Output are the same buffer or do not
+	// overlap. If InPlace is set, Input is this rank's part of Output (allgather), or Output is this rank's
+	// part of Input (reducescatter, which leaves Input undefined).
 	Input, Output []byte
 	InPlace       bool
-	// Parts are the tensors of a group that is submitted as one request. They replace Input and Output.
+	// Parts are the tensors of a group that is one request. If they are set, Input and Output are not used.
 	Parts []Part
-	// Allocate makes Output once its size is known, for operations whose output size depends on other ranks.
-	// It is not used if Output is already set.
+	// Allocate makes Output when its size is known, for operations whose output size depends on other ranks.
+	// If Output is set, Allocate is not called.
 	Allocate func(numBytes int) []byte
-	// Splits is, for alltoall, the number of rows of Input for each member. Received receives the number of
-	// rows that came from each member.
+	// Splits is the number of rows of Input for each member, for alltoall. Received receives the number of
+	// rows from each member.
 	Splits, Received []int64
-	// ErrorFeedback is for a compressed allreduce: the compression error is added to the next tensor of the
-	// same name.
+	// ErrorFeedback is set if an allreduce with compression must add the compression error to the next tensor
+	// of the same name.
 	ErrorFeedback bool
-	// Timeout is the longest time that the operation may take; 0 means no limit.
+	// Timeout is the maximum time that the operation may take. 0 means no limit.
 	Timeout time.Duration
-	// Hold keeps the name in use after Done, until the Name that Held returns is released. It is the same for
-	// all entries of an Add.
+	// Hold keeps the name in use after Done, until the Name that Held returns is released. It is equal in all
+	// entries of one Add.
 	Hold bool
 	// Response is the granted response. It is set before Done is called with nil.
 	Response *message.Response
-	// Done is called exactly once, after the engine has stopped using the buffers and, without Hold, the name
-	// is free again.
+	// Done is called exactly once, when the engine does not use the buffers anymore. Without Hold, the name
+	// is free again then.
 	Done func(err error)
 	// Times are the times at which the entry reached each state.
 	Times Times
-	// Deadline is the time at which Timeout ends, 0 if never. Only the loop accesses it.
+	// Deadline is when Timeout ends, or 0 if it never does. Only the loop accesses it.
 	Deadline time.Duration
 
 	queue *Queue
 	name  *Name
 }
 
-// Held returns the name that e keeps in use after Done, and nil without Hold. The name of the first entry of
-// an Add also stands for the names of all entries that were added with it. Held must not be called after Done
-// has returned.
+// Held returns the name that e keeps in use after Done. It returns nil if Hold is not set. The name of the
+// first entry of an Add also stands for the names of the other entries of that Add. Held must not be called
+// after Done has returned.
 func (e *Entry) Held() *Name {
 	if !e.Hold {
 		return nil
@@ -80,65 +80,65 @@ func (e *Entry) Held() *Name {
 	return e.name
 }
 
-// Part is a tensor of a group: Input is this rank's contribution, and Output receives the result.
+// Part is a tensor of a group. Input is this rank's contribution, and Output receives the result.
 type Part struct{ Input, Output []byte }
 
-// Times are the times at which an entry was submitted, sent, granted and begun, since the start of the
-// engine; 0 means not yet. Submitted does not change after Add. The other times are in nanoseconds, and any
+// Times are the times at which an entry was submitted, sent, granted and begun, counted from the start of the
+// engine. 0 means not yet. Submitted does not change after Add. The other times are in nanoseconds, and any
 // goroutine may load them.
 type Times struct {
 	Submitted            time.Duration
 	Sent, Granted, Begun atomic.Int64
-	// Grant is the number of the grant times 256, plus the backend that runs it; 0 before the grant.
+	// Grant is the number of the grant times 256 plus the backend that runs it. It is 0 before the grant.
 	Grant atomic.Uint64
 }
 
-// Name is the state that a queue keeps for a name. It outlives the entries, because most names are submitted
+// Name is what a queue remembers about a name. It outlives the entries, because most names are submitted
 // again.
 type Name struct {
-	entry *Entry // in flight, or nil
-	next  *Name  // the name of the next entry of the same Add, if it has Hold
+	entry *Entry // the entry in flight, or nil
+	next  *Name  // the name of the next entry of the same Add, if the entries have Hold
 	bit   uint32 // Request.Bit of the last entry
-	// holds counts the entries with Hold, and changes only while the name is free. released is the number of
-	// them that have been released.
+	// holds is the number of entries with Hold so far. It changes only while the name is free. released is
+	// the number of these entries that were released.
 	holds    uint32
 	released atomic.Uint32
 }
 
-// Release frees n and the names that were added after it in the same Add. It must be called once, after Done
-// of all these entries was called. It takes no lock.
+// Release frees n and the names of the later entries of the same Add. It must be called once, after Done was
+// called for all these entries. It takes no lock.
 func (n *Name) Release() {
 	for n != nil {
-		next := n.next // Read next before the Store: after it another Add may use n.
+		next := n.next // before the Store, because another Add may use n after it
 		n.released.Store(n.holds)
 		n = next
 	}
 }
 
-// free reports whether the name may be submitted.
+// free reports whether a tensor may be submitted under the name.
 func (n *Name) free() bool { return n.entry == nil && n.released.Load() == n.holds }
 
-// Queue holds the entries of one process set. New makes one.
+// Queue has the entries of one process set. New returns one.
 type Queue struct {
 	mu       sync.Mutex
 	names    map[string]*Name
 	inFlight int
-	limit    int // number of names at which forget is called
+	limit    int // number of names at which the queue calls forget
 	pending  []*Entry
 	closed   error
-	waiting  atomic.Bool // pending is not empty
+	waiting  atomic.Bool // whether pending has entries
 }
 
-// minNames is the least limit on the number of names that a queue keeps.
+// minNames is the minimum of Queue.limit.
 const minNames = 2048
 
-// New makes an empty queue.
+// New returns an empty queue.
 func New() *Queue {
 	return &Queue{names: make(map[string]*Name), limit: minNames}
 }
 
-// Add submits all entries, in this order, or none of them. It fails with *DuplicateNameError if a name is in
-// use, or with the error that was passed to Close. If it fails, Done is not called.
+// Add submits all entries in the given order, or none of them. It returns a *DuplicateNameError if a name is
+// in use, or the error that was passed to Close. If it returns an error, Done is not called.
 func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -171,7 +171,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 	return nil
 }
 
-// nameOf returns the state of the name text, and makes it if there is none. The caller holds mu.
+// nameOf returns the state of the name text. If there is none, nameOf makes it. The caller holds mu.
 func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
@@ -184,15 +184,15 @@ func (q *Queue) nameOf(text string) *Name {
 	return n
 }
 
-// forget drops the names that are not in use. It raises the limit to twice the number of names that remain,
-// so that the next call comes only after as many new names. The caller holds mu.
+// forget drops the names that are not in use. It sets the limit to twice the number of remaining names, so
+// that the next call comes only after that many new names. The caller holds mu.
 func (q *Queue) forget() {
 	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
 	q.limit = max(minNames, 2*len(q.names))
 }
 
-// Pop appends to dst the entries that were added since the last Pop, in order of submission. They stay in the
-// table.
+// Pop appends the entries that were added since the last Pop to dst, in the order of submission. The entries
+// stay in the table.
 func (q *Queue) Pop(dst []*Entry) []*Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -210,10 +210,11 @@ func (q *Queue) Pending() int {
 	return len(q.pending)
 }
 
-// Waiting reports whether there are entries to Pop. It takes no lock, so polling many idle queues is cheap.
+// Waiting reports whether there are entries to Pop. It takes no lock, so that polling many idle queues is
+// cheap.
 func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
-// Find returns the entry with the given name that is in flight, or nil.
+// Find returns the entry in flight with the given name, or nil if there is none.
 func (q *Queue) Find(name string) *Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -223,8 +224,8 @@ func (q *Queue) Find(name string) *Entry {
 	return nil
 }
 
-// Finish removes e from the table and calls its Done with err. It does nothing if e is not in its queue any
-// more. It must not be called after Done was called: e may have been submitted again by then.
+// Finish removes e from the table and calls e.Done with err. If e is not in the table anymore, Finish does
+// nothing. It must not be called after Done was called, because e may have been submitted again by then.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
@@ -235,7 +236,7 @@ func (e *Entry) Finish(err error) {
 	}
 }
 
-// remove removes e from the table and reports whether it was there. The caller holds mu.
+// remove removes e from the table. It returns false if e was not there. The caller holds mu.
 func (q *Queue) remove(e *Entry) bool {
 	if e.name.entry != e {
 		return false
@@ -245,8 +246,8 @@ func (q *Queue) remove(e *Entry) bool {
 	return true
 }
 
-// Close makes every later Add fail with err. If Close is called again, the first err stays. Entries in the
-// table stay there.
+// Close makes every later Add fail with err. After a second call the first err remains. Entries in the table
+// stay there.
 func (q *Queue) Close(err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -255,8 +256,8 @@ func (q *Queue) Close(err error) {
 	}
 }
 
-// Each calls visit for every entry that is in flight, in no particular order. No entry finishes until Each
-// returns: visit must not call methods of the queue or of an entry, nor keep the entry.
+// Each calls visit for every entry in flight, in no particular order. No entry finishes until Each returns.
+// visit must not call methods of the queue or of an entry, and must not keep the entry.
 func (q *Queue) Each(visit func(e *Entry)) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -267,8 +268,8 @@ func (q *Queue) Each(visit func(e *Entry)) {
 	}
 }
 
-// FinishAll finishes all entries for which which returns true, popped or not, each with the error that reason
-// returns for it.
+// FinishAll finishes all entries for which which returns true, whether Pop has returned them or not. Each
+// ends with the error that reason returns for it.
 func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error) {
 	q.mu.Lock()
 	var found []*Entry

@@ -2,10 +2,10 @@ package message
 
 import "math/bits"
 
-// Bits is a bit vector. Bits beyond its length are zero; setting one grows it.
+// Bits is a bit vector. Bits beyond its length are 0. Setting such a bit makes the vector longer.
 type Bits []uint64
 
-// Set makes bit b one.
+// Set sets bit b to 1.
 func (v *Bits) Set(b uint32) {
 	w := int(b / 64)
 	for len(*v) <= w {
@@ -14,20 +14,20 @@ func (v *Bits) Set(b uint32) {
 	(*v)[w] |= 1 << (b % 64)
 }
 
-// Clear makes bit b zero.
+// Clear sets bit b to 0.
 func (v Bits) Clear(b uint32) {
 	if w := int(b / 64); w < len(v) {
 		v[w] &^= 1 << (b % 64)
 	}
 }
 
-// Has reports whether bit b is one.
+// Has reports whether bit b is 1.
 func (v Bits) Has(b uint32) bool {
 	w := int(b / 64)
 	return w < len(v) && v[w]&(1<<(b%64)) != 0
 }
 
-// Any reports whether a bit is one.
+// Any reports whether at least one bit is 1.
 func (v Bits) Any() bool {
 	for _, w := range v {
 		if w != 0 {
@@ -37,7 +37,7 @@ func (v Bits) Any() bool {
 	return false
 }
 
-// Next returns the lowest one bit at or above b; ok is false if there is none.
+// Next returns the lowest bit that is 1 and not below b. ok is false if there is none.
 func (v Bits) Next(b uint32) (next uint32, ok bool) {
 	w := int(b / 64)
 	if w >= len(v) {
@@ -53,7 +53,7 @@ func (v Bits) Next(b uint32) (next uint32, ok bool) {
 	return uint32(w*64 + bits.TrailingZeros64(word)), true
 }
 
-// Or sets the bits of o in v.
+// Or sets v to the bitwise OR of v and o.
 func (v *Bits) Or(o Bits) {
 	for len(*v) < len(o) {
 		*v = append(*v, 0)
@@ -63,7 +63,7 @@ func (v *Bits) Or(o Bits) {
 	}
 }
 
-// And clears the bits of v that are not in o.
+// And sets v to the bitwise AND of v and o.
 func (v Bits) And(o Bits) {
 	for i := range v {
 		if i < len(o) {
@@ -74,5 +74,5 @@ func (v Bits) And(o Bits) {
 	}
 }
 
-// Reset makes v empty and keeps its memory.
+// Reset makes v empty. It keeps the memory of v.
 func (v *Bits) Reset() { *v = (*v)[:0] }

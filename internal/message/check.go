@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Check returns an error if r contradicts itself. The coordinator checks what ranks must agree on.
+// Check returns an error if r is invalid by itself. The coordinator checks whether the requests of the ranks
+// agree.
 func (r *Request) Check() error {
 	if !r.Kind.Valid() {
 		return fmt.Errorf("request %q: got unknown kind %d", r.Name, r.Kind)
@@ -23,8 +24,8 @@ func (r *Request) Check() error {
 	return nil
 }
 
-// CheckParameters does what Check does for a request whose name is not known yet. Its errors do not name the
-// operation.
+// CheckParameters checks everything that Check does except the name, which may be missing. Its errors do not
+// name the operation.
 func (r *Request) CheckParameters() error {
 	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
 		return fmt.Errorf("got group %q of %d tensors, want a name and a positive number for an operation that moves data, or no group", r.Group, r.GroupSize)
@@ -60,7 +61,7 @@ func (r *Request) CheckParameters() error {
 	return nil
 }
 
-// checkParts does what CheckParameters does for the parts of a group.
+// checkParts checks the parameters of a group that is one request.
 func (r *Request) checkParts() error {
 	switch {
 	case r.Kind != Allreduce:
@@ -81,7 +82,7 @@ func (r *Request) checkParts() error {
 	return nil
 }
 
-// checkReduction checks how elements of dt are to be reduced.
+// checkReduction checks the reduction of elements of type dt, with scale factors and compression.
 func (r *Request) checkReduction(dt tensor.DType) error {
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
 		return err
@@ -108,8 +109,8 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 	return nil
 }
 
-// check returns an error if the response contradicts itself. Members compute with the sizes in a response, so
-// they check them first.
+// check returns an error if the response is invalid by itself. Members call it before they compute with the
+// sizes in a response.
 func (r *Response) check() error {
 	if r.Kind == Error {
 		return CheckName(r.Name)
@@ -133,7 +134,7 @@ func (r *Response) check() error {
 	return nil
 }
 
-// CheckName returns an error if a tensor or group cannot have the name.
+// CheckName returns an error if name is not a valid name of a tensor or a group.
 func CheckName(name string) error {
 	if name == "" || len(name) > MaxNameBytes {
 		return fmt.Errorf("got a tensor name of %d bytes, want 1 to %d", len(name), MaxNameBytes)
@@ -144,7 +145,8 @@ func CheckName(name string) error {
 	return nil
 }
 
-// checkMembers checks the ranks of a process set: at least one, ascending.
+// checkMembers checks that ranks can be the members of a process set. There must be at least one, and they
+// must be in ascending order.
 func checkMembers(ranks []topo.Rank) error {
 	if len(ranks) == 0 {
 		return fmt.Errorf("got a process set without ranks")
@@ -157,7 +159,8 @@ func checkMembers(ranks []topo.Rank) error {
 	return nil
 }
 
-// checkTensor returns the number of elements, or an error if they or their bytes cannot be counted.
+// checkTensor checks a tensor and returns its number of elements. The number of its bytes must fit into an
+// int64.
 func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
 	if !dt.Valid() {
 		return 0, fmt.Errorf("got unknown element type %d", dt)

@@ -14,23 +14,24 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Limits of a frame. A decoder refuses what exceeds them, an encoder's caller must not.
+// These are the limits of a frame. A decoder returns an error if a frame exceeds them. The caller of an
+// encoder must keep them.
 const (
-	// MaxFrameBytes bounds one encoded frame.
+	// MaxFrameBytes is the maximum size of an encoded frame.
 	MaxFrameBytes = 64 << 20
-	// MaxNameBytes bounds the name of a tensor.
+	// MaxNameBytes is the maximum length of the name of a tensor.
 	MaxNameBytes = 4096
-	// MaxDims bounds the dimensions of a shape.
+	// MaxDims is the maximum number of dimensions of a shape.
 	MaxDims = 64
-	// MaxReasonBytes bounds a reason or an error text; longer ones are cut when encoded.
+	// MaxReasonBytes is the maximum length of a reason or an error text. The encoder cuts longer texts.
 	MaxReasonBytes = 4096
-	// MaxCacheBits bounds cache bits.
+	// MaxCacheBits is greater than every cache bit.
 	MaxCacheBits = 1 << 20
-	// maxWords bounds a vector.
+	// maxWords is the maximum number of words of a bit vector.
 	maxWords = 1<<16 - 1
-	// MaxRanks bounds the ranks of a job.
+	// MaxRanks is the maximum number of ranks of a job.
 	MaxRanks = 1 << 20
-	// MaxSets bounds the process sets of one frame.
+	// MaxSets is the maximum number of process sets in a frame.
 	MaxSets = 1024
 )
 
@@ -59,9 +60,9 @@ const (
 	flagShutdown = 1
 	flagGranted  = 2
 	flagStop     = 1
-	// vectorsType is beyond the types of Up and Down frames, which share connections with it.
+	// vectorsType must differ from the types of Up and Down frames, which are sent over the same connections.
 	vectorsType = 64
-	// probeType is beyond the types of Up and Down frames too.
+	// probeType must differ from them too.
 	probeType = 65
 )
 
@@ -70,8 +71,8 @@ var (
 	errTrailing = errors.New("has bytes after its end")
 )
 
-// AppendUp appends the encoding of u to b. In steady state (votes, no full requests) it allocates nothing
-// once b has room. It fails for a request that breaks the limits.
+// AppendUp appends the encoding of u to b. It returns an error if a request cannot be encoded. It allocates
+// nothing if u has no full requests and b has enough capacity.
 func AppendUp(b []byte, u *Up) ([]byte, error) {
 	var flags byte
 	if u.Shutdown {
@@ -118,7 +119,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 	return b, nil
 }
 
-// DecodeUp decodes b into u, reusing u's memory. Nothing of b is kept.
+// DecodeUp decodes b into u. It reuses the memory of u and keeps no reference to b.
 func DecodeUp(b []byte, u *Up) error {
 	u.Reset()
 	d := decoder{b: b}
@@ -175,7 +176,7 @@ func DecodeUp(b []byte, u *Up) error {
 	return nil
 }
 
-// AppendDown appends the encoding of d to b, as AppendUp does.
+// AppendDown appends the encoding of d to b. It returns an error if a response cannot be encoded.
 func AppendDown(b []byte, d *Down) ([]byte, error) {
 	var flags byte
 	if d.Stop {
@@ -229,8 +230,8 @@ func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
 	return b, nil
 }
 
-// DecodeDown decodes b into out, reusing out's memory. Nothing of b is kept. A frame of grants for cached
-// tensors allocates nothing once out has room.
+// DecodeDown decodes b into out. It reuses the memory of out and keeps no reference to b. It allocates
+// nothing if the frame has only grants for cached tensors and out has enough capacity.
 func DecodeDown(b []byte, out *Down) error {
 	out.Reset()
 	d := decoder{b: b}
@@ -297,7 +298,7 @@ func (d *decoder) downSet(s *DownSet) {
 	}
 }
 
-// AppendVectors appends the encoding of a cycle's two vectors to b, all their words.
+// AppendVectors appends the encoding of a lock-step cycle's two vectors to b. All their words are encoded.
 func AppendVectors(b []byte, and, or []uint64) []byte {
 	b = append(b, vectorsType)
 	for _, v := range [][]uint64{and, or} {
@@ -309,7 +310,7 @@ func AppendVectors(b []byte, and, or []uint64) []byte {
 	return b
 }
 
-// DecodeVectors returns the inverse of AppendVectors, reusing the memory of and and or.
+// DecodeVectors decodes what AppendVectors has encoded. It reuses the memory of and and or.
 func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != vectorsType {
@@ -333,13 +334,13 @@ func AppendProbe(b []byte, p *Probe) []byte {
 	return appendText(b, p.Domain)
 }
 
-// IsVectors reports whether a frame is a cycle's vectors, possibly malformed ones.
+// IsVectors reports whether a frame contains the vectors of a cycle. The frame may still be malformed.
 func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
 
-// IsProbe reports whether a frame is a Probe, possibly a malformed one.
+// IsProbe reports whether a frame contains a Probe. The frame may still be malformed.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 
-// DecodeProbe returns the inverse of AppendProbe.
+// DecodeProbe decodes what AppendProbe has encoded.
 func DecodeProbe(b []byte) (p Probe, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != probeType {
@@ -381,7 +382,8 @@ func appendWords(b []byte, v []uint32) []byte {
 	return b
 }
 
-// truncateText truncates a text to MaxReasonBytes and makes it valid UTF-8, which protobuf requires.
+// truncateText truncates a text to MaxReasonBytes and removes invalid UTF-8, because protobuf requires valid
+// UTF-8.
 func truncateText(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), MaxReasonBytes)], "")
 }
@@ -405,7 +407,7 @@ func appendProto(b []byte, m proto.Message) ([]byte, error) {
 	return b, nil
 }
 
-// decoder takes fields from the front of b. After the first error every field is zero.
+// decoder decodes fields from the front of b. After the first error it returns zero for every field.
 type decoder struct {
 	b   []byte
 	err error
@@ -456,8 +458,8 @@ func (d *decoder) u64() uint64 {
 	return 0
 }
 
-// count takes the number of elements that follow, each of at least size bytes, so that nothing is
-// allocated for elements that are not there.
+// count decodes the number of elements that follow. Each element has at least size bytes. If b has not that
+// many bytes, count fails, so that the caller allocates nothing for missing elements.
 func (d *decoder) count(size int) int {
 	n := int64(d.u32())
 	if n*int64(size) > int64(len(d.b)) {
@@ -511,7 +513,7 @@ func (d *decoder) bits(v *Bits) {
 	}
 }
 
-// vector takes a bit vector of all process sets, which may be longer than that of one.
+// vector decodes a bit vector of all process sets. It may be longer than the vector of one process set.
 func (d *decoder) vector(v *[]uint64) {
 	for range d.count(8) {
 		*v = append(*v, d.u64())
@@ -530,7 +532,7 @@ func (d *decoder) text() string {
 		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
-	// The text is truncated as in appendText, so that encoding it again gives the same bytes.
+	// Truncate as appendText does, so that encoding the result again gives the same bytes.
 	return truncateText(string(d.take(n)))
 }
 
@@ -611,7 +613,7 @@ func (d *decoder) response(r *Response) {
 	}
 }
 
-// narrow converts v to a byte. A number that does not fit becomes 255 and not another valid number.
+// narrow converts v to a byte. If v is too large, the result is 255, which is not a valid number of any type.
 func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
 
 func ranksToPB(ranks []topo.Rank) []int32 {

@@ -4,82 +4,87 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Probe measures the clock of a rank against the clock of rank 0. A rank sends it to rank 0, which sends it
-// back. Times are in nanoseconds since the engine of the rank that reads the clock has started.
+// Probe measures the clock of a rank against the clock of rank 0. The rank sends it to rank 0, which fills it
+// in and sends it back. All times are in nanoseconds since the start of the engine of the rank whose clock
+// was read.
 type Probe struct {
-	// Sent is the time at which the sender sent the probe, by its own clock.
+	// Sent is when the rank sent the probe, by its own clock.
 	Sent uint64
-	// Received and Replied are by the clock of rank 0. They are 0 on the way to rank 0.
+	// Received and Replied are when rank 0 received the probe and sent it back, by the clock of rank 0. They
+	// are 0 in the probe to rank 0.
 	Received, Replied uint64
-	// Monotonic is what rank 0's clock showed when its engine started, and Domain names that clock: a rank
-	// that reads the same clock needs no measurement. They are 0 and empty on the way to rank 0.
+	// Monotonic is the reading of rank 0's clock when rank 0's engine started. Domain identifies that clock.
+	// A rank that reads the same clock needs no measurement. Both are zero in the probe to rank 0.
 	Monotonic uint64
 	Domain    string
 }
 
-// UpType says what an Up frame is.
+// UpType is the type of an Up frame.
 type UpType uint8
 
-// The Up frames.
+// These are the types of Up frames.
 const (
-	// UpNews carries votes, requests, finished grants and flags.
+	// UpNews has votes, requests, numbers of finished grants, and possibly the sender's shutdown.
 	UpNews UpType = iota + 1
-	// UpHeartbeat shows that the rank lives.
+	// UpHeartbeat shows that the sender lives.
 	UpHeartbeat
-	// UpBye is the last frame of a rank that has finished all its work after STOP.
+	// UpBye is the last frame of a rank. The rank has finished all its work after it was stopped.
 	UpBye
-	// UpSuspect reports that the data channel to a rank has failed.
+	// UpSuspect reports that the data connection to a rank has failed, or that the sender itself fails.
 	UpSuspect
-	// UpTimeout says that an operation has not finished within the timeout of its caller.
+	// UpTimeout reports that an operation has not finished within the timeout of its caller.
 	UpTimeout
-	// UpReleased answers DownLeft: the sender has finished everything that it ran together with a rank that
-	// has left.
+	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with the
+	// rank that has left.
 	UpReleased
 )
 
 // Up is a frame from a rank to the coordinator.
 type Up struct {
 	Type UpType
-	// Seen is the number of the last cycle that the sender had applied when it wrote the votes.
+	// Seen is the number of the last cycle that the sender had applied when it made the frame.
 	Seen uint64
-	// Shutdown says that the sender submits nothing after this frame. It belongs to UpNews and is sent once,
-	// with what explains it to others: Operations, Tensor, Millis and Reason.
+	// Shutdown says that the sender submits nothing after this frame. It is set at most once, in an UpNews.
+	// Operations, Tensor, Millis and Reason then explain the shutdown to other ranks.
 	Shutdown bool
-	// Operations counts the responses that the sender has finished. It belongs to Shutdown.
+	// Operations is the number of responses that the sender has finished. It is set with Shutdown.
 	Operations uint64
-	// Sets has the process sets with news, each at most once.
+	// Sets has the news of each process set, at most once for each set.
 	Sets []UpSet
-	// Suspect is the suspected rank of UpSuspect, or the rank of UpReleased that has left.
+	// Suspect is the suspected rank in an UpSuspect, and the rank that has left in an UpReleased.
 	Suspect topo.Rank
-	// Reason belongs to UpSuspect and to Shutdown, where it may be empty.
+	// Reason is the reason of an UpSuspect or of a Shutdown. With Shutdown it may be empty.
 	Reason string
-	// Tensor, its Set and Millis belong to UpTimeout, where they are the operation and the time it had, and
-	// to UpHeartbeat, where they are the oldest grant that the rank has not finished, if there is one, and
-	// its age. With Shutdown, Tensor is the last operation, as `allreduce "g"`, and Millis how long ago it
-	// ended.
+	// Tensor, Set and Millis have a meaning in three cases. In an UpTimeout, they are the operation, its
+	// process set and the time that the operation had. In an UpHeartbeat, they are the oldest grant that the
+	// sender has not finished, its process set and its age, if there is such a grant. With Shutdown, Tensor
+	// is the last operation that the sender has finished, such as `allreduce "g"`, and Millis is how long ago
+	// it ended.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32
-	// Granted belongs to UpTimeout: the sender knows that the operation is granted, and has not finished it.
+	// Granted says, in an UpTimeout, that the sender has received the grant of the operation but has not
+	// finished it.
 	Granted bool
 }
 
-// UpSet is a rank's news of one process set.
+// UpSet is a rank's news about one process set.
 type UpSet struct {
 	Set topo.ProcessSetID
-	// Hits are new votes: bit b stands for a request equal to what b held at Seen.
+	// Hits are new votes. Bit b is a vote for the entry that bit b of the cache had at cycle Seen.
 	Hits Bits
-	// Invalid are bits whose tensor the sender now submits with other parameters; the request follows in
-	// full.
+	// Invalid are the bits of tensors that the sender now submits with other parameters. Their requests
+	// follow in full.
 	Invalid Bits
 	// Requests are new requests in full.
 	Requests []Request
-	// Done is the number of grants that this rank finished since its last frame. Only the set's lowest rank
-	// reports it.
+	// Done is the number of grants that this rank has finished since its last frame. Only the lowest rank of
+	// the set sends it.
 	Done uint32
 }
 
-// At returns the news of a set in u and adds it if necessary. It reuses the memory of earlier uses.
+// At returns the news of a set in u. If there is none, At adds an empty UpSet, with memory of earlier uses if
+// possible.
 func (u *Up) At(set topo.ProcessSetID) *UpSet {
 	for i := range u.Sets {
 		if u.Sets[i].Set == set {
@@ -94,79 +99,81 @@ func (u *Up) At(set topo.ProcessSetID) *UpSet {
 	return s
 }
 
-// Reset makes u empty and keeps its memory.
+// Reset makes u empty. It keeps the memory of u.
 func (u *Up) Reset() {
 	*u = Up{Sets: u.Sets[:0]}
 }
 
-// DownType says what a Down frame is.
+// DownType is the type of a Down frame.
 type DownType uint8
 
-// The Down frames.
+// These are the types of Down frames.
 const (
-	// DownCycle carries the decisions of one cycle.
+	// DownCycle has the decisions of one cycle.
 	DownCycle DownType = iota + 1
 	// DownHeartbeat shows that the coordinator lives.
 	DownHeartbeat
-	// DownFail is the verdict: the epoch is over because Ranks failed.
+	// DownFail is the verdict. The epoch is over because Ranks have failed.
 	DownFail
-	// DownClose lets the recipient, which has said bye, close its connections: no rank needs them any more.
+	// DownClose tells the recipient, which has sent UpBye, that no rank needs it anymore and that it may
+	// close its connections.
 	DownClose
-	// DownLeft says that Ranks have left the job in order. UpReleased answers it.
+	// DownLeft says that Ranks have left the job in order. Recipients answer it with UpReleased.
 	DownLeft
 )
 
-// Down is a frame from the coordinator to a rank. Cycles are a log that every rank replays.
+// Down is a frame from the coordinator to ranks. The cycles form a log that every rank replays.
 type Down struct {
 	Type DownType
-	// Cycle is the number of the cycle. It rises, with gaps.
+	// Cycle is the number of the cycle. A rank receives ascending numbers, possibly with gaps.
 	Cycle uint64
 	// Stop says that nothing more will be granted to the recipient.
 	Stop bool
-	// Sets has the process sets of the recipient about which something was decided.
+	// Sets has the recipient's process sets about which something was decided.
 	Sets []DownSet
-	// Ranks are those that failed (DownFail), that have left (DownLeft), or whose shutdown stops the others
-	// (Stop).
+	// Ranks are the ranks that have failed (DownFail) or have left (DownLeft). With Stop, they are the ranks
+	// whose shutdown is the reason for the stop.
 	Ranks []topo.Rank
-	// Reason says why, with DownFail, and with Stop unless the recipient has asked for it.
+	// Reason is why Ranks have failed, or why the recipient is stopped. It is empty if the recipient has
+	// asked for the stop.
 	Reason string
 }
 
-// DownSet is what was decided in one process set. It is applied in the order of its fields.
+// DownSet is what was decided about one process set. The recipient applies the fields in their order.
 type DownSet struct {
 	Set    topo.ProcessSetID
 	Grants []Grant
-	// Erase are cache bits that become free.
+	// Erase are the cache bits whose entries are erased.
 	Erase []uint32
-	// Puts are responses of Grants that get a cache bit.
+	// Puts are the responses in Grants that are put into the cache.
 	Puts []Put
 }
 
-// Grant is one fused response: the tensors to run together, those in Bits first.
+// Grant is one fused response. Its tensors are those of Bits, followed by those of Full.
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm
-	// Absent are the members, ascending, that have joined without asking for these tensors. They contribute
-	// neutral elements.
+	// Absent are the members that have joined without requesting these tensors, in ascending order. They
+	// contribute neutral elements.
 	Absent []topo.Rank
-	// Bits are tensors that the cache holds.
+	// Bits are the cache bits of tensors whose responses are in the cache.
 	Bits []uint32
-	// Full are tensors that the cache does not hold.
+	// Full are the responses of tensors that are not granted by their cache bits.
 	Full []*Response
 }
 
-// Put gives bit Bit to Grants[Grant].Full[Tensor].
+// Put assigns cache bit Bit to the response Grants[Grant].Full[Tensor].
 type Put struct {
 	Grant, Tensor uint32
 	Bit           uint32
 }
 
-// Reset makes d empty and keeps its memory.
+// Reset makes d empty. It keeps the memory of d.
 func (d *Down) Reset() {
 	*d = Down{Sets: d.Sets[:0], Ranks: d.Ranks[:0]}
 }
 
-// AddSet appends an empty set, reusing the memory of earlier uses.
+// AddSet appends an empty DownSet for a process set. It reuses memory of earlier uses if possible.
 func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
 	s := grow(&d.Sets)
 	s.Set = set
@@ -174,18 +181,19 @@ func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
 	return s
 }
 
-// AddGrant appends an empty grant, reusing the memory of earlier uses.
+// AddGrant appends an empty grant. It reuses memory of earlier uses if possible.
 func (s *DownSet) AddGrant() *Grant {
 	g := grow(&s.Grants)
 	g.Backend, g.Algorithm = NoBackend, NoAlgorithm
 	g.Absent, g.Bits = g.Absent[:0], g.Bits[:0]
-	// Drop the references, because an unused element would keep responses alive that no cache holds any more.
+	// Drop the references, because an unused element would keep responses alive that no cache holds anymore.
 	clear(g.Full)
 	g.Full = g.Full[:0]
 	return g
 }
 
-// grow lengthens *s by one and returns the new element, which keeps its old value if there was capacity.
+// grow adds an element to *s and returns it. If *s had capacity, the element has the value of an earlier use,
+// else it is zero.
 func grow[T any](s *[]T) *T {
 	if len(*s) < cap(*s) {
 		*s = (*s)[:len(*s)+1]

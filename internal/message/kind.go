@@ -2,10 +2,10 @@ package message
 
 import "fmt"
 
-// Kind is what is to be done with a tensor.
+// Kind is the kind of an operation.
 type Kind uint8
 
-// The kinds of operation. Error is a kind of response only: the ranks did not agree.
+// These are the kinds of operations. Error is only a kind of responses. It says that the ranks did not agree.
 const (
 	NoKind Kind = iota
 	Allreduce
@@ -14,17 +14,18 @@ const (
 	Alltoall
 	Reducescatter
 	Barrier
-	// Join says that a rank has no more tensors for a process set; it is answered when all members have
+	// Join says that a rank has no more tensors for a process set. It is answered when all members have
 	// joined.
 	Join
-	// AddProcessSet and RemoveProcessSet are requests of every rank on the global set.
+	// AddProcessSet and RemoveProcessSet are operations of all ranks on the global set.
 	AddProcessSet
 	RemoveProcessSet
 	Error
 	numKinds
 )
 
-// NumKinds is the number of kinds, with NoKind, and NumBackends that of backends: every value is less.
+// NumKinds is the number of kinds, including NoKind, and NumBackends is the number of backends, including
+// NoBackend. So all values are less.
 const (
 	NumKinds    = int(numKinds)
 	NumBackends = int(numBackends)
@@ -38,14 +39,15 @@ var kinds = [numKinds]string{
 // Valid reports whether k is a kind that a request may have.
 func (k Kind) Valid() bool { return k > NoKind && k < Error }
 
-// MovesData reports whether k exchanges tensors. Operations of the other kinds are done when they are
-// granted.
+// MovesData reports whether operations of kind k exchange tensors. Operations of other kinds are finished
+// when they are granted.
 func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter }
 
-// Reduces reports whether k combines elements, so that reduction and scale factors matter.
+// Reduces reports whether operations of kind k combine elements. Only these have a reduction and scale
+// factors.
 func (k Kind) Reduces() bool { return k == Allreduce || k == Reducescatter }
 
-// Ragged reports whether the first dimensions of k's tensors may differ between ranks.
+// Ragged reports whether the first dimension of a tensor may differ between ranks in operations of kind k.
 func (k Kind) Ragged() bool { return k == Allgather || k == Alltoall }
 
 func (k Kind) String() string {
@@ -55,14 +57,14 @@ func (k Kind) String() string {
 	return kinds[k]
 }
 
-// Backend is what moves the bytes of a granted response.
+// Backend is what moves the bytes of an operation.
 type Backend uint8
 
-// The backends. NoBackend is for responses that move nothing, as barriers and errors.
+// These are the backends. Responses that move no data, such as barriers and errors, have NoBackend.
 const (
 	NoBackend Backend = iota
 	TCP
-	// SHM is shared memory, between ranks of one host.
+	// SHM is shared memory between the ranks of one host.
 	SHM
 	numBackends
 )
@@ -76,20 +78,22 @@ func (b Backend) String() string {
 	return backends[b]
 }
 
-// Algorithm is how a backend moves the bytes.
+// Algorithm is how a backend moves the bytes of an operation.
 type Algorithm uint8
 
-// The algorithms.
+// These are the algorithms.
 const (
 	NoAlgorithm Algorithm = iota
-	// Ring passes parts from rank to rank in a ring. The order of a sum depends on the element's position in
-	// the buffer.
+	// Ring passes parts of the buffer from rank to rank in a ring. The order in which a sum is computed
+	// depends on the position of the element in the buffer.
 	Ring
-	// Tree is a binomial tree.
+	// Tree passes the buffer along a binomial tree.
 	Tree
-	// Direct sends each part straight to the rank that needs it; sums are in the order of the ranks.
+	// Direct sends each part of the buffer directly to the rank that needs it. Sums are computed in the order
+	// of the ranks.
 	Direct
-	// HalvingDoubling halves vectors at doubling distances.
+	// HalvingDoubling exchanges halves, then quarters and so on of the buffer with ranks at doubling
+	// distances.
 	HalvingDoubling
 	numAlgorithms
 )

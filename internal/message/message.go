@@ -1,8 +1,9 @@
-// Package message has the frames that ranks exchange while they negotiate, and their encoding.
+// Package message defines the frames that ranks exchange while they negotiate, and their encoding.
 //
-// A rank sends Up frames to the coordinator, the coordinator sends Down frames to ranks (docs/negotiation.md,
-// Frames). Votes for cached tensors are bit vectors in a fixed binary layout; requests and responses are
-// protobuf messages inside it. Decoders bound every length by the bytes that are there before they allocate.
+// Ranks send Up frames to the coordinator, and the coordinator sends Down frames to ranks
+// (docs/negotiation.md, Frames). Votes for cached tensors are bit vectors in a fixed binary layout. Requests
+// and responses are protobuf messages in that layout. A decoder checks every length against the number of
+// received bytes before it allocates memory.
 package message
 
 import (
@@ -14,67 +15,68 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Request is one rank's request to run an operation on a named tensor. Its rank is the sender's.
+// Request is one rank's request to run an operation on a named tensor. The rank is the sender of the frame.
 type Request struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
 	Shape tensor.Shape
-	// Op, Prescale and Postscale are for kinds that reduce.
+	// Op, Prescale and Postscale are set for kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
-	// Wire is the type to which an allreduce is compressed for transfer, or Invalid.
+	// Wire is the element type to which an allreduce is compressed for transfer, or Invalid if it is not
+	// compressed.
 	Wire tensor.DType
-	// Root is for broadcast: a rank of the job, not a position in the set.
+	// Root is the root of a broadcast. It is a rank of the job, not a position in the process set.
 	Root topo.Rank
-	// Group is the name of a group of GroupSize tensors that are granted together. A tensor without a group
-	// has "" and 0.
+	// Group is the name of a group of GroupSize tensors that are granted together. For a tensor without a
+	// group they are "" and 0.
 	Group     string
 	GroupSize int32
-	// Parts are the tensors of a group whose allreduce is one request, else nil. Shape is then the total
-	// number of elements, and DType is their type, or Invalid if the group has several types.
+	// Parts are the tensors of a group that is one allreduce request, else nil. With Parts, Shape is the
+	// total number of elements. DType is the common element type, or Invalid if the group has several types.
 	Parts Parts
-	// Empty is for Join: the rank contributes no rows to operations that are otherwise an error for joined
+	// Empty is set in a Join if the rank contributes no rows to operations that otherwise fail for joined
 	// ranks.
 	Empty bool
-	// Ranks are the members of a process set to add, ascending.
+	// Ranks are the members of a process set to add, in ascending order.
 	Ranks []topo.Rank
 	// Set is the process set to remove.
 	Set topo.ProcessSetID
-	// Bit is a guess of the name's bit in the response cache, and is not sent. A wrong guess only costs time.
+	// Bit is a guess of the name's bit in the response cache. A wrong guess only costs time. Bit is not sent.
 	Bit uint32
-	// Hit is the cached response that the request matches, or nil. It is not sent.
+	// Hit is the cached response that matches the request, or nil. It is not sent.
 	Hit *Response
 }
 
-// Response is what the members of a process set have agreed to do with one tensor. It is immutable once built
-// and contains nothing that holds for one rank only, so the caches of all ranks are equal.
+// Response is what the members of a process set have agreed to do with one tensor. It is immutable. It
+// contains nothing that is specific to one rank, so the caches of all ranks are equal.
 type Response struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
-	// Shape is the shape at every rank. If the first dimensions may differ between ranks, the first dimension
-	// of Shape is 0. FirstDims has those of an allgather, in the order of the set. The ranks exchange those
-	// of an alltoall when they execute it.
+	// Shape is the shape of the tensor at every rank. If the first dimension may differ between ranks, it is
+	// 0 in Shape. For an allgather, FirstDims has the first dimensions of all members, in the order of the
+	// set. For an alltoall, the ranks learn them when they execute the operation.
 	Shape               tensor.Shape
 	FirstDims           []int64
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
-	// Root is the root of a broadcast. For a join it is the rank that joined last.
+	// Root is the root of a broadcast. For a join, it is the rank that joined last.
 	Root      topo.Rank
 	Group     string
 	GroupSize int32
 	Parts     Parts
 	Ranks     []topo.Rank
-	// Set is the process set that was added, or is removed.
+	// Set is the process set that was added or is to be removed.
 	Set topo.ProcessSetID
-	// Text is the reason of an Error.
+	// Text is the reason for an Error.
 	Text string
 }
 
-// Request returns what member i of the process set must have submitted for this response. For alltoall the
-// first dimension is unknown, and 0 in the result.
+// Request returns the request that member i of the process set must have submitted to get this response. For
+// an alltoall, the first dimension is unknown and is 0 in the result.
 func (r *Response) Request(i int) Request {
 	q := r.request()
 	if r.Kind == Allgather {
@@ -92,8 +94,8 @@ func (r *Response) request() Request {
 	}
 }
 
-// Matches reports whether q, submitted by member i of the process set, repeats what r answered. It compares
-// what matters to the kind, as the coordinator does, and allocates nothing.
+// Matches reports whether request q of member i of the process set is equal to the request that r has
+// answered. It compares the same fields as the coordinator, which depend on the kind. It allocates nothing.
 func (r *Response) Matches(q *Request, i int) bool {
 	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize || !r.Parts.Equal(q.Parts) {
 		return false
@@ -130,8 +132,8 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 	return true
 }
 
-// NumElems returns the number of elements of the result: for allgather and reducescatter of all ranks
-// together, for alltoall 0, because the number is unknown.
+// NumElems returns the number of elements of the result. For an allgather or a reducescatter, these are the
+// elements of all ranks together. For an alltoall the number is unknown, and NumElems returns 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
 		return r.Shape.NumElems()
@@ -156,7 +158,8 @@ func (r *Response) NumElems() (int64, error) {
 	return rows * row, nil
 }
 
-// RowElems returns the number of elements under one index of the first dimension.
+// RowElems returns the number of elements of a row. A row is all elements at one index of the first
+// dimension.
 func (r *Response) RowElems() (int64, error) {
 	if len(r.Shape) == 0 {
 		return 1, nil
@@ -164,7 +167,7 @@ func (r *Response) RowElems() (int64, error) {
 	return r.Shape[1:].NumElems()
 }
 
-// NumBytes returns the size of the result. The response must have passed the check of the decoder.
+// NumBytes returns the size of the result in bytes. The decoder must have checked the response.
 func (r *Response) NumBytes() int64 {
 	if r.hasSeveralTypes() {
 		return r.Parts.numBytes(tensor.Invalid)
@@ -176,8 +179,8 @@ func (r *Response) NumBytes() int64 {
 	return n * int64(r.DType.Size())
 }
 
-// WireBytes returns the size of the result in elements of WireType, which is its size in the fusion buffer.
-// The response must have passed the check of the decoder.
+// WireBytes returns the size of the result in bytes if its elements have the type WireType. This is its size
+// in the fusion buffer. The decoder must have checked the response.
 func (r *Response) WireBytes() int64 {
 	if r.hasSeveralTypes() {
 		return r.Parts.numBytes(r.Wire)
@@ -192,7 +195,7 @@ func (r *Response) WireBytes() int64 {
 // hasSeveralTypes reports whether the response is a group with several element types.
 func (r *Response) hasSeveralTypes() bool { return len(r.Parts) > 0 && !r.DType.Valid() }
 
-// WireType returns the element type that is sent.
+// WireType returns the element type in which the tensor is sent.
 func (r *Response) WireType() tensor.DType {
 	if r.Wire.Valid() {
 		return r.Wire

@@ -9,17 +9,17 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Parts are the tensors of a group that is requested and granted as one: for each tensor its element type,
-// its number of dimensions and its dimensions. They are one slice because most groups are submitted
-// repeatedly, and comparing slices is cheap.
+// Parts are the tensors of a group that is requested and granted as one. For each tensor, the slice has the
+// element type, the number of dimensions and then the dimensions. Parts is one slice so that it can be
+// compared quickly, because most groups are submitted repeatedly.
 type Parts []int64
 
-// Append appends a tensor.
+// Append appends a tensor to p and returns the result.
 func (p Parts) Append(dt tensor.DType, shape tensor.Shape) Parts {
 	return append(append(p, int64(dt), int64(len(shape))), shape...)
 }
 
-// All returns the tensors in order. p must have passed check.
+// All returns an iterator over the tensors. p must have passed check.
 func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
 	return func(yield func(tensor.DType, tensor.Shape) bool) {
 		for len(p) > 0 {
@@ -40,7 +40,7 @@ func (p Parts) Len() (n int) {
 	return n
 }
 
-// Types returns the element types, each once, in the order in which they first appear.
+// Types returns an iterator over the element types. Each type comes once, in the order of first use.
 func (p Parts) Types() iter.Seq[tensor.DType] {
 	return func(yield func(tensor.DType) bool) {
 		var seen uint64 // one bit for each type
@@ -53,7 +53,7 @@ func (p Parts) Types() iter.Seq[tensor.DType] {
 	}
 }
 
-// DType returns the element type that all tensors have, or Invalid if there are several.
+// DType returns the common element type of all tensors, or Invalid if there are several types.
 func (p Parts) DType() tensor.DType {
 	common := tensor.Invalid
 	for dt := range p.Types() {
@@ -65,10 +65,10 @@ func (p Parts) DType() tensor.DType {
 	return common
 }
 
-// Equal reports whether p and q are the same tensors.
+// Equal reports whether p and q have the same tensors.
 func (p Parts) Equal(q Parts) bool { return slices.Equal(p, q) }
 
-// At returns tensor i, of the type Invalid if there are not as many.
+// At returns tensor i. If there is no tensor i, it returns the type Invalid.
 func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	for dt, shape := range p.All() {
 		if i == 0 {
@@ -79,7 +79,7 @@ func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	return tensor.Invalid, nil
 }
 
-// Difference returns the first tensor that is not the same in q, or -1.
+// Difference returns the index of the first tensor that differs between p and q, or -1 if all are equal.
 func (p Parts) Difference(q Parts) int {
 	for i := 0; ; i++ {
 		switch {
@@ -96,20 +96,21 @@ func (p Parts) Difference(q Parts) int {
 	}
 }
 
-// numBytes returns the size of all tensors, each of elements of wire if that is a type, else of its own.
+// numBytes returns the number of bytes of all tensors. If wire is a valid type, all elements count as
+// elements of wire.
 func (p Parts) numBytes(wire tensor.DType) (total int64) {
 	for dt, shape := range p.All() {
 		if wire.Valid() {
 			dt = wire
 		}
-		n, _ := shape.NumElems() // no error: check has accepted the shape
+		n, _ := shape.NumElems() // cannot fail, because check has accepted the shape
 		total += n * int64(dt.Size())
 	}
 	return total
 }
 
-// check returns an error if p is malformed, or if its tensors do not have the given common type and the given
-// total number of elements.
+// check returns an error if p is malformed, if dt is not the common element type of the tensors, or if
+// numElems is not their total number of elements.
 func (p Parts) check(dt tensor.DType, numElems int64) error {
 	var elems, bytes int64
 	for rest, i := p, 1; len(rest) > 0; i++ {

@@ -19,8 +19,8 @@ func (t UpType) String() string {
 	return upTypes[t]
 }
 
-// String formats the frame in the notation of logs and of the controller's golden tests. Bit vectors are
-// hexadecimal numbers (bit 0 is 1).
+// String formats the frame for logs and for the controller's golden tests. Bit vectors are hexadecimal
+// numbers, in which bit 0 has the value 1.
 func (u *Up) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
@@ -64,7 +64,7 @@ func (u *Up) String() string {
 	return b.String()
 }
 
-// String formats v as a hexadecimal number, of which bit 0 is 1.
+// String formats v as a hexadecimal number, in which bit 0 has the value 1.
 func (v Bits) String() string {
 	text := ""
 	for i := len(v) - 1; i >= 0; i-- {
@@ -80,10 +80,10 @@ func (v Bits) String() string {
 	return text
 }
 
-// kindText returns a kind in one word.
+// kindText returns the name of a kind without spaces.
 func kindText(k Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
-// String formats a request in the notation of Up. It omits defaults (reduction sum, factors 1).
+// String formats the request as Up.String does. It omits defaults (reduction sum, scale factors 1).
 func (q *Request) String() string {
 	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
 	switch {
@@ -127,7 +127,7 @@ func (q *Request) String() string {
 	return text
 }
 
-// String formats the frame in the notation of Up.
+// String formats the frame for logs and for the controller's golden tests, as Up.String does.
 func (d *Down) String() string {
 	var b strings.Builder
 	switch d.Type {
