@@ -6,11 +6,12 @@ import (
 	"strings"
 )
 
-// maxRuns is the most runs of ranks that FormatRanks lists.
+// maxRuns is the maximum number of runs of consecutive ranks that FormatRanks lists.
 const maxRuns = 10
 
-// FormatRanks formats ranks, which must be in ascending order, for reports and errors: "rank 3", "ranks 0 and
-// 1", "ranks 0-2, 5 and 7". After 10 runs it ends with the number of remaining ranks: "and 7 more".
+// FormatRanks formats ranks for reports and errors, as "rank 3", "ranks 0 and 1" or "ranks 0-2, 5 and 7". The
+// ranks must be in ascending order. After 10 runs of consecutive ranks, the text ends with the number of the
+// remaining ranks, as "and 7 more".
 func FormatRanks[R ~int | ~int32](ranks []R) string {
 	var runs []string
 	rest := ranks

@@ -1,31 +1,32 @@
-// Package topo has the types that identify parts of a job: ranks and process sets, and the topology of ranks
-// on hosts.
+// Package topo has the types that identify the parts of a job: ranks, process sets, and the positions of
+// ranks on hosts.
 package topo
 
 import "fmt"
 
-// Rank is the number of a process in the job, 0 to size-1. It is always the global rank, also inside a
-// process set, unless the name of a variable says otherwise.
+// Rank is the number of a process in the job, from 0 to size-1. It is the number in the whole job, also where
+// a process set is concerned, unless the name of a variable says otherwise.
 type Rank int32
 
-// ProcessSetID identifies a process set on the wire. The coordinator assigns it and never reuses it within an
+// ProcessSetID identifies a process set in frames. The coordinator assigns it and does not reuse it within an
 // epoch.
 type ProcessSetID uint32
 
-// Global is the process set of all ranks.
+// Global is the ID of the process set of all ranks.
 const Global ProcessSetID = 0
 
-// Topology is the place of one rank in the job. Ranks on one host are local to each other. The cross
-// communicator of a rank has the ranks with the same local rank on all hosts.
+// Topology is the position of one rank in the job. LocalRank is the number of the rank among the LocalSize
+// ranks on its host. CrossRank is its number among the CrossSize ranks of the job that have the same local
+// rank.
 type Topology struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 }
 
-// FromHosts computes the topology of rank from the host identities of all ranks, in rank order. Local ranks
-// count in rank order. The cross rank is the index of rank's host among the hosts that have its local rank,
-// where hosts are ordered by their lowest rank (Horovod's definition).
+// FromHosts computes the topology of rank from the host identities of all ranks, in the order of the ranks.
+// Local ranks are numbered in the order of the ranks. The cross rank is the index of the rank's host among
+// the hosts that have the same local rank. The hosts are in the order of their lowest ranks, as in Horovod.
 func FromHosts(hosts []string, rank Rank) Topology {
 	t := Topology{Rank: int(rank), Size: len(hosts)}
 	local := make(map[string]int, len(hosts))
@@ -35,7 +36,7 @@ func FromHosts(hosts []string, rank Rank) Topology {
 		local[h]++
 	}
 	t.LocalRank, t.LocalSize = localRankOf[rank], local[hosts[rank]]
-	before := true // rank's host has not been seen yet
+	before := true // whether the loop has not reached the rank's host yet
 	seen := make(map[string]bool, len(local))
 	for _, h := range hosts {
 		if seen[h] {
@@ -55,8 +56,8 @@ func FromHosts(hosts []string, rank Rank) Topology {
 	return t
 }
 
-// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identity of every
-// rank.
+// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identities of all
+// ranks.
 func IsHomogeneous(hosts []string) bool {
 	ranks := make(map[string]int)
 	for _, h := range hosts {
@@ -90,9 +91,10 @@ func (t Topology) Validate() error {
 	return nil
 }
 
-// HostID returns the identity of a host's memory: ranks with equal identities may share memory. It is given
-// if that is not empty. Otherwise it consists of the host's name, the ID of its boot, and the ID of the
-// network namespace: containers that have all three in common are treated like processes of one host.
+// HostID returns the identity of a host's memory. Ranks with equal identities may share memory. If given is
+// not empty, it is the identity. Otherwise the identity consists of the host's name, the ID of its boot, and
+// the ID of the network namespace. So containers in which all three are equal are treated like processes of
+// one host.
 func HostID(given, hostname, bootID, netns string) string {
 	if given != "" {
 		return given

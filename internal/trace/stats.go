@@ -9,54 +9,54 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Stats is the state of a rank at one moment. Counters begin with the epoch.
+// Stats is the state of a rank at one moment. Its counters count from the beginning of the epoch.
 type Stats struct {
 	Rank, Size int
 	Host       string
 	Epoch      uint64
 
-	// Operations are by kind and backend, Moved by kind, backend and element type. Both are unsorted and
-	// without combinations that never ran.
+	// Operations has an element for each kind and backend, and Moved for each kind, backend and element type.
+	// They are unsorted and omit combinations that never ran.
 	Operations []Operations
 	Moved      []Moved
-	// Negotiation counts, for each tensor, the time from its submission to its grant. Queued counts, for each
-	// fused response, the time from the grant to the beginning of its execution.
+	// Negotiation has the time from submission to grant of each tensor. Queued has the time from the grant to
+	// the beginning of execution of each fused response.
 	Negotiation, Queued Histogram
-	// FusedTensors and FusedBytes are the tensors and bytes of the responses that could have had more than
-	// one tensor. FusionResponses is the number of these responses, and FusionThresholdBytes the most that
-	// each could have held.
+	// FusionResponses is the number of responses of kinds that can be fused. FusedTensors and FusedBytes are
+	// the tensors and bytes in these responses. FusionThresholdBytes is the maximum number of bytes that each
+	// of them could have had.
 	FusedTensors, FusedBytes, FusionResponses uint64
 	FusionThresholdBytes                      int64
-	// CacheHits is the number of requests that were sent as a cache bit, CacheMisses of those that were sent
-	// in full.
+	// CacheHits is the number of requests that were sent as a cache bit. CacheMisses is the number of
+	// requests that were sent in full.
 	CacheHits, CacheMisses uint64
 	// Refused is the number of tensors that ended with an error of their own, for example because ranks
 	// disagreed. Failed is the number of tensors that ended because the job failed or was shut down.
 	Refused, Failed uint64
 	// InFlight is the number of tensors that were submitted and have not ended.
 	InFlight int
-	// ClockOffset and ClockError are the last measurement of this rank's clock relative to rank 0's.
-	// ClockKnown says that there is one.
+	// ClockOffset and ClockError are the last measurement of this rank's clock against rank 0's clock.
+	// ClockKnown says whether there is a measurement.
 	ClockOffset, ClockError time.Duration
 	ClockKnown              bool
-	// TimelineDropped is the number of operations that the timeline lost because it could not write as fast,
-	// or at all.
+	// TimelineDropped is the number of operations that the timeline lost because it could not write fast
+	// enough, or could not write at all.
 	TimelineDropped uint64
-	// Coordinator has the coordinator's counters at rank 0; nil elsewhere.
+	// Coordinator has the coordinator's counters. It is nil except at rank 0.
 	Coordinator *Coordinator
 }
 
-// Operations counts the fused responses of a kind that a backend has run.
+// Operations counts the operations of one kind that one backend has run.
 type Operations struct {
 	Kind    message.Kind
 	Backend message.Backend
-	// Durations counts the times from the beginning of execution to its end.
+	// Durations has the time from the beginning to the end of execution of each operation.
 	Durations Histogram
 	Tensors   uint64
 }
 
-// Moved is the number of bytes of an element type that went through operations: this rank's input or, for
-// broadcasts, its output.
+// Moved is the number of bytes of one element type that operations have processed. For a broadcast, it counts
+// this rank's output, for other kinds this rank's input.
 type Moved struct {
 	Kind    message.Kind
 	Backend message.Backend
@@ -67,30 +67,31 @@ type Moved struct {
 // Coordinator has the counters of the coordinator.
 type Coordinator struct {
 	Cycles uint64
-	// Late is by rank.
+	// Late has an element for each rank, by rank.
 	Late []analysis.HeldUp
-	// Stalled is the number of tensors that have waited for longer than the stall warning, and StallReports
-	// the number of warnings.
+	// Stalled is the number of tensors that have waited for longer than the stall warning time. StallReports
+	// is the number of stall warnings so far.
 	Stalled      int
 	StallReports uint64
 }
 
-// Histogram counts durations in buckets of powers of two of a second. The zero value is empty.
+// Histogram counts durations in buckets. The upper bounds of the buckets are powers of two of a second. The
+// zero value is empty.
 type Histogram struct {
-	// Buckets[i] is the number of durations above UpperBound(i-1) and up to UpperBound(i).
+	// Buckets[i] is the number of durations that are greater than UpperBound(i-1) and at most UpperBound(i).
 	Buckets [NumBuckets]uint64
 	Sum     time.Duration
 }
 
 const (
-	// NumBuckets is the number of buckets of a Histogram: up to 2^-20 s, about a microsecond; up to 2^-19 s;
-	// and so on to 64 s. The last bucket counts longer durations.
+	// NumBuckets is the number of buckets of a Histogram. Their upper bounds are 2^-20 s (about a
+	// microsecond), 2^-19 s and so on to 64 s. The last bucket counts longer durations.
 	NumBuckets = 28
-	// MinExponent is the power of two of the first bucket's upper bound.
+	// MinExponent is the exponent of the upper bound of the first bucket.
 	MinExponent = -20
 )
 
-// UpperBound returns the upper bound of bucket i, in seconds; it is infinite for the last bucket.
+// UpperBound returns the upper bound of bucket i in seconds. It is infinite for the last bucket.
 func UpperBound(i int) float64 {
 	if i >= NumBuckets-1 {
 		return math.Inf(1)
@@ -101,8 +102,8 @@ func UpperBound(i int) float64 {
 // Add counts a duration. A negative duration counts as 0.
 func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
-	// Frexp returns a fraction in [1/2, 1) for numbers above 0. A power of two belongs to the bucket that it
-	// bounds.
+	// Frexp returns a fraction in [1/2, 1). So a power of two has the fraction 1/2, and belongs to the bucket
+	// below, whose upper bound it is.
 	fraction, exponent := math.Frexp(max(d, 1).Seconds())
 	if fraction == 0.5 {
 		exponent--

@@ -1,8 +1,8 @@
-// Package trace defines what the engine reports of its work: a record of each operation, for the timeline and
-// the flight recorder, and the counters that package metrics shows.
+// Package trace defines what the engine reports about its work: a record of each operation for the timeline
+// and the flight recorder, and the counters that package metrics exports.
 //
-// All times are since the engine's start, on a clock that does not jump. 0 is a time that has not come or is
-// not known.
+// All times are counted from the engine's start, on a clock that does not jump. A time of 0 means that it has
+// not come yet or is not known.
 package trace
 
 import (
@@ -15,61 +15,60 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Operation is a granted response that has ended, of one tensor or of several that ran as one. A receiver
-// must read it before it returns, and may keep only strings and shapes, which do not change.
+// Operation is a granted response that has ended. It has one tensor, or several that ran as one operation. A
+// receiver must not use it after returning, except its strings and shapes, which do not change.
 type Operation struct {
 	Set topo.ProcessSetID
-	// Number counts the grants of the set from 1. It is the same at all members: Set and Number identify the
-	// operation across ranks.
+	// Number counts the grants of the set from 1. It is equal at all members, so Set and Number identify the
+	// operation at all ranks.
 	Number uint64
-	// Kind is the kind of the request. If the ranks did not agree it is Error, or the kind that this rank
-	// requested.
+	// Kind is the requested kind. If the ranks did not agree on a kind, it is Error or the kind that this
+	// rank requested.
 	Kind      message.Kind
 	Backend   message.Backend
 	Algorithm message.Algorithm
-	// Absent says that this rank had joined and took part with neutral elements. Then the tensors have no
-	// times of this rank.
+	// Absent says that this rank had joined and took part with neutral elements. The tensors then have no
+	// times from this rank.
 	Absent bool
-	// Granted is when this rank received the grant, and Begun when its execution began. Ended is when it had
-	// ended, before any waiter was notified.
+	// Granted is when this rank received the grant, Begun is when the execution began, and Ended is when it
+	// had ended. No waiter was notified before Ended.
 	Granted, Begun, Ended time.Duration
-	// Activities are the parts of the execution between Begun and Ended, in order, without overlaps, possibly
-	// with gaps.
+	// Activities are the parts of the execution between Begun and Ended, in order. They do not overlap, but
+	// there may be gaps between them.
 	Activities []Activity
 	Tensors    []Tensor
-	// Failed is the error of the whole operation; nil if it succeeded.
+	// Failed is the error with which the whole operation failed, or nil.
 	Failed error
 }
 
-// Tensor is one tensor of an operation.
+// Tensor is a tensor of an operation.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
 	// Shape is the shape of this rank's contribution.
 	Shape tensor.Shape
-	// Bytes is the size of this rank's input, or of its output for a broadcast.
+	// Bytes is the size of this rank's input or, for a broadcast, of its output.
 	Bytes int64
 	// Submitted is when the caller submitted the tensor. Sent is when its request or vote was sent to the
 	// coordinator.
 	Submitted, Sent time.Duration
-	// Cached says that the ranks agreed on the tensor by bits of the response cache.
+	// Cached says that the tensor was granted by its bit in the response cache.
 	Cached bool
-	// Arrivals are, by position in the set, the times at which the members' requests reached the coordinator.
-	// They are known only at rank 0, and nil elsewhere; 0 is a member that had joined.
+	// Arrivals are the times at which the members' requests reached the coordinator, by position in the
+	// process set. A member that had joined has the time 0. Arrivals is nil except at rank 0.
 	Arrivals []time.Duration
-	// Partial says that Arrivals has 0 also for members whose requests came before arrival times were
-	// recorded.
+	// Partial says that Arrivals also has 0 for members whose requests arrived before the recording of
+	// arrival times began.
 	Partial bool
-	// Parts is the number of tensors if this is a group that ran as one, and 0 if it is one tensor. For a
-	// group, Shape is the number of all elements, and DType is Invalid if they have several types.
+	// Parts is the number of tensors if this is a group that ran as one tensor, else 0. For a group, Shape is
+	// the number of all elements, and DType is Invalid if the group has several element types.
 	Parts int
-	// Refused is the error of this tensor only; nil if it has none.
+	// Refused is the error with which only this tensor ended, or nil.
 	Refused error
 }
 
-// Activity is a part of an operation. Its name is Horovod's if Horovod has one, such as
-// MEMCPY_IN_FUSION_BUFFER. For the exchange itself it consists of the backend and the kind, such as
-// SHM_ALLREDUCE.
+// Activity is a part of an operation. If Horovod has a name for it, such as MEMCPY_IN_FUSION_BUFFER, its name
+// is the same. The name of the exchange consists of the backend and the kind, such as SHM_ALLREDUCE.
 type Activity struct {
 	Name       string
 	Begun, End time.Duration
@@ -84,24 +83,24 @@ type Pending struct {
 	Shape tensor.Shape
 	// Submitted, Sent, Granted and Begun are as in Operation and Tensor.
 	Submitted, Sent, Granted, Begun time.Duration
-	// Number and Backend are as in Operation if the operation is granted and they are known; otherwise 0.
+	// Number and Backend are as in Operation. They are 0 if the operation was not granted yet.
 	Number  uint64
 	Backend message.Backend
 }
 
-// Clock describes a rank's clock, so that its times can be compared with those of other ranks.
+// Clock describes a rank's clock, so that times of the rank can be compared with times of other ranks.
 type Clock struct {
-	// Start is the time of day when the engine started.
+	// Start is the time of day at which the engine started.
 	Start time.Time
-	// Domain names the clock that the process reads: processes with the same domain read the same clock. It
-	// stands for a boot of a host and a time namespace in it.
+	// Domain is the name of the clock that the process reads. Processes with the same domain read the same
+	// clock. A domain is a time namespace during one boot of a host.
 	Domain string
-	// Monotonic is the reading of that clock when the engine started.
+	// Monotonic is the reading of that clock at the engine's start.
 	Monotonic time.Duration
 }
 
-// Job returns a name for an epoch of a job, made from the clock of its rank 0. No other epoch has the same
-// name. It is empty if the domain of the clock is not known.
+// Job returns a name for one epoch of a job. c must be the clock of rank 0. No other epoch has the same name.
+// If the domain of the clock is unknown, Job returns "".
 func (c Clock) Job() string {
 	if c.Domain == "" {
 		return ""
@@ -111,13 +110,14 @@ func (c Clock) Job() string {
 	return fmt.Sprintf("%016x", h.Sum64())
 }
 
-// Offset is a measurement of rank 0's time since its engine's start relative to this rank's.
+// Offset is a measurement of this rank's clock against rank 0's clock. Both count from the start of their
+// engines.
 type Offset struct {
-	// At is when the measurement was made. Offset is what was then to be added to a time of this rank to get
-	// rank 0's.
+	// At is when the measurement was made. Offset is the number to add to a time of this rank to get the time
+	// of rank 0, as of then.
 	At, Offset time.Duration
-	// Error is the greatest error of Offset, either way; 0 if both ranks read one clock.
+	// Error is the maximum error of Offset in either direction. It is 0 if both ranks read the same clock.
 	Error time.Duration
-	// Job is Clock.Job of rank 0, which the ranks receive with the measurement.
+	// Job is Clock.Job of rank 0, which the ranks learn by the measurement.
 	Job string
 }
