@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a timeline begins after some ranks have requested a tensor, the record of the tensor says that arrival
-// times are missing. The record of the next tensor has all of them. The arrival of a member that has joined
-// does not count as missing.
+// If a timeline begins after some ranks have requested a tensor, the record of the tensor has Partial set,
+// because arrival times are missing. The record of the next tensor has all arrival times. A member that has
+// joined has no arrival time, but that does not set Partial.
 func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	const n = 3
 	c := start(t, n, nil)
@@ -28,7 +28,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 		c.each(func(r int) { wait(c.allreduce(r, name, make([]byte, 8))) })
 	}
 	early := c.allreduce(1, "x", make([]byte, 8))
-	everywhere("behind x") // rank 0 has received rank 1's request for x now
+	everywhere("behind x") // rank 0 has received rank 1's request for x by now
 	var seen log
 	c.engines[0].Watch(&seen)
 	last := func() *trace.Tensor {
@@ -42,11 +42,11 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	}
 	wait(c.allreduce(2, "x", make([]byte, 8)), c.allreduce(0, "x", make([]byte, 8)), early)
 	if x := last(); x.Name != "x" || !x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
-		t.Errorf("got %+v, want it to lack the arrival of rank 1", x)
+		t.Errorf("got %+v, want tensor x without the arrival time of rank 1", x)
 	}
 	everywhere("after x")
 	if x := last(); x.Partial || len(x.Arrivals) != n {
-		t.Errorf("got %+v, want all arrivals", x)
+		t.Errorf("got %+v, want the arrival times of all ranks", x)
 	}
 	join := func(r int) chan error {
 		return c.submit(r, &tensorqueue.Entry{Request: message.Request{Kind: message.Join, Name: "join"}})
@@ -54,7 +54,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	joined := join(1)
 	wait(c.allreduce(0, "without rank 1", make([]byte, 8)), c.allreduce(2, "without rank 1", make([]byte, 8)))
 	if x := last(); x.Name != "without rank 1" || x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
-		t.Errorf("got %+v, want all arrivals that there are", x)
+		t.Errorf("got %+v, want the arrival times of ranks 0 and 2, and Partial not set", x)
 	}
 	wait(join(0), join(2), joined)
 	c.shutdown()

@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
-// overTCP returns a function that connects the ranks of a job over TCP on loopback.
+// overTCP returns a function that changes a rank's configuration so that the ranks are connected by TCP on
+// loopback.
 func overTCP(b testing.TB, n int) func(*engine.Config) {
 	endpoints := make([]*tcp.Endpoint, n)
 	addrs := make([]string, n)
@@ -32,7 +33,7 @@ func overTCP(b testing.TB, n int) func(*engine.Config) {
 	}
 }
 
-// rounds makes every rank reduce a buffer b.N times under the same name, as training steps do.
+// rounds makes every rank sum a buffer b.N times under the same name, as the steps of a training do.
 func rounds(b *testing.B, c *cluster, numBytes int) {
 	bufs := make([][]byte, len(c.engines))
 	for r := range bufs {
@@ -95,7 +96,8 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkStart measures the time in which the ranks connect and shut down, without rendezvous.
+// BenchmarkStart measures the time that the ranks of a job need to connect and to shut down, without
+// rendezvous.
 func BenchmarkStart(b *testing.B) {
 	for _, ranks := range []int{4, 64} {
 		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {

@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// All ranks of a job compute the same name for it, whether or not they share a clock. Another job gets
+// All ranks of a job compute the same name for the job, whether they share a clock or not. Another job gets
 // another name.
 func TestJobIsNamed(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -43,7 +43,7 @@ func TestJobIsNamed(t *testing.T) {
 				}
 			}
 			if before, again := seen[want]; again {
-				t.Errorf("jobs %d and %d have one name", before, job)
+				t.Errorf("jobs %d and %d have the same name", before, job)
 			}
 			seen[want] = job
 			c.shutdown()

@@ -10,8 +10,9 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// startOversubscribed starts a job of two ranks on a machine that pretends to have too few processors, so
-// that NotifyLater defers notifications. period is the time for which it defers; 0 selects the default.
+// startOversubscribed starts a job of two ranks whose configuration says that there are more processes than
+// processors, so that NotifyLater defers notifications. period is the time for which it defers them. 0
+// selects the default.
 func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
@@ -35,18 +36,20 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	c.engines[r].NotifyLater()
 }
 
-// lateRounds is a number of consecutive operations that should take only some milliseconds.
+// lateRounds is a number of consecutive operations that take only some milliseconds if none waits for a
+// heartbeat.
 const lateRounds = 40
 
-// promptly checks that lateRounds operations did not each wait for a heartbeat, of which there is one in a
-// second.
+// promptly fails the test if lateRounds operations since began took so long that most of them waited for a
+// heartbeat. Heartbeats are one second apart.
 func promptly(t *testing.T, began time.Time) {
 	if took := time.Since(began); took > lateRounds/2*time.Second {
 		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
 	}
 }
 
-// Operations that are queued shortly after one another are negotiated together.
+// If each rank queues 20 operations in short succession and then calls Flush, they are granted as at most
+// half as many operations.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var recorded [2]log
@@ -55,7 +58,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		done := make(chan error, tensors)
 		for i := range tensors {
 			c.queue(r, fmt.Sprint(i), done)
-			time.Sleep(time.Millisecond) // in this time a loop that was notified would take a turn
+			time.Sleep(time.Millisecond) // if the loop was notified, it runs a turn in this time
 		}
 		c.engines[r].Flush()
 		for range tensors {
@@ -69,14 +72,14 @@ func TestNotifyOnceForMany(t *testing.T) {
 		}
 		// Heartbeats and clock probes may have caused some turns before Flush.
 		if len(grants) > tensors/2 {
-			t.Errorf("rank %d: %d tensors by %d operations, which have so many by number: %v", r, tensors,
+			t.Errorf("rank %d: %d tensors ran as %d operations; tensors by operation: %v", r, tensors,
 				len(grants), grants)
 		}
 	})
 	c.shutdown()
 }
 
-// Queued operations complete even if the caller does not call Flush.
+// Queued operations complete soon even if the caller does not call Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 0)
@@ -94,9 +97,9 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 	c.shutdown()
 }
 
-// Queued operations complete even if the caller queues more operations all the time.
+// Queued operations complete even if the caller keeps queuing more operations all the time.
 func TestNotifyWhileQueueing(t *testing.T) {
-	const most = 500 // queued before the first heartbeat
+	const most = 500 // so few that they are queued before the first heartbeat
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
 	time.Sleep(200 * time.Millisecond) // clock probes cause turns of the loops until then
@@ -108,7 +111,7 @@ func TestNotifyWhileQueueing(t *testing.T) {
 			time.Sleep(time.Millisecond) // less than the deferral period
 		}
 		if queued == most {
-			t.Errorf("rank %d: nothing was done before the last of %d operations was queued", r, queued)
+			t.Errorf("rank %d: no operation was done before the last of %d operations was queued", r, queued)
 		}
 	})
 	for _, e := range c.engines {
@@ -116,8 +119,9 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	}
 }
 
-// Drive and Flush do not wait until a deferred notification is due. The next notification is deferred again,
-// also if the timer has fired.
+// After NotifyLater, Drive and Flush make the loop run at once, even if the deferral period is an hour. If
+// neither is called, the timer notifies the loop. In all cases the next notification is deferred again, so
+// all 40 operations complete promptly.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var recorded [2]log

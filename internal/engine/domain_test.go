@@ -11,8 +11,8 @@ import (
 
 const clockChild = "HVD_TEST_CLOCK_CHILD"
 
-// TestClockOfAChild is run by the child processes of the tests below. It prints the clock domain and the
-// clock of the child.
+// TestClockOfAChild is not a test of its own. The child processes of the tests below run it. It prints the
+// clock domain and the reading of the child's clock.
 func TestClockOfAChild(t *testing.T) {
 	if os.Getenv(clockChild) == "" {
 		t.Skip("run by other tests")
@@ -24,8 +24,8 @@ func TestClockOfAChild(t *testing.T) {
 	fmt.Println(clockDomain(), shown)
 }
 
-// Two processes of a host read the same clock: the child's reading lies between two readings of this process,
-// before and after.
+// Two processes of a host are in the same clock domain and read the same clock: a child's reading lies
+// between two readings by this process, one before and one after.
 func TestProcessesShareADomain(t *testing.T) {
 	before, err := monotonic(time.Now())
 	if err != nil {
@@ -40,11 +40,12 @@ func TestProcessesShareADomain(t *testing.T) {
 		t.Errorf("a child is in domain %s, want %s", domain, clockDomain())
 	}
 	if shown < before || shown > after {
-		t.Errorf("a child sees %v, want %v to %v", shown, before, after)
+		t.Errorf("a child reads %v, want %v to %v", shown, before, after)
 	}
 }
 
-// monotonic returns the reading of the clock at the given time, which may be in the past.
+// For a time in the past, monotonic returns the reading that the clock had at that time: readings for now and
+// for an hour ago differ by an hour.
 func TestMonotonicOfThePast(t *testing.T) {
 	now := time.Now()
 	a, err := monotonic(now)
@@ -55,14 +56,14 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The thread may be descheduled between two readings of a clock in every try, so the error is only
-	// bounded by the time of the test.
+	// In every try, the thread may be descheduled between two readings of a clock. So the only bound of the
+	// error is the running time of the test.
 	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
-		t.Errorf("an hour is off by %v, within %v", d, took)
+		t.Errorf("the reading for an hour ago is off by %v, want at most %v", d, took)
 	}
 }
 
-// A process in a time namespace is in another clock domain, because a time namespace has its own clock.
+// A process in another time namespace is in another clock domain, because its clock has another offset.
 func TestTimeNamespace(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1000", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)
@@ -74,7 +75,7 @@ func TestTimeNamespace(t *testing.T) {
 	domain, shown := childClock(t, exec.Command("unshare", "-T", "--monotonic", "1000", os.Args[0],
 		"-test.run=^TestClockOfAChild$"))
 	if domain == clockDomain() {
-		t.Errorf("both are in domain %s", domain)
+		t.Errorf("both processes are in domain %s", domain)
 	}
 	if d := shown - here; d < 1000*time.Second || d > 1100*time.Second {
 		t.Errorf("the clocks are %v apart, want 1000 s and a little", d)

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// do submits an entry at rank r and waits for it, like a blocking call. It reports whether the entry was done
-// when Drive returned.
+// do submits an entry at rank r and waits for it, as a blocking call does. It reports whether the entry was
+// done when Drive returned.
 func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	done := make(chan struct{})
 	var failed error
@@ -60,7 +60,8 @@ func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
 }
 
-// A caller that waits for its operation drives the loop, and so executes the operation itself.
+// A caller that waits for its operation drives the loop, so that most of its barriers are done when Drive
+// returns.
 func TestDrive(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	driven := make([]int, 3)
@@ -73,15 +74,15 @@ func TestDrive(t *testing.T) {
 		}
 	})
 	for r, n := range driven {
-		if n < 50 { // BackgroundThreadLoop does some, more on a busy machine
-			t.Errorf("rank %d: 100 barriers, %d of them done by the caller", r, n)
+		if n < 50 { // BackgroundThreadLoop completes some of them, more on a busy machine
+			t.Errorf("rank %d: %d of 100 barriers were done when Drive returned, want at least 50", r, n)
 		}
 	}
 	c.shutdown()
 }
 
-// Several goroutines that drive, and BackgroundThreadLoop, which serves the goroutines that do not, can take
-// the lock from each other.
+// All operations complete if several goroutines drive the loop at the same time while other goroutines wait
+// without driving and need BackgroundThreadLoop.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.New(n), n, nil)
@@ -109,8 +110,8 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// A driver stops when its context ends, or when nothing has happened for the poll budget. Its operation
-// completes without it.
+// Drive returns if its context ends, or if nothing happens for the poll budget. Its operation completes later
+// without the driver.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -143,14 +144,15 @@ func TestDriveEnds(t *testing.T) {
 		}
 	}
 	c.shutdown()
-	c.engines[1].Drive(c.ctx, never) // after the shutdown Drive returns at once
+	c.engines[1].Drive(c.ctx, never) // after the shutdown, Drive returns at once
 }
 
-// oftenEnough is a number of operations that would take longer than a test may take if each of them waited
-// for a heartbeat, which takes half a second on average.
+// oftenEnough is a number of operations that is too high for a test if each operation waits for a heartbeat.
+// That takes half a second on average.
 const oftenEnough = 200
 
-// A rank that polls for a very long time still notifies parked peers of the frames that it has sent.
+// A rank that polls for a very long time still notifies parked peers of the frames that it has sent, so
+// operations with a parked peer complete promptly.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.Spin = time.Microsecond
@@ -160,7 +162,7 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	})
 	for range oftenEnough {
 		early := c.allreduce(0, "x", make([]byte, 8))
-		<-time.After(2 * time.Millisecond) // in this time rank 0 parks
+		<-time.After(2 * time.Millisecond) // rank 0 parks in this time
 		c.do(1, sum("x", make([]byte, 8)))
 		if err := c.wait(early); err != nil {
 			t.Fatal(err)
@@ -169,15 +171,15 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// A deadline that results from a driver's turn is met, although BackgroundThreadLoop is parked when the
-// driver stops.
+// If a driver submits an operation with a timeout of 2 ms and Drive returns before that, the operation still
+// times out promptly, because the parked BackgroundThreadLoop is woken for the deadline.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {
 		c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Microsecond })
 		entry := sum("never", make([]byte, 8))
 		entry.Timeout = 2 * time.Millisecond
-		<-time.After(2 * time.Millisecond) // in this time the loops park
+		<-time.After(2 * time.Millisecond) // the loops park in this time
 		done := make(chan error, 1)
 		entry.Done = func(err error) { done <- err }
 		if err := c.engines[1].Queue(entry); err != nil {
@@ -189,12 +191,12 @@ func TestDriveKeepsDeadlines(t *testing.T) {
 		}
 		c.each(func(r int) { c.engines[r].Close() })
 		if time.Now().After(end) {
-			t.Fatal("the deadlines were left to heartbeats")
+			t.Fatal("the operations timed out only at heartbeats")
 		}
 	}
 }
 
-// If the engine is closed, a driver returns.
+// Drive returns when the engine is closed, even if the poll budget is an hour.
 func TestCloseWhileDriving(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = time.Hour })
 	left := make(chan struct{})

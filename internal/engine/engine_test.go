@@ -42,7 +42,8 @@ type cluster struct {
 }
 
 // start starts a job of n ranks. Their loops park as soon as they have nothing to do, because in a synctest
-// bubble the clock does not advance while a loop polls. change, if not nil, changes a rank's configuration.
+// bubble time does not pass while a loop polls. If change is not nil, it changes the configuration of each
+// rank.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		cfg.Spin = -1
@@ -52,8 +53,8 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	})
 }
 
-// startOn starts a job of n ranks that are connected by net. change, if not nil, changes a rank's
-// configuration.
+// startOn starts a job of n ranks that are connected by net. If change is not nil, it changes the
+// configuration of each rank.
 func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	t.Cleanup(cancel)
@@ -86,7 +87,7 @@ func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config))
 	return c
 }
 
-// each calls f for all ranks at the same time and waits for them.
+// each calls f once for each rank, all at the same time, and waits until all calls have returned.
 func (c *cluster) each(f func(r int)) {
 	var wg sync.WaitGroup
 	for r := range c.engines {
@@ -103,7 +104,7 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// sum returns an in-place sum of the int64 elements in buf.
+// sum returns an allreduce that sums the int64 elements of buf in place.
 func sum(name string, buf []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{
@@ -115,7 +116,7 @@ func sum(name string, buf []byte) *tensorqueue.Entry {
 	}
 }
 
-// submit submits entries at rank r, one after another. The channel receives the error or nil of each entry
+// submit submits entries at rank r, one after another. The returned channel receives the result of each entry
 // when it ends.
 func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	done := make(chan error, len(entries))
@@ -128,7 +129,7 @@ func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	return done
 }
 
-// allreduce submits an in-place sum of the int64 elements in buf at rank r.
+// allreduce submits a sum of the int64 elements of buf, in place, at rank r.
 func (c *cluster) allreduce(r int, name string, buf []byte) chan error {
 	return c.submit(r, sum(name, buf))
 }
@@ -157,8 +158,7 @@ func TestSums(t *testing.T) {
 	})
 }
 
-// An operation that is queued while a join is pending is refused with a UsageError, whichever goroutine has
-// queued it.
+// An operation that a rank queues after its join, while the join is pending, ends with a UsageError.
 func TestSubmitBehindAJoin(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -207,8 +207,8 @@ func sums(t *testing.T, change func(*engine.Config)) {
 	}
 }
 
-// If a rank dies, the verdict at all other ranks names it, whether they are executing or negotiating, and
-// every operation ends.
+// If a rank dies, every operation at the other ranks ends with an error that names the dead rank, whether the
+// ranks are executing or negotiating.
 func TestDeath(t *testing.T) {
 	const n = 4
 	for _, over := range []string{"mem", "mem without polling", "tcp"} {
@@ -238,8 +238,8 @@ func TestDeath(t *testing.T) {
 	}
 }
 
-// dies makes the rank victim die: while all ranks execute large operations, or while the others wait for its
-// request.
+// dies makes rank victim die. If executing is set, it dies at a random time while all ranks execute large
+// operations. Otherwise it dies while the others wait for its request.
 func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	started := make(chan struct{})
 	var once sync.Once
@@ -248,7 +248,7 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	killer.Go(func() {
 		<-started
 		if executing {
-			<-time.After(delay) // the death comes at a random time of an operation
+			<-time.After(delay) // so that the death comes at a random time
 		}
 		c.net.Kill(topo.Rank(victim))
 		c.engines[victim].Close()
@@ -293,7 +293,7 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	}
 }
 
-// If a peer breaks the protocol, the verdict names it, and no rank hangs.
+// If a peer sends a malformed frame, the verdict names that peer and is sent to it. Rank 0's engine ends.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // the frame has the wrong number
@@ -326,7 +326,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatalf("frame %x: no end", frame)
 		}
-		// The verdict reaches the peer. The connection stays open until the test closes the engine.
+		// The verdict reaches the peer, and the connection stays open until the test closes the engine.
 		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -359,7 +359,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
-// gather returns an allgather of one byte. allocate allocates the memory of its result.
+// gather returns an allgather of one byte. allocate allocates the memory for its result.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8,
@@ -369,15 +369,15 @@ func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	}
 }
 
-// gather submits an allgather of one byte at rank r. allocate allocates the memory of its result.
+// gather submits an allgather of one byte at rank r. allocate allocates the memory for its result.
 func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
 	return c.submit(r, gather("gather", allocate))
 }
 
 func allocate(n int) []byte { return make([]byte, n) }
 
-// If the context of Shutdown ends, Shutdown returns without waiting for peers that block it, even in the
-// middle of an operation.
+// If the context of Shutdown ends, Shutdown returns without waiting for peers, even if a peer blocks an
+// operation.
 func TestShutdownGivesUp(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -391,7 +391,7 @@ func TestShutdownGivesUp(t *testing.T) {
 			<-release
 			return make([]byte, n)
 		})
-		<-executing // rank 0 executes now, and rank 1 sends nothing
+		<-executing // rank 0 executes, and waits for rank 1, which sends nothing
 		ctx, cancel := context.WithCancel(c.ctx)
 		cancel()
 		if err := c.engines[0].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.Canceled) {
@@ -406,8 +406,9 @@ func TestShutdownGivesUp(t *testing.T) {
 	})
 }
 
-// In whatever order a shutdown and the last operations happen, every operation ends with success or with
-// ErrShutDown, in the same way at all ranks. No rank reports a rank that has left as dead.
+// If ranks shut down right after they have submitted operations, every operation succeeds, fails with a
+// mismatch or fails with ErrShutDown. If it fails with ErrShutDown at one rank, it does so at all ranks. No
+// rank is reported as dead because it has left.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
@@ -430,7 +431,7 @@ func TestShutdownCrossesWork(t *testing.T) {
 			for i := range outcomes[0] {
 				for r := range outcomes {
 					err := outcomes[r][i]
-					var mismatch *engine.MismatchError // the sizes are random, so the ranks may disagree
+					var mismatch *engine.MismatchError // the sizes are random, so ranks may disagree
 					if err != nil && !errors.Is(err, engine.ErrShutDown) && !errors.As(err, &mismatch) {
 						t.Errorf("rank %d: x%d: %v", r, i, err)
 					}
@@ -443,10 +444,10 @@ func TestShutdownCrossesWork(t *testing.T) {
 	})
 }
 
-// In a synctest bubble, time passes only while all goroutines sleep. So an operation and a shutdown must take
+// In a synctest bubble, time passes only while all goroutines sleep. So operations and a shutdown must take
 // no time, and only heartbeats may wake an idle rank.
 //
-// The loops park at once here and do not poll. So this test also checks that ranks are notified.
+// The loops park at once and do not poll, so this test also checks that ranks are notified of frames.
 func TestNobodyWaitsForTheClock(t *testing.T) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
@@ -462,7 +463,7 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 			if took := time.Since(began); took != 0 {
 				t.Errorf("n=%d: ten operations waited for %v", n, took)
 			}
-			// This is three times the liveness timeout, and ends between two heartbeats, because the turn of
+			// Sleep for three times the liveness timeout, and end between two heartbeats, because the turn of
 			// a heartbeat would hide a lost notification.
 			time.Sleep(30*time.Second + 500*time.Millisecond)
 			began = time.Now()
@@ -474,7 +475,7 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 	}
 }
 
-// If a rank sends nothing although its connection stays open, the verdict names it after the liveness
+// If a rank sends nothing although its connection stays open, the verdict names the rank after the liveness
 // timeout.
 func TestSilence(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -484,7 +485,7 @@ func TestSilence(t *testing.T) {
 			began := time.Now()
 			var silent sync.WaitGroup
 			silent.Go(func() {
-				// Rank 1 connects, but it sends nothing.
+				// Rank 1 connects but sends nothing.
 				if _, err := net.Mesh(1).Conn(ctx, transport.Control, 0); err != nil {
 					t.Error(err)
 				}
@@ -514,7 +515,8 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// The engine of a job of one rank can be closed in the middle of an operation.
+// In a job with one rank, Shutdown with a canceled context returns in the middle of an operation, and the
+// operation ends.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{},
@@ -537,13 +539,13 @@ func TestAloneClosedWhileWorking(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		_ = e.Shutdown(ctx, engine.Departure{}) // the operation may end before the shutdown or not
+		_ = e.Shutdown(ctx, engine.Departure{}) // the operation may end before the shutdown
 		<-done
 	})
 }
 
-// The memory for the result of an allgather is allocated only after its size is known to be within
-// MaxResultBytes.
+// If the result of an allgather exceeds MaxResultBytes, the allgather fails at all ranks, and no memory is
+// allocated for its result.
 func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
@@ -571,8 +573,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// A rank whose lane is stuck does not delay the shutdown of the other ranks forever. After ten seconds
-// without progress the shutdown is cut short, and every operation ends.
+// If a lane is stuck, the shutdown of another rank does not wait forever: after ten seconds without progress
+// it fails with ErrCutShort, and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// arrivals is a connection whose bytes arrive in the given pieces. TryRead returns at most one piece, and
-// nothing for an empty piece. After the last piece it returns the error end.
+// arrivals is a connection whose bytes arrive in the given pieces. Each call of TryRead returns bytes of one
+// piece, and no bytes for an empty piece. After the last piece it returns end.
 type arrivals struct {
 	transport.Conn
 	pieces [][]byte
@@ -62,8 +62,8 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 	}
 }
 
-// However the bytes are cut into pieces, next returns the same frames, including those that arrive together
-// with the end of the connection. It reports the end once.
+// next returns the same frames wherever the stream is cut into pieces. It returns them before the end of the
+// connection, and it returns the end once. Afterwards f does not read from the connection.
 func TestFramesHoweverTheyAreCut(t *testing.T) {
 	want := []string{"first", "", "third frame"}
 	var stream []byte
@@ -88,14 +88,13 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 			}
 			a.tries = 0
 			if ev, ok := f.next(); ok || f.fill() || a.tries > 0 {
-				t.Errorf("cut at %d: after the end came %+v, and it was asked %d times", at, ev, a.tries)
+				t.Errorf("cut at %d: after the end: got %+v and %d reads, want neither", at, ev, a.tries)
 			}
 		}
 	}
 }
 
-// If a connection ends in the middle of a frame, next returns the frames before it, and then the end of the
-// connection.
+// If a connection ends in the middle of a frame, next returns the complete frames and then errPeerClosed.
 func TestFramesCutShort(t *testing.T) {
 	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
 	for _, short := range []int{1, 9, 10, 16} {
@@ -103,7 +102,7 @@ func TestFramesCutShort(t *testing.T) {
 			end: &transport.PeerError{Err: io.ErrUnexpectedEOF}}
 		got, err := take(&frames{conn: a}, a)
 		if len(got) != 1 || got[0] != "whole" || !errors.Is(err, errPeerClosed) {
-			t.Errorf("%d bytes short: got %q and %v, want the whole one and %v", short, got, err,
+			t.Errorf("%d bytes short: got %q and %v, want the complete frame and %v", short, got, err,
 				errPeerClosed)
 		}
 	}
@@ -131,8 +130,8 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 	}
 }
 
-// The buffer for a large frame grows in proportion to the bytes that have arrived, and is released after the
-// frame.
+// While a large frame arrives, the buffer is at most about twice as large as the received bytes. After the
+// frame the buffer is released.
 func TestFramesGrowWithWhatArrives(t *testing.T) {
 	body := bytes.Repeat([]byte("0123456789"), 1<<18)
 	stream := appendFrame(appendFrame(nil, 0, body), 1, []byte("next"))
@@ -162,7 +161,7 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 	}
 }
 
-// A steady stream of frames allocates nothing, even if the received bytes never end at the end of a frame.
+// A steady stream of frames allocates nothing, even if frames are split over several reads.
 func TestFramesAllocateNothing(t *testing.T) {
 	var stream []byte
 	var pieces [2][]byte
@@ -185,8 +184,7 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
-// A stream of which a part of a frame always stays in the buffer needs no more memory than a stream that
-// pauses from time to time.
+// If part of a frame always remains in the buffer after a read, the buffer still does not grow.
 func TestFramesThatNeverPause(t *testing.T) {
 	var stream []byte
 	for seq := range uint32(2000) {

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// unfinished is a backend on which an operation was started. The operation waits for a rank that does not
-// take part.
+// unfinished is a backend that is in the middle of an operation. The operation waits for a rank that does not
+// take part, until its context ends.
 type unfinished struct {
 	ops.Backend
 	ended bool
@@ -29,8 +29,8 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	return ops.Waiting, context.Cause(ctx)
 }
 
-// An operation that was started is ended at the backend before its tensors are answered, because until then
-// peers may read the tensors. This holds even if the epoch ends before the lane executes the operation.
+// If an operation was started, the lane ends it at the backend before it answers the tensors, because peers
+// may read the tensors until then. This holds even if the epoch ends before the lane executes the operation.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
 	m, err := ops.NewManager(
@@ -50,7 +50,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	buf := make([]byte, 8)
 	e := &tensorqueue.Entry{Input: buf, Output: buf, Done: func(err error) {
 		if answer = err; !b.ended {
-			t.Error("answered before the backend has ended it")
+			t.Error("the tensor was answered before the backend had ended the operation")
 		}
 	}}
 	e.Request = message.Request{Kind: message.Allreduce, Name: "x"}
@@ -63,7 +63,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
-	// The test produces the state of a lane at the end of an epoch.
+	// Create the state of a lane at the end of an epoch.
 	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
@@ -77,8 +77,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// The loop cannot claim the lane for a barrier before the operations that the lane has executed are answered.
-// So the barrier does not complete before their answers.
+// claim(true), for a barrier, fails while the lane has executed operations that it has not answered.
+// claim(false) succeeds then. Both fail while the lane executes an operation.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{observer: &observer{start: time.Now()}}
 	l.changed.L = &l.mu
@@ -94,22 +94,22 @@ func TestClaimInOrder(t *testing.T) {
 		return claimed
 	}
 	if claim(false) || claim(true) {
-		t.Error("the lane was taken while it executes")
+		t.Error("the lane was claimed while it executes an operation")
 	}
 	l.executed()
 	if claim(true) || !claim(false) {
-		t.Error("while it answers, the lane was taken for what must wait for the answers, or for nothing")
+		t.Error("while the lane answers: claim(true) succeeded, or claim(false) failed")
 	}
 	l.claim(false)
 	l.answer(&work{grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}})
 	l.unclaim(nil)
 	if claim(true) {
-		t.Error("after the loop has answered an operation, the lane was taken for what must wait for the answers of others")
+		t.Error("claim(true) succeeded after the loop has answered its operation and before the lane has answered its own")
 	}
 	l.end(nil)
 	l.next()
 	l.ended = false
 	if !claim(true) {
-		t.Error("the lane was not taken after the answers")
+		t.Error("claim(true) failed after the lane has answered its operations")
 	}
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// pipe is a connection that counts the bytes that are passed to Send. The test sets the number of bytes that
-// Sent reports.
+// pipe is a connection that counts the bytes that are passed to Send. The test sets the number that Sent
+// returns.
 type pipe struct {
 	transport.Conn
 	taken, sent uint64
@@ -23,7 +23,8 @@ func (p *pipe) Send(b []byte) error {
 
 func (p *pipe) Sent() uint64 { return p.sent }
 
-// The buffers of frames are reused, but a connection keeps neither large buffers nor many of them.
+// A link reuses the buffers of frames, but it keeps no buffer larger than maxKeptBytes and at most
+// maxKeptBuffers buffers.
 func TestLinkKeepsLittle(t *testing.T) {
 	p := new(pipe)
 	l := &link{conn: p}
@@ -48,8 +49,8 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 }
 
-// FuzzReceive checks that frames are exactly the bytes that were received, and that memory is bounded by the
-// received bytes, whatever these are.
+// FuzzReceive checks, for any received bytes, that every returned frame has the bytes that were received and
+// that the buffer is at most about twice as large as the received bytes.
 func FuzzReceive(f *testing.F) {
 	header := func(n, seq uint32) []byte {
 		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)

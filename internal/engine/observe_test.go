@@ -17,13 +17,13 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// log is a Recorder and a timeline that keeps what it receives.
+// log is a Recorder and a Timeline that keeps everything it receives.
 type log struct {
 	mu      sync.Mutex
 	ops     []trace.Operation
 	cycles  int
 	offsets []trace.Offset
-	aligned func() // called for each offset, if not nil
+	aligned func() // called after each offset, if not nil
 }
 
 func (l *log) Record(op *trace.Operation) {
@@ -52,15 +52,15 @@ func (l *log) Offset(o trace.Offset) {
 	}
 }
 
-// operations returns the recorded operations in the order in which they ended.
+// operations returns the records in the order in which the operations ended.
 func (l *log) operations() []trace.Operation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.ops)
 }
 
-// Every tensor is recorded before it is answered. Its times are in order, and the number of its operation is
-// the same at all ranks.
+// Every tensor is recorded before it is answered. The times in its record are in order. The number of its
+// operation is the same at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	recorded := func(t *testing.T, lockstep bool) {
@@ -92,7 +92,7 @@ func TestOperationsAreTold(t *testing.T) {
 				if want := len(entries) - 3; refused != want {
 					t.Errorf("%d refused, want %d", refused, want)
 				}
-				// A record is made before the answer, so the records of all answered tensors are there.
+				// A record is made before the answer, so the records of all answered tensors exist.
 				seen := 0
 				for _, op := range recorders[r].operations() {
 					seen += len(op.Tensors)
@@ -186,7 +186,8 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	}
 }
 
-// Pending returns how far each pending operation has got.
+// Pending returns an operation that waits for another rank, first as submitted, then as sent. It does not
+// return operations that have ended.
 func TestPending(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -218,7 +219,7 @@ func TestPending(t *testing.T) {
 	})
 }
 
-// looker is a Recorder. For each operation that has ended and is not answered yet, it records what Pending
+// looker is a Recorder. When an operation has ended and is not answered yet, looker records what Pending
 // returns.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
@@ -231,7 +232,7 @@ func (l *looker) Record(*trace.Operation) {
 	}
 }
 
-// For a tensor that was granted, Pending returns the number of its operation and the backend too.
+// For an operation that was granted, Pending also returns the number of the grant and the backend.
 func TestPendingInAnOperation(t *testing.T) {
 	var l looker
 	c := start(t, 2, func(cfg *engine.Config) {
@@ -259,7 +260,8 @@ func TestPendingInAnOperation(t *testing.T) {
 	}
 }
 
-// The measured offset between different clocks is correct within the error that is reported with it.
+// If ranks read different clocks, the error of the measured offset is at most the reported error. If they
+// read the same clock, the offset is exact.
 func TestClocks(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, same := range []bool{false, true} {
@@ -270,7 +272,7 @@ func TestClocks(t *testing.T) {
 				if !same {
 					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 				}
-				// The engines start at different times, so that their clocks differ.
+				// Start the engines at different times, so that their clocks differ.
 				<-time.After(time.Duration(cfg.Rank) * 20 * time.Millisecond)
 			})
 			c.each(func(r int) {
@@ -298,7 +300,7 @@ func TestClocks(t *testing.T) {
 	})
 }
 
-// Operations that fail at the end of the job are recorded and counted too.
+// An operation that ends because the job fails is counted in Stats.Failed.
 func TestFailedOperationsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		const n = 3
@@ -316,8 +318,8 @@ func TestFailedOperationsAreTold(t *testing.T) {
 	})
 }
 
-// An operation on which the ranks disagree counts only as refused. An operation that fails at the end of the
-// job counts as failed, once.
+// A tensor on which the ranks disagree counts once as refused and is not counted as moved. An operation that
+// ends because of a shutdown counts once as failed.
 func TestCounts(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
@@ -331,10 +333,10 @@ func TestCounts(t *testing.T) {
 			}
 		})
 		left := c.allreduce(0, "left", make([]byte, 8))
-		// Shutdown returns an error at rank 0 if rank 1 leaves first.
+		// Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
-			t.Errorf("got %v, want the shutdown", err)
+			t.Errorf("got error %v, want ErrShutDown", err)
 		}
 		for r := range 2 {
 			st := c.engines[r].Stats()
@@ -347,7 +349,8 @@ func TestCounts(t *testing.T) {
 	})
 }
 
-// If a group is one request, each of its tensors is counted, and its bytes are counted by element type.
+// If a group is one request, Stats counts each of its tensors, and counts the bytes by element type. The
+// record of the group has the number of its tensors in Parts.
 func TestGroupsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		logs := make([]log, 2)
@@ -368,10 +371,10 @@ func TestGroupsAreTold(t *testing.T) {
 			}
 		})
 		left := c.submit(0, group(tensor.Int64, tensor.Int8))
-		// Shutdown returns an error at rank 0 if rank 1 leaves first.
+		// Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
-			t.Errorf("got %v, want the shutdown", err)
+			t.Errorf("got error %v, want ErrShutDown", err)
 		}
 		for r := range logs {
 			st := c.engines[r].Stats()
@@ -404,8 +407,8 @@ func TestGroupsAreTold(t *testing.T) {
 	})
 }
 
-// group returns an in-place sum of a group that is one request. It has one tensor of ten elements for each of
-// types.
+// group returns a sum of a group of tensors that is one request, in place. The group has a tensor of ten
+// elements of each given type.
 func group(types ...tensor.DType) *tensorqueue.Entry {
 	e := &tensorqueue.Entry{Request: message.Request{
 		Kind: message.Allreduce, Name: "g", Shape: tensor.Shape{int64(10 * len(types))}, Op: tensor.Sum,
@@ -420,8 +423,8 @@ func group(types ...tensor.DType) *tensorqueue.Entry {
 	return e
 }
 
-// A Recorder may keep the shape of a tensor, because the shape is a copy: the caller's later changes do not
-// change it.
+// If the caller changes the shape slice of a request after its operation, the recorded shape does not change.
+// So a Recorder may keep the shape.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)
 	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })

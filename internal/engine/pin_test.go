@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// The loop and the lane of each rank run only on the processors that the configuration names.
+// If Config.Cores is set, the threads of the loop and of the lane of each rank may run only on these
+// processors.
 func TestKeepsToItsProcessors(t *testing.T) {
 	if runtime.NumCPU() == 1 {
 		t.Skip("on one processor all threads keep to it")
@@ -22,7 +23,7 @@ func TestKeepsToItsProcessors(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	// There may be more threads, because threads of an earlier run may not have ended yet.
+	// There may be more such threads, because threads of an earlier run may not have ended yet.
 	if got, want := threadsOn(t, "0"), 2*ranks; got < want {
 		t.Errorf("%d threads keep to processor 0, want %d", got, want)
 	}

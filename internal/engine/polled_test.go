@@ -20,8 +20,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c poll only once or twice for each heartbeat that they receive or
-// send. It fails the test if this does not happen.
+// comesToRest waits until the loops of c poll no more than a few times in 100 ms. It fails the test if that
+// does not happen.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -34,16 +34,16 @@ func comesToRest(t *testing.T, c *cluster) {
 	most := 10 * uint64(len(c.engines))
 	for range 50 {
 		before := looks()
-		<-time.After(while) // the test counts the polls in this time
+		<-time.After(while) // the loops poll in this time
 		if looks()-before <= most {
 			return
 		}
 	}
-	t.Error("the loops do not come to rest")
+	t.Error("the loops keep polling")
 }
 
-// A loop polls while its rank is busy. It parks if the rank is idle or waits for a rank that does not take
-// part.
+// A loop polls while its rank is busy. It parks if the rank is idle, or if the rank waits for another rank
+// that does not take part.
 func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
@@ -76,10 +76,10 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 	c.shutdown()
 }
 
-// After an operation that took longer than the poll budget the loop polls for a while, because the next
-// operation is likely to follow soon.
+// After an operation that took longer than the poll budget, the loop polls for another budget, because the
+// next operation is likely to follow soon.
 func TestPollsAfterALongOperation(t *testing.T) {
-	// With no budget, every operation takes longer than the budget.
+	// With polling disabled, every operation takes longer than the budget.
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 })
 	release := make(chan struct{})
 	var done [2]chan error
@@ -102,7 +102,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	const want = 200 // without polling there are about two a second, for heartbeats
+	const want = 200 // without polling there are about two polls a second, for heartbeats
 	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
 			t.Fatalf("polled %d times, want %d", e.Polls()-before, want)
@@ -153,8 +153,8 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 	}
 }
 
-// If its epoch has failed, a rank keeps reading until it is closed, so that surviving peers can send their
-// backlog.
+// After the epoch has failed, a rank keeps reading its connections until it is closed, so that surviving
+// peers can send their backlog.
 func TestReadsOnAfterAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -187,7 +187,7 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 	})
 }
 
-// A rank notices a deadline that passes before its next heartbeat.
+// If the timeout of an operation ends before the next heartbeat, the operation times out on time.
 func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
@@ -205,8 +205,8 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	})
 }
 
-// While a lane is busy, later operations are negotiated: one grant waits for the lane, and the other
-// operations are collected and granted together later. They run in order.
+// While a lane is busy, later operations are negotiated. The first of them is granted and waits for the lane.
+// The others are granted together later. All of them run in the order of submission.
 func TestNegotiationOverlapsExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -266,12 +266,12 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 	})
 }
 
-// In the steady state an operation makes at most one allocation, counting all ranks: the list of the tensors
-// that were fused.
+// In the steady state, an operation makes at most one allocation over all ranks together. It is the list of
+// the fused tensors.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
 		c := startOn(t, mem.New(n), n, nil)
-		// The tensors have no elements, so that the test needs no memory for data.
+		// The tensors have no elements, so that the test allocates no memory for data.
 		entries := make([]*tensorqueue.Entry, n)
 		done := make(chan error, n)
 		finish := func(err error) { done <- err }
@@ -306,8 +306,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// If a peer sends more frames at once than one turn applies, all of them are applied, although no further
-// notification comes.
+// If a peer sends more frames at once than one turn applies, further turns apply the rest without another
+// notification.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)
@@ -321,7 +321,8 @@ func TestManyFramesAtOnce(t *testing.T) {
 			stream = binary.LittleEndian.AppendUint32(stream, seq)
 			stream = append(stream, body...)
 		}
-		// The last frame has number 0 again. The error about it shows that all frames before it were applied.
+		// The last frame has number 0 again. The error about its number shows that all frames before it were
+		// applied.
 		stream = append(stream, make([]byte, 8)...)
 		var e *engine.Engine
 		var started sync.WaitGroup

@@ -12,13 +12,13 @@ import (
 	"time"
 )
 
-// fakeLoop is the loop of a scheduler under test. The test sets what its turns do. It also implements peers.
+// fakeLoop is a loop for tests of the scheduler. The test sets what its turns do. It also implements peers.
 type fakeLoop struct {
 	start time.Time
-	ahead atomic.Int64 // the loop's clock minus the bubble's; polls advance it
+	ahead atomic.Int64 // the loop's clock minus the clock of the bubble; each poll advances it
 
 	mu     sync.Mutex
-	turns  []time.Duration                     // the time at which each turn began
+	turns  []time.Duration                     // when each turn began
 	turn   func() (time.Duration, bool, error) // if nil, the next turn is due in an hour
 	work   atomic.Int32                        // number of queued operations
 	polls  func(n int) bool                    // reports whether poll n finds an event; if nil, no poll does
@@ -68,7 +68,7 @@ func (l *fakeLoop) NotifyPeers() {
 	}
 }
 
-// nextTurns sets the function that executes the next turns. With nil the turns do nothing.
+// nextTurns sets the function that executes the next turns. If it is nil, turns do nothing.
 func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -85,8 +85,8 @@ func (l *fakeLoop) took() []time.Duration {
 	return turns
 }
 
-// scheduled calls test in a synctest bubble, with a scheduler whose run runs in another goroutine. It checks
-// that run returns want.
+// scheduled calls test in a synctest bubble with a scheduler whose run executes in another goroutine. Then it
+// ends the scheduler and checks that run has returned want.
 func scheduled(t *testing.T, budget time.Duration, want error,
 	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
@@ -112,14 +112,14 @@ func scheduled(t *testing.T, budget time.Duration, want error,
 	})
 }
 
-// isAt reports whether a turn that began at at was due at due. It allows for the time of the polls since the
-// last reading of the clock.
+// isAt reports whether a turn that began at at was due at due. It allows for the polls since the last reading
+// of the clock.
 func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
 
 const pollBudget = 50 * time.Microsecond
 
-// A parked scheduler takes a turn in the background when it is notified, or when a turn is due. Several
-// notifications before a turn have the effect of one.
+// A parked scheduler runs a turn in the background when it is notified and when a turn is due. Several
+// notifications before a turn cause only one turn.
 func TestSchedulerParks(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		if !s.parked.Load() || l.parks == 0 {
@@ -158,7 +158,8 @@ func TestSchedulerParks(t *testing.T) {
 	})
 }
 
-// In the background, a busy rank polls for its budget, and an idle rank polls once.
+// In the background, a busy rank polls for its budget and an idle rank polls once. If a poll finds an event,
+// a turn runs at once.
 func TestSchedulerPolls(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		for _, busy := range []bool{false, true} {
@@ -192,8 +193,8 @@ func TestSchedulerPolls(t *testing.T) {
 	})
 }
 
-// If the program is another process that needs the processor, the scheduler polls in the background for its
-// budget after a drive, and only once after a turn of its own.
+// With onlyAfterDrive, the scheduler polls in the background for its budget after a drive, but only once
+// after a turn of its own.
 func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.onlyAfterDrive = true
@@ -221,9 +222,9 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	})
 }
 
-// A driver runs the turns until its operation is done, its context ends, or nothing arrives within the
-// budget. Then the scheduler is parked again, and BackgroundThreadLoop handles later events. If the loop is
-// over, a driver returns at once.
+// A driver runs turns until its operation is done, its context ends, or nothing arrives within the budget.
+// Then the scheduler is parked again, and a notification causes a turn in BackgroundThreadLoop. After the
+// loop is over, drive returns at once.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
 	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -256,15 +257,15 @@ func TestSchedulerDrives(t *testing.T) {
 		l.nextTurns(func() (time.Duration, bool, error) { return 0, true, over })
 		s.drive(t.Context(), func() bool { return false })
 		before := len(l.took())
-		s.drive(t.Context(), func() bool { t.Error("a driver of what is over waits"); return true })
+		s.drive(t.Context(), func() bool { t.Error("a driver waits after the loop is over"); return true })
 		if got := l.took(); len(got) > 0 || before != 1 {
-			t.Errorf("%d turns and then %v, want one that says that it is over", before, got)
+			t.Errorf("%d turns and then turns at %v, want one turn, which ends the loop", before, got)
 		}
 	})
 }
 
-// When a driver returns, BackgroundThreadLoop takes over: a deadline that results from the driver's turn is
-// not lost. A wake-up that came while the driver held the lock is not lost either.
+// After a driver has returned, BackgroundThreadLoop runs a turn when the driver's last turn said that one is
+// due. It also runs a turn if it was woken while the driver held the lock.
 func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
@@ -286,7 +287,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 		at := l.clock()
 		s.drive(t.Context(), func() bool { return l.clock() > at+30*time.Microsecond })
 		if got := l.took(); len(got) < 2 {
-			t.Errorf("turns at %v, want the driver's and one of BackgroundThreadLoop, which was woken meanwhile", got)
+			t.Errorf("turns at %v, want one by the driver and one by BackgroundThreadLoop", got)
 		}
 
 		// Here the timer fires after the driver has seen that the turn is not due.
@@ -301,13 +302,13 @@ func TestSchedulerHandsOff(t *testing.T) {
 		}
 		s.drive(t.Context(), func() bool { return true })
 		if got := l.took(); len(got) != 2 {
-			t.Errorf("turns at %v, want the driver's and that of the alarm", got)
+			t.Errorf("turns at %v, want one by the driver and one when the timer fires", got)
 		}
 	})
 }
 
-// A driver takes the lock from BackgroundThreadLoop while that polls. A second driver returns at once, and
-// the turn that it needs is run.
+// A driver takes the lock from BackgroundThreadLoop while that is polling. A second driver returns at once,
+// and the first driver runs a turn for it.
 func TestSchedulerTakesTheLock(t *testing.T) {
 	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		var turns atomic.Int32
@@ -355,7 +356,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 }
 
 // A rank that finds something to do at almost every poll still notifies parked peers of the frames that it
-// has sent: once, after a number of polls or some time.
+// has sent: once, after pollsPerNotify polls or after the poll budget.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
 	s := newScheduler(l, l.clock, nil)
@@ -364,7 +365,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 		for range n {
 			s.pending.Store(true)
 			if !s.await(&pace{1, 1}, func() bool { return false }) {
-				t.Fatal("a notification is not seen")
+				t.Fatal("await did not see a notification")
 			}
 		}
 	}
@@ -380,7 +381,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	for range 3 {
 		s.sent()
 		polls(pollsPerNotify - 1)
-		s.sent() // later frames do not delay the notification of earlier ones
+		s.sent() // must not delay the notification of earlier frames
 		want("before a peer has had time to poll", 0)
 		polls(1)
 		want("after that", 1)
@@ -394,8 +395,8 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	want("in an hour", 1)
 }
 
-// If polling would take the processor from a caller that queues operations, the turn is deferred: until no
-// more are queued, at most for a number of periods. Flush and Drive end the deferral at once.
+// With oversubscribed, notifyLater defers the turn until no more operations are queued, at most for
+// deferralPeriods periods. flush and drive end the deferral at once.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.oversubscribed = true
@@ -434,8 +435,8 @@ func TestSchedulerDefers(t *testing.T) {
 			t.Errorf("driven at %v: turns at %v", at, got)
 		}
 		time.Sleep(time.Second)
-		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may take a turn to set its alarm
-			t.Errorf("turns at %v for what was driven", got)
+		if got := l.took(); len(got) > 1 { // BackgroundThreadLoop may run a turn to set its timer
+			t.Errorf("turns at %v after the drive, want at most one", got)
 		}
 		s.oversubscribed = false
 		at = l.clock()
@@ -446,7 +447,7 @@ func TestSchedulerDefers(t *testing.T) {
 	})
 }
 
-// The budget and the pace of polling depend on how many processes share the processors.
+// newPollLimits returns budgets and paces that depend on the numbers of processes, cores and threads.
 func TestPollLimits(t *testing.T) {
 	for _, test := range []struct {
 		name                  string

@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// withSet returns a change of the configuration by which a process set of ranks 0 and 1 exists from the
-// start.
+// withSet returns a function that changes a rank's configuration so that a process set of ranks 0 and 1
+// exists from the start.
 func withSet(lockstep bool) func(*engine.Config) {
 	return func(cfg *engine.Config) {
 		cfg.Lockstep = lockstep
@@ -44,8 +44,9 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 // isDone reports whether the operation that sends its result to done has ended.
 func isDone(done chan error) bool { return len(done) > 0 }
 
-// Operations that were granted in a set before the set is removed finish, and only then does the removal end
-// at the members. Operations that have not been granted end at once with ErrNoProcessSet.
+// If a set is removed while an operation is executing in it, the removal ends at the members only after the
+// operation. Operations of the set that were not granted, and later ones, end with ErrNoProcessSet. Other
+// sets execute operations meanwhile.
 func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 3, withSet(false))
@@ -67,23 +68,23 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 		}
 		synctest.Wait()
 		if isDone(granted[0]) || isDone(granted[1]) || isDone(removals[0]) || isDone(removals[1]) {
-			t.Error("done before the granted operation")
+			t.Error("an operation was done before the granted operation was released")
 		}
 		if !isDone(removals[2]) {
-			t.Error("a rank that is no member waits for the members")
+			t.Error("the removal at rank 2, which is not a member, waits for the members")
 		} else if err := <-removals[2]; err != nil {
 			t.Errorf("the removal at rank 2: %v", err)
 		}
 		if !isDone(waits) {
-			t.Error("what waits in a removed set is not answered")
+			t.Error("an operation that was not granted did not end with the removal of its set")
 		} else if err := <-waits; !errors.Is(err, engine.ErrNoProcessSet) {
-			t.Errorf("what waits in a removed set: got error %v, want ErrNoProcessSet", err)
+			t.Errorf("an operation that was not granted: got error %v, want ErrNoProcessSet", err)
 		}
 		if err := c.wait(c.submit(1, over(1, gather("later", allocate)))); !errors.Is(err,
 			engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
-		// In the meantime other sets can execute operations.
+		// Other sets execute operations meanwhile.
 		c.each(func(r int) {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 				t.Errorf("rank %d: %v", r, err)
@@ -102,9 +103,9 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	})
 }
 
-// An operation that is queued in a set while the set is being removed ends exactly once, even if the loop has
-// not taken it from the queue. Afterwards the engine does not read its entry, because the caller may already
-// use the entry for another operation.
+// If an operation is queued in a set while the set is being removed, the operation ends exactly once, even if
+// the loop has not taken it from the queue. Afterwards the engine does not use its entry, because the caller
+// may use the entry for another operation.
 func TestRemovalWhileQueueing(t *testing.T) {
 	c := start(t, 3, nil)
 	for id := topo.ProcessSetID(1); id <= 20; id++ {
@@ -117,7 +118,7 @@ func TestRemovalWhileQueueing(t *testing.T) {
 			if r == 2 {
 				return // rank 2 is not a member
 			}
-			// The lane is busy, so it still exists in the turn after the removal.
+			// Keep the lane busy, so that it still exists in the turn after the removal.
 			busy := over(id, sum("busy", make([]byte, 8)))
 			begun := make(chan struct{})
 			busy.Done = func(error) {
@@ -144,7 +145,7 @@ func TestRemovalWhileQueueing(t *testing.T) {
 			removals[r] = c.submit(r, removal(id))
 		}
 		queueing.Wait()
-		for range 3 { // each operation takes turns of the loop
+		for range 3 { // each operation causes turns of the loop
 			c.each(func(r int) {
 				if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 					t.Errorf("rank %d: set %d: an operation of the global set: %v", r, id, err)
@@ -166,8 +167,8 @@ func TestRemovalWhileQueueing(t *testing.T) {
 	}
 }
 
-// A set that has the members of a removed set is a new set: operations that waited in the removed set do not
-// affect it.
+// If a set is removed and a set with the same members is added, the new set has another ID, and operations
+// that waited in the removed set do not affect it.
 func TestSetsComeAndGo(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
@@ -192,7 +193,7 @@ func TestSetsComeAndGo(t *testing.T) {
 				}
 				if left != nil {
 					if err := c.wait(left); !errors.Is(err, engine.ErrNoProcessSet) {
-						t.Errorf("set %d: what waits: got error %v, want ErrNoProcessSet", id, err)
+						t.Errorf("set %d: waiting operation: got error %v, want ErrNoProcessSet", id, err)
 					}
 				}
 				e := addition(0, 1)
@@ -211,8 +212,8 @@ func TestSetsComeAndGo(t *testing.T) {
 	})
 }
 
-// If a rank dies while a removed set still executes an operation, the verdict names the rank, and every
-// operation ends.
+// If a rank dies while a removed set still executes an operation, every operation ends, and the verdict names
+// the dead rank.
 func TestDeathDuringARemoval(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 3, withSet(lockstep))
@@ -242,8 +243,8 @@ func TestDeathDuringARemoval(t *testing.T) {
 	})
 }
 
-// No tensor of a group is executed before all ranks have submitted all tensors of the group, whether they are
-// cached or not.
+// No tensor of a group completes before all ranks have submitted all tensors of the group, whether the
+// tensors are cached or not.
 func TestGroupWaitsForItsLast(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -262,7 +263,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		for range 3 {
 			var dones []chan error
 			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
-			// In the time of these two rounds of another operation the group could have run.
+			// If the group could run already, it would run during these two operations.
 			pass("x")
 			pass("x")
 			for _, done := range dones {
@@ -281,7 +282,8 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 	})
 }
 
-// If no backend can execute one tensor of a group, the whole group is refused. Its names can be used again.
+// If no backend can execute one tensor of a group, all tensors of the group end with a MismatchError, and
+// their names can be used again.
 func TestGroupThatCannotRun(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) {
@@ -315,7 +317,8 @@ func TestGroupThatCannotRun(t *testing.T) {
 	})
 }
 
-// Submit queues all its entries or none of them.
+// Submit queues all its entries or none. If two entries have the same name, or the process set does not
+// exist, Submit returns an error, and the names are free.
 func TestSubmitManyOrNone(t *testing.T) {
 	c := start(t, 1, nil)
 	entries := []*tensorqueue.Entry{sum("a", make([]byte, 8)), sum("a", make([]byte, 8))}

@@ -22,20 +22,20 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// testTimeout is not a multiple of the heartbeat period. Otherwise the turn of a heartbeat would hide a
-// missed deadline.
+// testTimeout is not a multiple of the heartbeat period, because the turn of a heartbeat would hide a missed
+// deadline.
 const testTimeout = 2300 * time.Millisecond
 
-// reports collects the stall reports of rank 0, with the time of each.
+// reports collects the stall reports of rank 0 with their times.
 type reports struct {
 	began time.Time
 	list  []string
 }
 
-// attach makes the engine that cfg configures report its stalls to r.
+// attach makes the engine with configuration cfg report its stalls to r.
 func (r *reports) attach(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
-		// The times of reports are only as precise as the cycles of lock-step.
+		// In lock-step, reports are only as precise as the time between cycles.
 		const precision = 100 * time.Millisecond
 		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s,
 			s.Waited.Truncate(precision)))
@@ -50,8 +50,8 @@ func (r *reports) take() []string {
 	return list
 }
 
-// A waiting tensor is reported each time that another stall time has passed, until the last rank submits the
-// tensor. This holds also for cached tensors and for process sets without rank 0.
+// A tensor that waits for a rank is reported each time that another StallWarning has passed, until the rank
+// submits it. This holds also for cached tensors and for process sets without rank 0.
 func TestStallReports(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -61,7 +61,7 @@ func TestStallReports(t *testing.T) {
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
 				r.attach(cfg)
 			})
-			// In the second round of each set the tensor is cached.
+			// In the second round with each set, the tensor is cached.
 			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} {
 				r.began = time.Now()
 				c.each(func(rank int) {
@@ -87,7 +87,7 @@ func TestStallReports(t *testing.T) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
 				}
 			}
-			// Operations that end in time are not reported, and neither are idle ranks.
+			// Neither operations that end in time nor idle ranks are reported.
 			time.Sleep(10 * testTimeout)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
@@ -97,9 +97,9 @@ func TestStallReports(t *testing.T) {
 	})
 }
 
-// If a rank is late for many tensors, the log has only ten lines in a second, or one line if the launcher
-// prints a report, and then the number of the other stalls. The number is logged even if the job ends within
-// the second. OnStall receives every stall.
+// If a rank is late for 40 tensors, the log has lines for the first ten stalls, or for the first one if the
+// launcher explains stalls. A further line has the number of the other stalls. It is logged after a second,
+// or when the job ends if that is earlier. OnStall receives every stall.
 func TestManyStallsAreFewLines(t *testing.T) {
 	for _, q := range []struct {
 		absent    time.Duration
@@ -148,18 +148,17 @@ func TestManyStallsAreFewLines(t *testing.T) {
 					entry.ContextMap()["tensors"]))
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
-			// The number of the other stalls is logged at the end of the second or of the job.
+			// The number of the other stalls is logged at the end of the window or of the job.
 			want = append(want, fmt.Sprintf("%v: stalled:, more: %d",
 				min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
-				t.Errorf("rank 1 comes %v after the stall: got %q\nwant %q", absent, got, want)
+				t.Errorf("rank 1 submits %v after the stall: got %q\nwant %q", absent, got, want)
 			}
 		})
 	}
 }
 
-// An operation that one rank does not finish is reported too, when its heartbeats show that it is still
-// executing.
+// If a rank does not finish an operation for longer than StallWarning, the operation is reported.
 func TestStallReportsOfExecution(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -189,8 +188,8 @@ func TestStallReportsOfExecution(t *testing.T) {
 	})
 }
 
-// When a tensor has waited for StallShutdown, the job is shut down at all ranks, and the error names the
-// tensor and the missing rank.
+// When a tensor has waited for StallShutdown, the job is shut down at all ranks. The error names the tensor
+// and the missing rank.
 func TestStallShutdown(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -230,8 +229,8 @@ func (c *cluster) late(r int, name string) chan error {
 	return c.submit(r, e)
 }
 
-// wantTimeout checks the error err of rank r: an operation has timed out at rank by, and the verdict names
-// the rank missing.
+// wantTimeout checks that err, an error at rank r, says that an operation timed out at rank by and that rank
+// missing has failed.
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
@@ -241,8 +240,8 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace returns the time after the deadline within which a verdict must come. In lock-step, rank 0 knows the
-// requests of a rank only after two cycles.
+// grace returns how long after the deadline a verdict may come. In lock-step, rank 0 learns the requests of a
+// rank only after two cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
 		return 20 * time.Millisecond
@@ -250,7 +249,7 @@ func grace(lockstep bool) time.Duration {
 	return 0
 }
 
-// If an operation is not done before its timeout, the job fails at all ranks, and the error names the rank
+// If an operation is not done within its timeout, the job fails at all ranks, and the error names the rank
 // that has not submitted the operation.
 func TestOperationTimeout(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -282,7 +281,7 @@ func TestOperationTimeout(t *testing.T) {
 	})
 }
 
-// If the tensor is cached, the error of the timeout names the missing rank too.
+// For a cached tensor, the error of a timeout names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -309,7 +308,7 @@ func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	})
 }
 
-// If an operation was granted and is not finished before its timeout, the error names the rank that does not
+// If an operation was granted but is not done within its timeout, the error names the rank that does not
 // finish it.
 func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -352,7 +351,8 @@ func TestOperationTimeoutWhileExecuting(t *testing.T) {
 	})
 }
 
-// An operation that ends in time leaves no deadline behind, in whatever order operations end.
+// If operations end within their timeouts, in any order, the job does not fail later because of these
+// timeouts.
 func TestOperationsInTime(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -376,7 +376,7 @@ func TestOperationsInTime(t *testing.T) {
 	})
 }
 
-// An operation with the longest possible timeout never times out.
+// With the maximum timeout, an operation never times out.
 func TestOperationWithoutDeadline(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -396,8 +396,8 @@ func TestOperationWithoutDeadline(t *testing.T) {
 	})
 }
 
-// If the deadline of an operation passes while its grant is in flight to the rank, the operation still times
-// out, unless it has finished by then.
+// If the timeout of an operation ends while its grant is in flight to the rank, and the operation does not
+// finish afterwards, the operation still times out.
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
@@ -413,7 +413,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 			case 1:
 				e.Timeout = testTimeout
 			case 2:
-				time.Sleep(testTimeout - delay/2) // sent before the deadline, granted after it
+				time.Sleep(testTimeout - delay/2) // request before the deadline, grant after it
 				e.Allocate = func(n int) []byte {
 					<-release
 					return allocate(n)
@@ -430,7 +430,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 				close(release)
 				return
 			}
-			_ = c.wait(done) // the error is the timeout, or follows from the closed engine of rank 1
+			_ = c.wait(done) // the error is the timeout, or a consequence of the closed engine of rank 1
 		})
 		for _, e := range c.engines {
 			e.Close()
@@ -438,7 +438,7 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	})
 }
 
-// slowMesh is a Mesh that delays the data of control connections.
+// slowMesh is a Mesh in which data on control connections arrives late.
 type slowMesh struct {
 	transport.Mesh
 	delay time.Duration
@@ -465,8 +465,8 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 	return n, err
 }
 
-// If steps take a little less than the time between two heartbeats and use the same name, they are not
-// reported as one long operation, although each heartbeat finds the name a little older.
+// Steps that reuse a name and take a little less than the heartbeat period are not reported as one long
+// operation, although every heartbeat names the same tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a driver has started an operation of many steps and stops because another rank is late for one of them,
-// the lane executes the remaining steps.
+// If a driver has started an operation of many steps, and Drive returns because another rank is late for a
+// step, the lane executes the remaining steps.
 func TestHelpLeavesSteps(t *testing.T) {
 	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) {
 		cfg.Spin = time.Millisecond

@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// At log level trace each rank logs the requests, bits and grants of every cycle. At level debug it logs none
-// of them.
+// At log level trace, each rank logs the requests, cache bits and grants of every cycle. At level debug it
+// logs none of them.
 func TestTracedCycles(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, level := range []zapcore.Level{logs.Trace, zapcore.DebugLevel} {
@@ -28,7 +28,7 @@ func TestTracedCycles(t *testing.T) {
 					core, logged[cfg.Rank] = observer.New(level)
 					cfg.Log, cfg.Lockstep = zap.New(core), lockstep
 				})
-				for range 2 { // in the second round the request is a cache bit
+				for range 2 { // in the second round the request is a vote
 					c.each(func(r int) {
 						if err := c.wait(c.allreduce(r, "grad/7", make([]byte, 8))); err != nil {
 							t.Error(err)

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// votes finds an entry by a cache bit, which is only a guess: if another tensor's entry is stored under the
-// bit, take returns nil.
+// take returns the entry that is stored under a cache bit if it has the right name. If another tensor's entry
+// is stored under the bit, take returns nil.
 func TestVotes(t *testing.T) {
 	entry := func(name string, bit uint32) *tensorqueue.Entry {
 		return &tensorqueue.Entry{Request: message.Request{Name: name, Bit: bit}}
@@ -19,19 +19,19 @@ func TestVotes(t *testing.T) {
 		v.add(e)
 	}
 	if got := v.take(3, &message.Response{Name: "a"}); got != nil {
-		t.Errorf("got %q for a, whose place b has", got.Request.Name)
+		t.Errorf("got entry %q for a, want none, because b is stored under its bit", got.Request.Name)
 	}
 	if v.take(3, &message.Response{Name: "b"}) != b || v.take(3, &message.Response{Name: "b"}) != nil {
-		t.Error("want b once")
+		t.Error("b was not returned exactly once")
 	}
 	if v.take(1, &message.Response{Name: "c"}) != nil || v.take(9, &message.Response{Name: "c"}) != nil {
-		t.Error("got c at another's bit")
+		t.Error("c was returned for another bit than its own")
 	}
 	v.drop(a) // b has replaced a, so nothing is removed
 	v.drop(c)
 	v.drop(nil)
 	v.drop(entry("d", 99))
 	if v.take(0, &message.Response{Name: "c"}) != nil {
-		t.Error("got what was dropped")
+		t.Error("c was returned after it was dropped")
 	}
 }
