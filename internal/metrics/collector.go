@@ -13,7 +13,7 @@ import (
 
 // Names of labels.
 const (
-	// labelOp is Horovod's word for the kind of an operation.
+	// labelOp has the kind of an operation, for which Horovod's word is op.
 	labelOp      = "op"
 	labelBackend = "backend"
 	labelDType   = "dtype"
@@ -28,7 +28,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
 
-// number is a metric without labels.
+// number is a metric without labels, with the function that returns its value.
 type number struct {
 	desc  *prometheus.Desc
 	kind  prometheus.ValueType
@@ -45,94 +45,94 @@ func gauge(name, help string, value func(*trace.Stats) float64) number {
 	return number{desc(name, help), prometheus.GaugeValue, value}
 }
 
-// These metrics are shown by every rank.
+// Every rank exports these metrics.
 var (
 	rankInfo = desc("hvd_rank_info",
 		"1, with the rank and host of the process, to be joined with its other metrics.", labelRank,
 		labelHost)
 
 	duration = desc("hvd_collective_duration_seconds",
-		"Time that a fused response took, from the beginning of its execution to its end.", labelOp,
+		"Time from the beginning of the execution of a fused response to its end.", labelOp,
 		labelBackend)
 	tensors = desc("hvd_collective_tensors_total", "Tensors in the fused responses that were executed.",
 		labelOp, labelBackend)
 	moved = desc("hvd_collective_bytes_total",
-		"Bytes that this rank contributed to operations or, for broadcasts, received.", labelOp, labelBackend,
+		"Bytes that this rank contributed to operations, or received in broadcasts.", labelOp, labelBackend,
 		labelDType)
 
 	negotiation = desc("hvd_negotiation_seconds",
-		"Time from the submission of a tensor, or a grouped allreduce, until all ranks had submitted it and agreed to run it.")
+		"Time from the submission of a tensor or a grouped allreduce to its grant, which comes when all ranks have submitted it.")
 	queued = desc("hvd_queue_seconds",
-		"Time from the agreement to run a fused response to the beginning of its execution.")
+		"Time from the grant of a fused response to the beginning of its execution.")
 
 	numbers = []number{
 		gauge("hvd_world_size", "Ranks in the job.", func(s *trace.Stats) float64 { return float64(s.Size) }),
-		gauge("hvd_epoch", "Number of the job's epoch, which grows with each Init; counters begin with it.",
+		gauge("hvd_epoch", "Number of the job's epoch. It grows with each Init, and counters start again from 0.",
 			func(s *trace.Stats) float64 { return float64(s.Epoch) }),
 		gauge("hvd_queue_depth",
-			"Tensors that were submitted and have not completed; a grouped allreduce counts as one.",
+			"Tensors that are submitted and not completed. A grouped allreduce counts as one tensor.",
 			func(s *trace.Stats) float64 { return float64(s.InFlight) }),
-		counter("hvd_fusion_responses_total", "Responses that could have had more than one tensor.",
+		counter("hvd_fusion_responses_total", "Executed responses of kinds that can be fused.",
 			func(s *trace.Stats) uint64 { return s.FusionResponses }),
-		counter("hvd_fusion_tensors_total", "Tensors in the responses that could have had more than one.",
+		counter("hvd_fusion_tensors_total", "Tensors in executed responses of kinds that can be fused.",
 			func(s *trace.Stats) uint64 { return s.FusedTensors }),
 		counter("hvd_fusion_bytes_total",
-			"Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
+			"Bytes in executed responses of kinds that can be fused. A response counts for at most the fusion threshold.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
 		gauge("hvd_fusion_buffer_bytes",
-			"Largest number of bytes that are fused into one response; 0 if nothing is fused.",
+			"Fusion threshold: the most bytes that are fused into one response. 0 disables fusion.",
 			func(s *trace.Stats) float64 { return float64(s.FusionThresholdBytes) }),
-		counter("hvd_response_cache_hits_total", "Requests that were sent as a bit of the response cache.",
+		counter("hvd_response_cache_hits_total", "Requests that were in the response cache and were sent as one bit.",
 			func(s *trace.Stats) uint64 { return s.CacheHits }),
-		counter("hvd_response_cache_misses_total", "Requests that were sent in full.",
+		counter("hvd_response_cache_misses_total", "Requests that were not in the response cache and were sent in full.",
 			func(s *trace.Stats) uint64 { return s.CacheMisses }),
 		counter("hvd_refused_tensors_total",
-			"Tensors that completed with an error of their own, for example because ranks disagree on the shape.",
+			"Tensors that completed with an error that affects only them, for example because ranks disagree on the shape.",
 			func(s *trace.Stats) uint64 { return s.Refused }),
 		counter("hvd_failed_tensors_total",
 			"Tensors that completed with an error because the job failed or was shut down.",
 			func(s *trace.Stats) uint64 { return s.Failed }),
 		counter("hvd_timeline_dropped_operations_total",
-			"Operations that were dropped from the timeline because it could not be written fast enough, or at all.",
+			"Operations that are missing in the timeline because its file could not be written, or not fast enough.",
 			func(s *trace.Stats) uint64 { return s.TimelineDropped }),
 	}
 )
 
-// These metrics are shown if their values are known.
+// These metrics are exported only while their values are known.
 var (
 	fill = gauge("hvd_fusion_fill_ratio",
-		"How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.",
+		"Mean size of executed responses of kinds that can be fused, as a share of the fusion threshold.",
 		func(s *trace.Stats) float64 {
 			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
 		})
 	clock = []number{
 		gauge("hvd_start_offset_seconds",
-			"Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.",
+			"Time since rank 0's start minus time since this rank's start, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.",
 			func(s *trace.Stats) float64 { return s.ClockOffset.Seconds() }),
-		gauge("hvd_clock_error_seconds", "Largest error of hvd_start_offset_seconds, in either direction.",
+		gauge("hvd_clock_error_seconds", "Bound of the error of hvd_start_offset_seconds in either direction.",
 			func(s *trace.Stats) float64 { return s.ClockError.Seconds() }),
 	}
 )
 
-// These metrics are shown only by rank 0.
+// Only rank 0 exports these metrics.
 var (
 	coordinator = []number{
-		counter("hvd_cycles_total", "Negotiation cycles of the coordinator.", func(s *trace.Stats) uint64 {
+		counter("hvd_cycles_total", "Negotiation cycles that the coordinator has made.", func(s *trace.Stats) uint64 {
 			return s.Coordinator.Cycles
 		}),
 		gauge("hvd_stalled_tensors",
-			"Tensors that some ranks have waited for longer than the time of the stall warning.",
+			"Tensors that have waited for ranks longer than HOROVOD_STALL_CHECK_TIME_SECONDS.",
 			func(s *trace.Stats) float64 { return float64(s.Coordinator.Stalled) }),
-		counter("hvd_stall_reports_total", "Stall warnings that were given.", func(s *trace.Stats) uint64 {
+		counter("hvd_stall_reports_total", "Stall warnings that were logged.", func(s *trace.Stats) uint64 {
 			return s.Coordinator.StallReports
 		}),
 	}
-	last     = desc("hvd_rank_last_total", "Tensors that this rank was the last to request.", labelLate)
+	last     = desc("hvd_rank_last_total", "Tensors for which this rank's request arrived last.", labelLate)
 	lateness = desc("hvd_rank_lateness_seconds_total",
-		"Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.", labelLate)
+		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. It counts once if several operations waited.", labelLate)
 )
 
-// NewCollector returns a collector of the metrics in the result of get. get is called once per scrape, and
-// must be safe for concurrent use.
+// NewCollector returns a collector of the metrics of a rank. It calls get once per scrape to get the rank's
+// statistics. get must be safe for concurrent use.
 func NewCollector(get func() trace.Stats) prometheus.Collector { return &collector{get} }
 
 type collector struct{ get func() trace.Stats }
@@ -190,8 +190,8 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	}
 }
 
-// histogram is a metric that shows a trace.Histogram in both of Prometheus's forms: classic, and native of
-// schema 0, which has the same buckets as trace.Histogram.
+// histogram is a metric that exports a trace.Histogram in both of Prometheus's forms: as a classic histogram,
+// and as a native histogram with schema 0, which has the same buckets as trace.Histogram.
 type histogram struct {
 	desc   *prometheus.Desc
 	labels []*dto.LabelPair
@@ -204,8 +204,8 @@ func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) p
 
 func (h *histogram) Desc() *prometheus.Desc { return h.desc }
 
-// classicEvery reduces the number of classic buckets, each of which is a series: their bounds are a factor of
-// 4 apart.
+// classicEvery selects every second bucket of trace.Histogram for the classic form, because each classic
+// bucket is a series. So the bounds of classic buckets are a factor of 4 apart.
 const classicEvery = 2
 
 func (h *histogram) Write(to *dto.Metric) error {
@@ -221,9 +221,9 @@ func (h *histogram) Write(to *dto.Metric) error {
 	}
 	count += h.from.Buckets[finite]
 
-	// Native bucket i of schema 0 counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram, which
-	// begins at 0, is the native zero bucket. The last one, which has no upper bound, counts as the first
-	// native bucket of its values.
+	// With schema 0, native bucket i counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram
+	// begins at 0 and becomes the native zero bucket. The last one has no upper bound and becomes the native
+	// bucket of its smallest values.
 	native := h.from.Buckets[1:]
 	var spans []*dto.BucketSpan
 	var deltas []int64
@@ -252,7 +252,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 	return nil
 }
 
-// buildInfo returns a gauge of 1 with the versions as labels.
+// buildInfo returns a gauge with the value 1 and the versions as labels.
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: name, Help: "1, with the version of gohvd and the version of Go that built it.",

@@ -32,7 +32,7 @@ func histogramOf(durations ...time.Duration) (h trace.Histogram) {
 	return h
 }
 
-// full returns the statistics of a rank 0 that has all metrics of a coordinator and of a rank.
+// full returns statistics of rank 0 with values for all metrics of a coordinator and of a rank.
 func full() trace.Stats {
 	return trace.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
@@ -58,7 +58,7 @@ func full() trace.Stats {
 	}
 }
 
-// other returns the statistics of rank 1, which has all metrics except those of the coordinator.
+// other returns statistics of rank 1 with values for all metrics except those of the coordinator.
 func other() trace.Stats {
 	s := full()
 	s.Rank, s.Coordinator = 1, nil
@@ -67,7 +67,7 @@ func other() trace.Stats {
 
 func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 	t.Helper()
-	// A pedantic registry checks that Collect returns what Describe describes.
+	// A pedantic registry checks that Collect returns only what Describe announces.
 	r := prometheus.NewPedanticRegistry()
 	if err := r.Register(c); err != nil {
 		t.Fatal(err)
@@ -81,17 +81,17 @@ func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 
 func TestCollector(t *testing.T) {
 	const want = `
-# HELP hvd_clock_error_seconds Largest error of hvd_start_offset_seconds, in either direction.
+# HELP hvd_clock_error_seconds Bound of the error of hvd_start_offset_seconds in either direction.
 # TYPE hvd_clock_error_seconds gauge
 hvd_clock_error_seconds 5e-05
-# HELP hvd_start_offset_seconds Time since the start of rank 0 minus time since the start of this rank, as last measured. It changes as the clocks drift apart; a clock that is set wrong does not affect it.
+# HELP hvd_start_offset_seconds Time since rank 0's start minus time since this rank's start, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.
 # TYPE hvd_start_offset_seconds gauge
 hvd_start_offset_seconds -1.5
-# HELP hvd_collective_bytes_total Bytes that this rank contributed to operations or, for broadcasts, received.
+# HELP hvd_collective_bytes_total Bytes that this rank contributed to operations, or received in broadcasts.
 # TYPE hvd_collective_bytes_total counter
 hvd_collective_bytes_total{backend="shm",dtype="float16",op="allreduce"} 5
 hvd_collective_bytes_total{backend="shm",dtype="float32",op="allreduce"} 1.06954752e+08
-# HELP hvd_collective_duration_seconds Time that a fused response took, from the beginning of its execution to its end.
+# HELP hvd_collective_duration_seconds Time from the beginning of the execution of a fused response to its end.
 # TYPE hvd_collective_duration_seconds histogram
 hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="9.5367431640625e-07"} 0
 hvd_collective_duration_seconds_bucket{backend="shm",op="allreduce",le="3.814697265625e-06"} 0
@@ -131,60 +131,60 @@ hvd_collective_duration_seconds_count{backend="tcp",op="broadcast"} 1
 # TYPE hvd_collective_tensors_total counter
 hvd_collective_tensors_total{backend="shm",op="allreduce"} 161
 hvd_collective_tensors_total{backend="tcp",op="broadcast"} 1
-# HELP hvd_cycles_total Negotiation cycles of the coordinator.
+# HELP hvd_cycles_total Negotiation cycles that the coordinator has made.
 # TYPE hvd_cycles_total counter
 hvd_cycles_total 70
-# HELP hvd_epoch Number of the job's epoch, which grows with each Init; counters begin with it.
+# HELP hvd_epoch Number of the job's epoch. It grows with each Init, and counters start again from 0.
 # TYPE hvd_epoch gauge
 hvd_epoch 2
 # HELP hvd_failed_tensors_total Tensors that completed with an error because the job failed or was shut down.
 # TYPE hvd_failed_tensors_total counter
 hvd_failed_tensors_total 4
-# HELP hvd_fusion_buffer_bytes Largest number of bytes that are fused into one response; 0 if nothing is fused.
+# HELP hvd_fusion_buffer_bytes Fusion threshold: the most bytes that are fused into one response. 0 disables fusion.
 # TYPE hvd_fusion_buffer_bytes gauge
 hvd_fusion_buffer_bytes 1.34217728e+08
-# HELP hvd_fusion_bytes_total Bytes in the responses that could have had more than one tensor, of each at most the fusion buffer.
+# HELP hvd_fusion_bytes_total Bytes in executed responses of kinds that can be fused. A response counts for at most the fusion threshold.
 # TYPE hvd_fusion_bytes_total counter
 hvd_fusion_bytes_total 6.7108864e+07
-# HELP hvd_fusion_fill_ratio How full responses that could have had more than one tensor were on average, 1 being the fusion buffer.
+# HELP hvd_fusion_fill_ratio Mean size of executed responses of kinds that can be fused, as a share of the fusion threshold.
 # TYPE hvd_fusion_fill_ratio gauge
 hvd_fusion_fill_ratio 0.25
-# HELP hvd_fusion_responses_total Responses that could have had more than one tensor.
+# HELP hvd_fusion_responses_total Executed responses of kinds that can be fused.
 # TYPE hvd_fusion_responses_total counter
 hvd_fusion_responses_total 2
-# HELP hvd_fusion_tensors_total Tensors in the responses that could have had more than one.
+# HELP hvd_fusion_tensors_total Tensors in executed responses of kinds that can be fused.
 # TYPE hvd_fusion_tensors_total counter
 hvd_fusion_tensors_total 161
-# HELP hvd_queue_depth Tensors that were submitted and have not completed; a grouped allreduce counts as one.
+# HELP hvd_queue_depth Tensors that are submitted and not completed. A grouped allreduce counts as one tensor.
 # TYPE hvd_queue_depth gauge
 hvd_queue_depth 5
 # HELP hvd_rank_info 1, with the rank and host of the process, to be joined with its other metrics.
 # TYPE hvd_rank_info gauge
 hvd_rank_info{host="h1",rank="0"} 1
-# HELP hvd_rank_last_total Tensors that this rank was the last to request.
+# HELP hvd_rank_last_total Tensors for which this rank's request arrived last.
 # TYPE hvd_rank_last_total counter
 hvd_rank_last_total{late_rank="0"} 8
 hvd_rank_last_total{late_rank="3"} 90
-# HELP hvd_rank_lateness_seconds_total Time for which this rank held up all others: they had requested an operation and this rank had not. Time counts once, however many operations waited.
+# HELP hvd_rank_lateness_seconds_total Wall time during which this rank held up all others: they had requested an operation and this rank had not. It counts once if several operations waited.
 # TYPE hvd_rank_lateness_seconds_total counter
 hvd_rank_lateness_seconds_total{late_rank="0"} 1
 hvd_rank_lateness_seconds_total{late_rank="3"} 9.5
-# HELP hvd_refused_tensors_total Tensors that completed with an error of their own, for example because ranks disagree on the shape.
+# HELP hvd_refused_tensors_total Tensors that completed with an error that affects only them, for example because ranks disagree on the shape.
 # TYPE hvd_refused_tensors_total counter
 hvd_refused_tensors_total 3
-# HELP hvd_response_cache_hits_total Requests that were sent as a bit of the response cache.
+# HELP hvd_response_cache_hits_total Requests that were in the response cache and were sent as one bit.
 # TYPE hvd_response_cache_hits_total counter
 hvd_response_cache_hits_total 300
-# HELP hvd_response_cache_misses_total Requests that were sent in full.
+# HELP hvd_response_cache_misses_total Requests that were not in the response cache and were sent in full.
 # TYPE hvd_response_cache_misses_total counter
 hvd_response_cache_misses_total 161
-# HELP hvd_stall_reports_total Stall warnings that were given.
+# HELP hvd_stall_reports_total Stall warnings that were logged.
 # TYPE hvd_stall_reports_total counter
 hvd_stall_reports_total 11
-# HELP hvd_stalled_tensors Tensors that some ranks have waited for longer than the time of the stall warning.
+# HELP hvd_stalled_tensors Tensors that have waited for ranks longer than HOROVOD_STALL_CHECK_TIME_SECONDS.
 # TYPE hvd_stalled_tensors gauge
 hvd_stalled_tensors 10
-# HELP hvd_timeline_dropped_operations_total Operations that were dropped from the timeline because it could not be written fast enough, or at all.
+# HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because its file could not be written, or not fast enough.
 # TYPE hvd_timeline_dropped_operations_total counter
 hvd_timeline_dropped_operations_total 6
 # HELP hvd_world_size Ranks in the job.
@@ -194,7 +194,8 @@ hvd_world_size 4
 	c := metrics.NewCollector(full)
 	var names []string
 	for _, f := range gather(t, c) {
-		// These histograms have no labels and are otherwise like hvd_collective_duration_seconds.
+		// Leave out these histograms, because they differ from hvd_collective_duration_seconds only in having
+		// no labels.
 		if name := f.GetName(); name != "hvd_negotiation_seconds" && name != "hvd_queue_seconds" {
 			names = append(names, name)
 		}
@@ -204,14 +205,15 @@ hvd_world_size 4
 	}
 }
 
-// If any one number of trace.Stats changes, the metrics change. No metric has the name of a tensor.
+// Each number in trace.Stats is changed in turn, and each time the metrics change. No metric has the name of
+// a tensor.
 func TestNothingIsForgotten(t *testing.T) {
 	text := func(s trace.Stats) string {
 		got, err := metrics.Text(func() trace.Stats { return s })
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The metrics of the Go runtime and of the process change all the time, so they are left out.
+		// Leave out the metrics of the Go runtime and of the process, because they change all the time.
 		var ours []string
 		for line := range strings.Lines(string(got)) {
 			if strings.HasPrefix(line, "hvd_") {
@@ -248,11 +250,11 @@ func TestNothingIsForgotten(t *testing.T) {
 			v.SetString(v.String() + "x")
 		case reflect.Bool:
 			v.SetBool(!v.Bool())
-		// Flip the lowest bit, because kinds, backends and element types have few values.
+		// Flip only the lowest bit, so that kinds, backends and element types stay valid.
 		case reflect.Uint8, reflect.Uint64:
 			v.SetUint(v.Uint() ^ 1)
 		case reflect.Int, reflect.Int32, reflect.Int64:
-			v.SetInt(v.Int() + 1<<20) // for a duration, more than what rounding hides
+			v.SetInt(v.Int() + 1<<20) // large enough that a duration's rounding does not hide the change
 		default:
 			t.Fatalf("%s: a %v is new here", path, v.Kind())
 		}
@@ -267,8 +269,8 @@ func TestNothingIsForgotten(t *testing.T) {
 	}
 }
 
-// If everything is known, every metric that Describe describes is there. A value that is not known is left
-// out and not shown as 0.
+// If all values are known, the collector returns every metric that Describe announces. If a value is unknown,
+// its metric is left out, not exported as 0.
 func TestUnknownIsLeftOut(t *testing.T) {
 	c := metrics.NewCollector(full)
 	described := make(chan *prometheus.Desc, 100)
@@ -297,8 +299,8 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	}
 }
 
-// The native buckets have the counts of trace.Histogram, and the classic buckets agree with them at each
-// bound.
+// The native buckets have the same counts as trace.Histogram. At each bound of a classic bucket the
+// cumulative counts agree.
 func TestHistogram(t *testing.T) {
 	for name, h := range map[string]trace.Histogram{
 		"nothing": {},
@@ -332,7 +334,7 @@ func TestHistogram(t *testing.T) {
 				index += s.GetOffset()
 				for range s.GetLength() {
 					count += got.PositiveDelta[at]
-					// A native bucket with a given index ends at 2^index.
+					// The native bucket with this index ends at 2^index.
 					buckets[int(index)-trace.MinExponent] = uint64(count)
 					at++
 					index++
@@ -365,7 +367,7 @@ func TestHistogram(t *testing.T) {
 	}
 }
 
-// Prometheus's linters accept the names, units and help texts of the metrics.
+// Prometheus's linters accept the names, units and help texts of all metrics.
 func TestNames(t *testing.T) {
 	problems, err := testutil.CollectAndLint(metrics.NewCollector(full))
 	if err != nil || len(problems) > 0 {
@@ -380,15 +382,15 @@ func TestNames(t *testing.T) {
 			t.Errorf("%s: promtool: %s", name, out)
 		}
 	}
-	// promtool finds a metric that breaks the rules, so it does check.
+	// promtool finds a fault in a metric that violates the rules, so it does check.
 	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n",
 		"check", "metrics"); content {
 		t.Error("promtool accepts what it should not")
 	}
 }
 
-// request calls the handler h with a GET request for path and returns what it has written. headers are names
-// and values in turn.
+// request passes a GET request for path to the handler h and returns the response. headers are names and
+// values in turn.
 func request(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(http.MethodGet, path, nil)
 	for i := 0; i < len(headers); i += 2 {

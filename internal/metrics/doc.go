@@ -1,16 +1,16 @@
-// Package metrics shows the counters of the ranks of a job to Prometheus and other readers of its formats.
-// docs/metrics.md lists the metrics.
+// Package metrics exports the counters of the ranks of a job to Prometheus and other programs that read its
+// formats. docs/metrics.md lists the metrics.
 //
-// [Handler] shows one rank, [Job] all ranks of a job at one address, and [Serve] serves either on a port.
-// Names of tensors are not among the labels: their number is unbounded, and an open port should not reveal
-// the structure of a model.
+// [Handler] serves the metrics of one rank, [Job] those of all ranks of a job at one address, and [Serve]
+// listens on a port for either. Names of tensors are not used as labels, because their number is unbounded
+// and because an open port should not reveal the structure of a model.
 //
 // Invariants:
 //
-//  1. This package counts nothing: a scrape reads counters that others keep, in time and memory that do not
-//     depend on what has run.
-//  2. Scrapes, however slow or frequent, take bounded memory and bounded connections. They hold no lock of a
-//     rank's engine for longer than it takes to copy trace.Stats.
-//  3. The answer of a rank cannot change or hide the metrics of another rank, nor those that [Job] adds
-//     itself.
+//  1. This package counts nothing itself. A scrape reads counters that other packages keep. Its time and
+//     memory do not depend on how many operations have run.
+//  2. Scrapes use bounded memory and a bounded number of connections, even if they are slow or frequent.
+//     They hold a lock of a rank's engine only while they copy trace.Stats.
+//  3. The answer of a rank cannot change or hide the metrics of another rank, nor the metrics that [Job]
+//     adds itself.
 package metrics

@@ -1,4 +1,4 @@
 package metrics
 
-// ServeOn is like Serve but uses the listener that it is given.
+// ServeOn serves like Serve, on a given listener.
 var ServeOn = serveOn

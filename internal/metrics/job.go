@@ -14,32 +14,32 @@ import (
 )
 
 const (
-	// askTime is how long ranks may take to answer, and leastAskTime how long they may take if the scraper
-	// waits for less.
+	// Ranks have three quarters of the scraper's timeout to answer, but at most askTime and at least
+	// leastAskTime.
 	askTime      = time.Second
 	leastAskTime = askTime / 16
-	// fresh is how long answers are shown again, from the time when the ranks were asked.
+	// fresh is how long answers are reused for further scrapes, from the time at which the ranks were asked.
 	fresh = time.Second
-	// timeoutHeader is the header with which Prometheus sends the number of seconds that it waits.
+	// timeoutHeader is the header in which Prometheus sends its scrape timeout in seconds.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
 )
 
 // JobConfig is the configuration of a Job.
 type JobConfig struct {
-	// Hosts are the hosts of the ranks, by rank.
+	// Hosts has the host of each rank, by rank.
 	Hosts []string
-	// Ask asks the ranks for their metrics. It returns before ctx ends, with the result of Text of each rank
-	// that has answered. Also with an error it returns the answers that it has.
+	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the result of Text
+	// from each rank that has answered. If it returns an error, it also returns the answers that it has.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
-	// Log receives warnings of answers that cannot be used. It may be nil.
+	// Log receives warnings about answers that cannot be used. It may be nil.
 	Log *zap.Logger
 }
 
-// Job shows the metrics of all ranks of a job. Each metric has the labels rank and host, and hvd_up shows
+// Job serves the metrics of all ranks of a job. Each metric has the labels rank and host, and hvd_up says
 // which ranks answered.
 //
-// Scrapes at the same time, or within a second, share one query of the ranks. Its methods may be called from
-// any goroutine.
+// Scrapes at the same time, or within a second, share one query of the ranks. The methods of a Job may be
+// called from any goroutine.
 type Job struct {
 	cfg   JobConfig
 	begun time.Time
@@ -51,19 +51,19 @@ type Job struct {
 	mu     sync.Mutex
 	closed bool
 	last   *gathering
-	bad    uint64 // number of answers that could not be used
+	bad    uint64 // the number of answers that could not be used
 }
 
 // gathering is one query of all ranks.
 type gathering struct {
 	begun time.Time
 	done  chan struct{}
-	// families and err are set before done is closed, and do not change after that.
+	// families and err are set before done is closed, and do not change afterwards.
 	families []*dto.MetricFamily
 	err      error
 }
 
-// NewJob returns a Job. The caller closes it.
+// NewJob returns a Job. The caller must close it.
 func NewJob(cfg JobConfig) *Job {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -82,7 +82,7 @@ func (j *Job) Close() error {
 	return nil
 }
 
-// Handler serves /metrics with the metrics of the job, and /healthz with status 200.
+// Handler returns a handler that serves /metrics with the metrics of all ranks, and /healthz with status 200.
 func (j *Job) Handler() http.Handler {
 	return paths(http.HandlerFunc(j.scrape))
 }
@@ -104,8 +104,8 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	).ServeHTTP(w, r)
 }
 
-// gather returns the metrics of a query in progress, of a recent one, or of a new one. The ranks have three
-// quarters of wait to answer; the rest is for sending the result.
+// gather returns the result of a query in progress, of a recent query or of a new one. Three quarters of wait
+// are for the ranks' answers, and the rest is for sending the result.
 func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
 	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
@@ -121,8 +121,8 @@ func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFami
 	}
 }
 
-// query returns the query in progress, or the last one if it is fresh. Otherwise it starts one, for which
-// the ranks have the time ask.
+// query returns the query in progress, or the last one if it is recent enough. Otherwise it starts a new
+// query, in which the ranks have the time ask to answer.
 func (j *Job) query(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -141,8 +141,8 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 	}
 	g := &gathering{begun: time.Now(), done: make(chan struct{})}
 	j.last = g
-	// The query does not use the context of a request: other requests wait for it too, also if the first one
-	// is cancelled.
+	// The query does not use the context of the request, because other requests wait for the query too, even
+	// if the first one is cancelled.
 	j.asking.Go(func() {
 		defer close(g.done)
 		ctx, cancel := context.WithTimeout(j.ctx, ask)
@@ -160,7 +160,7 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 	return g, nil
 }
 
-// merge merges the answers of the ranks, which took the given time, and adds the launcher's own metrics.
+// merge merges the answers of the ranks and adds the launcher's own metrics. took is how long the query took.
 func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
 	m := newMerger()
 	up := make([]bool, len(j.cfg.Hosts))
@@ -196,18 +196,18 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	return m.with(families), nil
 }
 
-// These names are reserved for the launcher.
+// Ranks cannot use these names, which are reserved for the launcher.
 const (
 	upName    = "hvd_up"
 	jobPrefix = "hvd_job_"
 )
 
 var (
-	upDesc    = desc(upName, "Whether the rank has answered with its metrics.", labelRank, labelHost)
+	upDesc    = desc(upName, "1 if the rank has answered with its metrics, else 0.", labelRank, labelHost)
 	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started.")
 	startDesc = desc(jobPrefix+"start_time_seconds", "When the job was started, in seconds since 1970.")
-	tookDesc  = desc(jobPrefix+"gather_seconds", "Time that it took to ask the ranks for these metrics.")
-	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that were invalid.")
+	tookDesc  = desc(jobPrefix+"gather_seconds", "Time from asking the ranks for these metrics to their last answer.")
+	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used because they were invalid.")
 )
 
 // jobCollector collects the launcher's own metrics.

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// textOf returns the metrics of a rank as text, after change has changed its statistics.
+// textOf returns the metrics of a rank as text. change may change the rank's statistics before that.
 func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 	t.Helper()
 	s := full()
@@ -42,8 +42,8 @@ func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 
 func asIs(*trace.Stats) {}
 
-// jobOf returns a job of size ranks and the log of the job. The ranks are on hosts a and b in turn, and have
-// given answers. The job is closed when the test ends.
+// jobOf returns a job of size ranks that are on hosts a and b in turn and give the given answers. It also
+// returns the log of the job. It closes the job when the test ends.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
 	t.Helper()
 	log, entries := testnet.Logs()
@@ -63,7 +63,7 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 	return j, entries
 }
 
-// shown returns the text of a scrape of j.
+// shown scrapes j and returns the text.
 func shown(t *testing.T, j *metrics.Job) string {
 	t.Helper()
 	w := request(j.Handler(), "/metrics")
@@ -86,7 +86,7 @@ func TestJob(t *testing.T) {
 	j, entries := jobOf(t, 4, map[int][]byte{
 		0: textOf(t, 0, asIs), 1: textOf(t, 1, func(s *trace.Stats) { s.InFlight = 77 }), 3: textOf(t, 3,
 			asIs),
-		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // the job has no ranks 4 and -1
+		4: textOf(t, 4, asIs), -1: []byte("hvd_epoch 1\n"), // 4 and -1 are not ranks of the job
 	})
 	text := shown(t, j)
 	wantLines(t, text,
@@ -94,7 +94,7 @@ func TestJob(t *testing.T) {
 		`hvd_up{host="b",rank="3"} 1`,
 		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`,
 		`hvd_queue_depth{host="b",rank="3"} 5`,
-		// The launcher replaces the labels rank and host that the rank sent.
+		// The launcher overwrites the labels rank and host that the rank has sent.
 		`hvd_rank_info{host="b",rank="3"} 1`,
 		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
 		`hvd_collective_duration_seconds_bucket{backend="shm",host="b",op="allreduce",rank="1",le="0.00390625"} 2`,
@@ -145,8 +145,8 @@ func TestJob(t *testing.T) {
 	}
 }
 
-// If the answer of a rank is invalid, hvd_up of the rank is 0 and the log says why. The metrics of the other
-// ranks are not affected.
+// Rank 1 gives an invalid answer. Its hvd_up is 0, the log says why, and the metrics of the other ranks are
+// not affected.
 func TestBadAnswers(t *testing.T) {
 	series := func(n int) []byte {
 		var b bytes.Buffer
@@ -198,12 +198,12 @@ func TestBadAnswers(t *testing.T) {
 	}
 	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
 	text := shown(t, j)
-	// The timestamp of the sample is left out.
+	// The launcher removes the timestamp of a sample.
 	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`,
 		`late{host="a",rank="0"} 1`)
 }
 
-// The counter of bad answers counts those of all scrapes.
+// hvd_job_bad_answers_total accumulates over scrapes.
 func TestBadAnswersAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := jobOf(t, 3, map[int][]byte{0: nil, 1: nil})
@@ -213,7 +213,7 @@ func TestBadAnswersAreCounted(t *testing.T) {
 	})
 }
 
-// The answer of rank 0 of the largest job is within the limit on the size of an answer.
+// The answer of rank 0 in the largest possible job is within the limit on the size of an answer.
 func TestLargestJobFits(t *testing.T) {
 	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
@@ -228,12 +228,12 @@ func TestLargestJobFits(t *testing.T) {
 	t.Logf("%d bytes", len(text))
 }
 
-// asker counts the questions to the ranks. It answers for both ranks when free is closed, or only for rank 0
-// when the question times out.
+// asker answers for two ranks and counts the queries. When free is closed it answers for both. If the query
+// times out before, it answers only for rank 0.
 type asker struct {
 	mu    sync.Mutex
 	asked int
-	limit time.Duration // the time that the last question had
+	limit time.Duration // how long the ranks had in the last query
 	free  chan struct{}
 	text  []byte
 }
@@ -257,7 +257,8 @@ func newAsker(t *testing.T) (*asker, *metrics.Job) {
 	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
 }
 
-// Concurrent scrapes and scrapes within a second share one question to the ranks. A later scrape asks again.
+// Scrapes at the same time or within a second share one query of the ranks. A scrape after a second starts
+// another query.
 func TestScrapesShareQuestions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, j := newAsker(t)
@@ -291,8 +292,8 @@ func TestScrapesShareQuestions(t *testing.T) {
 	})
 }
 
-// Ranks have at most a second to answer, and at most three quarters of Prometheus's scrape timeout. A scrape
-// shows the ranks that have answered by then.
+// Ranks that do not answer have a second, but at most three quarters of Prometheus's scrape timeout. Then the
+// scrape returns the metrics of the other ranks.
 func TestRanksThatDoNotAnswer(t *testing.T) {
 	for _, c := range []struct {
 		header string
@@ -314,7 +315,7 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 				}
 				wantLines(t, w.Body.String(), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
 					fmt.Sprintf("hvd_job_gather_seconds %v", c.want.Seconds()),
-					// In a synctest bubble time begins with the year 2000.
+					// In a synctest bubble, time starts at the beginning of the year 2000.
 					"hvd_job_start_time_seconds 9.466848e+08")
 				j.Close()
 			})
@@ -322,8 +323,8 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 	}
 }
 
-// A scrape with a shorter timeout than others gets an error in time. Neither it nor a client that disconnects
-// affects the other scrapes that share the question.
+// Three scrapes share a query: a patient one, one with a short timeout, and one whose client disconnects. The
+// one with the short timeout gets an error in time, and the patient one gets the metrics.
 func TestShortScrapeTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		_, j := newAsker(t)
@@ -332,7 +333,7 @@ func TestShortScrapeTimeout(t *testing.T) {
 		begun := time.Now()
 		gone, leave := context.WithCancel(t.Context())
 		patient.Go(func() {
-			// The first scrape asks the ranks, and its client disconnects before they answer.
+			// This scrape starts the query, and its client disconnects before the ranks answer.
 			r, err := http.NewRequestWithContext(gone, http.MethodGet, "/metrics", nil)
 			if err != nil {
 				t.Error(err)
@@ -363,14 +364,14 @@ func TestShortScrapeTimeout(t *testing.T) {
 	})
 }
 
-// When the job ends, a scrape in progress ends at once, and Close waits until the question to the ranks has
+// Close is called during a query. The scrape in progress ends at once, and Close waits until the query has
 // ended.
 func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
 		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"},
 			Ask: func(ctx context.Context) (map[int][]byte, error) {
-				defer time.Sleep(time.Millisecond) // the question takes 1 ms to end
+				defer time.Sleep(time.Millisecond) // the query takes 1 ms to end
 				return a.ask(ctx)
 			}})
 		h := j.Handler()
@@ -388,7 +389,7 @@ func TestCloseDuringQuery(t *testing.T) {
 				time.Since(begun), err)
 		}
 		scrape.Wait()
-		time.Sleep(time.Minute) // the last answers are too old to be shown again
+		time.Sleep(time.Minute) // now the last answers are too old to be reused
 		if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || a.asked != 1 {
 			t.Errorf("a scrape after Close: got %d, and %d questions in all", w.Code, a.asked)
 		}
@@ -398,7 +399,8 @@ func TestCloseDuringQuery(t *testing.T) {
 	})
 }
 
-// If asking the ranks fails, the error is logged, and the scrape shows the ranks that have answered.
+// If Ask returns an error, the error is logged, and the scrape has the metrics of the ranks that have
+// answered.
 func TestQuestionThatFails(t *testing.T) {
 	log, entries := testnet.Logs()
 	j := metrics.NewJob(metrics.JobConfig{
@@ -415,7 +417,8 @@ func TestQuestionThatFails(t *testing.T) {
 	}
 }
 
-// Whatever a rank answers, the scrape can be parsed and shows the metrics of the other ranks unchanged.
+// A rank gives an arbitrary answer. The scrape can be parsed and has the metrics of the other ranks
+// unchanged.
 func FuzzAnswer(f *testing.F) {
 	const good = "# TYPE hvd_queue_depth gauge\nhvd_queue_depth 5\n# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\n"
 	f.Add([]byte(good))
@@ -428,14 +431,14 @@ func FuzzAnswer(f *testing.F) {
 		text := shown(t, j)
 		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`,
 			`hvd_job_ranks 2`)
-		// The scrape is itself a valid answer of a rank, once the metrics that are reserved for the launcher
-		// are left out.
+		// Without the metrics that are reserved for the launcher, the scrape itself is a valid answer of a
+		// rank.
 		var theirs []string
 		for line := range strings.Lines(text) {
 			name := strings.TrimPrefix(strings.TrimPrefix(line, "# HELP "), "# TYPE ")
 			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
-				// Rename the label rank. Otherwise the launcher would replace its values, and the series of
-				// the two ranks would be duplicates.
+				// Rename the label rank. Otherwise the launcher would overwrite it, and the two ranks would
+				// have series with the same labels.
 				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1),
 					`rank="1"`, `of="1"`, 1))
 			}
@@ -458,7 +461,7 @@ func BenchmarkJob(b *testing.B) {
 			ask := func(context.Context) (map[int][]byte, error) { return maps.Clone(answers), nil }
 			b.ReportAllocs()
 			for b.Loop() {
-				// A new job has no earlier answers to show.
+				// Make a new job each time, because it has no recent answers to reuse.
 				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask})
 				w := request(j.Handler(), "/metrics")
 				b.SetBytes(int64(w.Body.Len()))

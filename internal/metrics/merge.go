@@ -23,7 +23,7 @@ var (
 	errEnded = errors.New("metrics: the job is over")
 )
 
-// merger merges the metrics of several ranks.
+// merger merges the metrics of several ranks into one set of metric families.
 type merger struct {
 	families map[string]*dto.MetricFamily
 	parser   expfmt.TextParser
@@ -39,7 +39,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	if len(text) > maxText {
 		return fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
 	}
-	// One label that is not UTF-8 makes Prometheus reject the metrics of all ranks.
+	// Prometheus rejects the metrics of all ranks if one label is not UTF-8.
 	if !utf8.Valid(text) {
 		return errors.New("got text that is not UTF-8")
 	}
@@ -69,7 +69,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 				return l.GetName() == labelRank || l.GetName() == labelHost
 			})
 			metric.Label = append(metric.Label, rankPair, hostPair)
-			// Without a timestamp Prometheus uses the time of the scrape.
+			// The timestamp is removed, so that Prometheus uses the time of the scrape.
 			metric.TimestampMs = nil
 			key := keyOf(metric.Label)
 			if seen[key] {
@@ -88,11 +88,11 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	return nil
 }
 
-// suffixes are the suffixes of the series of a histogram or a summary.
+// suffixes has the suffixes that the series of histograms and summaries add to the name of the metric.
 var suffixes = []string{"_bucket", "_sum", "_count"}
 
-// clash returns the name of another metric, already added or in others, that shares a series name with f,
-// which is called name. It returns "" if there is none.
+// clash returns the name of another metric that has a series of the same name as a series of f. name is the
+// name of f. The other metric is already added or in others. clash returns "" if there is none.
 func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
 	for _, suffix := range suffixes {
 		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {
@@ -108,13 +108,13 @@ func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.
 	return ""
 }
 
-// hasSuffixes reports whether the series of f have suffixes.
+// hasSuffixes reports whether the names of the series of f have suffixes.
 func hasSuffixes(f *dto.MetricFamily) bool {
 	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM ||
 		f.GetType() == dto.MetricType_SUMMARY
 }
 
-// keyOf sorts labels in place and returns a key that is equal for equal labels.
+// keyOf sorts labels in place and returns a key that is equal for equal sets of labels.
 func keyOf(labels []*dto.LabelPair) string {
 	slices.SortFunc(labels, func(a, b *dto.LabelPair) int {
 		return strings.Compare(a.GetName(), b.GetName())
@@ -126,7 +126,8 @@ func keyOf(labels []*dto.LabelPair) string {
 	return string(key)
 }
 
-// with returns the added metrics and others, sorted by name. No rank may use the names of others.
+// with returns the metrics of the ranks together with others, sorted by name. add has made sure that no rank
+// uses a name in others.
 func (m *merger) with(others []*dto.MetricFamily) []*dto.MetricFamily {
 	for _, f := range others {
 		m.families[f.GetName()] = f

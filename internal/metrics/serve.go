@@ -16,19 +16,20 @@ import (
 )
 
 const (
-	// scrapeTimeout limits each part of a scrape: reading the request, and writing the response.
+	// scrapeTimeout limits how long reading a request may take, and how long writing the response may take.
 	scrapeTimeout = 10 * time.Second
-	// grace is how long responses in progress may take when the server is closed: a scrape must not delay the
-	// end of a job.
+	// grace is how long Close waits for responses in progress. It is short, because a scrape must not delay
+	// the end of a job.
 	grace = 250 * time.Millisecond
-	// maxConns is the greatest number of connections at a time, so that clients cannot use up the process's
+	// maxConns limits the number of simultaneous connections, so that clients cannot use up the process's
 	// file descriptors.
 	maxConns = 32
 )
 
-// Address returns the address to listen on for addr, which is HOST:PORT, :PORT or PORT. Without a host it is
-// 127.0.0.1; to be reachable from elsewhere, addr must have an address of the host, or 0.0.0.0. plus is added
-// to the port unless that is 0: processes of a host that get the same address add their local rank.
+// Address returns the address to listen on for addr, which is HOST:PORT, :PORT or PORT. Without HOST the
+// address is 127.0.0.1. To be reachable from other hosts, addr must have an address of the host, or 0.0.0.0.
+// Unless the port is 0, plus is added to it: processes of one host that get the same addr pass their local
+// rank as plus.
 func Address(addr string, plus int) (string, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if _, notNumber := strconv.Atoi(addr); notNumber == nil {
@@ -61,12 +62,13 @@ type Server struct {
 	cancel   context.CancelFunc
 	close    sync.Once
 
-	running sync.WaitGroup // counts the server and the responses in progress
+	running sync.WaitGroup // counts the server's goroutine and the responses in progress
 	mu      sync.Mutex
-	closed  bool // no further response may begin
+	closed  bool // if set, no further response may begin
 }
 
-// Serve serves h at addr, which has one of the forms of Address, until Close. log may be nil.
+// Serve starts a server that serves h at addr until Close. addr has one of the forms that Address describes.
+// log may be nil.
 func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
 	at, err := Address(addr, 0)
 	if err != nil {
@@ -100,12 +102,12 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	return s
 }
 
-// answer serves a request so that Close waits for it.
+// answer serves a request with h, and counts it in running so that Close waits for it.
 func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
-		return // the connection is being closed
+		return // no response, because Close closes the connection
 	}
 	s.running.Add(1)
 	s.mu.Unlock()
@@ -113,16 +115,16 @@ func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) 
 	h.ServeHTTP(w, r)
 }
 
-// Addr returns the address it listens on, host:port.
+// Addr returns the address that the server listens on, as host:port.
 func (s *Server) Addr() string { return s.listener.Addr().String() }
 
-// Close stops the server. It waits up to a quarter of a second for responses in progress, and then closes
-// their connections and waits for the handlers to return. Further calls only wait.
+// Close stops the server. It waits up to 250 ms for responses in progress. Then it closes their connections
+// and waits until the handlers have returned. Further calls only wait.
 func (s *Server) Close() error {
 	s.close.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), grace)
 		defer cancel()
-		// These errors only mean that connections had to be closed.
+		// The errors are ignored: they only mean that connections had to be closed.
 		_ = s.http.Shutdown(ctx)
 		s.cancel()
 		_ = s.http.Close()
@@ -134,8 +136,9 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// bounded is a listener that keeps at most maxConns connections. One more closes the oldest. So clients that
-// stay connected keep no other client out, and a Prometheus whose idle connection was closed opens another.
+// bounded is a listener that keeps at most maxConns connections open. A further connection closes the oldest.
+// So clients that stay connected cannot keep other clients out. If Prometheus loses an idle connection in
+// this way, it opens a new one.
 type bounded struct {
 	net.Listener
 	limiter *dial.Limiter

@@ -21,32 +21,33 @@ import (
 )
 
 const (
-	// MaxBytes limits the size of an encoded dump: it must fit in a value of the job's store, with a little
-	// room to spare.
+	// MaxBytes limits the size of an encoded dump. It is a little less than the limit for a value in the
+	// job's store, because a dump is sent as such a value.
 	MaxBytes = 7 << 20
-	// maxPlainBytes limits the size of an encoded dump when it is uncompressed.
+	// maxPlainBytes limits the size of an encoded dump before compression.
 	maxPlainBytes = 16 << 20
-	// maxPending, maxStalls, maxSets and maxMembers limit the lists of a dump.
+	// maxPending, maxStalls, maxSets and maxMembers limit the lengths of the lists in a dump.
 	maxPending = 1 << 14
 	maxStalls  = 256
 	maxSets    = 256
-	maxMembers = 1 << 16 // members of all sets together
-	// maxNameBytes and maxTextBytes limit names of tensors and texts in a dump; longer ones are cut. They do
-	// not limit what a user may call.
+	maxMembers = 1 << 16 // for all sets together
+	// maxNameBytes and maxTextBytes limit names of tensors and texts in a dump. Longer ones are cut. Names
+	// outside of dumps have no such limit.
 	maxNameBytes = 512
 	maxTextBytes = 4 << 10
 	maxDims      = 64
 
 	// operationsOfAll is the number of operations in the dumps of all ranks together when hvdrun asks for
-	// them: enough to show what each rank was doing, in a time that does not grow with the job.
+	// them. It is enough to show what each rank was doing, and the time to collect the dumps does not grow
+	// with the job.
 	operationsOfAll = 20000
 	format          = 1
 )
 
-// ErrMalformed is the error of data that is not a dump or a stall.
+// ErrMalformed is the error for data that is not a valid dump or stall.
 var ErrMalformed = errors.New("malformed dump")
 
-// About is the content of a dump besides the recorded operations.
+// About is what a dump contains besides the recorded operations.
 type About struct {
 	Rank, Size int
 	Host       string
@@ -54,26 +55,26 @@ type About struct {
 	Epoch      uint64
 	// Version is the version of this module.
 	Version string
-	// Why is the reason for the dump, for people.
+	// Why says why the dump was taken. It is text for people.
 	Why string
-	// Now is the time of day of the dump, and At the time since the engine's start.
+	// Now is the time of day at which the dump was taken, and At the time since the engine's start.
 	Now time.Time
 	At  time.Duration
-	// Clock describes the clock of the times in the dump. Offset is its last measurement; the zero value if
-	// there is none.
+	// Clock describes the clock that the times in the dump are read from. Offset is the last measurement of
+	// this clock. It is the zero value if there is none.
 	Clock  trace.Clock
 	Offset trace.Offset
-	// Pending are the operations that have not ended at the rank, oldest first.
+	// Pending has the operations that have not ended at the rank, the oldest first.
 	Pending []trace.Pending
-	// Sets are the members of process sets other than 0, ascending. If a set is missing, its members are
-	// taken to be the ranks that are seen to use it.
+	// Sets has the members of process sets other than 0, in ascending order. If a set is missing, the ranks
+	// that have operations of the set count as its members.
 	Sets map[topo.ProcessSetID][]topo.Rank
-	// Stalls are descriptions of the stalls that rank 0 knows of, for people.
+	// Stalls has descriptions of the stalls that rank 0 knows of, as text for people.
 	Stalls []string
 }
 
-// Dump returns a snapshot of the recorded operations and of about. It takes some milliseconds and 2 MB for
-// 10,000 operations. Record blocks only while the slots are copied.
+// Dump returns a snapshot of the recorded operations together with about. For 10,000 operations it takes a
+// few milliseconds and 2 MB. It blocks Record only while it copies the slots.
 func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy()
 	d := &analysis.Snapshot{
@@ -118,7 +119,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	return d
 }
 
-// word returns text if says is true, otherwise "".
+// word returns text if says is true, and otherwise "".
 func word(text string, says bool) string {
 	if !says {
 		return ""
@@ -126,7 +127,7 @@ func word(text string, says bool) string {
 	return text
 }
 
-// cut shortens a text to a number of bytes and replaces invalid UTF-8, which JSON cannot represent.
+// cut shortens text to at most most bytes and replaces invalid UTF-8, which JSON cannot represent.
 func cut(text string, most int) string {
 	if len(text) > most {
 		text = text[:most]
@@ -134,18 +135,18 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
-// OperationsOf returns the number of operations per rank in the dumps that hvdrun asks for, in a job of the
+// OperationsOf returns how many operations each rank's dump has when hvdrun asks for dumps in a job of the
 // given size.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
-// Encode encodes a dump with the given number of its last operations as JSON, compressed by gzip. It leaves
-// out further operations if the result would exceed MaxBytes, and fails if it does so without any. It takes
-// about 5 us per operation.
+// Encode encodes a dump with at most the given number of its last operations as JSON, compressed by gzip. If
+// the result would exceed MaxBytes, it leaves out more operations. If it exceeds MaxBytes even without
+// operations, Encode fails. It takes about 5 us per operation.
 func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
 	return encodeWithin(d, operations, MaxBytes)
 }
 
-// encodeWithin encodes as Encode does, within a limit on the encoded size.
+// encodeWithin encodes as Encode does, with the limit most in place of MaxBytes.
 func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 	few := *d
 	for n := min(operations, len(d.Operations)); ; n /= 2 {
@@ -181,8 +182,8 @@ func pack(b *bytes.Buffer, plain []byte) error {
 	return z.Close()
 }
 
-// Decode decodes the result of Encode. For any input it uses memory for at most maxPlainBytes of JSON. It
-// returns ErrMalformed for invalid input.
+// Decode decodes the result of Encode. For invalid input it returns ErrMalformed. For any input its memory is
+// bounded by what maxPlainBytes of JSON need.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
 		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text),
@@ -239,15 +240,16 @@ func check(d *analysis.Snapshot) error {
 	return nil
 }
 
-// Stall is a tensor that has waited for too long. Rank 0 sends it to hvdrun, which then makes a report.
+// Stall is a tensor that has waited for ranks for too long. Rank 0 sends it to hvdrun, which then makes a
+// report.
 type Stall struct {
 	Set  uint32 `json:"set"`
 	Name string `json:"name"`
-	// Text describes the stall for people.
+	// Text describes the stall as text for people.
 	Text string `json:"text"`
 }
 
-// EncodeStall encodes a stall as JSON. Long texts are cut.
+// EncodeStall encodes a stall as JSON. It cuts long texts.
 func EncodeStall(s Stall) ([]byte, error) {
 	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
 	text, err := json.Marshal(s)
@@ -257,9 +259,9 @@ func EncodeStall(s Stall) ([]byte, error) {
 	return text, nil
 }
 
-// DecodeStall decodes the result of EncodeStall. It returns ErrMalformed for invalid input.
+// DecodeStall decodes the result of EncodeStall. For invalid input it returns ErrMalformed.
 func DecodeStall(text []byte) (s Stall, err error) {
-	// A byte of text takes at most 6 bytes in JSON.
+	// In JSON a byte of text takes at most 6 bytes.
 	if most := 6*(maxNameBytes+maxTextBytes) + 64; len(text) > most {
 		return Stall{}, fmt.Errorf("recorder: %w: got a stall of %d bytes, want at most %d", ErrMalformed,
 			len(text), most)
@@ -270,9 +272,9 @@ func DecodeStall(text []byte) (s Stall, err error) {
 	return s, nil
 }
 
-// WriteFile writes a dump as JSON to rankN.json in a folder, which it makes if needed, and returns the path.
-// An existing file is replaced atomically: readers see the old file or the new one. Only the user can read
-// the file, because names of tensors may reveal the structure of a model.
+// WriteFile writes a dump as JSON to the file rankN.json in dir and returns the path. It creates dir if
+// needed. An existing file is replaced atomically: readers see either the old file or the new one. Only the
+// user can read the file, because names of tensors may reveal the structure of a model.
 func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	text, err := d.JSON()
 	if err != nil {
@@ -281,7 +283,7 @@ func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	return WriteText(dir, fmt.Sprintf("rank%d.json", d.Rank), text)
 }
 
-// WriteText writes a text to a file of a folder in the same way as WriteFile, and returns the path.
+// WriteText writes text to the file name in dir, in the same way as WriteFile, and returns the path.
 func WriteText(dir, name string, text []byte) (path string, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("recorder: make the dump folder: %w", err)
@@ -302,7 +304,8 @@ func WriteText(dir, name string, text []byte) (path string, err error) {
 	return path, nil
 }
 
-// addSets adds the members of process sets to a snapshot, in the order of their IDs and up to the limits.
+// addSets adds the members of process sets to a snapshot, in the order of the sets' numbers and within the
+// limits.
 func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 	members := 0
 	for _, id := range slices.Sorted(maps.Keys(sets)) {

@@ -71,12 +71,14 @@ func TestDumpTravels(t *testing.T) {
 	}
 }
 
-// Encode keeps only the last operations, and fewer if they are large.
+// Encode leaves out all but the given number of last operations. If these exceed the size limit, it leaves
+// out more.
 func TestEncodeBounds(t *testing.T) {
 	const recorded, most = 500, 20 << 10
 	r := New(400)
 	for n := range uint64(recorded) {
-		// Names that look random do not compress. They come from a multiplicative generator.
+		// Pseudo-random names do not compress, so that the size limit is reached. They come from a
+		// multiplicative generator.
 		name := ""
 		for i := range uint64(30) {
 			name += fmt.Sprintf("%016x", (n*31+i+1)*0x9e3779b97f4a7c15)
@@ -102,7 +104,7 @@ func TestEncodeBounds(t *testing.T) {
 			t.Errorf("got %d recorded", got.Recorded)
 		}
 	}
-	// Operations that compress well are bounded by their size before compression.
+	// For operations that compress well, the limit on the size before compression applies.
 	d.Operations[399].Error = strings.Repeat("x", maxPlainBytes/8)
 	d.Operations = slices.Repeat(d.Operations[399:], 9)
 	text, err := encodeWithin(d, 500, MaxBytes)
@@ -120,7 +122,7 @@ func TestEncodeBounds(t *testing.T) {
 	}
 }
 
-// Dump cuts everything that a rank could make too long, so that each dump can be decoded.
+// Dump cuts every text and list that could be too long, so that each dump can be decoded.
 func TestDumpBounds(t *testing.T) {
 	long := strings.Repeat("x", 1<<16)
 	r := New(10)
@@ -158,7 +160,7 @@ func TestDumpBounds(t *testing.T) {
 	if _, err := Decode(text); err != nil {
 		t.Error(err)
 	}
-	// Sets whose members exceed the limit are left out.
+	// A set whose members would exceed the limit is left out.
 	about.Sets = map[topo.ProcessSetID][]topo.Rank{1: make([]topo.Rank, 10), 2: make([]topo.Rank, maxMembers),
 		3: {1}}
 	if text, err = Encode(r.Dump(about), 0); err != nil {
@@ -289,7 +291,8 @@ func TestWriteFile(t *testing.T) {
 			t.Errorf("%s has mode %v, error %v, want %v", path, info.Mode(), err, want)
 		}
 	}
-	// If the folder cannot be created or the file cannot be replaced, no temporary file is left.
+	// If the folder cannot be created or the file cannot be replaced, WriteFile fails and leaves no temporary
+	// file.
 	if _, err := WriteFile(filepath.Join(dir, "rank1.json"), d); err == nil {
 		t.Error("got no error where the folder is a file")
 	}
@@ -319,7 +322,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		again, err := Encode(d, DefaultOperations)
 		if err != nil {
-			return // JSON cannot express one of the times
+			return // one of the times cannot be expressed in JSON
 		}
 		decoded, err := Decode(again)
 		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) ||

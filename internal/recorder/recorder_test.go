@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const ms = time.Millisecond
 
-// operation returns the operation of grant n of set 0: an allreduce of the named tensors that ended at ended.
+// operation returns an allreduce of the named tensors in set 0, which had grant n and ended at time ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
 		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms,
@@ -74,7 +74,7 @@ func TestRecord(t *testing.T) {
 	}
 }
 
-// The oldest operation is overwritten first, and the new one has nothing left of it.
+// The oldest operation is overwritten first. Nothing of it is left in the new operation.
 func TestOldestGoesFirst(t *testing.T) {
 	for _, size := range []int{0, 1, 2, 3, 7} {
 		r := New(size)
@@ -137,7 +137,8 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
-	// This size is documented at New, in the help of HVD_FLIGHT_RECORDER and in docs/troubleshooting.md.
+	// The size of a slot is also stated at New, in the help of HVD_FLIGHT_RECORDER and in
+	// docs/troubleshooting.md.
 	if size := unsafe.Sizeof(slot{}); size != 128 {
 		t.Errorf("a slot has %d bytes, want 128", size)
 	}

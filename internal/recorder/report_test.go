@@ -14,14 +14,14 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// rankAt is a rank of a job, with its recorder and the rest of its dump.
+// rankAt is a rank of a simulated job: its recorder and the other content of its dump.
 type rankAt struct {
 	*Recorder
 	About
 }
 
-// job returns the ranks of a job of size ranks. They have run grad/0 and grad/1 twice, the second time until
-// 1 s, and their dumps are taken at 20 s.
+// job returns the ranks of a job. They have run grad/0 and grad/1 twice each, and the last run ended at 1 s.
+// Their dumps are taken at 20 s.
 func job(size int) []*rankAt {
 	var all []*rankAt
 	for r := range size {
@@ -34,7 +34,7 @@ func job(size int) []*rankAt {
 	return all
 }
 
-// waits adds allreduces for which the rank has waited since the given time.
+// waits adds allreduces that the rank submitted at since and that have not been granted.
 func (k *rankAt) waits(since time.Duration, names ...string) {
 	for _, name := range names {
 		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
@@ -42,7 +42,7 @@ func (k *rankAt) waits(since time.Duration, names ...string) {
 }
 
 // runs adds an allreduce that the rank submitted at since and that has been granted. If begun is not 0, the
-// rank is executing it.
+// rank has been executing it since begun.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	k.Pending = append(k.Pending, trace.Pending{
 		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms,
@@ -50,7 +50,7 @@ func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	})
 }
 
-// dumps returns the dumps of the ranks, encoded and decoded as when they are sent.
+// dumps returns the dumps of the ranks after encoding and decoding them, as if they had been sent.
 func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	t.Helper()
 	for _, k := range ranks {
@@ -67,7 +67,7 @@ func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	return all
 }
 
-// head returns the part of the report before the state of each rank.
+// head returns the part of a report before the section with the state of each rank.
 func head(report string) string {
 	text, _, _ := strings.Cut(report, "State of each rank:\n")
 	return text
@@ -83,7 +83,7 @@ func TestReport(t *testing.T) {
 		name   string
 		size   int
 		play   func(j []*rankAt)
-		answer []int // the ranks that answer; nil means all
+		answer []int // the ranks that answer; nil means all ranks
 		absent map[int]string
 		want   string
 	}{
@@ -188,7 +188,7 @@ func TestReport(t *testing.T) {
 		}, nil, nil,
 			"No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
 
-		// The dumps are taken at different moments. Rank 1's is later, and in it rank 1 has completed the
+		// The dumps are taken at different moments. Rank 1's is taken later, when rank 1 has completed the
 		// operation once more.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
@@ -205,8 +205,8 @@ func TestReport(t *testing.T) {
 			"  rank 2 has not joined; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
 
-		// The join has waited longest but is no fault, so it does not come first. The operation that is
-		// queued waits for the one that is being executed.
+		// The join has waited longest, but comes last because no rank is at fault. The queued operation comes
+		// after the one that is being executed, because it waits for that one.
 		{"what says most is first", 4, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			for _, r := range []int{1, 2} {
@@ -218,7 +218,7 @@ func TestReport(t *testing.T) {
 			}
 			op := operation(3, 1500*ms, "x")
 			op.Absent = true
-			j[3].Record(op) // rank 3 took part in x as an absent rank and has never called it
+			j[3].Record(op) // rank 3 executed x as an absent rank and has never called it
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
@@ -291,7 +291,7 @@ func TestReport(t *testing.T) {
 					who = append(who, j[r])
 				}
 			}
-			slices.Reverse(who) // the order of the dumps does not matter
+			slices.Reverse(who) // the report must not depend on the order of the dumps
 			all := dumps(t, who...)
 			report := analysis.Analyse(all, c.size, c.absent).Text()
 			if got := head(report); got != c.want {
@@ -342,7 +342,7 @@ func TestStateOfEachRank(t *testing.T) {
 	}
 }
 
-// Of two dumps of a rank only the newer one counts. A dump of another job does not count.
+// If a rank has two dumps, the report uses only the newer one. It ignores the dump of another job.
 func TestDumpsThatDoNotCount(t *testing.T) {
 	j := job(2)
 	old := job(2)[0]
@@ -359,8 +359,8 @@ func TestDumpsThatDoNotCount(t *testing.T) {
 	}
 }
 
-// If rank 0 ended the job, Blame does not name rank 1 as missing, which was about to call the operation. It
-// does not matter whether there is a dump of rank 0.
+// Rank 0 has ended the job. After Blame the report does not name rank 1 as missing, because rank 1 was about
+// to call the operation. The result is the same with and without a dump of rank 0.
 func TestBlame(t *testing.T) {
 	ranks := job(3)
 	ranks[2].waits(19990*ms, "grad/0")
