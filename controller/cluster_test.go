@@ -14,8 +14,8 @@ import (
 
 const livenessTimeout = 10 * time.Second
 
-// cluster is a job that runs in one goroutine: a Coordinator, a node for each rank, and the frames between
-// them, encoded as on the wire. Nothing happens by itself: the tests choose which rank acts next.
+// cluster is a job that runs in one goroutine. It has a Coordinator, a node for each rank, and the frames in
+// flight between them, in their encoding. Nothing happens by itself: a test chooses which rank acts next.
 type cluster struct {
 	tb    testing.TB
 	cfg   controller.CoordinatorConfig
@@ -24,10 +24,10 @@ type cluster struct {
 	now   time.Duration
 	watch watcher
 
-	in message.Up // reused for every frame, as an engine would
+	in message.Up // reused for every frame, as in the engine
 }
 
-// node is a rank: its Member, and as much of an engine as the protocol needs.
+// node is a rank. It has the rank's Member and the parts of an engine that the protocol needs.
 type node struct {
 	c    *cluster
 	rank topo.Rank
@@ -37,21 +37,21 @@ type node struct {
 	up, down [][]byte // frames in flight from and to this rank, oldest first
 	in       message.Down
 
-	pending []request // requests that were submitted and are not answered
+	pending []request // requests that were submitted and are unanswered
 	gone    []topo.ProcessSetID
-	lanes   []lane // lanes[i] belongs to sets[i]; the lane of a removed set finishes its grants
+	lanes   []lane // lanes[i] belongs to sets[i]; that of a removed set stays until its grants finish
 	numbers map[topo.ProcessSetID]uint64
-	stopped bool // the member has applied STOP
+	stopped bool // whether the member has applied a stop
 	drained bool
-	over    bool // the member has closed or failed
-	dead    bool // the rank was killed; with rank 0 the coordinator dies too
+	over    bool // whether the member has closed or failed
+	dead    bool // whether the rank was killed; the coordinator dies with rank 0
 }
 
 // request is a request of a rank on a process set.
 //
-// In a program, a request with await set is made only when no other request of the rank is in flight. step is
-// set for tensors of a group: the number of the step in which the group is submitted. The rank submits the
-// group of the next step only after all tensors of this one are answered.
+// The rank makes a request with await only when no other request of the rank is in flight. step is set for a
+// tensor of a group. It is the number of the step in which the group is submitted. The rank submits the group
+// of the next step only after all tensors of the previous group are answered.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
@@ -59,17 +59,17 @@ type request struct {
 	step  int
 }
 
-// turn says whether a rank can make the next request of its program.
+// turn says when a rank can make the next request of its program.
 type turn uint8
 
 const (
 	turnNow turn = iota
 	turnLater
-	turnNever // the request's process set was removed
+	turnNever // the process set of the request was removed
 )
 
-// turnOf returns the turn of r at a rank that has these pending requests, is a member of sets, and was a
-// member of the removed sets in gone.
+// turnOf returns when a rank can make request r. pending are the rank's unanswered requests, sets are the
+// process sets that it belongs to, and gone are the removed process sets that it belonged to.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join ||
@@ -85,28 +85,28 @@ func turnOf(r request, pending []request, sets []controller.Set, gone []topo.Pro
 	return turnNow
 }
 
-// lane holds the grants of one set that have not finished, oldest first.
+// lane has the unfinished grants of one process set, oldest first.
 type lane []*controller.Grant
 
-// watcher receives the events of a cluster. A frame is valid only during the call that passes it.
+// watcher receives the events of a cluster. A frame is valid only during the call.
 type watcher interface {
 	submitted(n *node, r request)
 	sent(n *node, u *message.Up)
 	arrived(n *node, u *message.Up)                    // the coordinator is about to apply u
-	issued(outs []controller.Outgoing)                 // the coordinator sent outs in one turn; may be empty
-	happened(e controller.Event)                       // the coordinator reported e
+	issued(outs []controller.Outgoing)                 // the coordinator has sent outs, which may be empty
+	happened(e controller.Event)                       // the coordinator has reported e
 	applied(n *node, d *message.Down)                  // the member has applied d
-	granted(n *node, g *controller.Grant)              // the member got g
+	granted(n *node, g *controller.Grant)              // the member has received g
 	finished(n *node, g *controller.Grant)             // the member is about to finish g
-	stop(n *node, reason string, unanswered []request) // the member applied STOP
+	stop(n *node, reason string, unanswered []request) // the member has applied a stop
 	removed(n *node, set topo.ProcessSetID, unanswered []request)
-	closed(n *node)                        // the member's shutdown is complete
-	failed(n *node, v *controller.Verdict) // the member got or gave v
+	closed(n *node)                        // the member has closed
+	failed(n *node, v *controller.Verdict) // the member has received or given verdict v
 	frameReceived()                        // the coordinator has applied one frame
 }
 
-// plan returns the Planner of the tests. It picks trees for broadcasts and rings for everything else, and
-// refuses reductions of the given types.
+// plan returns the Planner of the tests. It chooses trees for broadcasts and rings for all other operations.
+// It returns an error for reductions of the given element types.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (
 		message.Backend, message.Algorithm, error,
@@ -139,7 +139,7 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 	return c
 }
 
-// submit submits a request to the member. The next send sends it.
+// submit submits a request to the member. The next call of send sends it.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
 	if err := n.trySubmit(set, q); err != nil {
@@ -160,7 +160,7 @@ func (n *node) trySubmit(set topo.ProcessSetID, q message.Request) error {
 	return nil
 }
 
-// waits reports whether the rank has an unanswered request with this name.
+// waits reports whether the rank has an unanswered request with the given name.
 func (n *node) waits(set topo.ProcessSetID, name string) bool {
 	return n.pendingIndex(set, name) >= 0
 }
@@ -169,13 +169,13 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
 }
 
-// send executes a turn of the rank in which it has received nothing.
+// send executes a turn of the rank in which no frame has arrived.
 func (n *node) send() {
 	n.m.Tick(n.c.now)
 	n.take()
 }
 
-// read executes a turn of the rank in which it has received the oldest frame in flight from the coordinator.
+// read executes a turn of the rank in which the oldest frame in flight from the coordinator has arrived.
 func (n *node) read() {
 	n.send()
 	if n.over {
@@ -193,7 +193,7 @@ func (n *node) read() {
 	n.take()
 }
 
-// take gets the member's Ready and executes it.
+// take calls Ready of the member, sends its frames and executes its grants.
 func (n *node) take() {
 	if n.over {
 		return
@@ -260,14 +260,14 @@ func (n *node) take() {
 	}
 }
 
-// asked returns the index of the pending request that the granted response r answers, or -1 if the rank has
+// asked returns the index in n.pending of the request that the granted response r answers, or -1 if there is
 // none.
 func (n *node) asked(g *controller.Grant, r *message.Response) int {
 	return answers(n.pending, n.rank, g, r)
 }
 
-// answers returns the index in pending, the requests of a rank, of the one that the granted response r
-// answers. It returns -1 if there is none.
+// answers returns the index in pending of the request that the granted response r answers, or -1 if there is
+// none. pending are the requests of the given rank.
 func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
 	if slices.Contains(g.Absent, rank) {
 		return -1
@@ -281,7 +281,7 @@ func (n *node) lane(set topo.ProcessSetID) *lane {
 	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
 }
 
-// finish marks the oldest grant of lane i as finished. The next send reports that.
+// finish marks the oldest grant of lane i as finished. The next call of send reports that.
 func (n *node) finish(i int) {
 	g := n.lanes[i][0]
 	n.lanes[i] = n.lanes[i][1:]
@@ -290,7 +290,7 @@ func (n *node) finish(i int) {
 	n.m.Finished(g)
 }
 
-// drain makes the member send bye if it has applied STOP and all its grants have finished.
+// drain makes the member send bye if it was stopped and all its grants have finished.
 func (n *node) drain() {
 	if !n.stopped || n.drained || n.over {
 		return
@@ -305,7 +305,7 @@ func (n *node) drain() {
 	n.take()
 }
 
-// receive is the first part of a coordinator's turn: it applies the oldest frame in flight from a rank.
+// receive is the first part of a turn of the coordinator. It applies the oldest frame in flight from a rank.
 func (c *cluster) receive(n *node) {
 	frame := n.up[0]
 	n.up = n.up[1:]
@@ -317,8 +317,8 @@ func (c *cluster) receive(n *node) {
 	c.watch.frameReceived()
 }
 
-// decide is the last part of a coordinator's turn: it decides and sends frames. It reports whether anything
-// was sent.
+// decide is the last part of a turn of the coordinator. It sends the frames that Ready returns, and reports
+// whether there were any.
 func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
@@ -341,8 +341,8 @@ func (c *cluster) decide() bool {
 	return sent
 }
 
-// kill ends the process of a rank: frames in flight from and to the rank are lost, and its control connection
-// ends. The coordinator dies with rank 0, and then frames that other ranks have not read are lost too.
+// kill ends the process of a rank. Frames in flight from and to the rank are lost, and its control connection
+// ends. The coordinator dies with rank 0. Then frames that other ranks have not read are lost too.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
 	c.endConnection(r, reason)
@@ -375,7 +375,8 @@ func (c *cluster) endConnection(r topo.Rank, reason string) {
 	}
 }
 
-// next returns the earliest time at which the coordinator or one of the ranks that pass selects needs a turn.
+// next returns the earliest time at which a turn is due, of the coordinator or of the ranks for which pass
+// returns true.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {
@@ -389,7 +390,7 @@ func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	return next
 }
 
-// settle executes turns until no frame moves. Grants finish at once.
+// settle executes turns until no frame is in flight. Grants finish at once.
 func (c *cluster) settle() {
 	c.tb.Helper()
 	turns := 0

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals plays the ranks of a job against a coordinator, to test the arrival times that the coordinator
-// records.
+// arrivals plays the ranks of a job against a coordinator, for tests of the arrival times that the
+// coordinator records.
 type arrivals struct {
 	t *testing.T
 	c *controller.Coordinator
@@ -27,7 +27,7 @@ func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
 	return &arrivals{t, c}
 }
 
-// at makes rank r send news ms milliseconds after the start, and executes the coordinator's turn.
+// at makes rank r send news ms milliseconds after the start, and then executes a turn of the coordinator.
 func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
 	a.t.Helper()
 	a.c.Tick(time.Duration(ms) * time.Millisecond)
@@ -54,19 +54,18 @@ func (a *arrivals) want(set topo.ProcessSetID, tensors int, ms ...int) {
 		want = append(want, time.Duration(m)*time.Millisecond)
 	}
 	if got := a.c.Arrivals(set, tensors); !slices.Equal(got, want) {
-		a.t.Errorf("arrivals are %v, want %v", got, want)
+		a.t.Errorf("got arrival times %v, want %v", got, want)
 	}
 }
 
 func (a *arrivals) wantLate(want ...analysis.HeldUp) {
 	a.t.Helper()
 	if got := a.c.Stats().Late; !slices.Equal(got, want) {
-		a.t.Errorf("late are %+v, want %+v", got, want)
+		a.t.Errorf("got lateness %+v, want %+v", got, want)
 	}
 }
 
-// The coordinator knows the arrival times of requests in full and of votes, in the order of the responses of
-// a grant.
+// Arrivals returns the arrival times of full requests and of votes, in the order of the responses in a grant.
 func TestArrivals(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -74,13 +73,15 @@ func TestArrivals(t *testing.T) {
 	a.at(2, 0, 0, asks("b"))
 	a.at(5, 2, 0, asks("b", "a")) // grants b
 	a.want(0, 1, 2, 1, 5)
-	// This grants a: rank 0 has not finished b, but the gate is open while only one grant is unfinished.
+	// This request completes a. a is granted although b is unfinished, because the gate is open while only
+	// one grant is unfinished.
 	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
 		analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
-	// Now b has bit 0 and a has bit 1: both are cached. c is not cached and is sent in full, between them.
+	// b has bit 0 now, and a has bit 1. c is not cached and is requested in full between the votes for a and
+	// b.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
 	all := func() message.UpSet {
 		u := asks("c")
@@ -91,14 +92,14 @@ func TestArrivals(t *testing.T) {
 	a.at(22, 2, 2, all())
 	a.at(25, 1, 2, all())
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
-	a.want(0, 1) // Arrivals returns the times only once
-	// Rank 1 held up the others for 3 ms in all, and not for 3 ms with each of the three tensors.
+	a.want(0, 1) // a second call returns nothing
+	// Rank 1 held up the others for 3 ms in total, not for 3 ms for each of the three tensors.
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
 		analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1,
 			Held: 3 * time.Millisecond})
 }
 
-// If a vote becomes a request because its bit is erased, it keeps its arrival time.
+// If a bit is erased and its votes become requests, the requests keep the arrival times of the votes.
 func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
@@ -115,8 +116,8 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 		analysis.HeldUp{Rank: 2})
 }
 
-// The coordinator keeps no arrival times for a set without rank 0, because Arrivals is not called for it, and
-// no arrival times after Trace(false).
+// The coordinator keeps no arrival times for a set without rank 0, because nobody calls Arrivals for it. It
+// keeps none after Trace(false) either.
 func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
 	a.c.Trace(true)

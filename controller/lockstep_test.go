@@ -17,17 +17,17 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// lockstepJob is a job in lock-step. It executes the collectives of the negotiation itself.
+// lockstepJob is a job in lock-step. It executes the collectives of the negotiation by itself.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
 	coord *controller.Coordinator
 	ranks []lockstepRank
-	// pending has the requests in flight, and answers has the answers to the earlier requests, both by rank.
+	// pending has the unanswered requests, and answers has the answers to earlier requests, both by rank.
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
-	grants  [][]string // the grants of each rank, in its order
+	grants  [][]string // the grants of each rank, in the order in which it got them
 	gathers int
 	gone    []topo.ProcessSetID
 }
@@ -36,7 +36,7 @@ type lockstepJob struct {
 type lockstepRank struct {
 	*controller.Member
 	*controller.Lockstep
-	stop       bool // the rank has applied STOP
+	stop       bool // whether the rank was stopped
 	stopReason string
 }
 
@@ -68,7 +68,7 @@ func (j *lockstepJob) submit(rank int, r request) {
 	j.pending[rank] = append(j.pending[rank], r)
 }
 
-// cycle executes one cycle of all ranks. It reports whether rank 0 decided anything.
+// cycle executes one cycle at all ranks. It reports whether rank 0 has decided anything.
 func (j *lockstepJob) cycle() bool {
 	j.tb.Helper()
 	var and, or []uint64
@@ -162,7 +162,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 			}
 			p := answers(j.pending[rank], topo.Rank(rank), g, r)
 			if p < 0 {
-				j.tb.Fatalf("rank %d is answered %q of set %d, which it does not wait for", rank, r.Name,
+				j.tb.Fatalf("rank %d got an answer to %q of set %d, which it does not wait for", rank, r.Name,
 					g.Set)
 			}
 			j.pending[rank] = slices.Delete(j.pending[rank], p, p+1)
@@ -185,7 +185,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	}
 }
 
-// verdictOf returns the verdict that c is about to send, or nil if it has not given one.
+// verdictOf returns the verdict that c is about to send, or nil if there is none.
 func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	for _, o := range c.Ready() {
 		if o.Down.Type == message.DownFail {
@@ -195,7 +195,7 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change records that a response has added or removed a process set. It is called once for all ranks.
+// change records that a response has added or removed a process set. It is called once, not at every rank.
 func (j *lockstepJob) change(r *message.Response) {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -206,7 +206,7 @@ func (j *lockstepJob) change(r *message.Response) {
 	}
 }
 
-// answer records the answer to the n-th request for a name. It omits the rank that joined last, because that
+// answer records the answer to the next request for a name. It omits which rank joined last, because that
 // depends on timing.
 func answer(answers map[string]string, turns map[string]int, g *controller.Grant, r *message.Response) {
 	if r.Kind == message.Join {
@@ -235,7 +235,7 @@ func (unwatched) closed(*node)                                {}
 func (unwatched) failed(*node, *controller.Verdict)           {}
 func (unwatched) frameReceived()                              {}
 
-// answering records the answers that each rank of an event-driven job gets.
+// answering records the answers that each rank of a job by events gets.
 type answering struct {
 	*checker
 	answers []map[string]string
@@ -251,9 +251,8 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// TestEventsAndLockstepAgree checks invariant 14: if the ranks of an event-driven job and of a job in
-// lock-step submit the same requests, the same requests get the same answers, for all cache capacities and
-// fusion thresholds.
+// TestEventsAndLockstepAgree checks invariant 14: if the ranks of a job by events and of a job in lock-step
+// submit the same requests, they get the same answers, for all cache capacities and fusion thresholds.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -360,8 +359,8 @@ func allreduce(name string, numElems int64) message.Request {
 	}
 }
 
-// If the backend refuses a cached tensor because the fused response is too large, the tensor is answered
-// once.
+// If the backend refuses cached tensors because the fused response is too large, each tensor is answered
+// once, with an error.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
 	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (
@@ -426,7 +425,7 @@ func (w *refusals) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// results shortens the keys of grants with one response to "name run" or "name reason".
+// results shortens the keys of grants with one response to the name and "run", or to the name and the error.
 func results(keys []string) []string {
 	var short []string
 	for _, k := range keys {
@@ -440,15 +439,16 @@ func results(keys []string) []string {
 	return short
 }
 
-// In lock-step, the ranks are stopped when the last rank leaves, or when a rank waits for a tensor that a
-// leaving rank has not requested. Tensors that every rank has requested are granted in the last cycle.
+// In lock-step, all ranks are stopped in one cycle: when the last rank leaves, or when a rank waits for a
+// tensor that a leaving rank has not requested. That cycle still grants tensors that every rank has
+// requested.
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
 			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
 			Plan: plan(), CycleTime: time.Millisecond,
 		})
-		for range 2 { // in the second cycle a is cached
+		for range 2 { // in the second cycle, a is cached
 			for rank := range 3 {
 				j.submit(rank, request{q: allreduce("a", 1)})
 			}
@@ -490,10 +490,10 @@ func TestLockstepShutdown(t *testing.T) {
 			j.ranks[2].Shutdown("that was all")
 			j.cycle()
 			if next := j.coord.Next(); next < controller.HeartbeatPeriod {
-				t.Errorf("the coordinator wants a turn at %v though only a cycle can bring it on", next)
+				t.Errorf("the coordinator wants a turn at %v, but only a cycle can make progress", next)
 			}
 			j.submit(1, request{q: allreduce(tensor, 1)})
-			for range 2 { // rank 0 knows of a vote only after the second cycle
+			for range 2 { // rank 0 learns of a vote only in the second cycle
 				if j.ranks[0].Over() {
 					break
 				}
@@ -510,7 +510,8 @@ func TestLockstepShutdown(t *testing.T) {
 	}
 }
 
-// The bit vectors may have more than one word, for sets without one of the ranks and sets without most ranks.
+// In lock-step, bit vectors may have more than one word, and a process set may lack some of the ranks or all
+// of them.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
 	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130,
@@ -531,7 +532,7 @@ func TestLockstepManyBits(t *testing.T) {
 				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
 			}
 		}
-		// Requests for cached tensors are only bits, so only the first cycle gathers requests.
+		// Requests for cached tensors are only votes, so only the first cycle gathers requests.
 		if j.gathers != 1 {
 			t.Errorf("turn %d: %d gathers so far, want 1", turn, j.gathers)
 		}
@@ -543,8 +544,8 @@ func TestLockstepManyBits(t *testing.T) {
 	}
 }
 
-// A frame that breaks the protocol of lock-step makes the job fail, and the verdict names the rank that sent
-// it.
+// In lock-step, if a rank sends a frame that breaks the protocol, the job fails, and the verdict names that
+// rank.
 func TestLockstepErrors(t *testing.T) {
 	cfg := controller.CoordinatorConfig{
 		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
@@ -598,7 +599,7 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// In lock-step too, a rank that has joined cannot submit requests until the join has ended.
+// In lock-step, a rank that has joined cannot submit requests until the join has ended. Afterwards it can.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
@@ -627,8 +628,8 @@ func TestLockstepJoin(t *testing.T) {
 	}
 }
 
-// In lock-step rank 0 knows which ranks hold up a tensor, whether it is cached or not: stall reports,
-// operation timeouts and lateness name these ranks.
+// In lock-step, stall reports, operation timeouts and lateness name the ranks that hold up a tensor, whether
+// the tensor is cached or not.
 func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	for name, warmUp := range map[string]int{"cached": 2, "not cached": 0} {
 		t.Run(name, func(t *testing.T) {
@@ -653,7 +654,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 			for _, rank := range []int{2, 0} {
 				j.submit(rank, request{q: allreduce("a", 1)})
 				j.cycle()
-				j.cycle() // rank 0 knows of a vote only after the second cycle
+				j.cycle() // rank 0 learns of a vote only in the second cycle
 			}
 			if warmUp > 0 && j.cycle() {
 				t.Error("a cycle gathers votes that rank 0 knows already")
@@ -687,8 +688,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons returns answers without the part that depends on the order of arrival: the name of the bad
-// tensor that made a group fail, if there are several.
+// sameReasons returns answers without the part that depends on the order of arrival. That part is the name of
+// the tensor that made a group fail, because there may be several.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -698,7 +699,7 @@ func sameReasons(answers map[string]string) map[string]string {
 	return same
 }
 
-// differences lists the answers that differ between the event-driven job and the job in lock-step.
+// differences lists the answers that differ between a job by events and a job in lock-step.
 func differences(events, lockstep map[string]string) string {
 	var text strings.Builder
 	for _, what := range slices.Sorted(maps.Keys(events)) {
@@ -715,7 +716,7 @@ func differences(events, lockstep map[string]string) string {
 }
 
 // If an operation times out while a rank is silent, the verdict names the silent rank and not the ranks that
-// the silent rank delays.
+// this rank holds up.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -736,7 +737,7 @@ func TestTimeoutDuringSilence(t *testing.T) {
 		c := start(lockstep)
 		for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
 			if !lockstep {
-				break // in an event-driven job rank 0 knows all requests at once
+				break // without lock-step, rank 0 knows all requests at once
 			}
 			if v := complain(c, at); v != nil {
 				t.Errorf("after %v without a cycle: got verdict %v", at, v)

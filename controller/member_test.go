@@ -27,14 +27,14 @@ func response(name string, numElems int64) *message.Response {
 	}
 }
 
-// If the coordinator breaks the protocol, the member gives the verdict that rank 0 has failed, and executes
-// nothing of the frame.
+// If a frame from the coordinator breaks the protocol, the verdict of the member is that rank 0 has failed,
+// and the member executes nothing of the frame.
 func TestMemberRefuses(t *testing.T) {
 	full := func(r ...*message.Response) message.Grant { return message.Grant{Full: r} }
 	cycle := func(n uint64, s message.DownSet) *message.Down {
 		return &message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{s}}
 	}
-	// This cycle comes before the frame under test and gives a bit 0.
+	// This cycle precedes the frame under test and gives a bit 0.
 	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
 		Puts: []message.Put{{}}})
 	good := full(response("good", 1))
@@ -159,7 +159,7 @@ func TestMemberRefuses(t *testing.T) {
 	})
 }
 
-// ups returns the types of the frames that the member wants to send.
+// ups returns the types of the frames that the member has to send.
 func ups(m *controller.Member) []message.UpType {
 	var types []message.UpType
 	for _, u := range m.Ready().Ups {
@@ -208,7 +208,7 @@ func TestMember(t *testing.T) {
 		}
 		defer func() {
 			if recover() == nil {
-				t.Error("a Step between Submit and Ready goes unnoticed")
+				t.Error("Step between Submit and Ready did not panic")
 			}
 		}()
 		m.Step(stop)
@@ -359,7 +359,7 @@ func TestMember(t *testing.T) {
 		}
 		m.Tick(time.Hour)
 		if up := m.Ready().Ups; len(up) != 1 || up[0].Millis != 3000 {
-			t.Errorf("after an hour that it did not live through: %+v, want an age of 3 s", up[0])
+			t.Errorf("after an hour in which the process did not run: %+v, want an age of 3 s", up[0])
 		}
 		m.Advance()
 		m.Finished(c)
@@ -397,8 +397,8 @@ func TestMember(t *testing.T) {
 	})
 }
 
-// If a process was stopped for a long time, it does not take the other ranks for silent when it continues,
-// and they do not take each other for silent.
+// If the processes were stopped for an hour, neither the coordinator nor a member fails another rank because
+// of silence. Later silence still fails a rank.
 func TestStoppedProcess(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -416,7 +416,7 @@ func TestStoppedProcess(t *testing.T) {
 	}
 	for now := time.Hour + time.Second; !c.Closed(); now += time.Second {
 		if now > 2*time.Hour {
-			t.Fatal("silence is not noticed any more")
+			t.Fatal("the silent rank does not fail")
 		}
 		c.Tick(now)
 		c.Ready()
@@ -424,7 +424,7 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
-// The time for which the coordinator's process was stopped does not count as time that tensors have waited.
+// The time during which the coordinator's process was stopped does not count as waiting time of tensors.
 func TestStoppedProcessAndStalls(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout,
@@ -461,7 +461,7 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 			}
 		}
 		if !slices.Equal(got, names) {
-			t.Errorf("at %v: stalled are %q, want %q", at, got, names)
+			t.Errorf("at %v: got stalls of %q, want %q", at, got, names)
 		}
 	}
 	for now := time.Second; now <= 2*time.Second; now += time.Second {
@@ -478,8 +478,8 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	}
 }
 
-// If the coordinator's turns are further apart than its stall warnings, it reports once in each turn and does
-// not make up for missed warnings.
+// If several stall warnings are due when the coordinator runs a turn, it reports the tensor once, and the
+// next report is due at the next multiple of the warning time.
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -497,7 +497,7 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	}
 }
 
-// The number of process sets cannot exceed the number that a frame can have.
+// If the job has as many process sets as a frame can have, adding a process set returns an error.
 func TestTooManySets(t *testing.T) {
 	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
 		LivenessTimeout: livenessTimeout, Plan: plan()}
@@ -516,7 +516,7 @@ func TestTooManySets(t *testing.T) {
 	}
 }
 
-// If a shutdown makes no progress, the verdict names the silent rank, even before that rank's liveness
+// If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before its liveness
 // timeout.
 func TestSilentInShutdown(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -540,8 +540,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
-// Next of the coordinator returns the time of its next turn. This test checks only that time. The scripts
-// check what the coordinator does in the turn.
+// Coordinator.Next returns the time of the next turn, for each reason for a turn. The scripts test what the
+// coordinator does in that turn.
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
@@ -554,8 +554,8 @@ func TestCoordinatorNext(t *testing.T) {
 		c.Ready()
 		c.Advance()
 	}
-	// until executes one turn in each period, as the engine's loop does. A longer gap would count as time for
-	// which the process was stopped.
+	// until executes one turn in each heartbeat period, as the engine does. A longer gap would count as time
+	// for which the process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
 			c.Tick(now)
@@ -582,7 +582,7 @@ func TestCoordinatorNext(t *testing.T) {
 	c.Step(0, &message.Up{Type: message.UpSuspect, Suspect: 1})
 	want(c, livenessTimeout-beat/2+controller.SuspectGrace, "suspicion")
 
-	// Rank 0 has said bye. Rank 1 lives and does not say bye.
+	// Rank 0 has sent bye. Rank 1 sends heartbeats but no bye.
 	c = start(0)
 	for r := range topo.Rank(2) {
 		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
@@ -610,7 +610,7 @@ func TestCoordinatorNext(t *testing.T) {
 	}
 	want(c, controller.Never, "failed")
 
-	// A tensor is ready, but it is too early for a cycle.
+	// A tensor is ready, but it is too early for the next cycle.
 	c = start(beat / 2)
 	for cycle := range uint64(2) {
 		for r := range topo.Rank(2) {
@@ -622,8 +622,8 @@ func TestCoordinatorNext(t *testing.T) {
 	want(c, beat/2, "cycle time")
 }
 
-// steady is a job in which every rank submits the same cached tensors again and again. It reuses its buffers
-// as an engine does.
+// steady is a job in which every rank submits the same cached tensors in each cycle. It reuses its buffers as
+// the engine does.
 type steady struct {
 	tb       testing.TB
 	coord    *controller.Coordinator
@@ -651,15 +651,15 @@ func newSteady(tb testing.TB, ranks, tensors int) *steady {
 	for i := range tensors {
 		s.requests = append(s.requests, allreduce(fmt.Sprintf("layer%d.weight", i), 1000))
 	}
-	// The cycles fill the cache and bring every buffer to its final size.
+	// Run cycles until the tensors are cached and all buffers have their final sizes.
 	for range 3 {
 		s.cycle()
 	}
 	return s
 }
 
-// cycle makes all ranks submit all tensors, lets the coordinator decide, and applies the decision at all
-// ranks.
+// cycle runs one cycle: all ranks submit all tensors, the coordinator decides, and all ranks apply the
+// decision.
 func (s *steady) cycle() {
 	s.now += time.Microsecond
 	for r := range s.members {
@@ -671,7 +671,7 @@ func (s *steady) cycle() {
 	}
 }
 
-// send makes rank r submit all tensors and encodes the one frame in which it sends them.
+// send makes rank r submit all tensors, and encodes its frame.
 func (s *steady) send(r int) {
 	m := s.members[r]
 	m.Tick(s.now)
@@ -687,7 +687,7 @@ func (s *steady) send(r int) {
 	m.Advance()
 }
 
-// decide executes the coordinator's turn. All ranks get the same frame.
+// decide executes a turn of the coordinator. All ranks get the same frame.
 func (s *steady) decide() {
 	s.coord.Tick(s.now)
 	for r, frame := range s.ups {
@@ -707,7 +707,7 @@ func (s *steady) decide() {
 	s.coord.Advance()
 }
 
-// read executes rank r's turn with the frame of the coordinator.
+// read executes a turn of rank r in which the frame from the coordinator arrives.
 func (s *steady) read(r int) {
 	m := s.members[r]
 	m.Tick(s.now)
@@ -721,21 +721,22 @@ func (s *steady) read(r int) {
 	if len(ready.Grants) != 1 || len(ready.Grants[0].Responses) != len(s.requests) {
 		s.tb.Fatalf("rank %d is to run %v, want one fused response", r, ready.Grants)
 	}
-	// The member reuses a grant after Finished, and the list of grants after Advance.
+	// The member reuses a grant after Finished and the list of grants after Advance.
 	g := ready.Grants[0]
 	m.Advance()
 	m.Finished(g)
 }
 
-// In the steady state a rank's part of a cycle allocates nothing, neither at the lowest rank of the set,
-// which reports finished operations, nor at another rank.
+// In the steady state, a rank's part of a cycle allocates nothing, both at the lowest rank of the set, which
+// reports finished grants, and at another rank.
 func TestMemberAllocatesNothing(t *testing.T) {
 	for rank := range 2 {
 		s := newSteady(t, 2, 161)
 		n := testing.AllocsPerRun(20, func() {
 			s.now += time.Microsecond
 			s.send(rank)
-			// The test makes the coordinator's next frame from the last one: it only has the next number.
+			// The next frame from the coordinator differs from the last one only in the number of the cycle,
+			// so increment the number.
 			s.down[2]++
 			s.read(rank)
 		})
@@ -745,19 +746,19 @@ func TestMemberAllocatesNothing(t *testing.T) {
 	}
 }
 
-// BenchmarkCycle measures the work of all ranks and of the coordinator for one cycle of cached tensors, in
-// one goroutine: submit, encode, decode, decide, replay. ResNet-50 has 161 gradients.
+// BenchmarkCycle measures the work of all ranks and of the coordinator in one cycle of cached tensors, in one
+// goroutine: submit, encode, decode, decide and apply. 161 is the number of gradients of ResNet-50.
 func BenchmarkCycle(b *testing.B) {
 	steadily(b, func(s *steady) func() { return s.cycle })
 }
 
-// BenchmarkCoordinator measures only the coordinator: it decodes and counts the frames of all ranks, and
-// encodes one frame.
+// BenchmarkCoordinator measures only the work of the coordinator in one cycle: it decodes and counts the
+// frames of all ranks, decides, and encodes one frame.
 func BenchmarkCoordinator(b *testing.B) {
 	steadily(b, func(s *steady) func() {
 		return func() {
 			s.now += time.Microsecond
-			for r := range s.ups { // the frames say that the ranks have seen the last cycle
+			for r := range s.ups { // say that the ranks have seen the last cycle
 				copy(s.ups[r][2:10], s.down[2:10])
 			}
 			s.decide()

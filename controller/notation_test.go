@@ -11,18 +11,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The functions of this file format and parse frames (message.Up, message.Down) in the notation of the
-// example in docs/negotiation.md. Scripts print frames in it, and forge frames that are written in it.
+// The functions in this file format and parse frames (message.Up, message.Down) in the notation of the
+// example in docs/negotiation.md. Scripts print frames in this notation, and contain forged frames in it.
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 
-// downText formats a frame from the coordinator to some of size ranks. If it goes to all ranks, the text
-// begins with "0->*".
+// downText formats a frame from the coordinator to the ranks of to, in a job of size ranks. If these are all
+// ranks, the text begins with "0->*".
 func downText(to []topo.Rank, size int, d *message.Down) string {
 	return fmt.Sprintf("0->%s %v", ranksText(to, size), d)
 }
 
-// kindText returns the name of a kind as one word.
+// kindText returns the name of a kind without spaces.
 func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
 func ranksText(ranks []topo.Rank, size int) string {
@@ -34,7 +34,7 @@ func ranksText(ranks []topo.Rank, size int) string {
 	return strings.Trim(strings.ReplaceAll(fmt.Sprint(ranks), " ", ","), "[]")
 }
 
-// fields splits a line at blanks, except blanks in brackets.
+// fields splits a line at spaces, except those in brackets.
 func fields(line string) []string {
 	depth := 0
 	return strings.FieldsFunc(line, func(r rune) bool {
@@ -48,8 +48,8 @@ func fields(line string) []string {
 	})
 }
 
-// parseRequests parses text such as "allreduce g0,g1 float32[4 4] op=min root=1", which is one request for
-// each name. It returns the rest of the line.
+// parseRequests parses text such as "allreduce g0,g1 float32[4 4] op=min root=1", which stands for one
+// request for each name. rest is what follows in the line.
 func parseRequests(f []string) (qs []message.Request, rest []string, err error) {
 	if len(f) < 2 {
 		return nil, nil, fmt.Errorf("want a kind and a name, got %q", f)
@@ -125,7 +125,7 @@ options:
 	return qs, f, nil
 }
 
-// parseTensor parses text such as "float32[4 4]".
+// parseTensor parses an element type and a shape, such as "float32[4 4]".
 func parseTensor(text string) (dt tensor.DType, shape tensor.Shape, err error) {
 	open := strings.IndexByte(text, '[')
 	if open < 0 {
@@ -141,7 +141,8 @@ func parseTensor(text string) (dt tensor.DType, shape tensor.Shape, err error) {
 	return parseDType(text[:open]), shape, nil
 }
 
-// parseParts makes q a request for a whole group, whose tensors are given as "float32[4 4],int64[2]".
+// parseParts makes q a request for a group. text has the tensors of the group, such as "float32[4
+// 4],int64[2]".
 func parseParts(q *message.Request, text string) error {
 	var elems int64
 	for part := range strings.SplitSeq(text, ",") {
@@ -169,7 +170,7 @@ func parseDType(text string) tensor.DType {
 	return tensor.Invalid
 }
 
-// parseUp parses what upText prints after "1->0".
+// parseUp parses the text that upText prints after "1->0".
 func parseUp(f []string) (*message.Up, error) {
 	u := new(message.Up)
 	switch f[0] {

@@ -11,10 +11,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// refusedType is an element type for which the planner of the random jobs refuses reductions.
+// refusedType is an element type for which no backend of the random jobs supports reductions.
 const refusedType = tensor.Uint8
 
-// randomSets returns the global set of 1 to 5 ranks and up to two other sets with random members.
+// randomSets returns the global set of a job of 1 to 5 ranks and up to two other sets with random members.
 func randomSets(rng *rand.Rand) []controller.Set {
 	sets := []controller.Set{controller.Global(1 + rng.IntN(5))}
 	all := sets[0].Ranks
@@ -36,16 +36,17 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 }
 
 // programmer generates random programs. A program is the list of requests of one rank, in order. A request
-// and all requests after it wait while its name is in flight, while the rank has joined the request's process
-// set, or while the rank does not have that set yet.
+// waits, together with all later requests, while its name is in flight, while the rank has joined the
+// request's process set, or while the rank does not have that set yet.
 //
-// In every step all members of a set submit the same names, each in a random order, so that an undisturbed
-// job answers all requests. If a step ends with a join, each member submits a random part of the names before
+// In every step all members of a set submit the same names, each in a random order. So an undisturbed job
+// answers all requests. If a step ends with a join, each member submits a random subset of the names before
 // its join. Names repeat from step to step, mostly with the same parameters. Sometimes all ranks change the
 // parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand
-	// races is set if removals of process sets may race with requests, so that the answers depend on timing.
+	// races allows the removal of process sets while requests for them are in flight. The answers then depend
+	// on timing.
 	races    bool
 	all      []topo.Rank
 	sets     []*plannedSet
@@ -53,7 +54,7 @@ type programmer struct {
 	programs [][]request
 }
 
-// plannedSet is a process set and its tensors. The first groupSize tensors are a group.
+// plannedSet is a process set and its tensors. The first groupSize tensors form a group.
 type plannedSet struct {
 	controller.Set
 	specs     []spec
@@ -111,7 +112,7 @@ func (p *programmer) step() {
 	}
 }
 
-// merge merges the lists in a random order that keeps the order within each list.
+// merge merges lists in a random order. It keeps the order within each list.
 func (p *programmer) merge(lists [][]request) (all []request) {
 	for {
 		lists = slices.DeleteFunc(lists, func(l []request) bool { return len(l) == 0 })
@@ -124,12 +125,12 @@ func (p *programmer) merge(lists [][]request) (all []request) {
 	}
 }
 
-// stepOf returns what each member of a set submits in one step.
+// stepOf returns the requests of each member of a set in one step.
 func (p *programmer) stepOf(s *plannedSet) [][]request {
 	turns := make([][]request, len(s.Ranks))
 	s.steps++
 	joins := p.rng.IntN(6) == 0
-	// In a step with a join, a group may lack a tensor and so never become complete.
+	// In a step with a join, a group may lack a tensor, so that it never becomes complete.
 	lacking := joins && p.rng.IntN(4) == 0
 	for i := 0; i < len(s.specs); {
 		unit := 1
@@ -144,7 +145,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 		if lacking && unit > 1 {
 			unit--
 		}
-		var who []bool // who[m]: member m submits the tensors, although it joins
+		var who []bool // who[m] says that member m submits the tensors even if it joins
 		for range s.Ranks {
 			who = append(who, !joins || p.rng.IntN(3) > 0)
 		}
@@ -188,7 +189,8 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// At least one member must name the group. Otherwise the group never becomes complete.
+			// At least one member must name the group, because otherwise the group would never become
+			// complete.
 			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
@@ -216,7 +218,7 @@ func (p *programmer) request(s *plannedSet, i int) message.Request {
 	}
 }
 
-// addSet makes all ranks add a process set. Sometimes the ranks do not agree, or the set is impossible.
+// addSet makes all ranks add a process set. Sometimes the ranks disagree, or the set cannot be added.
 func (p *programmer) addSet() {
 	ranks := randomRanks(p.rng, p.all)
 	if len(ranks) == 0 {
@@ -238,7 +240,7 @@ func (p *programmer) addSet() {
 	}
 }
 
-// removeSet makes all ranks remove a process set.
+// removeSet makes all ranks remove a process set. Sometimes the set does not exist.
 func (p *programmer) removeSet() {
 	if p.rng.IntN(4) == 0 {
 		p.remove(99)
@@ -310,7 +312,7 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	return q
 }
 
-// randomParts turns the allreduce q into a request for a whole group.
+// randomParts turns the allreduce q into a request for a group.
 func randomParts(rng *rand.Rand, q *message.Request) {
 	var elems int64
 	for range 1 + rng.IntN(3) {
@@ -324,9 +326,9 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
-// agree is the reference for the checks of the coordinator: it reports whether the requests of the members
-// agree on a response. A member's request is nil if it has joined without making the request. empty has the
-// members that joined with empty contributions.
+// agree is the reference for the checks of the coordinator. It reports whether the requests qs of the members
+// agree, so that the answer is not an error. The request of a member that has joined without making it is
+// nil. empty says which members have joined with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

@@ -17,7 +17,7 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// seeds returns n random seeds, or only the seed that the flag -seed gives.
+// seeds returns n random seeds. If the flag -seed is set, it returns only that seed.
 func seeds(n int) []uint64 {
 	if *seedFlag != 0 {
 		return []uint64{*seedFlag}
@@ -30,13 +30,13 @@ func seeds(n int) []uint64 {
 }
 
 // checker checks the invariants of docs/negotiation.md on a cluster. It is a simple model of the coordinator:
-// it records which requests each frame stands for, and derives the grants from them.
+// it records which requests each frame contains, and computes from them which grants must follow.
 type checker struct {
 	t    *testing.T
 	seed uint64
 	c    *cluster
 	sets []*setModel
-	// nextSet is the ID of the process set that will be added next.
+	// nextSet is the ID of the next process set that is added.
 	nextSet topo.ProcessSetID
 	// ranks has the state of each rank.
 	ranks []rankModel
@@ -45,17 +45,17 @@ type checker struct {
 	lastCycle time.Duration
 	arrivals  int  // number of news frames that the coordinator has applied
 	stopping  bool // all ranks leave, or a rank waits for a tensor that a leaving rank has not submitted
-	stopped   bool // the coordinator has stopped every rank
-	order     int  // number of issued grants, of all sets
+	stopped   bool // whether the coordinator has stopped every rank
+	order     int  // number of issued grants over all sets
 	verdict   *controller.Verdict
-	failing   bool // the coordinator has given its verdict
+	failing   bool // whether the coordinator has given its verdict
 	died      []topo.Rank
-	accused   []topo.Rank // the two ranks of a false suspicion
+	accused   []topo.Rank // the two ranks named by a false suspicion
 
 	seen counts
 }
 
-// counts counts the situations that the random runs must reach.
+// counts counts how often the random runs reach the situations that they must reach.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
@@ -66,7 +66,7 @@ type setModel struct {
 	controller.Set
 	cache      responsecache.Cache // the cache after the last issued cycle
 	asked      map[string][]*message.Request
-	complete   map[string]bool // the names of asked that are ready or held
+	complete   map[string]bool // the names of asked that are in ready or held
 	ready      []readyName
 	held       map[string]*groupModel
 	joined     []bool
@@ -75,12 +75,12 @@ type setModel struct {
 	unfinished int
 	log        []issuedGrant
 	digests    map[uint64]uint64
-	gone       bool // the set was removed
+	gone       bool // whether the set was removed
 }
 
-// groupModel is a group that still has tensors that are neither answered nor ready.
+// groupModel is a group of which some tensors are neither answered nor ready.
 type groupModel struct {
-	names    []readyName // the names that are complete and held
+	names    []readyName // the complete names that are held
 	failed   bool        // the ranks disagree about one name: every name fails when it is complete
 	answered int
 }
@@ -88,11 +88,11 @@ type groupModel struct {
 // readyName is a name that every member has requested, except members that have joined without requesting it.
 type readyName struct {
 	name   string
-	frame  int         // the frame that completed the name or its group
+	frame  int         // the news frame that completed the name or its group
 	absent []topo.Rank // members that have joined without requesting it
-	group  string      // the group's name and size
-	fails  bool        // the answer must be an error
-	join   bool        // this is the answer to a join
+	group  string      // the name and the size of the group
+	fails  bool        // whether the answer must be an error
+	join   bool        // whether this is the answer to a join
 }
 
 func newSetModel(s controller.Set) *setModel {
@@ -104,7 +104,7 @@ func newSetModel(s controller.Set) *setModel {
 	}
 }
 
-// ask records a request of a member that has arrived in the given frame.
+// ask records a member's request from the given news frame.
 func (s *setModel) ask(member int, q *message.Request, frame int) {
 	if q.Kind == message.Join {
 		s.join(member, q, frame)
@@ -136,7 +136,7 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
-// check moves a name that all members have requested to ready or to held.
+// check moves a name to ready or to held if all members have requested it.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
 	var first *message.Request
@@ -164,7 +164,7 @@ func (s *setModel) check(name string, frame int) {
 		s.group(first).names = append(s.group(first).names, x)
 		s.settle(first, disagree, 0, frame)
 	}
-	// Other members may have named other groups. These groups fail.
+	// Other members may have named other groups. Those groups fail.
 	lost := map[string]bool{x.group: true}
 	for _, q := range qs {
 		if q != nil && q.Group != "" && !lost[groupText(q)] {
@@ -181,7 +181,7 @@ func groupText(q *message.Request) string {
 	return fmt.Sprint(q.Group, q.GroupSize)
 }
 
-// group returns the group that a request names.
+// group returns the group that a request names. It creates the group if there is none.
 func (s *setModel) group(q *message.Request) *groupModel {
 	g := s.held[groupText(q)]
 	if g == nil {
@@ -191,8 +191,8 @@ func (s *setModel) group(q *message.Request) *groupModel {
 	return g
 }
 
-// settle moves the names of a group to ready if the group is complete or fails. elsewhere is the number of
-// its tensors that have just been answered outside of the group.
+// settle moves the names of a group to ready if the group is complete or has failed. fails says that the
+// group fails now. elsewhere is the number of its tensors that were just answered outside the group.
 func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
 	g := s.group(q)
 	g.failed = g.failed || fails
@@ -220,14 +220,14 @@ type issuedGrant struct {
 
 type rankModel struct {
 	fresh     []request   // requests that were submitted and not sent
-	intents   [][]request // the requests that each of its news frames in flight stands for
+	intents   [][]request // the requests in each of the rank's news frames in flight
 	submitted int
-	finished  int  // number of finished grants that it must report
-	news      int  // number of news frames that it has sent
-	shutdown  bool // its program has called Shutdown
-	leaving   bool // the coordinator knows that it leaves
+	finished  int  // number of finished grants that the rank must report
+	news      int  // number of news frames that the rank has sent
+	shutdown  bool // whether the rank's program has called Shutdown
+	leaving   bool // whether the coordinator knows that the rank leaves
 	stopSent  bool
-	position  map[topo.ProcessSetID]int // number of applied grants
+	position  map[topo.ProcessSetID]int // number of applied grants of each set
 	order     int                       // the order of the last applied grant
 	running   map[*controller.Grant]string
 	stopped   bool
@@ -248,7 +248,7 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	return ch
 }
 
-// broken fails the test because an invariant of docs/negotiation.md does not hold.
+// broken fails the test because the invariant of docs/negotiation.md with the given number does not hold.
 func (ch *checker) broken(invariant int, format string, args ...any) {
 	ch.t.Helper()
 	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...),
@@ -332,10 +332,10 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k.leaving = k.leaving || u.Shutdown
 }
 
-// awaited describes an operation that some ranks wait for and some have not submitted.
+// awaited has the ranks that wait for an operation and the ranks that have not submitted it.
 type awaited struct{ waiting, missing []topo.Rank }
 
-// awaited returns the operations of the set that ranks wait for, including joins.
+// awaited returns the operations that ranks wait for in the set, including joins.
 func (s *setModel) awaited() (all []awaited) {
 	ranks := func(of func(member int) bool) (ranks []topo.Rank) {
 		for m, r := range s.Ranks {
@@ -346,7 +346,7 @@ func (s *setModel) awaited() (all []awaited) {
 		return ranks
 	}
 	present := ranks(func(m int) bool { return !s.joined[m] })
-	open := make(map[string]bool) // groups with a tensor that is requested and not complete
+	open := make(map[string]bool) // groups with a tensor that was requested and is not complete
 	for name, qs := range s.asked {
 		if s.complete[name] {
 			continue
@@ -378,7 +378,7 @@ func (ch *checker) isLeaving(r topo.Rank) bool { return ch.ranks[r].leaving }
 
 func (ch *checker) stays(r topo.Rank) bool { return !ch.ranks[r].leaving }
 
-// checkLeavers sets stopping if the coordinator must stop the job.
+// checkLeavers sets stopping if the coordinator must stop the job now.
 func (ch *checker) checkLeavers() {
 	if ch.stopping {
 		return
@@ -401,7 +401,7 @@ func (ch *checker) checkLeavers() {
 	}
 }
 
-// outstanding reports whether a leaving rank may still be granted an operation.
+// outstanding reports whether leaving rank r may still be granted an operation.
 func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*message.DownSet) bool {
 	for _, s := range ch.sets {
 		m := slices.Index(s.Ranks, r)
@@ -430,7 +430,7 @@ func (ch *checker) frameReceived() {
 }
 
 func (ch *checker) issued(outs []controller.Outgoing) {
-	ch.checkLeavers() // after the whole turn: a rank that waits may have left in it too
+	ch.checkLeavers() // after the whole turn, in which waiting ranks may have left too
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
 	received, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
@@ -509,10 +509,10 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	}
 }
 
-// closing checks that no rank executes an operation with rank r, which is told to close.
+// closing checks that no rank executes an operation with rank r when the coordinator closes rank r.
 func (ch *checker) closing(r topo.Rank) {
 	if ch.stopping {
-		return // in that case all ranks close together
+		return // all ranks are closed together then
 	}
 	ch.seen.closedEarly++
 	for _, n := range ch.c.nodes {
@@ -525,8 +525,8 @@ func (ch *checker) closing(r topo.Rank) {
 	}
 }
 
-// mustDecide checks that a cycle has exactly the sets with ready tensors and an open gate, and that it stops
-// exactly the leaving ranks for which nothing is outstanding.
+// mustDecide checks that a cycle has decisions for exactly the sets with ready tensors and an open gate, and
+// that it stops exactly the leaving ranks that have no outstanding operation.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
@@ -560,14 +560,14 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 	}
 }
 
-// removes reports whether the decision d about the global set removes the set id.
+// removes reports whether d, the decisions about the global set, removes set id.
 func removes(d *message.DownSet, id topo.ProcessSetID) bool {
 	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
 		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
 	})
 }
 
-// decided checks what a cycle decides about a set, and applies it to the model.
+// decided checks the decisions of a cycle about a set and applies them to the model.
 func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	if s.joins > 0 && len(d.Puts) > 0 {
 		ch.broken(3, "set %d: %v is cached while ranks have joined", s.ID, d.Puts)
@@ -649,8 +649,8 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	}
 }
 
-// answered checks a granted response against the requests of the members. It returns the frame that completed
-// the tensor.
+// answered checks a granted response against the requests of the members. It returns the number of the news
+// frame that completed the tensor.
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
 	i := slices.IndexFunc(s.ready, func(x readyName) bool {
 		return x.join == (r.Kind == message.Join) &&
@@ -713,7 +713,7 @@ func firstOf(qs []*message.Request) *message.Request {
 	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
 }
 
-// change checks the answer to a request to add or remove a set, and applies it to the model.
+// change checks the answer to a request to add or remove a set and applies it to the model.
 func (ch *checker) change(q *message.Request, r *message.Response) {
 	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
@@ -741,14 +741,14 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey returns a text that is the same at all ranks for the same grant, and differs for different grants.
+// grantKey returns a text that is equal for equal grants at different ranks and differs for different grants.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank,
 	responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
 	for _, r := range responses {
 		name := r.Name
 		if r.Kind == message.Join {
-			name = "" // ranks may name a join differently
+			name = "" // the names of a join may differ between ranks
 		}
 		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %s/%d %d%v %q",
 			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire,
@@ -853,15 +853,16 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 type run struct {
 	*checker
 	rng  *rand.Rand
-	todo [][]request // the rest of each rank's program
-	// halfDead is a rank that has died although its connections are still open, or -1 if there is none.
+	todo [][]request // the requests of each rank's program that were not submitted yet
+	// halfDead is a rank that has died but whose connections are still open, or -1.
 	halfDead topo.Rank
-	// leavers is set if ranks shut down before their programs are done.
+	// leavers says that ranks shut down before their programs are done.
 	leavers bool
 }
 
-// TestInvariants checks that the invariants hold for random orders in which ranks submit, send, read and
-// finish, for several cache capacities and fusion thresholds, and for each way in which the job can end.
+// TestInvariants checks that the invariants hold in random jobs: for random orders in which ranks submit,
+// send, read and finish, for several cache capacities and fusion thresholds, and for each way in which a job
+// can end.
 func TestInvariants(t *testing.T) {
 	n := 1000
 	if testing.Short() {
@@ -876,7 +877,7 @@ func TestInvariants(t *testing.T) {
 	if v := reflect.ValueOf(total); len(all) >= 400 {
 		for i := range v.NumField() {
 			if v.Field(i).Int() == 0 {
-				t.Errorf("no run had %s: the generator does not reach what it is for", v.Type().Field(i).Name)
+				t.Errorf("no run had %s, want every counted situation at least once", v.Type().Field(i).Name)
 			}
 		}
 	}
@@ -908,8 +909,8 @@ func randomRun(t *testing.T, seed uint64) counts {
 	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
-	// The job ends in one of four ways at a random time: by a shutdown after all programs, by a shutdown
-	// before that, by a death, or by a false suspicion.
+	// At a random time the job begins to end in one of four ways: by a shutdown after all programs, by a
+	// shutdown before that, by a death, or by a false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
 	for i := range 600 {
 		if i == when {
@@ -921,7 +922,7 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// end begins the end of the job in the way how (see randomRun).
+// end begins the end of the job. how is one of the four ways (see randomRun).
 func (r *run) end(how int) {
 	size := len(r.c.nodes)
 	n := r.c.nodes[r.rng.IntN(size)]
@@ -993,8 +994,8 @@ func (r *run) act() {
 	}
 }
 
-// noticeDeath reports the death of halfDead by one of two signs: rank n's data channel breaks, or the control
-// connection of the dead rank ends.
+// noticeDeath makes the death of halfDead visible: rank n's data connection to it breaks, or its control
+// connection ends.
 func (r *run) noticeDeath(n *node) {
 	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
@@ -1005,8 +1006,8 @@ func (r *run) noticeDeath(n *node) {
 	r.halfDead = -1
 }
 
-// submit submits the next request of the rank's program, or skips it if its process set is gone. It reports
-// false if it could do neither.
+// submit submits the next request of the rank's program. It skips the request if its process set was removed.
+// It returns false if it can do neither now.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
 	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
@@ -1022,7 +1023,7 @@ func (r *run) submit(n *node) bool {
 	return true
 }
 
-// pass advances the time by d, and executes the turns of ranks and coordinator that are due.
+// pass advances the time by d and executes the turns that are due.
 func (r *run) pass(d time.Duration) {
 	r.c.now += d
 	if !r.c.nodes[0].dead && r.c.coord.Next() <= r.c.now {
@@ -1036,7 +1037,7 @@ func (r *run) pass(d time.Duration) {
 	}
 }
 
-// settle submits requests and executes turns until nothing changes.
+// settle submits requests and executes turns until nothing changes anymore.
 func (r *run) settle() {
 	for moved := true; moved; {
 		moved = false
@@ -1049,13 +1050,13 @@ func (r *run) settle() {
 	}
 }
 
-// finish runs the job to its end and checks how it has ended.
+// finish runs the job to its end and checks the way in which it has ended.
 func (r *run) finish() {
 	r.t.Helper()
 	if r.halfDead >= 0 {
 		r.c.endConnection(r.halfDead, "connection reset")
 	}
-	// The last requests of the programs take a fraction of a second, because of the cycle time. One more
+	// The last requests of the programs take a fraction of a second because of the cycle time. One more
 	// second is enough for the slowest events: a suspicion, or the heartbeat after which erased entries are
 	// forgotten.
 	for range 200 {
@@ -1100,7 +1101,7 @@ func (r *run) finish() {
 	}
 }
 
-// idle checks that nothing is left to do in a job whose programs are all done.
+// idle checks that no work is left in a job whose programs are all done.
 func (r *run) idle() {
 	for _, s := range r.sets {
 		if s.gone {

@@ -12,7 +12,7 @@ import (
 )
 
 // TestPurity checks invariant 8: no step of the negotiation waits, and the same inputs give the same outputs.
-// So the pure packages must not import anything that can block or that changes by itself.
+// So the pure packages must not import or use anything that can block or that changes by itself.
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{
@@ -37,19 +37,19 @@ func TestPurity(t *testing.T) {
 			}
 			for _, i := range file.Imports {
 				if path, err := strconv.Unquote(i.Path.Value); err != nil || !slices.Contains(allowed, path) {
-					t.Errorf("%v: import of %s, which a pure package does without", fset.Position(i.Pos()),
+					t.Errorf("%v: import of %s, which a pure package must not import", fset.Position(i.Pos()),
 						i.Path.Value)
 				}
 			}
 			for _, d := range file.Decls {
 				if g, ok := d.(*ast.GenDecl); ok && g.Tok == token.VAR {
-					t.Errorf("%v: package-level variable: state belongs into values", fset.Position(d.Pos()))
+					t.Errorf("%v: package-level variable: a pure package has no global state", fset.Position(d.Pos()))
 				}
 			}
 			ast.Inspect(file, func(n ast.Node) bool {
 				switch n := n.(type) {
 				case *ast.GoStmt, *ast.SelectStmt, *ast.SendStmt, *ast.ChanType:
-					t.Errorf("%v: goroutines and channels belong to the loop", fset.Position(n.Pos()))
+					t.Errorf("%v: a pure package uses no goroutines and channels", fset.Position(n.Pos()))
 				case *ast.SelectorExpr:
 					pkg, ok := n.X.(*ast.Ident)
 					if ok && pkg.Name == "time" &&

@@ -19,8 +19,8 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
 
-// TestScripts plays the scripts testdata/*.txt, whose notation testdata/README.md describes, and compares
-// their output.
+// TestScripts runs the scripts testdata/*.txt and compares their output with the output in the files.
+// testdata/README.md describes the notation.
 func TestScripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	if err != nil || len(files) == 0 {
@@ -57,7 +57,7 @@ func TestScripts(t *testing.T) {
 }
 
 // TestLateVoteIsAsSpecified checks that testdata/late_vote.txt has the frames of the example in
-// docs/negotiation.md, so that -rewrite cannot change them.
+// docs/negotiation.md, so that -rewrite cannot change them unnoticed.
 func TestLateVoteIsAsSpecified(t *testing.T) {
 	text, err := os.ReadFile("testdata/late_vote.txt")
 	if err != nil {
@@ -80,28 +80,28 @@ func TestLateVoteIsAsSpecified(t *testing.T) {
 	}
 }
 
-// script executes blocks of commands on a cluster and prints what happens.
+// script executes blocks of commands on a cluster and prints the events.
 type script struct {
 	t      *testing.T
 	c      *cluster
 	out    *strings.Builder
 	events []event // the events of the current round
 
-	manual bool        // only the command "done" finishes grants
-	beats  bool        // heartbeats are printed
-	deaf   []topo.Rank // the ranks to which frames wait
-	mute   []topo.Rank // the ranks from which frames wait
-	frozen []topo.Rank // the ranks that do nothing at all
+	manual bool        // whether grants finish only by the command done
+	beats  bool        // whether heartbeats are printed
+	deaf   []topo.Rank // the ranks that do not receive frames
+	mute   []topo.Rank // the ranks whose frames are not received
+	frozen []topo.Rank // the ranks that do nothing
 }
 
-// event is something that happened at a rank. Equal events of several ranks in a round are printed as one
-// line.
+// event is something that has happened at a rank. Equal events at several ranks in the same round are printed
+// as one line.
 type event struct {
 	rank topo.Rank
 	text string
 }
 
-// play runs the script and returns its text with the output that its blocks have now.
+// play runs a script and returns its text with the output of this run.
 func play(t *testing.T, file, text string) string {
 	var all strings.Builder
 	s := &script{t: t}
@@ -118,7 +118,7 @@ func play(t *testing.T, file, text string) string {
 			continue
 		}
 		for i+1 < len(lines) && lines[i+1] != "" {
-			i++ // skip the output that the file has
+			i++ // skip the output in the file
 		}
 		s.settle()
 		out := s.out.String()
@@ -134,7 +134,7 @@ func play(t *testing.T, file, text string) string {
 	return all.String()
 }
 
-// command executes one line. Frames move only at the end of the block.
+// command executes one line. Frames are transferred only at the end of the block.
 func (s *script) command(line string) error {
 	line, _, _ = strings.Cut(line, " #")
 	f := fields(line)
@@ -190,7 +190,7 @@ func (s *script) command(line string) error {
 			return err
 		}
 		if len(rest) > 0 {
-			return fmt.Errorf("left over: %q", rest)
+			return fmt.Errorf("unknown words at the end of the line: %q", rest)
 		}
 		for _, r := range ranks {
 			for _, q := range qs {
@@ -251,7 +251,7 @@ func (s *script) command(line string) error {
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
 		case "kill":
-			s.round() // frames that were sent before the death must arrive
+			s.round() // so that frames from before the death arrive
 			s.c.kill(r, "connection reset")
 		default:
 			return fmt.Errorf("unknown command %q", f[0])
@@ -283,7 +283,7 @@ func parseRanks(list string, size int) ([]topo.Rank, error) {
 	return ranks, nil
 }
 
-// cluster begins a new job from a line such as "size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2
+// cluster starts a new job with options such as "size=3 cache=4 fusion=64KiB cycle=5ms sets=1:1,2;2:0,2
 // refuse=uint8 manual heartbeats".
 func (s *script) cluster(f []string) error {
 	*s = script{t: s.t, out: new(strings.Builder)}
@@ -361,8 +361,8 @@ func (s *script) settle() {
 	s.t.Fatalf("frames still move after 1000 rounds; so far\n%s", s.out.String())
 }
 
-// round executes a turn of every rank, a turn of the coordinator, and a turn of every rank in which it reads.
-// It reports whether anything happened.
+// round executes a turn of every rank, a turn of the coordinator, and a turn of every rank in which it reads
+// frames. It reports whether anything has happened.
 func (s *script) round() bool {
 	moved := false
 	for _, n := range s.c.nodes {
@@ -403,7 +403,7 @@ func (s *script) round() bool {
 	return moved
 }
 
-// tick advances the time by d. Ranks and the coordinator take their turns at the times that Next returns.
+// tick advances the time by d. Ranks and coordinator run their turns at the times that Next returns.
 func (s *script) tick(d time.Duration) {
 	s.settle()
 	end := s.c.now + d
@@ -451,7 +451,7 @@ func (s *script) digest() {
 	}
 }
 
-// forge sends a frame on a rank's connection that the rank's member did not create.
+// forge sends a frame on a rank's connection that the rank's Member has not created.
 func (s *script) forge(r topo.Rank, u *message.Up) error {
 	s.settle()
 	frame, err := message.AppendUp(nil, u)
@@ -463,14 +463,14 @@ func (s *script) forge(r topo.Rank, u *message.Up) error {
 	return nil
 }
 
-// flush prints the events of the round, in the order of their first rank. Equal events are printed as one
+// flush prints the events of the round, in the order of their first ranks. Equal events are printed as one
 // line.
 func (s *script) flush() {
 	for len(s.events) > 0 {
 		text := s.events[0].text
 		var ranks []topo.Rank
 		s.events = slices.DeleteFunc(s.events, func(e event) bool {
-			// If a rank has two equal events, the second is printed on a line of its own.
+			// If a rank has two equal events, the second one gets a line of its own.
 			if e.text != text || slices.Contains(ranks, e.rank) {
 				return false
 			}

@@ -141,7 +141,7 @@ func TestSchedulerParks(t *testing.T) {
 		}
 		s.notify()
 		if got := l.took(); len(got) != 2 {
-			t.Errorf("turns at %v, want one more for what came on the way to being parked", got)
+			t.Errorf("turns at %v, want one more for the notification while it was parking", got)
 		}
 		due := l.clock() + time.Minute
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
