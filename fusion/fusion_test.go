@@ -20,7 +20,7 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
-// tensors returns tensors that have the given responses and no absent members.
+// tensors returns a tensor without absent members for each response.
 func tensors(responses ...*message.Response) []fusion.Tensor {
 	var all []fusion.Tensor
 	for _, r := range responses {
@@ -50,7 +50,7 @@ func TestPlan(t *testing.T) {
 	wire := func(n int64, to tensor.DType) *message.Response {
 		return with(f32(n), func(r *message.Response) { r.Wire = to })
 	}
-	// group returns a response for a group with one element of each type.
+	// group returns a response for a group with one element of each of the given types.
 	group := func(types ...tensor.DType) *message.Response {
 		return with(allreduce(types[0], int64(len(types))), func(r *message.Response) {
 			for _, dt := range types {
@@ -73,8 +73,8 @@ func TestPlan(t *testing.T) {
 		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
 		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)},
 			[][]int{{0, 2}, {1, 3}}},
-		// 8 bytes are in the group and 56 are skipped: the sum 64 is within the threshold, so the third
-		// tensor is considered and joins.
+		// The group has 8 bytes and 56 bytes are skipped. The sum is 64, which is within the threshold, so
+		// the third tensor is considered and joins the group.
 		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)},
 			[][]int{{0, 2}, {1}}},
 		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
@@ -152,8 +152,8 @@ func TestPlanOptions(t *testing.T) {
 	}
 }
 
-// TestPlanProperties checks random inputs: every index is in exactly one group, the groups are within the
-// threshold and compatible, and they are in the order of their first tensors.
+// For random responses, every index is in exactly one group, each group has one type and is within the
+// threshold unless it has one tensor, and the groups are in the order of their first tensors.
 func TestPlanProperties(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -168,7 +168,7 @@ func TestPlanProperties(t *testing.T) {
 		last := -1
 		for _, g := range fusion.Plan(nil, tensors(responses...), fusion.Options{ThresholdBytes: threshold}) {
 			if g[0] < last {
-				t.Fatalf("groups start at %d after %d", g[0], last)
+				t.Fatalf("a group that starts at %d follows a group that starts at %d", g[0], last)
 			}
 			last = g[0]
 			var total int64
@@ -187,7 +187,7 @@ func TestPlanProperties(t *testing.T) {
 			}
 		}
 		if len(seen) != len(responses) {
-			t.Fatalf("%d of %d responses planned", len(seen), len(responses))
+			t.Fatalf("%d of %d responses are in a group", len(seen), len(responses))
 		}
 	}
 }

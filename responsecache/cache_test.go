@@ -41,7 +41,7 @@ func TestLookup(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name   string
-		of     uint32 // the request repeats this bit's response, except for change
+		of     uint32 // the request is the same as for this bit's response, except for change
 		change func(q *message.Request)
 		member int
 		state  responsecache.State
@@ -69,7 +69,7 @@ func TestLookup(t *testing.T) {
 	} {
 		q := c.At(test.of).Request(test.member)
 		test.change(&q)
-		for guess := range uint32(80) { // the right bit, another one's, a free one, one out of range
+		for guess := range uint32(80) { // the right bit, other entries' bits, free bits and too high bits
 			q := q
 			q.Bit = guess
 			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss &&
@@ -112,7 +112,7 @@ func TestPutAndErase(t *testing.T) {
 		}
 	}
 	if c.Len() != 1 || c.At(1).Name != "a" || c.At(0) != nil || c.At(math.MaxUint32) != nil {
-		t.Error("an error has changed the cache")
+		t.Error("a call that returned an error has changed the cache")
 	}
 	if bit, ok := c.BitOf("a"); !ok || bit != 1 {
 		t.Errorf("a has bit %d, %v", bit, ok)
@@ -219,7 +219,7 @@ func TestDigest(t *testing.T) {
 	} {
 		got := build(change)
 		if other, ok := seen[got]; ok {
-			t.Errorf("%s: the digest is that of %s", name, other)
+			t.Errorf("%s: the digest equals the digest of %s", name, other)
 		}
 		seen[got] = name
 	}

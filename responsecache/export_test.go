@@ -2,8 +2,8 @@ package responsecache
 
 import "github.com/gohvd/gohvd/internal/message"
 
-// Ready returns the AND of all members' votes: the bits for which every member has voted. The Primary itself
-// counts votes as they arrive, and tests compare its counts with Ready.
+// Ready returns the bits for which every member has voted, as the bitwise AND of all members' votes. The
+// Primary counts votes instead, and tests compare its counts with Ready.
 func (p *Primary) Ready() message.Bits {
 	var all message.Bits
 	for i, row := range p.rows {
@@ -16,5 +16,5 @@ func (p *Primary) Ready() message.Bits {
 	return all
 }
 
-// Unissued reports whether there are erasures that Issue has not returned yet.
+// Unissued reports whether there are erasures that no call of Issue has returned.
 func (p *Primary) Unissued() bool { return p.unissued > 0 }

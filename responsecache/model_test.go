@@ -15,16 +15,16 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// model is a simple implementation of a Primary, to compare with. It keeps the order of the last grants in a
-// slice and votes as flags. To find what a bit meant at a cycle, it looks into its copy of the cache at that
-// cycle.
+// model is a simple implementation of a Primary, with which tests compare the Primary. It has the order of
+// the last grants in a slice, and a flag for each vote. It has a copy of the cache for each cycle, to find
+// what a bit meant at that cycle.
 type model struct {
 	capacity, members int
 	entries           map[uint32]*entry
-	order             []uint32 // the bits, least recently granted first
+	order             []uint32 // the bits; least recently granted first
 	invalidations     map[string]int
 	unissued          []uint32
-	erasures          []uint64 // the cycle of each issued erasure that is still kept
+	erasures          []uint64 // the cycles of the issued erasures that are still remembered
 	history           []map[uint32]*message.Response
 }
 
@@ -100,7 +100,8 @@ func (m *model) complete() (bits []uint32) {
 	return bits
 }
 
-// A Primary behaves like the model. A Cache that replays the Primary's erasures and puts stays equal to it.
+// A Primary behaves as the model does, for random calls. A Cache to which the erasures and puts of the
+// Primary are applied stays equal to the Primary.
 func TestPrimaryIsItsModel(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {
@@ -114,7 +115,7 @@ func TestPrimaryIsItsModel(t *testing.T) {
 		late += playModel(t, seed)
 	}
 	if *seedFlag == 0 && late == 0 {
-		t.Error("no run had a late vote")
+		t.Error("no run had a late vote, want at least one")
 	}
 }
 
@@ -138,7 +139,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 	randomBit := func() uint32 { return uint32(rng.IntN(m.capacity + 2)) }
 	for range 400 {
 		switch rng.IntN(8) {
-		default: // a member votes; it may have seen any earlier cycle
+		default: // a member that has seen any earlier cycle votes
 			i, bit := rng.IntN(members), randomBit()
 			was := m.history[seen[i]][bit]
 			name, current, nameErr := p.NameAt(bit, seen[i])
@@ -165,7 +166,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 				check(p.Votes(bit) == m.votes(bit), "vote for bit %d: %d votes of %v", bit, p.Votes(bit),
 					e.votes)
 			}
-		case 0: // a tensor changes, which erases its bit
+		case 0: // the parameters of a tensor change, which erases its bit
 			bit := randomBit()
 			if e := m.entries[bit]; e != nil && slices.Contains(e.votes, false) {
 				m.invalidations[e.r.Name]++

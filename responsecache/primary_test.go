@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// assign gives r a bit in a cycle that has no other news. It returns the bit and the bits that were erased in
+// assign gives r a bit in a cycle with no other changes. It returns the bit and the bits that were erased in
 // the cycle.
 func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64,
 	pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
@@ -24,8 +24,8 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 	return bit, ok, p.Issue(cycle, nil)
 }
 
-// wantBit assigns a bit to r and fails the test unless the bit is want and the cycle erases exactly the bits
-// in erased.
+// wantBit gives r a bit. It fails the test unless the bit is want and the cycle erases exactly the bits in
+// erased.
 func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32,
 	erased ...uint32) {
 	t.Helper()
@@ -51,7 +51,7 @@ func TestVotes(t *testing.T) {
 		t.Error("complete with one vote of two")
 	}
 	if p.Voted(0, 0) || !p.Voted(1, 0) || p.Votes(0) != 1 {
-		t.Error("the vote is the wrong member's")
+		t.Error("the vote was counted for the wrong member")
 	}
 	if _, err := p.Vote(1, 0, 1); err == nil ||
 		!strings.Contains(err.Error(), `second vote for cache bit 0 ("a")`) {
@@ -62,7 +62,7 @@ func TestVotes(t *testing.T) {
 	}
 	p.Granted(0)
 	if p.Voted(0, 0) || p.Voted(1, 0) || p.Votes(0) != 0 || p.Ready().Any() {
-		t.Error("votes outlive the grant")
+		t.Error("there are votes after the grant")
 	}
 	vote(t, p, 1, 0, 1)
 	for _, test := range []struct {
@@ -88,11 +88,11 @@ func TestBits(t *testing.T) {
 	wantBit(t, p, allreduce("a", 1), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 1)
 	wantBit(t, p, allreduce("c", 1), 3, 2)
-	// The lowest free bit is assigned first, and no other bit is renumbered.
+	// Assign takes the lowest free bit and does not change the bits of other entries.
 	p.Invalidate(1)
 	p.Invalidate(0)
 	if !p.Unissued() {
-		t.Error("two erasures do not wait for a cycle")
+		t.Error("Unissued is false after two erasures")
 	}
 	if bit, ok := p.Assign(allreduce("d", 1), 4, nil); !ok || bit != 0 {
 		t.Errorf("d: got bit %d (%v), want the lower of the free bits 0 and 1", bit, ok)
@@ -101,12 +101,12 @@ func TestBits(t *testing.T) {
 		t.Errorf("erased %v, want 1 and 0 appended in the order of erasure", gone)
 	}
 	if bit, ok := p.BitOf("c"); !ok || bit != 2 {
-		t.Errorf("c has bit %d (%v), want 2 as ever", bit, ok)
+		t.Errorf("c has bit %d (%v), want 2 as before", bit, ok)
 	}
 	wantBit(t, p, allreduce("e", 1), 5, 1)
-	// A name cannot get a second bit.
+	// A name that has a bit does not get a second one.
 	if bit, ok, _ := assign(t, p, allreduce("e", 1), 6); ok {
-		t.Errorf("e got bit %d too", bit)
+		t.Errorf("e got bit %d as a second bit", bit)
 	}
 }
 
@@ -115,12 +115,12 @@ func TestEviction(t *testing.T) {
 	for i, name := range []string{"a", "b", "c"} {
 		wantBit(t, p, allreduce(name, 1), uint64(i+1), uint32(i))
 	}
-	// Entries are ordered by their last grant: b is now the oldest, then c.
+	// Entries are ordered by their last grant. Now b is the oldest, followed by c.
 	vote(t, p, 0, 0, 3)
 	vote(t, p, 1, 0, 3)
 	p.Granted(0)
 	wantBit(t, p, allreduce("d", 1), 4, 1, 1) // the order is now c, a, d
-	// An entry that has a vote is not evicted: c stays.
+	// An entry with a vote is not evicted, so c stays.
 	vote(t, p, 1, 2, 4)
 	wantBit(t, p, allreduce("e", 1), 5, 0, 0) // the order is now c, d, e
 	// A pinned entry is not evicted either.
@@ -129,10 +129,10 @@ func TestEviction(t *testing.T) {
 		t.Errorf("f: got bit %d (%v) for %v, want 0", bit, ok, gone)
 	} // the order is now c, d, f
 	if bit, ok, gone := assign(t, p, allreduce("g", 1), 7, 0, 1); ok || len(gone) > 0 {
-		t.Errorf("g: got bit %d for %v, though all have votes or are pinned", bit, gone)
+		t.Errorf("g: got bit %d for %v, want none, because all entries have votes or are pinned", bit, gone)
 	}
-	// An entry is not evicted in the cycle in which it was put: the first Assign evicts bit 1, and then no
-	// candidate is left.
+	// An entry is not evicted in the cycle in which it got its bit. So the first Assign evicts bit 1, the
+	// second evicts bit 0, and the third finds no entry to evict.
 	if bit, ok := p.Assign(allreduce("h", 1), 8, nil); !ok || bit != 1 {
 		t.Errorf("h: got bit %d (%v), want 1", bit, ok)
 	}
@@ -170,7 +170,7 @@ func TestInvalidations(t *testing.T) {
 	if bit, ok, _ := assign(t, p, allreduce("a", 9), 4); ok {
 		t.Errorf("got bit %d after three invalidations", bit)
 	}
-	// Evictions do not count as invalidations: names that were evicted often can still be cached.
+	// Evictions do not count as invalidations, so names that are evicted often are still cached.
 	q := responsecache.NewPrimary(1, 1)
 	for i := range 10 {
 		if _, ok, _ := assign(t, q, allreduce([]string{"a", "b"}[i%2], 1), uint64(i+1)); !ok {
@@ -203,7 +203,7 @@ func TestNotCached(t *testing.T) {
 	}
 }
 
-// A vote counts for the entry that its bit had in the last cycle that the voter had seen.
+// A vote counts for the entry that its bit had in the last cycle that the member had seen.
 func TestLateVotes(t *testing.T) {
 	p := responsecache.NewPrimary(1, 2)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
@@ -213,7 +213,7 @@ func TestLateVotes(t *testing.T) {
 		t.Errorf("vote of cycle 1: got %v, %v, want the request %v", late, err, want)
 	}
 	if p.Voted(1, 0) {
-		t.Error("the late vote counts for b")
+		t.Error("the late vote was counted for b")
 	}
 	if name, current, err := p.NameAt(0, 1); name != "a" || current || err != nil {
 		t.Errorf("bit 0 at cycle 1: got %q, %v, %v", name, current, err)
@@ -223,8 +223,8 @@ func TestLateVotes(t *testing.T) {
 	}
 	vote(t, p, 0, 0, 2)
 
-	// No cycle has issued this erasure yet. So no voter has seen it, even if the voter claims to have seen a
-	// later cycle.
+	// No cycle has issued this erasure yet, so no member can have seen it, even if its vote says that it has
+	// seen a later cycle.
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}
@@ -233,10 +233,10 @@ func TestLateVotes(t *testing.T) {
 	}
 	p.Issue(6, nil)
 	if _, err := p.Vote(1, 0, 6); err == nil {
-		t.Error("a vote of a member that has seen the erasure is taken")
+		t.Error("a vote for an erased entry by a member that has seen the erasure gave no error")
 	}
 
-	// An erased entry is kept until all members have seen its erasure.
+	// An erased entry is remembered until all members have seen its erasure.
 	for _, c := range []struct {
 		seen uint64
 		kept int

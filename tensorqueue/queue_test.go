@@ -22,9 +22,9 @@ func TestLifeOfAnEntry(t *testing.T) {
 	q := tensorqueue.New()
 	var got []error
 	e := entry("x", func(err error) {
-		// The name is free before Done is called, so that Done may submit the same name again.
+		// The name is free before Done is called, so that Done may submit the name again.
 		if q.Find("x") != nil {
-			t.Error("the name is still taken in Done")
+			t.Error("the name is in use during Done")
 		}
 		got = append(got, err)
 	})
@@ -42,7 +42,7 @@ func TestLifeOfAnEntry(t *testing.T) {
 		t.Errorf("popped %v again", p)
 	}
 	if err := q.Add(entry("x", nil)); err == nil {
-		t.Error("a popped name was taken for free")
+		t.Error("Add accepted the name of a popped entry")
 	}
 	if q.Find("x") != e || q.Len() != 1 {
 		t.Error("the popped entry is not in the table")
@@ -75,16 +75,16 @@ func TestClose(t *testing.T) {
 	}
 	all := func(*tensorqueue.Entry) bool { return true }
 	if q.Pop(nil); len(finished) != 1 {
-		t.Errorf("finished %v, want b alone", finished)
+		t.Errorf("finished %v, want only b", finished)
 	}
 	q.FinishAll(all, func(*tensorqueue.Entry) error { return second })
 	if len(finished) != 3 || finished["a"] != second || finished["b"] != nil || finished["c"] != second ||
 		q.Len() != 0 {
-		t.Errorf("finished %v, want a and c with %v and b before", finished, second)
+		t.Errorf("finished %v, want a and c with %v, and b with nil", finished, second)
 	}
 }
 
-// FinishAll removes pending entries from the queue, so that Pop does not return a finished entry, which may
+// FinishAll also removes entries that Pop has not returned. So Pop does not return them later, when they may
 // have been submitted again.
 func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	q := tensorqueue.New()
@@ -101,7 +101,7 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 	finish("ac")
 	if got := q.Pop(nil); len(got) != 1 || got[0].Request.Name != "b" || len(finished) != 2 {
-		t.Errorf("%d entries are left to pop and %v finished, want b and the others", len(got), finished)
+		t.Errorf("%d entries are left to pop and %v finished, want only b left", len(got), finished)
 	}
 	if err := q.Add(entry("a", func(err error) { finished["a"] = err })); err != nil {
 		t.Fatal(err)
@@ -114,8 +114,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 }
 
-// Add adds all its entries or none. If the table has one of the names, or two of the entries have the same
-// name, the other names stay free.
+// Add adds all its entries or none. If a name is in use, or two of the entries have the same name, it returns
+// an error, and the other names stay free.
 func TestAddIsAllOrNothing(t *testing.T) {
 	for _, c := range []struct {
 		names []string
@@ -153,7 +153,7 @@ func TestAddIsAllOrNothing(t *testing.T) {
 	}
 }
 
-// Add adds none of its entries to a closed queue.
+// Add returns the error of Close and adds no entries if the queue is closed.
 func TestAddManyAfterClose(t *testing.T) {
 	q := tensorqueue.New()
 	over := errors.New("over")
@@ -163,7 +163,8 @@ func TestAddManyAfterClose(t *testing.T) {
 	}
 }
 
-// Finishing an entry twice does not finish another entry that has got the same name in the meantime.
+// If Finish is called twice for an entry, the second call does not finish another entry that was added with
+// the same name meanwhile.
 func TestFinishTwice(t *testing.T) {
 	q := tensorqueue.New()
 	calls := 0
@@ -182,8 +183,8 @@ func TestFinishTwice(t *testing.T) {
 	}
 }
 
-// Every accepted entry is popped once and finished once, and each goroutine's entries are popped in their
-// order.
+// Several goroutines add entries while another one pops and finishes them. Every entry is popped once and
+// finished once. The entries of each goroutine are popped in the order of their Add.
 func TestConcurrentUse(t *testing.T) {
 	q := tensorqueue.New()
 	const submitters, each = 4, 500
@@ -220,8 +221,8 @@ func TestConcurrentUse(t *testing.T) {
 	}
 }
 
-// If a name is submitted again, the new entry starts with the cache bit of the previous one. The queue does
-// not keep all names forever.
+// If a name is submitted again, Add sets Request.Bit to the value in the previous entry. After 300,000 names,
+// the queue has dropped the names that are not in use, but it still has the entry in flight.
 func TestNames(t *testing.T) {
 	q := tensorqueue.New()
 	held := entry("held", func(error) {})
@@ -240,7 +241,7 @@ func TestNames(t *testing.T) {
 	}
 	once("x", 7)
 	if got := once("x", 8); got != 7 {
-		t.Errorf("the guess is %d, want 7", got)
+		t.Errorf("Add has set the bit to %d, want 7", got)
 	}
 	var before, after runtime.MemStats
 	runtime.GC()
@@ -255,7 +256,7 @@ func TestNames(t *testing.T) {
 		t.Errorf("%d bytes are kept after %d names", kept, many)
 	}
 	if q.Find("held") != held || q.Len() != 1 {
-		t.Error("what is in flight was forgotten")
+		t.Error("the queue has dropped the entry in flight")
 	}
 }
 
@@ -274,9 +275,9 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-// The name of an entry with Hold stays in use after the entry has finished, until it is released. A release
-// also frees the names that were added after it in the same Add. Many other names in the queue do not change
-// this.
+// The name of an entry with Hold stays in use after the entry has finished, until Release is called. Release
+// also frees the names of the later entries of the same Add, and no other names. Thousands of other names in
+// the queue do not change this.
 func TestHold(t *testing.T) {
 	q := tensorqueue.New()
 	add := func(names ...string) ([]*tensorqueue.Entry, error) {
@@ -313,7 +314,7 @@ func TestHold(t *testing.T) {
 		}
 	}
 	held.Release()
-	one, err := add("new") // "new" is free, because the Adds above failed
+	one, err := add("new") // "new" is free, because the earlier Adds have failed
 	if err != nil {
 		t.Error(err)
 	}
@@ -323,6 +324,6 @@ func TestHold(t *testing.T) {
 	one[0].Finish(nil)
 	one[0].Held().Release()
 	if _, err := add("a"); err == nil {
-		t.Error("the release of one name has freed another")
+		t.Error("the release of new has freed a")
 	}
 }

@@ -21,8 +21,8 @@ func bitsOf(bs ...uint32) message.Bits {
 	return v
 }
 
-// floats and mixed are groups that are one request: floats has 10 elements of one type, mixed has 7 elements
-// of two types.
+// floats and mixed are groups that are one request. floats has 10 elements of one type, and mixed has 7
+// elements of two types.
 var (
 	floats = message.Parts{}.Append(tensor.Float32, tensor.Shape{2, 3}).Append(tensor.Float32,
 		nil).Append(tensor.Float32, tensor.Shape{3})
@@ -98,7 +98,7 @@ func downSamples() []*message.Down {
 	}
 }
 
-// normalUp returns u in a form for comparison: an empty bit vector becomes nil, because the two mean the
+// normalUp returns u in a form for comparisons. It replaces empty bit vectors by nil, because both mean the
 // same.
 func normalUp(u *message.Up) message.Up {
 	n := *u
@@ -135,7 +135,7 @@ func normalDown(d *message.Down) message.Down {
 }
 
 func TestUpRoundTrip(t *testing.T) {
-	var got message.Up // reused, so that bytes left over from the previous frame would show
+	var got message.Up // reused, to detect values that remain from the previous frame
 	for range 2 {
 		for _, want := range upSamples() {
 			b, err := message.AppendUp(nil, want)
@@ -170,7 +170,7 @@ func TestDownRoundTrip(t *testing.T) {
 	}
 }
 
-// The decoders refuse every proper prefix of a frame, and every frame with one more byte.
+// The decoders return an error for every proper prefix of a frame and for every frame with a byte too many.
 func TestTruncatedAndTrailing(t *testing.T) {
 	var up message.Up
 	for _, u := range upSamples() {
@@ -288,7 +288,7 @@ func TestRequestCheck(t *testing.T) {
 				tensor.Shape{1 << 59})
 			r.DType, r.Shape = tensor.Float64, tensor.Shape{1 << 60}
 		}, "more than 2^63-1 bytes"},
-		// The reduction, the scale factors and the compression must be valid for each type of the group.
+		// The reduction and the compression must be valid for each element type of the group.
 		{func(r *message.Request) {
 			r.Parts, r.Shape, r.DType, r.Op = mixed, tensor.Shape{7}, tensor.Invalid, tensor.Adasum
 		}, "reduce with adasum: got int64"},
@@ -312,8 +312,8 @@ func TestRequestCheck(t *testing.T) {
 	}
 }
 
-// Matches compares every field that matters to a kind and no other field, because a rank need not set unused
-// fields.
+// Matches returns true for the request that Response.Request returns. It returns false if a field is changed
+// that matters to the kind, and true if another field is changed, because ranks need not set unused fields.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	changes := map[string]func(*message.Request){
 		"kind":  func(q *message.Request) { q.Kind = message.Error },
@@ -386,7 +386,7 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	}
 }
 
-// DecodeDown refuses responses that no correct coordinator makes.
+// DecodeDown returns an error for responses that no correct coordinator makes.
 func TestResponseCheck(t *testing.T) {
 	for _, c := range []struct {
 		r    message.Response
@@ -417,7 +417,7 @@ func TestResponseCheck(t *testing.T) {
 	}
 }
 
-// The memory of earlier frames is reused, but nothing of their content remains.
+// AddGrant reuses the memory of an earlier grant but returns an empty grant.
 func TestGrantsAreReusedEmpty(t *testing.T) {
 	var s message.DownSet
 	g := s.AddGrant()
@@ -437,21 +437,21 @@ func TestResponseSizes(t *testing.T) {
 	half := &message.Response{Kind: message.Allreduce, Name: "h", DType: tensor.Float64,
 		Shape: tensor.Shape{3}, Wire: tensor.Float16}
 	if n := half.WireBytes(); n != 3*2 {
-		t.Errorf("3 float64 that travel as float16 have %d bytes, want 6", n)
+		t.Errorf("3 float64 sent as float16 have %d bytes, want 6", n)
 	}
 	several := &message.Response{Kind: message.Allreduce, Name: "m", Shape: tensor.Shape{7}, Parts: mixed}
 	if n := several.NumBytes(); n != 5*4+2*8 {
 		t.Errorf("a group of 5 float32 and 2 int64 has %d bytes, want 36", n)
 	}
 	if n := several.WireBytes(); n != 5*4+2*8 {
-		t.Errorf("of a group of 36 bytes %d travel", n)
+		t.Errorf("a group of 36 bytes without compression has %d bytes to send", n)
 	}
 	several.Wire = tensor.BFloat16
 	if n := several.WireBytes(); n != 7*2 {
-		t.Errorf("7 elements that travel as bfloat16 have %d bytes, want 14", n)
+		t.Errorf("7 elements sent as bfloat16 have %d bytes, want 14", n)
 	}
 	if n := ag.WireBytes(); n != ag.NumBytes() {
-		t.Errorf("uncompressed, %d bytes travel of %d", n, ag.NumBytes())
+		t.Errorf("without compression, %d bytes are sent, want %d", n, ag.NumBytes())
 	}
 	for _, dims := range [][]int64{{math.MaxInt64, 1}, {-1}, {math.MaxInt64 / 4}} {
 		r := &message.Response{Kind: message.Allgather, Name: "b", DType: tensor.Int32,
@@ -470,13 +470,13 @@ func TestResponseSizes(t *testing.T) {
 
 func TestParts(t *testing.T) {
 	if n, dt := mixed.Len(), mixed.DType(); n != 4 || dt != tensor.Invalid {
-		t.Errorf("%d tensors of type %v, want 4 of several", n, dt)
+		t.Errorf("%d tensors of type %v, want 4 of several types", n, dt)
 	}
 	if n, dt := floats.Len(), floats.DType(); n != 3 || dt != tensor.Float32 {
 		t.Errorf("%d tensors of type %v, want 3 of float32", n, dt)
 	}
 	if n, dt := message.Parts(nil).Len(), message.Parts(nil).DType(); n != 0 || dt != tensor.Invalid {
-		t.Errorf("%d tensors of type %v in none", n, dt)
+		t.Errorf("%d tensors of type %v in empty Parts", n, dt)
 	}
 	if got, want := slices.Collect(mixed.Types()), []tensor.DType{tensor.Float32,
 		tensor.Int64}; !slices.Equal(got, want) {
@@ -527,7 +527,7 @@ func TestVectors(t *testing.T) {
 	and, or := []uint64{1, 0, 0}, []uint64{1 << 63, 0}
 	b := message.AppendVectors(nil, and, or)
 	gotAnd, gotOr, err := message.DecodeVectors(b, []uint64{9, 9, 9, 9}, nil)
-	// Trailing zeros are decoded too, because the vectors of all ranks must have the same length.
+	// Trailing zeros are encoded too, because the vectors of all ranks must have equal lengths.
 	if err != nil || !reflect.DeepEqual(gotAnd, and) || !reflect.DeepEqual(gotOr, or) {
 		t.Errorf("got %v, %v and error %v", gotAnd, gotOr, err)
 	}
@@ -542,8 +542,8 @@ func TestVectors(t *testing.T) {
 	}
 }
 
-// A text that is too long is cut and not refused, because it is only for people. It is cut between
-// characters.
+// A text that is too long is truncated between two characters. It is not an error, because the text is only
+// information for users.
 func TestLongReasonIsCut(t *testing.T) {
 	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" +
 		strings.Repeat("世", message.MaxReasonBytes)}
@@ -623,7 +623,8 @@ func TestBits(t *testing.T) {
 	}
 }
 
-// FuzzDecodeUp checks that a frame that was decoded and encoded again does not change when that is repeated.
+// FuzzDecodeUp checks that encoding is stable: if a decoded frame is encoded, decoded and encoded again, both
+// encodings are equal.
 func FuzzDecodeUp(f *testing.F) {
 	for _, u := range upSamples() {
 		b, _ := message.AppendUp(nil, u)
@@ -679,18 +680,18 @@ func TestProbe(t *testing.T) {
 	} {
 		b := message.AppendProbe([]byte("x"), &p)[1:]
 		if !message.IsProbe(b) {
-			t.Errorf("% x is no probe", b)
+			t.Errorf("IsProbe is false for % x", b)
 		}
 		if got, err := message.DecodeProbe(b); err != nil || got != p {
 			t.Errorf("got %+v, %v, want %+v", got, err, p)
 		}
 		for n := range b {
 			if _, err := message.DecodeProbe(b[:n]); err == nil {
-				t.Errorf("the first %d of %d bytes were read", n, len(b))
+				t.Errorf("the first %d of %d bytes were accepted", n, len(b))
 			}
 		}
 		if _, err := message.DecodeProbe(append(b, 0)); err == nil {
-			t.Error("a byte too many was read")
+			t.Error("a trailing byte was accepted")
 		}
 	}
 	for _, up := range upSamples() {
@@ -708,7 +709,7 @@ func FuzzDecodeProbe(f *testing.F) {
 			return
 		}
 		if again, err := message.DecodeProbe(message.AppendProbe(nil, &p)); err != nil || again != p {
-			t.Errorf("% x was read as %+v, and that as %+v, %v", b, p, again, err)
+			t.Errorf("% x was decoded as %+v, which was encoded and decoded as %+v, %v", b, p, again, err)
 		}
 	})
 }
@@ -719,7 +720,7 @@ func FuzzDecodeVectors(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		and, or, err := message.DecodeVectors(b, nil, nil)
 		if err == nil && !bytes.Equal(message.AppendVectors(nil, and, or), b) {
-			t.Errorf("%x was read as %x, %x", b, and, or)
+			t.Errorf("%x was decoded as %x and %x, whose encoding differs", b, and, or)
 		}
 	})
 }

@@ -22,8 +22,8 @@ import (
 	"github.com/gohvd/gohvd/timeline"
 )
 
-// switched is a flight recorder that the benchmark can turn on and off while the job runs. In a real job
-// HVD_FLIGHT_RECORDER turns it off once and for all.
+// switched is a flight recorder that the benchmark can switch on and off during a job. In a real job
+// HVD_FLIGHT_RECORDER switches it off for the whole job.
 type switched struct {
 	*recorder.Recorder
 	on atomic.Bool
@@ -65,18 +65,20 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	}
 }
 
-// BenchmarkCost measures what observation costs: the time of steps over the gradients of ResNet-50, between
-// two ranks in shared memory, with a timeline, metrics or the flight recorder, relative to the time without.
+// BenchmarkCost measures the cost of observation: by how many per cent a timeline, metrics or the flight
+// recorder lengthen training steps. A step sums the gradients of ResNet-50 between two ranks over shared
+// memory.
 //
-// Both are measured in one process, so that nothing else differs. A pair is 40 parts of 5 steps (about 100
-// ms) with observation and 40 parts without, in random order. Its result is the ratio of their lower
-// quartiles, because other load of the machine can only make a part longer. The benchmark reports the median
-// over the pairs and the ends of its 95 % confidence interval (order statistics), in per cent.
+// Steps with and without observation run in the same process, so that nothing else differs. A pair of
+// measurements consists of 40 parts of 5 steps (about 100 ms) with observation and of 40 parts without, in
+// random order. Its result is the ratio of the lower quartiles of the two sets of times, because other load
+// on the machine can only make a part longer. The benchmark reports the median of all pairs and its 95 %
+// confidence interval (order statistics), in per cent.
 //
-// The records of a timeline are written within the part, by one rank after the other: on a machine whose
-// ranks use all processors, each rank waits for the writing of both. Scrapes of the metrics happen in the
-// same way, one of each rank in every tenth part with observation. These parts have a quartile of their own,
-// whose weight is a tenth.
+// With a timeline, each rank writes its records at the end of the part, one rank after the other, because on
+// a machine whose ranks use all processors each rank waits while the other one writes. Scrapes of the metrics
+// happen in the same way, one at each rank in every tenth part with observation. These parts have a quartile
+// of their own, which has the weight of one tenth.
 func BenchmarkCost(b *testing.B) {
 	const ranks, parts, steps, partsPerScrape = 2, 40, 5, 10
 	for _, way := range []string{"nothing", "timeline", "metrics", "recorder"} {
@@ -116,7 +118,7 @@ func BenchmarkCost(b *testing.B) {
 					}
 				}
 				handler := metrics.Handler(func() trace.Stats { return r.Engine.Stats() })
-				// part executes some steps and returns the time that they took, in seconds.
+				// part executes some steps and returns how long they took, in seconds.
 				part := func(on, scrape bool) float64 {
 					watch(on)
 					r.Do(testcluster.Barrier("begin"))
@@ -142,7 +144,7 @@ func BenchmarkCost(b *testing.B) {
 					return took
 				}
 				part(false, false)
-				order := rand.New(rand.NewPCG(1, 2)) // the order is the same at both ranks
+				order := rand.New(rand.NewPCG(1, 2)) // all ranks use the same order
 				for range max(b.N, 2) {
 					var without, with, scraped []float64
 					for _, i := range order.Perm(2 * parts) {
@@ -168,7 +170,7 @@ func BenchmarkCost(b *testing.B) {
 				}
 			})
 			slices.Sort(ratios)
-			// This many results lie below the confidence interval, and as many above it.
+			// outside is the number of results below the confidence interval, and also the number above it.
 			n := float64(len(ratios))
 			outside := int(max(n/2-0.98*math.Sqrt(n), 0))
 			percent := func(i int) float64 { return 100 * (math.Exp(ratios[i]) - 1) }

@@ -2,7 +2,7 @@ package rank
 
 import "testing"
 
-// If a rank is a sidecar, it counts as two processes: the sidecar and its client.
+// If the program of a rank runs in another process, as with the sidecar, the rank counts as two processes.
 func TestProcesses(t *testing.T) {
 	for _, c := range []struct {
 		forClient bool
@@ -10,7 +10,7 @@ func TestProcesses(t *testing.T) {
 	}{{false, 3}, {true, 6}} {
 		o := Options{ForClient: c.forClient}
 		if got := o.processes(3); got != c.want {
-			t.Errorf("3 ranks, for a client: %v, are %d processes, want %d", c.forClient, got, c.want)
+			t.Errorf("ForClient %v: 3 ranks count as %d processes, want %d", c.forClient, got, c.want)
 		}
 	}
 }

@@ -23,16 +23,17 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// open opens the sessions of a job whose ranks are all in this process. hosts has the name of each rank's
-// host, and set has further settings by rank. The sessions are closed when the test ends.
+// open opens the sessions of a job whose ranks are all in this process. hosts has the host name of each rank,
+// and set has further settings by rank. The sessions are closed when the test ends.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
 	return openLacking(t, hosts, set, nil)
 }
 
-// openLacking is like open, but the ranks in lacks cannot share memory, for the given reasons.
+// openLacking does the same as open, but the ranks in lacks cannot share memory. lacks has the reasons by
+// rank.
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	lacks map[int]string) ([]*Session, []error) {
-	t.Setenv("TMPDIR", t.TempDir()) // the ranks put their sockets there
+	t.Setenv("TMPDIR", t.TempDir()) // the folder for the sockets of the ranks
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	kv := store.NewHashStore(store.Limits{})
@@ -82,7 +83,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns the hosts of all ranks. The ranks share memory if all are on one host.
+// Every rank learns the host names and capabilities of all ranks. The ranks share memory if all are on one
+// host, and not otherwise.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
@@ -104,7 +106,7 @@ func TestOpen(t *testing.T) {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}
 					if why := s.Capabilities[i]["device"]; why != "not at "+host {
-						t.Errorf("rank %d: rank %d says %q of the device", r, i, why)
+						t.Errorf("rank %d: rank %d has capability %q for the device", r, i, why)
 					}
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch ||
@@ -116,7 +118,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// The names and addresses of network interfaces may differ between the hosts.
+// A job can start if its hosts use network interfaces with different names and addresses.
 func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
 	_, errs := open(t, []string{"a", "b"}, map[int]map[string]string{
 		0: {"HOROVOD_GLOO_IFACE": "127.0.0.1"}, 1: {"HOROVOD_GLOO_IFACE": "127.0.0.0/8"},
@@ -126,8 +128,8 @@ func TestOpenOnInterfacesOfTheirOwn(t *testing.T) {
 	}
 }
 
-// The ranks share memory only if the settings allow it. If the settings require it and it is impossible, or
-// if they differ between the ranks, every rank gets an error.
+// No rank shares memory if the settings exclude it. If the settings require it and the ranks are on several
+// hosts, or if the settings differ between ranks, every rank gets an error.
 func TestOpenWithoutMemory(t *testing.T) {
 	tcp := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
 	either := map[string]string{"HOROVOD_CPU_OPERATIONS": "shm,tcp"}
@@ -135,7 +137,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 	for name, test := range map[string]struct {
 		hosts []string
 		set   map[int]map[string]string
-		says  string // a part of every rank's error; empty if there is no error
+		says  string // a part of every rank's error; empty if no error is expected
 	}{
 		"disabled": {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp},
 			""},
@@ -162,7 +164,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 	}
 }
 
-// If one rank cannot use a backend, no rank uses it. If the settings require that backend, every rank gets an
+// If one rank cannot use a backend, no rank uses it. If the settings require this backend, every rank gets an
 // error that names the rank and the reason.
 func TestOneRankLacksABackend(t *testing.T) {
 	hosts, lacks := []string{"a", "a", "a"}, map[int]string{1: "no memory today"}
@@ -195,7 +197,8 @@ func TestOneRankLacksABackend(t *testing.T) {
 	}
 }
 
-// sharer is a mesh that shares memory with the ranks in group, or with none for the reason why.
+// sharer is a mesh that shares memory with the ranks in group. why is the reason if it cannot share memory
+// with other ranks of the host.
 type sharer struct {
 	shm.Sharer
 	group []topo.Rank
@@ -211,7 +214,7 @@ func TestShare(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		mesh *sharer
-		// fails lists the modes in which useMemory returns an error.
+		// fails are the modes in which useMemory must return an error.
 		fails []config.SharedMemory
 	}{
 		{"all", &sharer{group: []topo.Rank{0, 1}}, nil},
@@ -237,7 +240,7 @@ func TestShare(t *testing.T) {
 
 var _ transport.Mesh = (*sharer)(nil)
 
-// A rank that cannot share memory does not prevent the ranks of another host from sharing memory.
+// If a rank on one host cannot share memory, the ranks on another host still share memory.
 func TestOneHostLacksMemory(t *testing.T) {
 	hosts, set := []string{"a", "a", "b"}, map[int]map[string]string{}
 	for r := range hosts {

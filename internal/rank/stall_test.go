@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Stalls count as explained only if a launcher listens on the store, because only a launcher prints reports
-// about them. Then the log names only one stall.
+// StallsExplained returns true only if a launcher listens on the store, because only a launcher prints
+// reports about stalls.
 func TestStallsAreExplainedByAWatcher(t *testing.T) {
 	for _, watched := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
@@ -33,7 +33,7 @@ func TestStallsAreExplainedByAWatcher(t *testing.T) {
 			r.running.Go(r.forwardStalls)
 			synctest.Wait()
 			if got := e.StallsExplained(); got != watched {
-				t.Errorf("watched %v: the stalls are explained: %v", watched, got)
+				t.Errorf("a launcher listens: %v: StallsExplained returned %v", watched, got)
 			}
 			r.cancel()
 			r.running.Wait()

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// observed runs a job as the given epoch and calls f for each rank, with a Watch that is attached to the
+// observed runs a job with the given epoch. At each rank it calls f with a Watch that is attached to the
 // rank's engine.
 func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	f func(r *testcluster.Rank, o *Watch)) {
@@ -41,8 +41,8 @@ func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	})
 }
 
-// Each timeline has its own file, whether a call, a setting or a signal started it. A later epoch does not
-// overwrite the files of an earlier one.
+// Each timeline gets its own file, whether a setting or a signal has started it. Timelines of a later epoch
+// do not overwrite the files of an earlier epoch.
 func TestFilesOfEpochs(t *testing.T) {
 	for name, c := range map[string]struct {
 		fromStart bool
@@ -61,9 +61,9 @@ func TestFilesOfEpochs(t *testing.T) {
 			}
 			for epoch := range uint64(2) {
 				observed(t, 2, set, epoch+1, func(r *testcluster.Rank, o *Watch) {
-					times := 4 // four signals start and end two timelines
+					times := 4 // four signals start and stop two timelines
 					if c.fromStart {
-						times++ // the first signal ends the timeline of the settings
+						times++ // the first signal stops the timeline of the settings
 					}
 					for range times {
 						if err := o.timeline.toggle(); err != nil {
@@ -94,7 +94,7 @@ func TestFilesOfEpochs(t *testing.T) {
 }
 
 // A signal that arrives as soon as Init has returned starts the timeline. The test uses one processor, so
-// that no other goroutine runs before.
+// that no other goroutine runs in between.
 func TestSignalAtOnce(t *testing.T) {
 	t.Chdir(t.TempDir())
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
@@ -117,7 +117,7 @@ func TestSignalAtOnce(t *testing.T) {
 	})
 }
 
-// If the timeline is written to a device, a signal that starts it again writes to the same device.
+// If the timeline is written to a device, a signal that restarts the timeline writes to the same device.
 func TestSignalsAndDevices(t *testing.T) {
 	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Watch) {
 		for range 2 {
@@ -131,8 +131,8 @@ func TestSignalsAndDevices(t *testing.T) {
 	})
 }
 
-// If an earlier job has left the file of a rank that this job does not have, the report says so and ignores
-// the file.
+// If the file of a rank is left from an earlier job that had more ranks, the report says so and ignores that
+// file.
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {
@@ -166,7 +166,8 @@ func TestFilesOfTwoJobs(t *testing.T) {
 		}
 		text := strings.Join(r.Problems, "\n")
 		if !slices.Equal(r.Missing, missing) || len(r.Problems) != len(problems) {
-			t.Errorf("got no files of %v, and %q", r.Missing, r.Problems)
+			t.Errorf("got missing ranks %v and problems %q, want %v and %q", r.Missing, r.Problems, missing,
+				problems)
 		}
 		for _, p := range problems {
 			if !strings.Contains(text, p) {

@@ -50,11 +50,11 @@ func TestHostID(t *testing.T) {
 	for _, other := range []string{topo.HostID("", "H", "b", "n"), topo.HostID("", "h", "B", "n"),
 		topo.HostID("", "h", "b", "N")} {
 		if other == base {
-			t.Errorf("%q names two hosts", base)
+			t.Errorf("two hosts have the same identity %q", base)
 		}
 	}
 	if got := topo.HostID("rack1", "h", "b", "n"); got != "rack1" {
-		t.Errorf("got %q, want what was given", got)
+		t.Errorf("got %q, want the given rack1", got)
 	}
 }
 
