@@ -8,16 +8,17 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Alloc allocates a tensor of n zeros in memory that the other ranks of the host can read, so that operations
-// skip the copies that an ordinary slice costs. The tensor begins at a cache line.
+// Alloc allocates a tensor of n zeros in memory that the other ranks of the host can read. So operations on
+// the tensor skip the copies that an ordinary slice needs. The tensor begins at a cache line.
 //
-// The memory is reserved in full, from chunks of 64 MiB or of the tensor's own size. It belongs to the
-// process and not to an engine: it may be allocated before Init and outlives Shutdown. The garbage collector
-// does not free it; Free does. A training program typically allocates its gradients once. The first use of a
-// chunk by an engine makes the peers map it, which takes some tens of microseconds.
+// Alloc reserves the memory in full, in chunks of 64 MiB or, for a larger tensor, of the tensor's size. The
+// memory belongs to the process and not to an engine: Alloc may be called before Init, and the memory
+// outlives Shutdown. The garbage collector does not free the memory. Free does. A training program typically
+// allocates its gradients once. When an engine uses a chunk for the first time, the peers map it, which takes
+// tens of microseconds.
 //
-// If the memory cannot be allocated the error is a *NoMemoryError, which says how many bytes were needed and,
-// if it is known, which limit was hit.
+// If the memory cannot be allocated, the error is a *NoMemoryError. It says how many bytes were needed and,
+// if known, which limit was reached.
 func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
@@ -36,10 +37,10 @@ func Alloc[T Element](n int) ([]T, error) {
 	return tensor.View[T](b), nil
 }
 
-// Free frees memory that Alloc returned. s must begin where the slice of Alloc did, and no operation on it
-// may be in flight; neither s nor any other slice of the same memory may be used afterwards. Freeing a slice
-// that Alloc did not return, or freeing it twice, is an error and has no effect. Freeing an empty slice does
-// nothing.
+// Free frees memory that Alloc returned. s must begin at the first element of the slice that Alloc returned,
+// and no operation on it may be in flight. Afterwards neither s nor any other slice of the same memory may be
+// used. Freeing a slice that Alloc did not return, or freeing it twice, is an error and has no effect.
+// Freeing an empty slice does nothing.
 func Free[T Element](s []T) error {
 	if cap(s) == 0 {
 		return nil

@@ -21,14 +21,15 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // deadline is the time limit of the collective part of a test.
 const deadline = 3 * time.Minute
 
-// run starts n ranks that meet in a store of their own, over TCP on loopback, and calls f once for each. It
-// shuts a rank down when f has returned at all ranks. settings are name, value, name, value, ...
+// run starts n ranks and calls f once for each of them. The ranks meet in a store that only they use and are
+// connected by TCP on loopback. When f has returned at all ranks, run shuts the ranks down. settings
+// alternates names and values.
 func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
 	t.Helper()
 	runSets(t, n, nil, f, settings...)
 }
 
-// runSets is run for ranks that start with the given process sets.
+// runSets is like run, but the ranks start with the given process sets.
 func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *hvd.Engine),
 	settings ...string) {
 	t.Helper()
@@ -43,7 +44,7 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 	}, []hvd.InitOption{hvd.WithProcessSets(sets...)}, settings...)
 }
 
-// engines is run for ranks that shut down by themselves.
+// engines is like run, but f has to shut down the rank. opts are further options of each rank.
 func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption,
 	settings ...string) {
 	t.Helper()
@@ -80,7 +81,7 @@ func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Eng
 	})
 }
 
-// checkUsable checks that an allreduce by this name works at all ranks of set.
+// checkUsable checks that an allreduce of the named tensor gives the right result at this member of set.
 func checkUsable(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor string) {
 	t.Helper()
 	got, err := hvd.Allreduce(ctx, []int32{1, int32(set.Rank())}, hvd.Op(hvd.Sum), hvd.Name(tensor),
@@ -91,7 +92,7 @@ func checkUsable(ctx context.Context, t *testing.T, set *hvd.ProcessSet, tensor 
 	}
 }
 
-// ranks calls f for each of n ranks at once and waits for all.
+// ranks calls f for the ranks 0 to n-1 concurrently and waits for all calls.
 func ranks(n int, f func(r int)) {
 	var wg sync.WaitGroup
 	for r := range n {
@@ -100,7 +101,8 @@ func ranks(n int, f func(r int)) {
 	wg.Wait()
 }
 
-// place returns the options of rank r of n.
+// place returns options with which rank r of n ranks meets the others in kv. settings alternates names and
+// values.
 func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
 		hvd.WithStore(kv),
@@ -113,14 +115,14 @@ func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	return opts
 }
 
-// modes runs a test in both modes of negotiation.
+// modes runs a test in both modes of negotiation. mode is the setting that selects the mode.
 func modes(t *testing.T, f func(t *testing.T, mode []string)) {
 	for _, m := range []string{"event", "lockstep"} {
 		t.Run(m, func(t *testing.T) { f(t, []string{"HVD_NEGOTIATION", m}) })
 	}
 }
 
-// sizes are the numbers of ranks that tests use in tables.
+// sizes holds the numbers of ranks with which tests run.
 var sizes = []int{1, 2, 3, 4, 8}
 
 func name(format string, args ...any) hvd.Option { return hvd.Name(fmt.Sprintf(format, args...)) }

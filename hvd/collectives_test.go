@@ -12,7 +12,7 @@ import (
 
 // kind describes how a test makes and combines elements of type T.
 type kind[T hvd.Element] struct {
-	of      func(v int) T // exact for small v
+	of      func(v int) T // converts v, exactly if v is small
 	op      hvd.ReduceOp
 	combine func(a, b int) int
 }
@@ -32,7 +32,7 @@ func (k kind[T]) fill(n, rank int) []T {
 	return x
 }
 
-// reduced returns the reduction of what fill returns for the given ranks.
+// reduced returns the reduction of the tensors that fill returns for the given ranks.
 func (k kind[T]) reduced(n int, ranks []int) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -45,8 +45,8 @@ func (k kind[T]) reduced(n int, ranks []int) []T {
 	return want
 }
 
-// checkAll runs every operation on a process set, under names that end in tag, and checks the results bit by
-// bit.
+// checkAll runs every operation on set and checks that the results are right, bit by bit. The names of the
+// tensors end in tag.
 func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T], tag string) {
 	t.Helper()
 	ranks, me := set.Ranks(), set.Rank()
@@ -94,7 +94,7 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 		check("broadcast in place", x, err, k.fill(count, root))
 	}
 
-	// Row j of rank r goes to member j.
+	// Row j of the tensor of each rank goes to member j.
 	x, all = k.fill(2*n, self), nil
 	for _, r := range ranks {
 		all = append(all, k.fill(2*n, r)[2*me:2*me+2]...)
@@ -107,7 +107,7 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	_, _, err = hvd.Alltoall(ctx, x, nil, opts("alltoall in place", hvd.Shape(n, 2), hvd.InPlace())...)
 	check("alltoall in place", x, err, all)
 
-	rows := n + 1 // the first gets two
+	rows := n + 1 // one more than ranks, so the first rank gets two
 	from, to := me+1, me+2
 	if me == 0 {
 		from = 0
@@ -130,7 +130,7 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	}
 }
 
-// checkGroups is checkAll for groups of three tensors, one of them empty.
+// checkGroups is like checkAll, with groups of three tensors. The second tensor of each group is empty.
 func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T],
 	tag string) {
 	t.Helper()
@@ -175,8 +175,8 @@ type (
 	identity    int64
 )
 
-// TestEveryType runs every operation, in place and not, on single tensors and groups, with every element type
-// and with types derived from them.
+// TestEveryType runs every operation with every element type and with types derived from them. Each operation
+// runs on single tensors and on groups, in place and not in place.
 func TestEveryType(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{1, 2, 3} {
@@ -211,7 +211,7 @@ func TestEveryType(t *testing.T) {
 	})
 }
 
-// exchange is a table of an alltoall: rank i sends exchange[i][j] rows to rank j.
+// exchange says what ranks send in an alltoall: rank i sends exchange[i][j] rows to rank j.
 type exchange [][]int
 
 func newExchange(size int, rows func(i, j int) int) exchange {
@@ -224,7 +224,8 @@ func newExchange(size int, rows func(i, j int) int) exchange {
 	return x
 }
 
-// rowsFrom returns the rows that rank i sends. The elements depend on sender, receiver and row.
+// rowsFrom returns all rows that rank i sends, with width elements each. The elements differ by sender and
+// position.
 func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	sent := 0
 	for _, n := range x[i] {
@@ -236,7 +237,7 @@ func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	return rows
 }
 
-// rowsTo returns the rows that rank j receives, and their number from each rank.
+// rowsTo returns the rows that rank j receives, and how many it receives from each rank.
 func (x exchange) rowsTo(j, width int) (rows []int32, received []int) {
 	for i := range x {
 		from := 0
@@ -249,8 +250,8 @@ func (x exchange) rowsTo(j, width int) (rows []int32, received []int) {
 	return rows, received
 }
 
-// TestAlltoall checks that any number of rows, also 0, can go from any rank to any other, and that rows may
-// have no elements.
+// TestAlltoall checks that any rank can send any number of rows, including 0, to any other rank, and that
+// rows may have no elements.
 func TestAlltoall(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -258,14 +259,14 @@ func TestAlltoall(t *testing.T) {
 			tables := []exchange{
 				newExchange(size, func(_, _ int) int { return 0 }),
 				newExchange(size, func(_, _ int) int { return rng.IntN(4) }),
-				// nothing to itself and higher ranks
+				// no rank sends to itself or to a higher rank
 				newExchange(size, func(i, j int) int { return max(0, i-j) }),
 			}
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for n, table := range tables {
 					for _, width := range []int{0, 1, 3, 1000} {
 						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d", n))
-						// new, then cached
+						// the first use of the name is negotiated in full, the second is found in the cache
 						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d width %d", n, width))
 						checkAlltoall(ctx, t, e, table, width, fmt.Sprintf("table %d width %d", n, width))
 					}
@@ -285,7 +286,7 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 	for _, n := range table[me] {
 		rows += n
 	}
-	const idle = 2 // rows that go nowhere
+	const idle = 2 // rows at the end that the splits leave out
 	x = append(x, make([]int32, idle*width)...)
 	h, err := hvd.AlltoallAsync(x, table[me], hvd.Shape(rows+idle, width), hvd.Name(tensor), hvd.On(e))
 	if err != nil {
@@ -299,8 +300,9 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 	}
 }
 
-// TestAlltoallInPlace checks that an alltoall in place works if a rank receives as many rows as it sends, and
-// fails otherwise, only at that rank.
+// TestAlltoallInPlace checks that an alltoall in place succeeds if every rank receives as many rows as it
+// sends. A rank that receives another number gets an error, and the other ranks still can use the process
+// set.
 func TestAlltoallInPlace(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, me := e.Size(), e.Rank()
@@ -314,8 +316,8 @@ func TestAlltoallInPlace(t *testing.T) {
 			received[before] != 2 {
 			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
 		}
-		// Every rank sends all its rows to rank 0: they do not fit in the slice of rank 0, and the slices of
-		// the others would not be filled.
+		// Every rank sends all its rows to rank 0. The rows do not fit in the slice of rank 0, and the other
+		// ranks receive nothing for their slices, so every rank gets an error.
 		splits = make([]int, n)
 		splits[0] = 2
 		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
@@ -333,8 +335,9 @@ func TestAlltoallInPlace(t *testing.T) {
 	})
 }
 
-// TestAllgatherInPlaceWithoutRoom checks that an allgather in place fails at the ranks that have no room for
-// the rows of the others.
+// TestAllgatherInPlaceWithoutRoom runs an allgather in which rank 0 contributes 3 rows, not in place, and the
+// other ranks one row in place. Each of the other ranks has room for one row of each rank. So they must get
+// an error, and rank 0 must get the result.
 func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, first := e.Size(), e.Rank() == 0
@@ -354,8 +357,8 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	})
 }
 
-// TestReducescatter checks that rows are divided as evenly as possible, with one more for the first ranks.
-// There may be fewer rows than ranks, or none.
+// TestReducescatter checks that rows are divided as evenly as possible, with one row more for the first ranks
+// if there is a remainder. It includes tensors with no rows and with fewer rows than ranks.
 func TestReducescatter(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -370,7 +373,8 @@ func TestReducescatter(t *testing.T) {
 	})
 }
 
-// checkReducescatter runs a reducescatter with prescale and postscale, in place and not.
+// checkReducescatter runs reducescatters with Sum and Average, scaled by prescale and postscale, and checks
+// the rows of this rank. Each runs not in place, then in place.
 func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, width int) {
 	size, me := e.Size(), e.Rank()
 	from := me*(rows/size) + min(me, rows%size)
@@ -408,7 +412,7 @@ func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, 
 	}
 }
 
-// TestScalars runs operations on scalars, which have one element and no dimension.
+// TestScalars checks that allreduce and broadcast work on scalars, which have one element and no dimension.
 func TestScalars(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		x := []float64{float64(e.Rank() + 1)}
@@ -422,14 +426,16 @@ func TestScalars(t *testing.T) {
 	})
 }
 
-// TestGroups checks empty groups and groups of one tensor, names of groups, and several groups at once in
-// different orders, also without fusion of groups with other tensors.
+// TestGroups checks an empty group, a group of one tensor, and the names and results of several groups in
+// flight whose order differs between ranks. It does so under several settings, one of which disables fusion
+// of groups with other tensors.
 func TestGroups(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"},
 		{"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-				// An empty group does not count as an unnamed call, and no other rank has to submit it.
+				// An empty group completes even if no other rank submits it. It must not count as an unnamed
+				// call.
 				if e.Rank() == 0 {
 					g, err := hvd.GroupedAllreduceAsync([][]float32{}, hvd.On(e))
 					if err != nil || !g.Poll() {
@@ -451,7 +457,8 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// checkSomeGroups submits groups and single tensors in the given order.
+// checkSomeGroups submits a group and a single tensor for each number in order, waits for all, and checks
+// names and results.
 func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []int) {
 	groups := make([]*hvd.GroupHandle[int32], len(order))
 	singles := make([]*hvd.Handle[int32], len(order))
@@ -493,7 +500,7 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 	}
 }
 
-// waiter waits for an operation in flight and checks its result.
+// waiter waits for an operation in flight and returns an error if its result is wrong.
 type waiter func(ctx context.Context) error
 
 // expect returns a waiter that waits for h and compares the result with want.
@@ -510,8 +517,8 @@ func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	}
 }
 
-// inFlight starts operations of all kinds on a set, with about i elements. Operations of one kind can be
-// fused although their sizes differ.
+// inFlight starts an operation of each kind on set. Their numbers of elements depend on i. Operations of one
+// kind with different i can be fused.
 func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	var none T
 	ranks, me := set.Ranks(), set.Rank()
@@ -548,8 +555,9 @@ func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	}
 }
 
-// TestManyInFlight checks operations of all kinds and types that are in flight together, on several process
-// sets, in a different order at each rank, with and without fusion.
+// TestManyInFlight starts operations of all kinds with three element types on three process sets, in a
+// different order at each rank, and checks all results. It runs with fusion, with a fusion threshold that
+// prevents most of it, and with a cache of three entries.
 func TestManyInFlight(t *testing.T) {
 	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"},
 		{"HOROVOD_CACHE_CAPACITY", "3"}} {

@@ -14,21 +14,22 @@ import (
 )
 
 // Engine is one rank in one epoch of a job. A program that is one rank uses the package-level functions. A
-// process that holds several ranks makes an Engine for each with New, and passes it to operations with On.
+// process that holds several ranks makes an Engine for each of them with New, and selects one for an
+// operation with On.
 type Engine struct {
 	rank      rank.Rank
-	sets      sync.Map // the *ProcessSet of each *rank.Set that the program has seen
+	sets      sync.Map // maps each *rank.Set that the program has seen to its *ProcessSet
 	slots     slots
 	abandoned abandonedWaits
 }
 
-// An InitOption overrides what Init and New read from the environment.
+// An InitOption overrides something that Init and New read from the environment.
 type InitOption func(*initOptions)
 
 type initOptions struct{ rank.Options }
 
-// WithSetting sets the setting with the name of an environment variable (docs/settings.md) and overrides that
-// variable.
+// WithSetting sets the setting that belongs to the environment variable name (docs/settings.md). It overrides
+// the variable.
 func WithSetting(name, value string) InitOption {
 	return func(o *initOptions) {
 		if o.Settings == nil {
@@ -38,37 +39,38 @@ func WithSetting(name, value string) InitOption {
 	}
 }
 
-// WithLogger sends the log of the engine to l and makes HOROVOD_LOG_LEVEL have no effect. The default logs to
+// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. The default is to log to
 // standard error.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
 
-// WithProcessSets makes process sets of the given ranks, numbered from 1 in this order, beside the set of all
-// ranks. All ranks must give the same sets.
+// WithProcessSets makes a process set of each of the given lists of ranks, in addition to the set of all
+// ranks. The sets are numbered from 1 in this order. All ranks must give the same sets.
 func WithProcessSets(sets ...[]int) InitOption {
 	return func(o *initOptions) { o.Sets = append(o.Sets, sets...) }
 }
 
-// Stall is a report of the stall inspector: a tensor has waited long for some ranks.
+// Stall is a report by the stall inspector: a tensor has waited long for some ranks.
 type Stall struct {
-	// Op is the operation, such as "allreduce", or empty if it is not known. Tensor is its name.
+	// Op is the operation, such as "allreduce", or "" if it is not known. Tensor is the name of the tensor.
 	Op, Tensor string
-	// ProcessSet is the ID of the process set.
+	// ProcessSet is the ID of the process set that the operation runs on.
 	ProcessSet int
-	// Group is the name of the group if every rank has submitted the tensor and it waits for the rest of its
-	// group; else it is empty.
+	// Group is the name of the group if every rank has submitted the tensor and the tensor waits for the rest
+	// of its group. Otherwise it is empty.
 	Group string
-	// Missing are the ranks that have not submitted the tensor or the rest of its group. If Executing is set,
-	// they are the ranks that have not finished the operation.
+	// Missing holds the ranks that have not submitted the tensor or the rest of its group. If Executing is
+	// set, it holds the ranks that have not finished the operation.
 	Missing []int
-	// Waited is how long the first rank has waited.
+	// Waited is how long the rank that submitted first has waited.
 	Waited time.Duration
-	// Executing says that all ranks have submitted the tensor and the operation has been granted.
+	// Executing is set if all ranks have submitted the tensor and the operation has been granted.
 	Executing bool
 }
 
-// OnStall makes f receive the stall reports. Only rank 0 has them, for all ranks: the first after
-// HOROVOD_STALL_CHECK_TIME_SECONDS, and another each time that much more has passed. Stalls are logged too. f
-// runs on the background loop, so it must return soon and must not wait for an operation.
+// OnStall makes the engine call f with each stall report. Only rank 0 gets reports, about all ranks. It gets
+// the first report on a tensor after HOROVOD_STALL_CHECK_TIME_SECONDS, and another each time that the same
+// time has passed again. Stalls are logged too. f runs on the background loop, so it must return soon and
+// must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
@@ -77,7 +79,8 @@ func OnStall(f func(Stall)) InitOption {
 	}
 }
 
-// After makes the epoch of the new engine follow that of prev, which has shut down. nil is no engine.
+// After makes the new engine join an epoch after the epoch of prev, which has shut down. If prev is nil,
+// After has no effect.
 func After(prev *Engine) InitOption {
 	if prev == nil {
 		return afterEpoch(0)
@@ -89,8 +92,8 @@ func afterEpoch(n uint64) InitOption {
 	return func(o *initOptions) { o.LastEpoch = max(o.LastEpoch, n) }
 }
 
-// New joins a rank to its job and waits until all ranks have joined, as Init does, without making it the rank
-// of the process.
+// New joins a rank to its job and waits until all ranks have joined. Unlike Init it does not make the rank
+// the one that the package-level functions use.
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	e := new(Engine)
 	if err := e.rank.Start(ctx, collect(opts)); err != nil {
@@ -137,11 +140,11 @@ func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 	return e.abandoned.explain(e.rank.Shutdown(ctx, why))
 }
 
-// Done returns a channel that is closed when the job is over for this rank: it has shut down, or the job has
-// failed.
+// Done returns a channel that is closed when the job is over for this rank, because the rank has shut down or
+// the job has failed.
 func (e *Engine) Done() <-chan struct{} { return e.rank.Engine.Ended() }
 
-// Err returns why the job has failed. It is nil while the job runs and after a Shutdown.
+// Err returns why the job has failed. It returns nil while the job runs, and after a Shutdown.
 func (e *Engine) Err() error {
 	select {
 	case <-e.rank.Engine.Ended():
@@ -151,27 +154,27 @@ func (e *Engine) Err() error {
 	}
 }
 
-// Rank returns the number of this rank in the job, 0 to Size()-1.
+// Rank returns the number of this rank in the job, from 0 to Size()-1.
 func (e *Engine) Rank() int { return e.rank.Place.Rank }
 
 // Size returns the number of ranks in the job.
 func (e *Engine) Size() int { return e.rank.Place.Size }
 
-// LocalRank returns the number of this rank among the ranks of its host.
+// LocalRank returns the number of this rank among the ranks on its host, from 0.
 func (e *Engine) LocalRank() int { return e.rank.Place.LocalRank }
 
 // LocalSize returns the number of ranks on this host.
 func (e *Engine) LocalSize() int { return e.rank.Place.LocalSize }
 
-// CrossRank returns the index of this host among the hosts that have this local rank.
+// CrossRank returns the index of this host among the hosts that have a rank with this local rank.
 func (e *Engine) CrossRank() int { return e.rank.Place.CrossRank }
 
-// CrossSize returns the number of hosts that have this local rank.
+// CrossSize returns the number of hosts that have a rank with this local rank.
 func (e *Engine) CrossSize() int { return e.rank.Place.CrossSize }
 
 // IsHomogeneous reports whether every host has the same number of ranks.
 func (e *Engine) IsHomogeneous() bool { return e.rank.Homogeneous }
 
-// Epoch returns the number of this formation of the job. Each Init that the ranks complete together gets a
-// greater one.
+// Epoch returns the number of the epoch that this engine belongs to. Each Init that the ranks complete
+// together gets a greater number than the one before.
 func (e *Engine) Epoch() uint64 { return e.rank.Epoch }

@@ -8,13 +8,15 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Without a launcher a program is rank 0 of 1, so this runs anywhere; under hvdrun -np N it is one of N.
+// Without a launcher a program is rank 0 of a job with one rank, so this example runs anywhere. Under hvdrun
+// -np N it is one of N ranks.
 func Example() {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {
 		log.Fatal(err)
 	}
-	// All parts of a gradient are in flight together, by name, in any order.
+	// The parts of the gradient are all in flight at the same time. The ranks match them by name, so they may
+	// be submitted in any order, such as that of a map.
 	parts := map[string][]float32{"weight": {2, 4}, "bias": {6}}
 	handles := make(map[string]*hvd.Handle[float32])
 	for name, part := range parts {
@@ -42,7 +44,7 @@ func ExampleAllgather() {
 		log.Fatal(err)
 	}
 	defer hvd.Shutdown(ctx)
-	// Ranks may contribute different numbers of rows. Each row has two elements in this example.
+	// Ranks may contribute different numbers of rows. In this example each row has two elements.
 	rows := []int64{1, 2, 3, 4}
 	all, err := hvd.Allgather(ctx, rows, hvd.Shape(2, 2), hvd.Name("rows"))
 	fmt.Println(all, err)

@@ -2,5 +2,5 @@ package hvd
 
 import "github.com/gohvd/gohvd/internal/rank"
 
-// Inside returns the rank that e wraps.
+// Inside returns the rank.Rank that e wraps.
 func (e *Engine) Inside() *rank.Rank { return &e.rank }

@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// GroupedAllreduce reduces the tensors of a group as Allreduce does. Either all of them are reduced or, if
-// the ranks disagree about one, none. Ranks must give the same tensors in the same order. The results share
-// one piece of memory unless InPlace is given. An empty group is done at once.
+// GroupedAllreduce reduces the tensors of a group as Allreduce does. If the ranks disagree about one of the
+// tensors, none of them is reduced. Ranks must give the same tensors in the same order. The results share one
+// allocation unless InPlace is given. An empty group is done at once.
 //
 // The ranks agree on the group by its name and not on each tensor, so a group of many small tensors costs
 // little more than one tensor with as many elements.
@@ -25,7 +25,7 @@ func GroupedAllreduceAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 	return started(allreduceGroup(xs, opts))
 }
 
-// allreduceGroup queues an allreduce of a group, which is one request.
+// allreduceGroup queues an allreduce of a group. The whole group is one request.
 func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error) {
 	c, err := prepareGroup[T](message.Allreduce, len(xs), opts)
 	if err != nil {
@@ -71,7 +71,7 @@ func allreduceGroup[T Element](xs [][]T, opts []Option) (*GroupHandle[T], error)
 	return g, nil
 }
 
-// prepareGroup applies the options of an operation on n tensors.
+// prepareGroup applies the options of an operation on a group of n tensors.
 func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, error) {
 	c, err := prepare(kind, tensor.Of[T](), true, opts)
 	if err == nil && c.shapes != nil && len(c.shapes) != n {
@@ -80,10 +80,10 @@ func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, err
 	return c, err
 }
 
-// GroupedAllgather gathers the tensors of a group as Allgather does, all or none. Tensor i of n has the name
-// "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order. A rank that gives
-// more or fewer has other names for its tensors, so the ranks wait for each other as ranks do that submit
-// different tensors.
+// GroupedAllgather gathers the tensors of a group as Allgather does, either all or none. Tensor i of n has
+// the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order. If a rank
+// gives more or fewer tensors than the others, its tensors have other names, and the ranks wait for each
+// other as they do if they submit different tensors.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
@@ -94,8 +94,8 @@ func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
-// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, all or none.
-// Tensors are named as by GroupedAllgather.
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, either all or none.
+// It names the tensors as GroupedAllgather does.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)
@@ -113,7 +113,7 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 	return g.Wait(ctx)
 }
 
-// many queues an operation on a group of tensors, for each of which build makes the handle.
+// many queues an operation on each tensor of a group. build fills the handle of each tensor.
 func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T]) (*GroupHandle[T], error) {
 	c, err := prepareGroup[T](kind, len(xs), opts)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// backends are settings under which groups are reduced: in place in shared memory, in a buffer over TCP, in
-// small pieces, and without fusion with other tensors.
+// backends holds settings under which groups are reduced in different ways: in place in shared memory, in a
+// buffer over TCP, in small pieces, and without fusion with other tensors.
 var backends = [][]string{
 	{},
 	{"HOROVOD_CPU_OPERATIONS", "tcp"},
@@ -26,8 +26,8 @@ var backends = [][]string{
 	{"HOROVOD_CPU_OPERATIONS", "tcp", "HOROVOD_DISABLE_GROUP_FUSION", "1"},
 }
 
-// mixed runs an allreduce of a group of tensors of several types. Rank r submits the values whole(r, ...).
-// Results have memory of their own unless inPlace is set.
+// mixed runs an allreduce of a group of tensors of the given types and lengths. For tensor i, each rank
+// submits what whole returns for this rank and i. Results are in new memory unless inPlace is set.
 func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool,
 	types []tensor.DType, lengths []int) ([][]byte, error) {
 	c := rank.NewCall(message.Allreduce, tensor.Invalid)
@@ -62,7 +62,7 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	}
 }
 
-// whole returns the bytes of a tensor of small whole numbers.
+// whole returns the bytes of tensor i of a rank: n small whole numbers, which are proportional to rank+1.
 func whole(dt tensor.DType, n, rank, i int) []byte {
 	b := make([]byte, 0, n*dt.Size())
 	for k := range n {
@@ -71,7 +71,7 @@ func whole(dt tensor.DType, n, rank, i int) []byte {
 	return b
 }
 
-// one returns the bytes of one number.
+// one returns the bytes of the number v with type dt.
 func one(dt tensor.DType, v int) []byte {
 	switch dt {
 	case tensor.Float32:
@@ -86,14 +86,15 @@ func one(dt tensor.DType, v int) []byte {
 	return tensor.Bytes([]hvd.Float16{hvd.Float16FromFloat32(float32(v))})
 }
 
-// TestGroupOfSeveralTypes checks groups with tensors of several types, in any order of types, uncached and
-// cached, and then other tensors under the same name.
+// TestGroupOfSeveralTypes checks the results of groups whose tensors have random types. Each group runs three
+// times, so that it is negotiated first and cached later. The next group has other tensors under the same
+// name.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	types := []tensor.DType{tensor.Float32, tensor.Int64, tensor.Int8, tensor.Float16, tensor.Float64}
 	for _, settings := range backends {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-				rng := rand.New(rand.NewPCG(5, 6)) // all ranks have the same
+				rng := rand.New(rand.NewPCG(5, 6)) // the same seed at all ranks
 				for range 6 {
 					some, lengths := make([]tensor.DType, 1+rng.IntN(7)), make([]int, 7)
 					for i := range some {
@@ -111,7 +112,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 							t.Errorf("%v: %v", some, err)
 							return
 						}
-						factor := e.Size() * (e.Size() + 1) / 2 // of what rank 0 has
+						factor := e.Size() * (e.Size() + 1) / 2 // ratio of the sum to the number of rank 0
 						for i, dt := range some {
 							want := make([]byte, 0, len(got[i]))
 							for k := range lengths[i] {
@@ -132,16 +133,16 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	}
 }
 
-// TestAverageOfSeveralTypes checks that Average divides each tensor of a group by the rules of its type, and
-// by all ranks even if one has joined.
+// TestAverageOfSeveralTypes checks that Average divides each tensor of a group by the rules of its type. The
+// divisor is the number of all ranks even if one has joined.
 func TestAverageOfSeveralTypes(t *testing.T) {
 	for _, settings := range backends {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 				types, lengths := []tensor.DType{tensor.Float32, tensor.Int64}, []int{2, 3}
 				if e.Rank() < 2 {
-					// In the first tensor rank 0 has 1 and 2, rank 1 has 2 and 4; in the second rank 0 has 2,
-					// 3 and 4, and rank 1 has twice as much.
+					// In the first tensor, rank 0 has 1 and 2, and rank 1 has 2 and 4. In the second, rank 0
+					// has 2, 3 and 4, and rank 1 has twice as much.
 					got, err := mixed(ctx, e, "average", tensor.Average, false, types, lengths)
 					if err != nil {
 						t.Error(err)
@@ -162,8 +163,8 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 	}
 }
 
-// TestGroupOfSeveralTypesRefused checks that a group is refused at the call if one of its types does not
-// support the operation, and that unnamed calls still match afterwards.
+// TestGroupOfSeveralTypesRefused checks that the call fails if one type in a group does not support the
+// reduction, and that an unnamed call after it still matches the unnamed call of the other rank.
 func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
@@ -180,8 +181,8 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	})
 }
 
-// TestMismatchedTypesInAGroup checks that the error for a group whose types differ between ranks names the
-// tensor.
+// TestMismatchedTypesInAGroup submits a group whose second tensor has different types at the two ranks. The
+// error must name that tensor by its number in the group.
 func TestMismatchedTypesInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		types := []tensor.DType{tensor.Float32, tensor.Int64}
@@ -226,8 +227,8 @@ func TestAdasumOfAGroup(t *testing.T) {
 	}
 }
 
-// TestErrorFeedbackInAGroup checks that error feedback is kept for each tensor of a group, by its index and
-// the number of tensors.
+// TestErrorFeedbackInAGroup checks that error feedback is kept separately for each tensor of a group. A group
+// with another number of tensors does not get the errors of the group before.
 func TestErrorFeedbackInAGroup(t *testing.T) {
 	const ulp = 1.0 / 1024
 	third := float32(1 + ulp/3)
@@ -235,7 +236,7 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 		for i, step := range []struct{ xs, want [][]float32 }{
 			{[][]float32{{third}, {1}, {third, third}}, [][]float32{{1}, {1}, {1, 1}}},
 			{[][]float32{{third}, {1}, {third, 1}}, [][]float32{{1 + ulp}, {1}, {1 + ulp, 1}}},
-			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // another group
+			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // another number of tensors
 			{[][]float32{{third}, {1}}, [][]float32{{1 + ulp}, {1}}},
 		} {
 			got, err := hvd.GroupedAllreduce(ctx, step.xs, hvd.Name("g"), hvd.CompressFP16(),
@@ -248,8 +249,9 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 	})
 }
 
-// manyTensors returns the number of tensors in a group that takes more than one piece of the fusion buffer,
-// or more than two unless the test is short. A tensor has 20 MiB, or 10 MiB if compressed.
+// manyTensors returns how many tensors a group needs so that it is larger than the part of it that fits in
+// the fusion buffer at once, or larger than two such parts unless the test is short. A tensor has 20 MiB, or
+// 10 MiB if it is compressed.
 func manyTensors(compressed bool) int {
 	if testing.Short() && !compressed {
 		return 4
@@ -257,8 +259,8 @@ func manyTensors(compressed bool) int {
 	return 7
 }
 
-// cycled returns n elements: the first 7 come from f, and each further one equals the one 7 before. Setting
-// each element by f would take seconds with the race detector.
+// cycled returns n elements: the first 7 come from f, and each later element equals the element 7 places
+// before it. Calling f for each element would take seconds with the race detector.
 func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	x := make([]T, n)
 	const period = 7
@@ -271,8 +273,9 @@ func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	return x
 }
 
-// TestLargeGroup checks a group that is larger than the part of it that the fusion buffer holds at a time.
-// The rounding error of a tensor in the first part must not be fed back to a tensor in the second.
+// TestLargeGroup checks the results of a group that does not fit in the fusion buffer at once, so that it is
+// reduced in several parts. The rounding error of a tensor in the first part must not be fed back to a tensor
+// in the second.
 func TestLargeGroup(t *testing.T) {
 	for _, c := range []struct {
 		title   string
@@ -289,7 +292,7 @@ func TestLargeGroup(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 				xs := make([][]float32, manyTensors(c.title == "compressed" || c.title == "fed back"))
 				for i := range xs {
-					// 20 MiB, 10 if compressed
+					// 20 MiB, or 10 MiB if compressed
 					xs[i] = cycled(5<<20, func(k int) float32 { return float32(1 + (i+k)%7) })
 					if c.title == "fed back" {
 						xs[i][0] = 1
@@ -300,7 +303,7 @@ func TestLargeGroup(t *testing.T) {
 				for i := range xs {
 					want[i] = slices.Clone(xs[i])
 				}
-				const third = 1.0 / 1024 / 3 // of the distance to the next half
+				const third = 1.0 / 1024 / 3 // a third of the distance from 1 to the next float16
 				for step := range 2 {
 					if c.title == "fed back" {
 						xs[0][0], want[0][0] = 1+third, 1+float32(step)/1024
@@ -321,8 +324,9 @@ func TestLargeGroup(t *testing.T) {
 	}
 }
 
-// TestLargeGroupBesideAJoin checks that a rank that has joined takes part in a large group in the same parts
-// as the other ranks.
+// TestLargeGroupBesideAJoin checks that a large group, which is reduced in several parts, gets the right
+// result if one of two ranks has joined. The joined rank has to divide the group into the same parts as the
+// other rank.
 func TestLargeGroupBesideAJoin(t *testing.T) {
 	for _, settings := range backends[:2] {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -330,7 +334,7 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 				if e.Rank() == 0 {
 					xs := make([][]int32, manyTensors(false))
 					for i := range xs {
-						xs[i] = cycled(5<<20, func(k int) int32 { return int32(i - k) }) // 20 MiB
+						xs[i] = cycled(5<<20, func(k int) int32 { return int32(i - k) }) // 20 MiB each
 					}
 					same := func(a, b []int32) bool { return bytes.Equal(tensor.Bytes(a), tensor.Bytes(b)) }
 					for range 3 {
@@ -349,8 +353,9 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 	}
 }
 
-// TestResultsOfAGroupAreApart checks that appending to one result of a group does not change the next,
-// although they share memory, and that the caller's list is not changed.
+// TestResultsOfAGroupAreApart checks that appending to one result of a group does not change the next result,
+// although the results share memory. It also checks that the caller may change its list of tensors after the
+// call.
 func TestResultsOfAGroupAreApart(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		a, b := []int32{1}, []int32{2}
@@ -378,8 +383,8 @@ func TestResultsOfAGroupAreApart(t *testing.T) {
 	})
 }
 
-// TestRepeatedGroupAllocatesLittle checks that a repeated group allocates only its handle, its list of
-// results and one piece of memory, whatever the number of tensors.
+// TestRepeatedGroupAllocatesLittle checks that a repeated group of 500 tensors makes at most 20 allocations:
+// its handle, its list of results and the memory of the results, but nothing for each tensor.
 func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		xs := make([][]float32, 500)
@@ -396,7 +401,7 @@ func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 			for range 100 {
 				once()
 			}
-			const most = 20 // pools forget some of what they get, under the race detector a quarter
+			const most = 20 // a pool drops some entries: with -race a quarter
 			if got := testing.AllocsPerRun(300, once); got > most {
 				t.Errorf("%v allocations, want at most %d", got, most)
 			}

@@ -12,30 +12,31 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// operation is the part that all handles have in common.
+// operation is the common part of all handles.
 type operation struct {
 	kind  message.Kind
 	flags atomic.Uint32
 	name  string
-	err   error // written before the operation is done
-	// signal is nil until a caller needs the channel. When the operation is done it is closedSignal.
+	err   error // is written before the operation is done
+	// signal is nil until a caller needs the channel. It is closedSignal from the time when the operation is
+	// done.
 	signal atomic.Pointer[signal]
-	// engine executes the operation. It is nil if there was nothing to do.
+	// engine executes the operation. It is nil if there is nothing to execute.
 	engine *Engine
-	// held is the name, which stays in use until the program has observed that the operation is done. It is
-	// nil for a generated name. It is written before the operation is done and read afterwards.
+	// held stands for the name and keeps it in use until the program has observed that the operation is done.
+	// It is nil for a generated name. It is written before the operation is done and read afterwards.
 	held interface{ Release() }
 }
 
 // Flags of a handle.
 const (
 	doneAsked uint32 = 1 << iota // the program has called Done and holds its channel
-	doneSeen                     // the program has observed that the operation is done: held is released
+	doneSeen                     // the program has observed that the operation is done, and held is released
 	gaveUp                       // a wait ended because its context ended
 )
 
-// signal is closed when an operation is done. Most operations are done before a caller needs the channel, and
-// never have one.
+// signal holds a channel that is closed when an operation is done. Most operations are done before a caller
+// needs the channel. They never have one.
 type signal struct{ c chan struct{} }
 
 // closedSignal is the signal of all operations that are done.
@@ -64,22 +65,24 @@ func (o *operation) complete(err error) {
 	}
 }
 
-// hold keeps the name of e in use until seen. e is the entry of the operation, or the first of its group.
+// hold keeps the name of e in use until seen is called. e is the entry of the operation or the first entry of
+// its group.
 func (o *operation) hold(e *tensorqueue.Entry) {
 	if n := e.Held(); n != nil {
 		o.held = n
 	}
 }
 
-// seen frees the name. The operation must be done.
+// seen frees the name, because the program has observed that the operation is done. The operation must be
+// done.
 func (o *operation) seen() {
 	if o.held != nil && o.flags.Load()&doneSeen == 0 && o.flags.Or(doneSeen)&doneSeen == 0 {
 		o.held.Release()
 	}
 }
 
-// start makes the engine notice the queued operation within a bounded time. A caller that waits at once need
-// not call it.
+// start makes the engine notice the queued operation within a bounded time. A caller that waits for the
+// operation at once need not call start.
 func (o *operation) start() {
 	if o.engine != nil {
 		o.engine.rank.Engine.NotifyLater()
@@ -94,8 +97,8 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 	return h, err
 }
 
-// Poll reports whether the operation is done, so that Wait returns at once. If so, its name is free. If not,
-// Poll flushes the operations that were started.
+// Poll reports whether the operation is done, so that Wait returns at once. If it is done, its name is free.
+// If it is not, Poll makes the engine notice now all operations that were started.
 func (o *operation) Poll() bool {
 	if !o.ended() {
 		o.flush()
@@ -114,8 +117,8 @@ func (o *operation) flush() {
 	}
 }
 
-// Done returns a channel that is closed when the operation is done. The name is free from then on, whether or
-// not anybody receives from the channel. Done flushes the operations that were started.
+// Done returns a channel that is closed when the operation is done. The name is free from then on, even if
+// nothing receives from the channel. Done makes the engine notice now all operations that were started.
 func (o *operation) Done() <-chan struct{} {
 	o.flush()
 	o.flags.Or(doneAsked)
@@ -139,7 +142,7 @@ func (o *operation) done() <-chan struct{} {
 // Name returns the name of the tensor or group.
 func (o *operation) Name() string { return o.name }
 
-// wait waits for the operation, whose handle is h.
+// wait waits for the operation. h is the handle of the operation, for the error.
 func (o *operation) wait(ctx context.Context, h Pending) error {
 	if !o.ended() {
 		o.await(ctx)
@@ -160,7 +163,7 @@ func (o *operation) wait(ctx context.Context, h Pending) error {
 // await returns when the operation is done or ctx has ended.
 func (o *operation) await(ctx context.Context) {
 	if ctx.Err() != nil {
-		o.start() // nobody drives the loop for this operation, so the engine must notice it
+		o.start() // no caller drives the loop for this operation, so the engine must notice it
 		return
 	}
 	if o.engine != nil {
@@ -178,15 +181,15 @@ func (o *operation) await(ctx context.Context) {
 // use.
 type Handle[T any] struct {
 	operation
-	slot     *slot // nil when the operation is done
+	slot     *slot // nil once the operation is done
 	out      []T
-	dims     [1]int64 // the shape of a tensor of one dimension
+	dims     [1]int64 // backs the shape of a tensor with one dimension
 	received *[]int64 // set by an alltoall; else nil
 	group    *GroupHandle[T]
 }
 
-// Wait waits for the operation and returns its result. If ctx ends first the error is a *PendingError: the
-// operation goes on, and its name and slices stay in use.
+// Wait waits for the operation and returns its result. If ctx ends first the error is a *PendingError. Then
+// the operation goes on, and its name and slices stay in use.
 func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	if err := h.wait(ctx, h); err != nil {
 		return nil, err
@@ -195,7 +198,7 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 }
 
 // Received returns, after an alltoall, how many rows came from each member of the process set, in the order
-// of the members. It is nil for other operations and until the operation is done.
+// of the members. It returns nil for other operations, and while the operation is not done.
 func (h *Handle[T]) Received() []int {
 	if !h.ended() || h.received == nil {
 		return nil
@@ -210,17 +213,18 @@ func (h *Handle[T]) Received() []int {
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
 type GroupHandle[T any] struct {
 	operation
-	// A group that is one request has its entry and its results here. Other groups have a handle for each
-	// tensor.
-	slot    *slot // nil when the operation is done
+	// A group that is one request has its entry in slot, its results in outs and its shape in dims. Any other
+	// group has a handle for each tensor in tensors, and left counts those that are not done.
+	slot    *slot // nil once the operation is done
 	outs    [][]T
 	dims    [1]int64
 	tensors []*Handle[T]
 	left    atomic.Int64
 }
 
-// Wait waits for all tensors of the group and returns their results in the order of the call. If any failed,
-// it returns the error of the first of them. If ctx ends first the error is a *PendingError.
+// Wait waits for all tensors of the group and returns their results in the order of the call. If tensors
+// failed, Wait returns the error of the first of them in the order of the call. If ctx ends first the error
+// is a *PendingError.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx, g); err != nil {
 		return nil, err
@@ -235,7 +239,7 @@ func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	return outs, nil
 }
 
-// finished is called when the entry of g has ended.
+// finished completes g. It is called with the result when the operation of the entry of g has ended.
 func (g *GroupHandle[T]) finished(err error) {
 	e := &g.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
@@ -249,7 +253,8 @@ func (g *GroupHandle[T]) finished(err error) {
 	g.complete(err)
 }
 
-// oneFinished is called when a further tensor is done. The last one completes the group.
+// oneFinished is called each time a tensor of the group is done. The call for the last one completes the
+// group.
 func (g *GroupHandle[T]) oneFinished() {
 	if g.left.Add(-1) > 0 {
 		return

@@ -3,7 +3,7 @@
 //
 // A program calls Init, submits operations, and calls Shutdown. Ranks may submit tensors in any order: rank 0
 // learns which ranks have submitted which tensors, and an operation runs when every rank has submitted it.
-// Without a launcher the program is rank 0 of a job of one.
+// Without a launcher the program is rank 0 of a job with one rank.
 //
 //	if err := hvd.Init(ctx); err != nil { ... }
 //	defer hvd.Shutdown(ctx)
@@ -13,26 +13,27 @@
 //
 // # Names
 //
-// Ranks match tensors by name. A tensor without a name gets "<operation>.noname.<n>", where n counts the
-// unnamed calls of that operation on that process set. So all ranks must make their unnamed calls in the same
-// order; a join restarts the count. A name that is used again with the same shape and type costs one bit of
-// negotiation instead of a message. Using one name for different operations is a mismatch if ranks do it at
-// the same time, and otherwise discards the cached agreement, so give each use a name of its own.
+// Ranks match tensors by name. A tensor without a name gets the name "<operation>.noname.<n>", where n counts
+// the unnamed calls of that operation on that process set. So all ranks must make their unnamed calls in the
+// same order. A join restarts the count. If a name is used again with the same shape and type, a rank
+// requests the tensor with one bit instead of a message. If ranks use one name for different operations at
+// the same time, the operations fail with a mismatch. If they do so one after the other, the ranks have to
+// negotiate the tensor in full again. So give each tensor a name of its own.
 //
 // A name that the program gives stays in use until the program has observed that the operation is done: until
 // a synchronous call or Wait returns without a *PendingError, Poll returns true, or the channel that Done
 // returned is closed. A second call with a name in use fails with a *UsageError that wraps a
-// *DuplicateNameError. It does so at every rank alike, even if the first operation has long been done. If
-// nothing observes the operation, the name stays in use until Shutdown, even if the handle is garbage
-// collected. So give no name to an operation that is started and forgotten, or call Done on its handle.
-// Generated names are free as soon as the operation is done.
+// *DuplicateNameError. The second call fails at every rank, even at a rank where the first operation has long
+// been done. If nothing observes the operation, the name stays in use until Shutdown, even if the handle is
+// garbage collected. So give no name to an operation that is started and forgotten, or call Done on its
+// handle. Generated names are free as soon as the operation is done.
 //
 // # Buffers
 //
-// From the call until the operation is done the engine owns the slices that were passed. The program must not
-// write them, and must not read results. A Wait or a synchronous call that ends because of its context does
-// not withdraw the request: the slices remain in use until the operation is done at this rank. The error, a
-// *PendingError, holds the handle to wait for that.
+// From the call until the operation is done the engine owns the slices that were passed. Until then the
+// program must not write them and must not read results. If the context of a Wait or of a synchronous call
+// ends, the request is not withdrawn: the slices remain in use until the operation is done at this rank. The
+// error is a *PendingError. It holds the handle with which the program can wait for the operation.
 //
 // # Errors
 //
@@ -41,8 +42,8 @@
 //   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized), or the arguments do not fit. Nothing was submitted.
 //   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of one rank, only that rank gets the error.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks were ready.
-//   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may call Init again; it waits until all ranks of the job are present.
-//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors of this rank add that it had given up waiting.
+//   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may call Init again, which waits until all ranks of the job are present.
+//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors at this rank also say that this rank had given up waiting.
 package hvd
 
 import (
@@ -61,15 +62,16 @@ var process struct {
 	mu     sync.Mutex
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
-	epoch  uint64        // of the last engine
-	// meeting is where the ranks have met, if that cannot be repeated (place.Meeting.Once). It lives as long
-	// as the process.
+	epoch  uint64        // the epoch of the last engine
+	// meeting is where the ranks have met, if they cannot meet there a second time (place.Meeting.Once). It
+	// is kept until the process ends.
 	meeting *place.Meeting
 }
 
-// begin waits until no other Init or Shutdown is in progress and then makes the caller the only one that may
-// change process.engine, which it returns. If done reports that nothing is to be changed, or on an error, the
-// caller must not call end.
+// begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done
+// returns true, there is nothing to change and begin returns nothing as true. Otherwise begin returns
+// process.engine, and only the caller may change it until it calls end. After an error, or if nothing is
+// true, the caller must not call end.
 func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
 	for {
 		process.mu.Lock()
@@ -102,14 +104,16 @@ func end(e *Engine) {
 
 // Init joins this process to its job and waits until all ranks have joined.
 //
-// The environment says which job and which rank: that of hvdrun, of another launcher (Open MPI, MPICH,
-// torchrun, Slurm, Kubernetes, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; see docs/launchers.md), or
-// none, which makes a job of one rank. Options override it; WithSetting("HVD_SIZE", "1") makes a job of one
-// rank in any environment.
+// The environment says which job this is and which rank this process is. hvdrun sets the environment, or
+// another launcher does: Open MPI, MPICH, torchrun, Slurm, Kubernetes, or whatever sets RANK, WORLD_SIZE,
+// MASTER_ADDR and MASTER_PORT (see docs/launchers.md). If the environment says nothing, the job has one rank.
+// Options override the environment. WithSetting("HVD_SIZE", "1") makes a job with one rank in any
+// environment.
 //
 // Init returns an error if the ranks contradict each other, if one of them fails, or if not all have joined
-// within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends; the error names the ranks that are
-// missing. While initialized, Init does nothing. After Shutdown it joins a new epoch of the job.
+// within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends. The error names the ranks that are
+// missing. If the process has joined already, Init does nothing. After Shutdown it joins a new epoch of the
+// job.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
 	if nothing || err != nil {
@@ -124,18 +128,18 @@ func Init(ctx context.Context, opts ...InitOption) error {
 	return err
 }
 
-// Shutdown takes this rank out of the job. It submits nothing more and waits for the operations that this
-// rank has submitted, which run if every other rank submits them too. The other ranks can go on with process
-// sets that do not contain this rank. If another rank waits, now or later, for an operation that this rank
-// has not submitted, the job has failed: the remaining ranks get a *PeerError that names this rank and is an
-// ErrShutDown too. Rank 0 coordinates, so its Shutdown serves the other ranks until they have shut down too
-// or ctx ends; ranks that are left then get a *PeerError that names rank 0.
+// Shutdown takes this rank out of the job. This rank can submit nothing more. Shutdown waits for the
+// operations that this rank has submitted, which run if every other rank submits them too. The other ranks
+// can go on with process sets that do not contain this rank. If another rank waits, now or later, for an
+// operation that this rank has not submitted, the job has failed: the remaining ranks get a *PeerError that
+// names this rank and is an ErrShutDown too. Rank 0 coordinates, so its Shutdown serves the other ranks until
+// they have shut down too or ctx ends. Ranks that are left then get a *PeerError that names rank 0.
 //
-// If the job has failed before, Shutdown returns the reason. Before Init it does nothing. To the other ranks,
-// a process that exits without Shutdown, or before Shutdown has returned, is a rank that failed.
+// If the job has failed before, Shutdown returns the reason. Before Init it does nothing. If a process exits
+// without calling Shutdown, or before Shutdown has returned, the other ranks see a failed rank.
 //
-// If it is deferred, as in "defer hvd.Shutdown(ctx)", and the goroutine panics, Shutdown tells the other
-// ranks and lets the panic continue.
+// If Shutdown is deferred, as in "defer hvd.Shutdown(ctx)", and the goroutine panics, Shutdown tells the
+// other ranks and lets the panic continue.
 func Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {
@@ -151,7 +155,7 @@ func Shutdown(ctx context.Context) error {
 	return err
 }
 
-// panicked returns the departure of a rank whose program panicked with p.
+// panicked returns the Departure to report if the program of this rank panicked with the value p.
 func panicked(p any) engine.Departure {
 	text := strings.ToValidUTF8(fmt.Sprint(p), "") // a protobuf string holds only valid UTF-8
 	return engine.Departure{Reason: "the program panicked: " + text, Failed: true}
@@ -167,8 +171,8 @@ func current() *Engine {
 	return process.engine
 }
 
-// mustCurrent returns the Engine of the process for queries, which have no error to return: a query outside a
-// job is a defect of the program, so it panics.
+// mustCurrent returns the Engine of the process. Queries call it. They return no error, so mustCurrent panics
+// if there is no Engine: a query outside a job is a defect of the program.
 func mustCurrent(query string) *Engine {
 	e := current()
 	if e == nil {
@@ -177,23 +181,24 @@ func mustCurrent(query string) *Engine {
 	return e
 }
 
-// Rank returns the number of this process in the job, 0 to Size()-1. Like all queries it panics before Init
-// and after Shutdown.
+// Rank returns the number of this process in the job, from 0 to Size()-1. Like all queries it panics before
+// Init and after Shutdown.
 func Rank() int { return mustCurrent("Rank").Rank() }
 
 // Size returns the number of processes in the job.
 func Size() int { return mustCurrent("Size").Size() }
 
-// LocalRank returns the number of this process among the processes of its host. Use it to choose a GPU.
+// LocalRank returns the number of this process among the processes on its host, from 0. Use it to choose a
+// GPU.
 func LocalRank() int { return mustCurrent("LocalRank").LocalRank() }
 
 // LocalSize returns the number of processes on this host.
 func LocalSize() int { return mustCurrent("LocalSize").LocalSize() }
 
-// CrossRank returns the index of this host among the hosts that have this local rank.
+// CrossRank returns the index of this host among the hosts that have a process with this local rank.
 func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
 
-// CrossSize returns the number of hosts that have this local rank.
+// CrossSize returns the number of hosts that have a process with this local rank.
 func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }
 
 // IsHomogeneous reports whether every host has the same number of processes.

@@ -23,7 +23,7 @@ func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engi
 	}
 }
 
-// join joins and checks which rank was the last.
+// join joins and checks that the rank that joined last is want.
 func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hvd.Option) {
 	t.Helper()
 	if last, err := hvd.Join(ctx, append(opts, hvd.On(e))...); err != nil || last != want {
@@ -31,7 +31,8 @@ func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hv
 	}
 }
 
-// checkReductionsBesideAJoin checks the results of reductions over ranks 0 and 1 while rank 2 has joined.
+// checkReductionsBesideAJoin checks the results of allreduces at ranks 0 and 1 while rank 2 has joined. The
+// contributions are 3 and 5.
 func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *hvd.Engine, tag string) {
 	t.Helper()
 	mine, other := T(3+2*e.Rank()), T(5-2*e.Rank()) // 3 and 5
@@ -43,7 +44,7 @@ func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *
 		{hvd.Product, mine * other},
 		{hvd.Min, 3},
 		{hvd.Max, 5},
-		{hvd.Average, (mine + other) / 3}, // truncated if it is an integer
+		{hvd.Average, (mine + other) / 3}, // truncated for integers
 		{hvd.AverageActive, 4},
 	} {
 		for _, more := range [][]hvd.Option{nil, {hvd.InPlace()}} {
@@ -58,11 +59,11 @@ func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *
 	}
 }
 
-// TestJoin checks that a joined rank contributes neutral elements to reductions, also to minima, maxima and
-// products, unlike in Horovod.
+// TestJoin checks that a joined rank contributes neutral elements to reductions. Unlike in Horovod that
+// includes minima, maxima and products.
 func TestJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-		for range 2 { // new names, then cached
+		for range 2 { // the first round negotiates the names, the second finds them in the cache
 			if e.Rank() == 2 {
 				join(ctx, t, e, 0)
 				continue
@@ -84,7 +85,7 @@ func TestJoin(t *testing.T) {
 				join(ctx, t, e, 0)
 				continue
 			}
-			// All other ranks have joined.
+			// Now all other ranks have joined.
 			if got, err := hvd.Allreduce(ctx, []int32{-7}, hvd.Op(hvd.Min), hvd.Name("alone"),
 				hvd.On(e)); err != nil || got[0] != -7 {
 				t.Errorf("alone: got %v and error %v", got, err)
@@ -136,14 +137,15 @@ func checkHalvesBesideAJoin(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	if err != nil || !slices.Equal(c, []float32{2, 4}) {
 		t.Errorf("rank %d: compressed sum: got %v and error %v", e.Rank(), c, err)
 	}
-	// The adaptive sum of two equal vectors and nothing is that vector.
+	// Rank 2 contributes nothing, and the adaptive sum of two equal vectors is that vector.
 	a, err := hvd.Allreduce(ctx, []float64{3, 4}, hvd.Op(hvd.Adasum), hvd.Name("adasum"), hvd.On(e))
 	if err != nil || !slices.Equal(a, []float64{3, 4}) {
 		t.Errorf("rank %d: adasum: got %v and error %v", e.Rank(), a, err)
 	}
 }
 
-// TestJoinEmpty checks that a rank that joins with Empty contributes no rows and receives none.
+// TestJoinEmpty checks that a rank that has joined with Empty contributes no rows to operations and receives
+// none.
 func TestJoinEmpty(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 2 {
@@ -169,7 +171,7 @@ func TestJoinEmpty(t *testing.T) {
 				!slices.Equal(got, []int32{2, 12, 22}) {
 				t.Errorf("rank %d: broadcast: got %v and error %v", me, got, err)
 			}
-			// The rows sent to the joined rank are discarded.
+			// Rows for the joined rank are discarded.
 			want := map[int][]int32{0: {0, 2}, 2: {20, 22}}[me]
 			if got, received, err := hvd.Alltoall(ctx, x, nil, on("alltoall")...); err != nil ||
 				!slices.Equal(got, want) || !slices.Equal(received, []int{1, 0, 1}) {
@@ -182,7 +184,7 @@ func TestJoinEmpty(t *testing.T) {
 				t.Errorf("rank %d: alltoall of empty rows: got %v, %v rows and error %v", me, wide, received,
 					err)
 			}
-			// The joined rank's part of a reducescatter is discarded too.
+			// The part of the joined rank is discarded.
 			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter", hvd.Op(hvd.Sum))...); err != nil ||
 				len(got) != 1 || got[0] != int32(2+20*me) {
 				t.Errorf("rank %d: reducescatter: got %v and error %v", me, got, err)
@@ -196,7 +198,7 @@ func TestJoinEmpty(t *testing.T) {
 				!slices.Equal(got, []int32{2, 22, 42}) {
 				t.Errorf("rank %d: allreduce: got %v and error %v", me, got, err)
 			}
-			// Rank 2 joins last, so it makes one more allreduce after the others have joined.
+			// Rank 2 must join last, so it makes another allreduce, which runs only when rank 0 has joined.
 			if me == 2 {
 				if _, err := hvd.Allreduce(ctx, x, on("rank 0 has joined", hvd.Op(hvd.Sum))...); err != nil {
 					t.Error(err)
@@ -208,7 +210,7 @@ func TestJoinEmpty(t *testing.T) {
 }
 
 // TestUnevenInputs trains for several epochs with a different number of batches at each rank and several
-// tensors in flight for each batch. Every sum must count the ranks that still had a batch.
+// tensors in flight for each batch. Every sum must include exactly the ranks that still have a batch.
 func TestUnevenInputs(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_CACHE_CAPACITY", "3"},
 		{"HOROVOD_FUSION_THRESHOLD", "100"}} {
@@ -239,7 +241,7 @@ func TestUnevenInputs(t *testing.T) {
 	}
 }
 
-// trainBatch sums ones, with several tensors in flight.
+// trainBatch sums tensors of ones, several of them in flight, and checks that each sum is want.
 func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand, want int32) {
 	const tensors = 6
 	handles := make([]*hvd.Handle[int32], tensors)
@@ -263,13 +265,13 @@ func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand
 	}
 }
 
-// TestSubmittedBeforeTheJoin checks that tensors that a rank submitted before its join count with their data,
-// whether the other ranks submit them before or after the join.
+// TestSubmittedBeforeTheJoin checks that the tensors that a rank submitted before its join count with their
+// data. The other ranks may submit them before or after that join.
 func TestSubmittedBeforeTheJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 {
 			if e.Rank() != 0 {
-				// At first only rank 0 has joined, later rank 2 too.
+				// In the first operations only rank 0 has joined. In later ones rank 2 may have joined too.
 				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"),
 					hvd.On(e)); err != nil || got[0] != 3 {
 					t.Errorf("rank %d: got %v and error %v, want 3", e.Rank(), got, err)
@@ -300,7 +302,7 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 			if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}
-			// The join completes after everything that this rank submitted before it.
+			// The join completes after all operations that this rank submitted before it.
 			if !sum.Poll() || !rows.Poll() {
 				t.Error("the join is done before the operations that were submitted before it")
 			}
@@ -314,9 +316,10 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 	})
 }
 
-// TestNothingAfterTheJoin checks that a rank can submit nothing, and not join again, until its join is done.
+// TestNothingAfterTheJoin checks that a rank that has joined cannot submit any operation, nor join again,
+// until the join is done. Each call must fail with a UsageError.
 func TestNothingAfterTheJoin(t *testing.T) {
-	checked := make(chan struct{}, 2) // one for each of the others, who join only then
+	checked := make(chan struct{}, 2) // receives a value for each of the two other ranks, which join then
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		if e.Rank() == 0 {
 			j, err := hvd.JoinAsync(hvd.On(e))
@@ -358,7 +361,8 @@ func TestNothingAfterTheJoin(t *testing.T) {
 	})
 }
 
-// TestJoinOnAProcessSet checks that a join of one process set does not affect other process sets.
+// TestJoinOnAProcessSet checks that a join on one process set does not affect operations on other process
+// sets.
 func TestJoinOnAProcessSet(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		runSets(t, 3, [][]int{{1, 2}, {0, 1}}, func(ctx context.Context, e *hvd.Engine) {
@@ -394,8 +398,8 @@ func TestJoinOnAProcessSet(t *testing.T) {
 	})
 }
 
-// TestUnnamedAfterAJoin checks that unnamed calls match after a join, although some ranks made more of them
-// than others before it.
+// TestUnnamedAfterAJoin checks that unnamed calls match after a join. Before the join, ranks make different
+// numbers of unnamed calls.
 func TestUnnamedAfterAJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 * e.Rank() {
@@ -418,7 +422,7 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 		}
 		if want := slices.Repeat([]byte(h.Name()+";"), e.Size()); !slices.Equal(names, want) {
 			t.Errorf("rank %d: after the join the ranks call an unnamed tensor %s", e.Rank(), names)
-			return // a further call would wait for ever
+			return // waiting would never end
 		}
 		if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
 			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)
@@ -426,8 +430,8 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 	})
 }
 
-// TestShutdownDuringAJoin checks that a join that ends with the job returns the error of the job, and so does
-// a second join.
+// TestShutdownDuringAJoin shuts down rank 1 while the other ranks wait in a join. Their joins, and further
+// joins after that, must return an error which says that rank 1 has shut down.
 func TestShutdownDuringAJoin(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {

@@ -13,12 +13,12 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// TestInitLeavesNothing checks that forty rounds of Init, work and Shutdown, of three ranks over TCP in one
-// process, leave no goroutine, no file and no memory.
+// TestInitLeavesNothing runs forty rounds of Init, operations and Shutdown, with three ranks over TCP in one
+// process. No goroutine and no open file may be left, and the memory in use must not grow.
 func TestInitLeavesNothing(t *testing.T) {
 	const (
-		warmup    = 10 // rounds, in which pools grow
-		compared  = 10 // rounds at the beginning and at the end whose memory is compared
+		warmup    = 10 // rounds until pools have grown
+		compared  = 10 // rounds after the warmup, and at the end, whose memory is compared
 		rounds    = 40
 		mostBytes = 256 << 10
 	)
@@ -65,14 +65,14 @@ func TestInitLeavesNothing(t *testing.T) {
 		}
 		return nil
 	})
-	// A stopped engine may keep a tensor of its last operation until the next round replaces the engine, so a
-	// single round proves nothing.
+	// A stopped engine may keep a tensor of its last operation until the next round replaces the engine. So a
+	// single round can show more memory, and the smallest values of several rounds are compared.
 	before, now := slices.Min(bytes[warmup:warmup+compared]), slices.Min(bytes[rounds-compared:])
 	if now > before+mostBytes {
 		t.Errorf("at least %d bytes are in use after each of the last %d rounds, %d after one of rounds %d to %d",
 			now, compared, before, warmup, warmup+compared-1)
 	}
-	runtime.KeepAlive(last) // as in every round
+	runtime.KeepAlive(last) // as in every earlier round
 }
 
 // work runs a few operations of several kinds.
@@ -102,10 +102,10 @@ func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	}
 }
 
-// heap returns the bytes in use on the heap.
+// heap returns how many bytes are in use on the heap after a garbage collection.
 func heap() uint64 {
 	runtime.GC()
-	runtime.GC() // pools are emptied by the second
+	runtime.GC() // the second collection empties the pools
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// TestLeave checks that the shutdown of a rank, also of rank 0, does not end operations of process sets
-// without it, and that operations that the rank has submitted still run.
+// TestLeave shuts down each of three ranks in turn, including rank 0. The operations of a process set without
+// that rank must go on, and an operation that the rank submitted before Shutdown must still run.
 func TestLeave(t *testing.T) {
 	for leaver := range 3 {
 		var pair []int
@@ -57,8 +57,8 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// TestRankZeroDoesNotWait checks that the errors of the other ranks name rank 0 if it does not wait for them
-// in Shutdown and they need it.
+// TestRankZeroDoesNotWait ends the context of rank 0's Shutdown at once, while the other ranks still run.
+// They must get a PeerError which names rank 0 and says that its Shutdown did not wait.
 func TestRankZeroDoesNotWait(t *testing.T) {
 	var idle sync.WaitGroup
 	idle.Add(3)
@@ -89,7 +89,7 @@ func TestRankZeroDoesNotWait(t *testing.T) {
 	}, nil)
 }
 
-// TestPanicPastShutdown checks that a deferred Shutdown tells the other ranks of a panic and lets the panic
+// TestPanicPastShutdown checks that a deferred Shutdown reports a panic to the other ranks and lets the panic
 // continue.
 func TestPanicPastShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {

@@ -14,12 +14,12 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// onLoopback makes the test listen only on this machine.
+// onLoopback makes NewUniqueID listen only on loopback.
 var onLoopback = hvd.WithSetting("HOROVOD_GLOO_IFACE", "127.0.0.1")
 
 func newID(t testing.TB) hvd.UniqueID {
 	t.Helper()
-	// The end of the context stops the root, so that no goroutine is left when the test ends.
+	// The end of the context stops the server of the id, so that no goroutine is left when the test ends.
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
 	id, err := hvd.NewUniqueID(ctx, onLoopback)
@@ -29,12 +29,12 @@ func newID(t testing.TB) hvd.UniqueID {
 	text := id.String()
 	again, err := hvd.ParseUniqueID(" " + text + "\n")
 	if err != nil || again != id {
-		t.Fatalf("the id of its text is another, %v", err)
+		t.Fatalf("parsing the text of an id: got another id or an error: %v", err)
 	}
 	return id
 }
 
-// startByID starts n ranks that share only a unique ID.
+// startByID starts n ranks that know only a unique ID and their rank.
 func startByID(ctx context.Context, id hvd.UniqueID, n int, more ...hvd.InitOption) ([]*hvd.Engine, []error) {
 	engines, errs := make([]*hvd.Engine, n), make([]error, n)
 	ranks(n, func(r int) {
@@ -55,6 +55,7 @@ func stop(ctx context.Context, engines []*hvd.Engine) error {
 	return errors.Join(errs...)
 }
 
+// TestUniqueID checks that 1, 2 and 5 ranks can meet by a unique ID and run an allreduce.
 func TestUniqueID(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -76,7 +77,8 @@ func TestUniqueID(t *testing.T) {
 	}
 }
 
-// TestInitWithID checks the package-level function InitWithID.
+// TestInitWithID checks that InitWithID makes this process rank 0 of 1, that ParseUniqueID refuses a text
+// that is not an id, and that NewUniqueID refuses an interface that does not exist.
 func TestInitWithID(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -99,7 +101,8 @@ func TestInitWithID(t *testing.T) {
 	}
 }
 
-// TestDeviceOfTwo checks that two ranks of a host cannot name the same device unless both share it.
+// TestDeviceOfTwo checks that Init fails at all ranks of a host if they name the same device, and succeeds if
+// all of them share it.
 func TestDeviceOfTwo(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -115,7 +118,8 @@ func TestDeviceOfTwo(t *testing.T) {
 	}
 }
 
-// TestInitMethod checks that ranks meet by the init methods.
+// TestInitMethod checks that two ranks can meet by a file URL, and that a URL with an unknown scheme is
+// refused.
 func TestInitMethod(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -143,7 +147,8 @@ func TestInitMethod(t *testing.T) {
 	}
 }
 
-// TestInitScheme checks that a program can register its own init method.
+// TestInitScheme checks that ranks can meet by an init method that the program has registered, and that an
+// error of that method is reported.
 func TestInitScheme(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -182,8 +187,8 @@ func TestInitScheme(t *testing.T) {
 	}
 }
 
-// BenchmarkInitWithID measures the time until all ranks of a process have met by a unique ID and are ready
-// for operations.
+// BenchmarkInitWithID measures how long it takes until all ranks, in one process, have met by a unique ID and
+// are ready for operations.
 func BenchmarkInitWithID(b *testing.B) {
 	for _, n := range []int{8, 64} {
 		b.Run(strconv.Itoa(n), func(b *testing.B) {

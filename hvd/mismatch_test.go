@@ -11,15 +11,16 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// contradiction is a call that the last rank makes differently from all others. In want, %q is the name, MOST
-// and ODD stand for the ranks, and LAST for the number of the last rank.
+// contradiction is a call that the last rank, the odd one, makes differently from all others. In want, which
+// is the expected error, %q stands for the name of the tensor, ODD for the last rank, MOST for all others,
+// ALL for all ranks, and LAST for the number of the last rank.
 type contradiction struct {
 	title string
 	do    func(p *part) error
 	want  string
 }
 
-// part is the view of one rank in a contradiction.
+// part is one rank's part in a contradiction.
 type part struct {
 	ctx  context.Context
 	e    *hvd.Engine
@@ -60,7 +61,7 @@ func (p *part) allgather(n int, more ...hvd.Option) error {
 }
 
 func (p *part) alltoall(n int, more ...hvd.Option) error {
-	splits := make([]int, p.e.Size()) // all 0, which any number of rows permits
+	splits := make([]int, p.e.Size()) // all 0, which is valid for any number of rows
 	_, _, err := hvd.Alltoall(p.ctx, make([]float32, n), splits, p.opts(more...)...)
 	return err
 }
@@ -76,7 +77,7 @@ func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) er
 }
 
 var contradictions = []contradiction{
-	// The numbers are those of the checks in Horovod's ConstructResponse. Check 1: data types.
+	// The numbers of the checks are those in Horovod's ConstructResponse. Check 1: data types.
 	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
 		if p.odd {
 			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
@@ -163,7 +164,7 @@ var contradictions = []contradiction{
 	},
 		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
 
-	// Check 5: reductions. gohvd checks them for reducescatter too.
+	// Check 5: reductions. Unlike Horovod, gohvd checks them for reducescatter too.
 	{"reductions of an allreduce", func(p *part) error {
 		return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum)))
 	},
@@ -177,7 +178,7 @@ var contradictions = []contradiction{
 	},
 		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
 
-	// Checks 7 and 9: scalars, at all ranks or at one.
+	// Checks 7 and 9: scalars, at all ranks or at one rank.
 	{"scalar allgather", func(p *part) error { return p.allgather(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
 		`hvd: allgather %q: a scalar has no first dimension: MOST sent float32[1], ODD sent float32[]`},
 	{"scalar alltoall", func(p *part) error { return p.alltoall(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
@@ -226,7 +227,7 @@ var contradictions = []contradiction{
 		return p.allreduce(pick(p, 1, 2))
 	}, ``},
 
-	// Checks 6, 9 and 11: the last rank has joined.
+	// Checks 6, 9 and 11: operations that fail because the last rank has joined.
 	{"allgather under a join", func(p *part) error {
 		return p.joined(func() error { return p.allgather(1) })
 	},
@@ -246,7 +247,7 @@ var contradictions = []contradiction{
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
 }
 
-// errJoined stands for the result of the odd rank, which has no error.
+// errJoined stands for the result of the odd rank if it has joined: it submits nothing and gets no error.
 var errJoined = errors.New("this rank has joined")
 
 // joined calls do at all ranks except the odd one, which joins instead.
@@ -272,14 +273,14 @@ func (p *part) expand(want string) string {
 		fmt.Sprint(last)).Replace(want)
 }
 
-// TestMismatch checks that contradicting requests fail at all ranks with one text that says which rank sent
-// what, and that the job goes on, with the same name too, whether the name was cached or not.
+// TestMismatch checks that contradicting requests fail at all ranks with the same text, which says which rank
+// sent what. The job must go on and the name must stay usable, whether the name was cached or not.
 func TestMismatch(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
 		for i, c := range contradictions {
 			p := &part{ctx: ctx, e: e, name: fmt.Sprint("tensor ", i), odd: e.Rank() == e.Size()-1}
-			for range 2 { // the second time the name is cached for an allreduce
+			for range 2 { // checkUsable puts the name in the cache, so the second time it is cached
 				p.name = fmt.Sprint("tensor ", i)
 				err := c.do(p)
 				var mismatch *hvd.MismatchError
@@ -296,7 +297,7 @@ func TestMismatch(t *testing.T) {
 }
 
 // TestScaledReducescatterBeyondTheFusionThreshold checks that a scaled reducescatter may be larger than the
-// fusion buffer, which Horovod refuses (its check 10).
+// fusion buffer. Horovod refuses that (its check 10).
 func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		x := make([]float32, 600)
@@ -311,8 +312,8 @@ func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	}, "HOROVOD_FUSION_THRESHOLD", "64")
 }
 
-// TestMismatchInAnAllreduceOfAGroup checks that an allreduce of a group, which is one request, fails with an
-// error that names the tensor about which the ranks disagree.
+// TestMismatchInAnAllreduceOfAGroup submits groups about which the ranks disagree. An allreduce of a group is
+// one request. The error must name the tensor that differs, or say how the groups differ.
 func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1, name: "g"}
@@ -360,7 +361,7 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 				`mismatched reductions: MOST asked for sum, ODD asked for max`,
 			},
 		} {
-			for range 2 { // the second time one may be in the cache
+			for range 2 { // the second time a group of this name may be cached
 				do := c.most
 				if p.odd {
 					do = c.odd
@@ -380,7 +381,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	})
 }
 
-// TestMismatchInAGroup checks that all tensors of a group fail if the ranks disagree about one of them.
+// TestMismatchInAGroup checks that all tensors of a group fail if the ranks disagree about one of the
+// tensors.
 func TestMismatchInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{e: e, odd: e.Rank() == e.Size()-1}
@@ -401,8 +403,9 @@ func TestMismatchInAGroup(t *testing.T) {
 				checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprintf("g_%dof3", i+1))
 			}
 		}
-		// Single tensors with the names of a group's tensors do not match the group. Each gets its error at
-		// once: if the coordinator held back the first until the second is submitted, this rank would hang.
+		// Single tensors with the names of a group's tensors do not match the group. The odd rank submits the
+		// second one only after the first has failed, so it would hang if the coordinator waited for both
+		// before it reports the error.
 		if p.odd {
 			for _, tensor := range []string{"h_1of2", "h_2of2"} {
 				_, err := hvd.Reducescatter(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
@@ -415,8 +418,8 @@ func TestMismatchInAGroup(t *testing.T) {
 	})
 }
 
-// TestGroupThatRankZeroDoesNotKnow checks that a group fails even if rank 0 submitted its tensors without the
-// group, so that only the tensors of the others count for the group.
+// TestGroupThatRankZeroDoesNotKnow submits the tensors of a group as single tensors at rank 0 and as a group
+// at the other ranks. All ranks must get an error.
 func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		var err error
@@ -433,7 +436,7 @@ func TestGroupThatRankZeroDoesNotKnow(t *testing.T) {
 			!strings.Contains(err.Error(), "mismatched groups: rank 0 named none") {
 			t.Errorf("rank %d: got error %v, want that rank 0 named no group", e.Rank(), err)
 		}
-		// The failed group leaves no state at the coordinator: the same name works.
+		// The failed group leaves no state at the coordinator, so a group with the same name works.
 		all, err := hvd.GroupedAllgather(ctx, [][]int32{{1}, {1}}, hvd.Name("h"), hvd.On(e))
 		if err != nil || len(all[1]) != e.Size() {
 			t.Errorf("rank %d: afterwards: got %v and error %v", e.Rank(), all, err)
@@ -451,8 +454,8 @@ func wantGroups(t *testing.T, p *part, err error, tensor string) {
 	}
 }
 
-// TestMismatchedProcessSets checks that a change of the process sets fails if the ranks ask for different
-// changes or the change is impossible.
+// TestMismatchedProcessSets checks that adding or removing a process set fails if the ranks ask for different
+// changes, if the change is impossible, or if a rank has joined. The process sets must stay usable.
 func TestMismatchedProcessSets(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{ctx: ctx, e: e, odd: e.Rank() == e.Size()-1}
@@ -505,8 +508,8 @@ func TestMismatchedProcessSets(t *testing.T) {
 	})
 }
 
-// TestMismatchedStaticProcessSets checks that Init fails if ranks give process sets other than those of rank
-// 0.
+// TestMismatchedStaticProcessSets checks that Init fails at all ranks if the ranks give different process
+// sets.
 func TestMismatchedStaticProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -525,8 +528,8 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 	})
 }
 
-// TestMismatchedListOfManyProcessSets checks that Init compares so many process sets that their list is too
-// long to send by a hash.
+// TestMismatchedListOfManyProcessSets checks that Init compares long lists of process sets by a hash: ten
+// ranks give about a thousand sets, and the last rank gives one set less. All ranks must get an error.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -559,8 +562,8 @@ func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	})
 }
 
-// TestImpossibleProcessSets checks that invalid process sets are refused by Init, and by AddProcessSet at the
-// calling rank.
+// TestImpossibleProcessSets checks that Init and AddProcessSet refuse invalid process sets. AddProcessSet
+// must fail only at the rank that calls it.
 func TestImpossibleProcessSets(t *testing.T) {
 	ctx := t.Context()
 	for _, c := range []struct {
@@ -610,8 +613,8 @@ func wantMisuse(t *testing.T, err error, op, want string) {
 	}
 }
 
-// TestNoDynamicProcessSets checks that process sets cannot change after Init if the setting forbids it, and
-// that operations on the sets from Init work.
+// TestNoDynamicProcessSets checks that AddProcessSet and RemoveProcessSet fail if
+// HOROVOD_DYNAMIC_PROCESS_SETS is 0, and that operations still work.
 func TestNoDynamicProcessSets(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		const want = "process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0"

@@ -12,13 +12,14 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// startedOp is an operation that was started, with a function that waits for it.
+// startedOp is an operation that was started, and a function that waits for it.
 type startedOp struct {
 	hvd.Pending
 	wait func(ctx context.Context) error
 }
 
-// starters start an operation for each sort of handle that can have a name from the program.
+// starters holds a function for each kind of handle whose name the program can choose. The function starts
+// such an operation.
 var starters = []struct {
 	sort  string
 	start func(opts ...hvd.Option) (startedOp, error)
@@ -41,7 +42,7 @@ var starters = []struct {
 	}},
 }
 
-// ways are the ways in which a program observes that an operation is done.
+// ways holds the ways in which a program can observe that an operation is done.
 var ways = []struct {
 	way string
 	see func(ctx context.Context, b startedOp) error
@@ -64,7 +65,7 @@ var ways = []struct {
 }
 
 // TestNameIsInUseUntilSeen checks that a name stays in use until the program has observed that its operation
-// is done, however long ago that was.
+// is done, even if the operation was done before.
 func TestNameIsInUseUntilSeen(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for _, s := range starters {
@@ -76,7 +77,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				// Operations that all ranks began before a barrier are done after it.
+				// An operation that all ranks started before a barrier is done after the barrier.
 				if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 					t.Error(err)
 				}
@@ -92,7 +93,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 					t.Errorf("%s: again after %s: %v", sort, way, err)
 					return
 				}
-				if err := first.wait(ctx); err != nil || !first.Poll() { // once more, which frees nothing
+				if err := first.wait(ctx); err != nil || !first.Poll() { // must not free the name again
 					t.Error(err)
 				}
 				if _, err := start(opts...); !errors.As(err, &dup) {
@@ -106,8 +107,8 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 	})
 }
 
-// TestSameNameTwice checks that the second tensor of a name is refused at every rank, in whatever order ranks
-// and operations arrive.
+// TestSameNameTwice submits two tensors with the same name at each rank. The second must be refused at every
+// rank, whatever the timing of ranks and operations.
 func TestSameNameTwice(t *testing.T) {
 	const rounds = 1000
 	seed := rand.Uint64()
@@ -140,8 +141,8 @@ func TestSameNameTwice(t *testing.T) {
 	})
 }
 
-// TestJoinUntilSeen checks that a join lasts until the program has observed its end, so that timing does not
-// decide what a rank may submit next.
+// TestJoinUntilSeen checks that operations are refused until the program has observed the end of its join,
+// even if the join is done before. So it does not depend on timing what a rank may submit.
 func TestJoinUntilSeen(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -167,8 +168,8 @@ func TestJoinUntilSeen(t *testing.T) {
 	})
 }
 
-// TestFireAndForget checks that operations without a name can be started and forgotten, and keep no name in
-// use.
+// TestFireAndForget starts operations whose results nothing waits for. An operation without a name must keep
+// no name in use, and an operation with a name must free it if the program has called Done on the handle.
 func TestFireAndForget(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for range 100 {
@@ -180,7 +181,7 @@ func TestFireAndForget(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			done := h.Done() // after Done the program may drop the handle
+			done := h.Done() // now the program may drop the handle
 			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}
@@ -189,8 +190,8 @@ func TestFireAndForget(t *testing.T) {
 	})
 }
 
-// TestPendingError checks that a wait that ends with its context returns the handle, and that the name is
-// free after the program has observed through it that the operation is done.
+// TestPendingError ends the context of a wait before the operation is done. The PendingError must hold a
+// handle with which the program can wait for the operation, and the name must be free after that.
 func TestPendingError(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		gone, cancel := context.WithCancelCause(ctx)
@@ -263,8 +264,9 @@ func TestPendingError(t *testing.T) {
 	})
 }
 
-// TestJobEndsAfterAnOwnTimeout checks that the errors of a rank say that it had given up a wait if the job
-// ended after that, but not if the operation was done before.
+// TestJobEndsAfterAnOwnTimeout ends the job after rank 1 has given up several waits. Its errors must name the
+// wait for the operation that was never done. They must not mention the waits whose operations were done
+// before.
 func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -299,7 +301,7 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 				_, given := late.Handle.(*hvd.Handle[struct{}]).Wait(ctx)
 				for _, err := range []error{err, next, given} {
 					if err == nil || strings.Count(err.Error(), own) != 1 ||
-						strings.Contains(err.Error(), "more") {
+						strings.Contains(err.Error(), "other operation") {
 						t.Errorf("got error %v, want one that says %q once", err, own)
 					}
 				}
@@ -315,7 +317,7 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			// In event mode the shutdown of a rank for which rank 1 still waits is a failure of the job.
+			// In event mode the job fails if a rank shuts down while rank 1 still waits for it.
 			if err := e.Shutdown(ctx); err != nil && strings.Contains(err.Error(), own) != (e.Rank() == 1) {
 				t.Errorf("rank %d: got error %v", e.Rank(), err)
 			}
@@ -323,8 +325,8 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	})
 }
 
-// TestShutdownAfterAnOwnTimeout checks that the errors of other ranks name a rank that shut down after it had
-// given up a wait, with that reason.
+// TestShutdownAfterAnOwnTimeout shuts down rank 1 after it has given up a wait. The error at rank 0, which
+// waits for rank 1, must name rank 1 and that wait.
 func TestShutdownAfterAnOwnTimeout(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		on := hvd.On(e)

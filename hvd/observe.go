@@ -8,11 +8,12 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// StartTimeline writes what this rank does from now on to a file: rank 0 to path, rank r to path with
-// .rank<r> before the extension (docs/timeline.md describes the format). Each rank that is to be recorded
-// calls it; unlike Horovod's it does not need HOROVOD_TIMELINE. markCycles marks when negotiation cycles
-// begin. A timeline to another path ends first; if the timeline goes to path already nothing changes. The
-// error says that the file cannot be created. Records that cannot be written later are dropped and counted.
+// StartTimeline starts to record what this rank does to a file: rank 0 writes to path, rank r to path with
+// .rank<r> before the extension (docs/timeline.md describes the format). It records only this rank, so each
+// rank that is to be recorded calls it. Unlike in Horovod, HOROVOD_TIMELINE need not be set. If markCycles is
+// set, the file also marks when each negotiation cycle begins. If this rank already records to another path,
+// that timeline ends first. If it already records to path, nothing changes. StartTimeline fails if the file
+// cannot be created. Records that cannot be written later are dropped and counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
@@ -20,8 +21,8 @@ func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	return nil
 }
 
-// StopTimeline ends the timeline and returns when its file is complete. Without a timeline it does nothing.
-// Shutdown calls it too.
+// StopTimeline ends the timeline and returns when its file is complete. If there is no timeline, it does
+// nothing. Shutdown calls it too.
 func (e *Engine) StopTimeline() error {
 	if err := e.rank.Watch.StopTimeline(); err != nil {
 		return fmt.Errorf("hvd: stop timeline: %w", err)
@@ -47,9 +48,9 @@ func StopTimeline() error {
 	return e.StopTimeline()
 }
 
-// MetricsHandler returns a handler for /metrics with the counters of the engine that Init started
-// (docs/metrics.md), for a program that has an HTTP server. HVD_METRICS_ADDR serves the same without one.
-// Before Init and after Shutdown the counters are 0.
+// MetricsHandler returns a handler for /metrics, for a program that has an HTTP server. The handler serves
+// the counters of the engine that Init started (docs/metrics.md), or zeros before Init and after Shutdown.
+// The setting HVD_METRICS_ADDR serves the same counters without a server of the program.
 func MetricsHandler() http.Handler {
 	return metrics.Handler(func() trace.Stats {
 		if e := current(); e != nil {
@@ -59,13 +60,13 @@ func MetricsHandler() http.Handler {
 	})
 }
 
-// MetricsHandler returns a handler for /metrics with the counters of this engine.
+// MetricsHandler returns a handler for /metrics that serves the counters of this engine.
 func (e *Engine) MetricsHandler() http.Handler {
 	return metrics.Handler(e.rank.Watch.Stats)
 }
 
 // Dump returns, as JSON, what this rank waits for and, unless HVD_FLIGHT_RECORDER is off, its last
-// operations. It takes some milliseconds, and may be called while operations run, hang or have failed.
+// operations. Dump takes a few milliseconds. It may be called while operations run, hang or have failed.
 func (e *Engine) Dump() ([]byte, error) {
 	text, err := e.rank.Watch.Dump("requested by the program").JSON()
 	if err != nil {

@@ -28,8 +28,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// events returns the names of the events in a timeline, and their numbers. It fails the test if the file is
-// not a valid timeline.
+// events returns how often each event name occurs in a timeline. Under "tensor NAME" it returns how many
+// events name that tensor. It fails the test if the file is not a valid timeline.
 func events(t *testing.T, file string) (names map[string]int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -57,8 +57,8 @@ func events(t *testing.T, file string) (names map[string]int) {
 	return names
 }
 
-// TestTimeline checks that each rank can start, move and stop its timeline while the job runs, and that
-// Shutdown ends it.
+// TestTimeline checks that each rank can start, redirect and stop its timeline while the job runs. Each file
+// must hold exactly the operations of its time. Shutdown must complete the last file.
 func TestTimeline(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string, rank int) string {
@@ -79,11 +79,11 @@ func TestTimeline(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		must(e.StopTimeline()) // there is none
+		must(e.StopTimeline()) // nothing to stop
 		do("before")
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
-		must(e.StartTimeline(path("a", 0), true)) // the same path: the timeline continues
+		must(e.StartTimeline(path("a", 0), true)) // the same path, so the timeline goes on
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
 		do("in b")
@@ -117,8 +117,8 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
-// TestTimelineBySetting checks that the settings start a timeline, and that the job goes on if the file
-// cannot be written.
+// TestTimelineBySetting checks that HOROVOD_TIMELINE starts a timeline at each rank, and that the job works
+// even if the file cannot be written.
 func TestTimelineBySetting(t *testing.T) {
 	dir := t.TempDir()
 	for _, file := range []string{filepath.Join(dir, "t.json"), filepath.Join(dir, "missing", "t.json")} {
@@ -137,6 +137,8 @@ func TestTimelineBySetting(t *testing.T) {
 	}
 }
 
+// TestMetricsAndDump checks metrics and dump of a rank after three operations of one name, while a fourth
+// operation waits.
 func TestMetricsAndDump(t *testing.T) {
 	var looked sync.WaitGroup
 	looked.Add(2)
@@ -196,8 +198,8 @@ func TestMetricsAndDump(t *testing.T) {
 	}, "HOROVOD_CPU_OPERATIONS", "tcp")
 }
 
-// TestNoRecorder checks that a dump lists the operations for which the rank waits even without the flight
-// recorder.
+// TestNoRecorder checks that a dump lists the operations that the rank waits for even if the flight recorder
+// is off.
 func TestNoRecorder(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
@@ -226,8 +228,8 @@ func TestNoRecorder(t *testing.T) {
 	}, "HVD_FLIGHT_RECORDER", "0")
 }
 
-// TestMetricsAddressTaken checks that an address for metrics that is in use gives a warning, and a malformed
-// one an error.
+// TestMetricsAddressTaken checks that Init logs a warning if the address for metrics is in use, and fails if
+// that address is malformed.
 func TestMetricsAddressTaken(t *testing.T) {
 	server := httptest.NewServer(http.NotFoundHandler())
 	defer server.Close()
@@ -250,12 +252,13 @@ func TestMetricsAddressTaken(t *testing.T) {
 	}
 }
 
-// TestTensorsAreNotKept checks that neither the flight recorder nor the timeline keeps tensors in memory.
+// TestTensorsAreNotKept checks that neither the flight recorder nor the timeline keeps tensors in memory
+// after their operations.
 func TestTensorsAreNotKept(t *testing.T) {
 	const numBytes, times = 1 << 20, 200
 	for _, last := range []string{"0", "600"} {
 		run(t, 1, func(ctx context.Context, e *hvd.Engine) {
-			before := heap() // other tests' is in it, and may go
+			before := heap() // includes memory of other tests, which may be freed meanwhile
 			for i := range times {
 				x := make([]byte, numBytes)
 				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),
@@ -274,7 +277,7 @@ func TestTensorsAreNotKept(t *testing.T) {
 	}
 }
 
-// TestShutdownWhileScraped checks that neither a shutdown nor a scrape of the metrics waits for the other.
+// TestShutdownWhileScraped checks that Shutdown returns while clients scrape the metrics without pause.
 func TestShutdownWhileScraped(t *testing.T) {
 	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	for range 5 {
@@ -322,7 +325,7 @@ func TestShutdownWhileScraped(t *testing.T) {
 	}
 }
 
-// TestMetricsInAStall checks that a function that receives stall reports can read the metrics.
+// TestMetricsInAStall checks that the function of OnStall can read the metrics while it handles a report.
 func TestMetricsInAStall(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -368,7 +371,8 @@ func TestMetricsInAStall(t *testing.T) {
 	})
 }
 
-// TestTimelineOfAnotherEpoch checks that the timeline of a second epoch does not overwrite that of the first.
+// TestTimelineOfAnotherEpoch checks that the timeline of a second epoch goes to a file of its own and does
+// not overwrite the timeline of the first.
 func TestTimelineOfAnotherEpoch(t *testing.T) {
 	dir := t.TempDir()
 	setting := hvd.WithSetting("HOROVOD_TIMELINE", filepath.Join(dir, "t.json"))

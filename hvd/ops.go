@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// describe makes h, which is empty, the handle of tensor i of c with numElems elements. The caller sets the
-// buffers.
+// describe makes the empty h the handle of tensor i of c. The tensor has numElems elements. The caller sets
+// the buffers.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.Kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
@@ -25,7 +25,7 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	return err
 }
 
-// finished is called when the entry of h has ended.
+// finished completes h. It is called with the result when the operation of the entry of h has ended.
 func (h *Handle[T]) finished(err error) {
 	e := &h.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
@@ -48,8 +48,8 @@ func (h *Handle[T]) finished(err error) {
 	}
 }
 
-// submitted returns err, the error of a refused submission, with what this rank had given up before; nil
-// stays nil.
+// submitted adds to err, the error of a refused submission, what this rank had given up waiting for. It
+// returns nil if err is nil.
 func (c *call) submitted(err error) error {
 	if err == nil {
 		return nil
@@ -57,7 +57,8 @@ func (c *call) submitted(err error) error {
 	return c.engine.abandoned.explain(err)
 }
 
-// await turns the asynchronous form of a call into the synchronous one.
+// await turns an asynchronous call into a synchronous one: it waits for h, unless err says that the call
+// failed.
 func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 	if err != nil {
 		return nil, err
@@ -65,12 +66,12 @@ func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 	return h.Wait(ctx)
 }
 
-// Allreduce reduces x over all ranks, element by element, and returns the same result, bit by bit, at all of
-// them. The reduction is Average unless Op chooses another. x must have the same shape and type at all ranks;
-// it may be empty. The result is a new slice unless InPlace is given.
+// Allreduce reduces x over all ranks, element by element. All ranks get the same result, bit by bit. The
+// reduction is Average unless Op chooses another. x must have the same shape and type at all ranks. It may be
+// empty. The result is a new slice unless InPlace is given.
 //
-// Small tensors that are ready together are fused into one operation. Each rank sends about 2(n-1)/n times
-// the bytes of x for n ranks (ring allreduce; Patarasuk and Yuan, 2009).
+// Small tensors that are ready together are fused into one operation. With n ranks, each rank sends about
+// 2(n-1)/n times the bytes of x (ring allreduce; Patarasuk and Yuan, 2009).
 func Allreduce[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
 	h, err := one(message.Allreduce, x, opts, allreduceTensor)
 	return await(ctx, h, err)
@@ -81,11 +82,11 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
-// A builder makes h, which is empty, the handle of tensor i of c. It takes c by value because a pointer would
-// move c to the heap.
+// A builder makes the empty h the handle of tensor i of c, with the argument x. It takes c by value because a
+// pointer would move c to the heap.
 type builder[T any] func(h *Handle[T], c call, i int, x []T) error
 
-// one queues an operation on one tensor, for which build makes the handle.
+// one queues an operation on the tensor x and returns its handle, which build fills.
 func one[T Element](kind message.Kind, x []T, opts []Option, build builder[T]) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
@@ -115,8 +116,8 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 }
 
 // Allgather concatenates the tensors of all ranks along the first dimension, in rank order. The first
-// dimensions may differ between ranks; the others and the type must be equal. The result is a new slice
-// unless InPlace is given.
+// dimension may differ between ranks. The other dimensions and the type must be equal. The result is a new
+// slice unless InPlace is given.
 //
 // Each rank sends about as many bytes as the other ranks contribute together.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
@@ -151,7 +152,7 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// allocates makes the engine allocate the output of h when its size is known.
+// allocates makes the engine allocate the output of h when the size of the output is known.
 func allocates[T Element](h *Handle[T]) {
 	h.slot.entry.Allocate = func(numBytes int) []byte {
 		h.out = make([]T, numBytes/h.slot.entry.Request.DType.Size())
@@ -159,11 +160,11 @@ func allocates[T Element](h *Handle[T]) {
 	}
 }
 
-// Broadcast returns the x of rank root at every rank. root is a rank of the job, also if the operation runs
-// on a process set. Shape and type must be the same at all ranks. The result is a new slice unless InPlace is
-// given.
+// Broadcast returns, at every rank, the x of rank root. root is a rank of the job, even if the operation runs
+// on a process set. Shape and type of x must be the same at all ranks. The result is a new slice unless
+// InPlace is given.
 //
-// The data goes down a tree: no rank sends more than ceil(log2(n)) times the bytes of x.
+// The data goes down a tree: with n ranks, no rank sends more than ceil(log2(n)) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
 	h, err := broadcast(x, root, opts)
 	return await(ctx, h, err)
@@ -179,7 +180,7 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := allreduceTensor(h, c, i, x); err != nil { // it needs the same buffers as a broadcast
+		if err := allreduceTensor(h, c, i, x); err != nil { // a broadcast needs the same buffers
 			return err
 		}
 		h.slot.entry.Request.Root = topo.Rank(root)
@@ -188,10 +189,10 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 }
 
 // Reducescatter reduces x over all ranks as Allreduce does and returns to each rank its part of the rows. The
-// rows are divided as evenly as possible; the first ranks get one more. The result is a new slice unless
-// InPlace is given.
+// rows are divided as evenly as possible. If that leaves a remainder, each of the first ranks gets one row
+// more. The result is a new slice unless InPlace is given.
 //
-// Each rank sends about (n-1)/n times the bytes of x for n ranks.
+// With n ranks, each rank sends about (n-1)/n times the bytes of x.
 func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
 	h, err := one(message.Reducescatter, x, opts, reducescatterTensor)
 	return await(ctx, h, err)
@@ -207,7 +208,7 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 		return err
 	}
 	shape := h.slot.entry.Request.Shape
-	from, to := 0, 0 // a scalar has no rows: the coordinator refuses it at all ranks
+	from, to := 0, 0 // a scalar has no rows: the coordinator refuses it for all ranks
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
 		row := len(x) / int(shape[0])
@@ -221,10 +222,11 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// Alltoall sends the rows of x, its slices along the first dimension, to the members of the process set: the
-// first splits[0] rows to the first member, the next splits[1] rows to the second, and so on. If splits is
-// nil every member gets the same number of rows. out has the rows that came to this rank, in the order of the
-// members, and received says how many came from each. out is a new slice unless InPlace is given.
+// Alltoall sends rows of x to the members of the process set. A row is a slice of x along the first
+// dimension. The first splits[0] rows go to the first member, the next splits[1] rows to the second, and so
+// on. If splits is nil every member gets the same number of rows. out has the rows that came to this rank, in
+// the order of the members, and received says how many came from each. out is a new slice unless InPlace is
+// given.
 //
 // Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,
@@ -236,8 +238,8 @@ func Alltoall[T Element](ctx context.Context, x []T, splits []int,
 	return out, h.Received(), nil
 }
 
-// AlltoallAsync submits an Alltoall and returns its handle without waiting. The handle's Received says how
-// many rows came from each member.
+// AlltoallAsync submits an Alltoall and returns its handle without waiting. The method Received of the handle
+// says how many rows came from each member.
 func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
 	return started(alltoall(x, splits, opts))
 }
@@ -247,7 +249,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		if err := h.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		// a scalar has no rows: the coordinator refuses it at all ranks
+		// A scalar has no rows: the coordinator refuses it for all ranks.
 		if shape := h.slot.entry.Request.Shape; len(shape) > 0 {
 			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err

@@ -15,12 +15,13 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// number is the constraint for element types with arithmetic in Go.
+// number is the constraint for element types that have arithmetic in Go.
 type number interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64
 }
 
-// value returns element i of rank r. It is small, so that sums and products are exact in every type.
+// value returns element i of the tensor of rank r. It is small, so that sums and products are exact in every
+// type.
 func value(i, r int) int { return (7*i + 13*r) % 3 }
 
 func fill[T number](n, r int) []T {
@@ -31,7 +32,7 @@ func fill[T number](n, r int) []T {
 	return x
 }
 
-// reduced returns the expected result of an allreduce of what fill returns, computed without the engine.
+// reduced returns the expected result of an allreduce of the tensors that fill returns for all ranks.
 func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -78,6 +79,7 @@ func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, 
 	}
 }
 
+// TestAllreduce checks each reduction with five element types, from 0 to 65537 elements, in place and not.
 func TestAllreduce(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -100,7 +102,7 @@ func TestAverageAndScaling(t *testing.T) {
 		if err != nil || !slices.Equal(f, []float32{1.5, 10}) {
 			t.Errorf("average of floats: got %v and error %v", f, err)
 		}
-		// Horovod divides integers in float64 and truncates toward zero: -6/4 is -1.
+		// As in Horovod, integers are divided in float64 and truncated toward zero: -6/4 is -1.
 		i, err := hvd.Allreduce(ctx, []int32{int32(-e.Rank()), 7}, hvd.On(e))
 		if err != nil || !slices.Equal(i, []int32{-1, 7}) {
 			t.Errorf("average of integers: got %v and error %v", i, err)
@@ -117,7 +119,7 @@ func TestAllgather(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
-				for round := range 3 { // the second and third come from the cache
+				for round := range 3 { // the second and third round find the name in the cache
 					var want []int32
 					for r := range size {
 						want = append(want, fill[int32](2*r*3, r)...)
@@ -170,7 +172,7 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 		var last atomic.Bool
 		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
 			if e.Rank() == 3 {
-				// Rank 3 is the last to enter the barrier, so the others can only be held back.
+				// Rank 3 enters the barrier last, after the others are known to be in it.
 				for range 3 {
 					<-arrived
 				}
@@ -194,8 +196,8 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 	})
 }
 
-// TestAnyOrder checks the results if each rank submits the same names in a different order, over several
-// steps, under settings that make the negotiation take every path.
+// TestAnyOrder submits the same names in a different order at each rank, over several steps, and checks all
+// results. Its settings exercise the different paths of the negotiation.
 func TestAnyOrder(t *testing.T) {
 	for _, settings := range [][]string{
 		{},
@@ -213,14 +215,14 @@ func TestAnyOrder(t *testing.T) {
 			t.Logf("seed %d", seed)
 			run(t, 4, func(ctx context.Context, e *hvd.Engine) {
 				rng := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
-				shapes := rand.New(rand.NewPCG(seed, 1000)) // the same at all ranks
+				shapes := rand.New(rand.NewPCG(seed, 1000)) // the same seed at all ranks
 				for step := range 8 {
 					const tensors = 20
 					var n [tensors]int
 					for i := range n {
 						n[i] = i
 						if shapes.IntN(10) == 0 {
-							n[i] += step // a changed shape under a cached name
+							n[i] += step // another shape under a cached name
 						}
 					}
 					var handles [tensors]*hvd.Handle[float32]
@@ -252,7 +254,7 @@ func TestAnyOrder(t *testing.T) {
 	}
 }
 
-// TestWaitGivesUp checks that an operation continues after a wait for it has ended with its context.
+// TestWaitGivesUp checks that an operation continues after the context of a Wait for it has ended.
 func TestWaitGivesUp(t *testing.T) {
 	gaveUp := make(chan struct{})
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -288,6 +290,8 @@ func TestWaitGivesUp(t *testing.T) {
 	})
 }
 
+// TestOneRankWithoutEnvironment checks the package-level functions of a program without a launcher: it is
+// rank 0 of 1, and Init, operations and Shutdown work repeatedly.
 func TestOneRankWithoutEnvironment(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
@@ -332,7 +336,8 @@ func TestOneRankWithoutEnvironment(t *testing.T) {
 	hvd.Rank()
 }
 
-// TestConcurrentShutdown checks that a second Shutdown waits for the first, and an Init for both.
+// TestConcurrentShutdown calls Shutdown three times concurrently. None of the calls may return before the
+// engine has ended.
 func TestConcurrentShutdown(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
@@ -358,7 +363,7 @@ func TestConcurrentShutdown(t *testing.T) {
 	}
 }
 
-// TestDone checks that a program without an operation in flight can observe the end of the job.
+// TestDone checks that Done and Err show the end of the job to a program that has no operation in flight.
 func TestDone(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -399,8 +404,8 @@ func TestDone(t *testing.T) {
 	})
 }
 
-// TestShutdownWithPendingRequests checks that an operation that a rank did not submit before its shutdown,
-// and every later one, ends with an error that names this rank, at all ranks that wait for it.
+// TestShutdownWithPendingRequests shuts down rank 0 while the other ranks wait for an operation that rank 0
+// has not submitted. That operation and every later one must fail with an error that names rank 0.
 func TestShutdownWithPendingRequests(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		kv := store.NewHashStore(store.Limits{})
@@ -439,13 +444,15 @@ func TestShutdownWithPendingRequests(t *testing.T) {
 	})
 }
 
-// isShutDown reports whether err says that these ranks have shut down while others wait for them.
+// isShutDown reports whether err says that exactly these ranks have shut down while others waited for them.
 func isShutDown(err error, ranks ...int) bool {
 	var peer *hvd.PeerError
 	return errors.As(err, &peer) && peer.ShutDown && slices.Equal(peer.Ranks, ranks) &&
 		errors.Is(err, hvd.ErrShutDown)
 }
 
+// TestInitAgainAndAgain forms ten epochs with the same three ranks. Each epoch must have a greater number
+// than the one before, the same at all ranks.
 func TestInitAgainAndAgain(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -476,13 +483,13 @@ func TestInitAgainAndAgain(t *testing.T) {
 	})
 }
 
-// TestPlace checks that local and cross ranks follow from the hosts unless the environment gives them.
+// TestPlace checks that gohvd derives local and cross ranks from the host names unless settings give them.
 func TestPlace(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
-	hosts := []string{"a", "a", "b"} // not equally many on both
+	hosts := []string{"a", "a", "b"} // two ranks on one host, one on the other
 	want := [][6]int{{0, 3, 0, 2, 0, 2}, {1, 3, 1, 2, 0, 1}, {2, 3, 7, 8, 5, 6}}
 	ranks(3, func(r int) {
 		opts := append(place(kv, r, 3), hvd.WithSetting("HOROVOD_HOSTNAME", hosts[r]))
@@ -498,7 +505,7 @@ func TestPlace(t *testing.T) {
 		}
 		if got := [6]int{e.Rank(), e.Size(), e.LocalRank(), e.LocalSize(), e.CrossRank(),
 			e.CrossSize()}; got != want[r] {
-			t.Errorf("rank %d stands at %v, want %v", r, got, want[r])
+			t.Errorf("rank %d is at %v, want %v", r, got, want[r])
 		}
 		if e.IsHomogeneous() {
 			t.Errorf("rank %d: hosts %q are homogeneous", r, hosts)
@@ -509,7 +516,7 @@ func TestPlace(t *testing.T) {
 	})
 }
 
-// TestInitFailsOnBothSides checks that two ranks with different sizes of the job both get an error.
+// TestInitFailsOnBothSides starts two ranks that give different sizes of the job. Both must get an error.
 func TestInitFailsOnBothSides(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

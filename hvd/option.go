@@ -9,18 +9,18 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Element is the constraint on element types: integers of 8 to 64 bits (except uint32 and uint64), float32,
-// float64, bool, types whose underlying type is one of these, Float16 and BFloat16.
+// Element is the constraint on element types: integers of 8 to 64 bits except uint32 and uint64, float32,
+// float64, bool, and types whose underlying type is one of these. Float16 and BFloat16 are elements too.
 type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | Float16 | BFloat16
 }
 
-// Float16 is an IEEE 754 floating-point number of 16 bits. Go has no arithmetic for it: convert with
+// Float16 is an IEEE 754 floating-point number of 16 bits. Go has no arithmetic for it: convert it with
 // Float16FromFloat32 and the method Float32.
 type Float16 = half.Float16
 
-// BFloat16 is a floating-point number of 16 bits with the exponent of a float32 and 8 bits of precision. Go
-// has no arithmetic for it: convert with BFloat16FromFloat32 and the method Float32.
+// BFloat16 is a floating-point number of 16 bits. It has the exponent of a float32 and 8 bits of precision.
+// Go has no arithmetic for it: convert it with BFloat16FromFloat32 and the method Float32.
 type BFloat16 = half.BFloat16
 
 // Float16FromFloat32 rounds f to the nearest Float16, ties to even. Values that are too large become
@@ -30,7 +30,7 @@ func Float16FromFloat32(f float32) Float16 { return half.Float16FromFloat32(f) }
 // BFloat16FromFloat32 rounds f to the nearest BFloat16, ties to even.
 func BFloat16FromFloat32(f float32) BFloat16 { return half.BFloat16FromFloat32(f) }
 
-// ReduceOp is a reduction: how the elements of all ranks become one.
+// ReduceOp is a reduction: it says how the elements of all ranks are combined into one.
 type ReduceOp uint8
 
 // String returns the name of op, such as "sum".
@@ -42,9 +42,11 @@ const (
 	Average = ReduceOp(tensor.Average)
 	// Sum is the sum of the elements.
 	Sum = ReduceOp(tensor.Sum)
-	// Min is the smallest element, or NaN if any rank's element is NaN. For bools it is true if all are.
+	// Min is the smallest element, or NaN if any rank's element is NaN. For bools it is true if all elements
+	// are.
 	Min = ReduceOp(tensor.Min)
-	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any is.
+	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any element
+	// is.
 	Max = ReduceOp(tensor.Max)
 	// Product is the product of the elements.
 	Product = ReduceOp(tensor.Product)
@@ -57,7 +59,7 @@ const (
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
-// An Option changes one operation. An option that does not apply to the operation makes the call fail with a
+// An Option changes one operation. If an option does not apply to the operation, the call fails with a
 // *UsageError.
 type Option struct {
 	kind     rank.Option
@@ -71,55 +73,58 @@ type Option struct {
 	set      *ProcessSet
 }
 
-// Name names the tensor. The default is a generated name, "<operation>.noname.<n>". The name is in use until
-// the program has observed that the operation is done (see the package comment).
+// Name gives the tensor a name. The default is a generated name, "<operation>.noname.<n>". The name is in use
+// until the program has observed that the operation is done (see the package comment).
 func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 
 // Op chooses the reduction of an allreduce or reducescatter. The default is Average.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
-// InPlace makes the result overwrite the argument, which saves memory and mostly a copy. The argument of an
-// allgather has room for the rows of all ranks, the same number for each, with the rows of this rank in their
-// place. A reducescatter uses all of the argument as working memory and returns the part of this rank. An
-// alltoall must receive as many rows as it sends.
+// InPlace makes the result overwrite the argument, which saves memory and mostly also a copy. The argument of
+// an allgather must have room for the rows of all ranks, the same number for each rank, with the rows of this
+// rank at their place in rank order. A reducescatter uses the whole argument as working memory and returns
+// the slice of it that is the part of this rank. An alltoall must receive as many rows as it sends.
 func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
-// Shape sets the dimensions of the argument; their product is its length. The default is one dimension. All
-// ranks must give the same shape, except for the first dimension of an allgather or alltoall.
+// Shape sets the dimensions of the argument. Their product must be the length of the argument. The default is
+// one dimension. All ranks must give the same shape, except for the first dimension of an allgather or
+// alltoall.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
 // Shapes sets the dimensions of each tensor of a group, as Shape does for one.
 func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
 
-// Prescale multiplies the argument by f before the reduction, in float32 for float32 and the 16-bit types,
-// else in float64 and truncated toward zero for integers. The default is 1.
+// Prescale multiplies the argument by f before the reduction. It computes in float32 for float32 and the
+// 16-bit floats, and in float64 for other types. The product is truncated toward zero for integers. The
+// default is 1.
 func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: f} }
 
-// Postscale multiplies the result by f. An average of n ranks multiplies the sum by f/n, once. The default is
-// 1.
+// Postscale multiplies the result by f. If the reduction is an average over n ranks, the sum is multiplied
+// once, by f/n. The default is 1.
 func Postscale(f float64) Option { return Option{kind: rank.OptPostscale, factor: f} }
 
-// CompressFP16 sends an allreduce of float32 or float64 as float16: half or a quarter of the bytes, 11 bits
-// of precision, values up to 65504. The argument is scaled and rounded once; sums are formed in float32 and
-// rounded once.
+// CompressFP16 sends the elements of a float32 or float64 allreduce as float16. That is half or a quarter of
+// the bytes, with 11 bits of precision and values up to 65504. The argument is scaled, then rounded once.
+// Sums are formed in float32 and rounded once.
 func CompressFP16() Option { return Option{kind: rank.OptCompress, wire: tensor.Float16} }
 
-// CompressBF16 sends an allreduce of float32 or float64 as bfloat16: half or a quarter of the bytes, 8 bits
-// of precision, the range of float32.
+// CompressBF16 sends the elements of a float32 or float64 allreduce as bfloat16. That is half or a quarter of
+// the bytes, with 8 bits of precision and the range of float32.
 func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.BFloat16} }
 
-// ErrorFeedback adds the rounding error of a compressed argument to the next argument with the same name,
+// ErrorFeedback adds the rounding error of a compressed argument to the next argument that has the same name,
 // type and length at this rank. It applies to sums and averages of tensors with a name. The rounding error of
-// the sum is not compensated. The engine keeps as many bytes as the tensor has for each name, until Shutdown.
+// the sum is not compensated. For each name, the engine keeps as many bytes as the tensor has, until
+// Shutdown.
 func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 
-// Empty makes a joined rank take part with an empty tensor in allgather, broadcast, alltoall and
-// reducescatter, which otherwise fail while a rank has joined.
+// Empty makes joined ranks take part in an allgather, broadcast, alltoall or reducescatter with an empty
+// tensor. Without this option such an operation fails while a rank has joined.
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
-// Timeout bounds the time that the operation may take. If it takes longer the job fails at all ranks with a
-// *PeerError, because no rank can distinguish a late rank from one that will never submit. The default is
-// HVD_OPERATION_TIMEOUT_SECONDS, and none for Join.
+// Timeout bounds the time that the operation may take. If the operation takes longer, the job fails at all
+// ranks with a *PeerError, because no rank can distinguish a late rank from one that will never submit. The
+// default is HVD_OPERATION_TIMEOUT_SECONDS, and no bound for Join.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
 // Over runs the operation among the members of set. The default is all ranks.
@@ -128,19 +133,19 @@ func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} 
 // On runs the operation on e. The default is the engine that Init started.
 func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 
-// call is an operation as its options describe it.
+// call is an operation with the options that the program gave it.
 type call struct {
 	rank.Call
 	engine *Engine
-	over   *ProcessSet // the argument of Over; nil if the option is not given
-	shapes [][]int     // nil gives every tensor one dimension
+	over   *ProcessSet // the argument of Over, or nil if the option is not given
+	shapes [][]int     // if nil, every tensor has one dimension
 }
 
 // prepare applies the options of an operation on elements of type dt.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
-		if opts[i].kind == rank.OptName { // first, because every error names the tensor
+		if opts[i].kind == rank.OptName { // before the other options, because every error names the tensor
 			c.Name = opts[i].text
 		}
 	}
@@ -152,13 +157,13 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c c
 	if err := c.locate(); err != nil {
 		return c, err
 	}
-	c.Hold = c.Name != "" // a generated name is never used twice, so it needs no hold
+	c.Hold = c.Name != "" // a generated name is never used twice, so it need not be held
 	err = c.Check()
 	return c, err
 }
 
 func (c *call) take(o *Option, group bool) error {
-	// A group takes one shape for each of its tensors.
+	// A group needs one shape for each of its tensors, so it takes Shapes. A single tensor takes Shape.
 	what, instead := "group", rank.OptShapes
 	if !group {
 		what, instead = "single tensor", rank.OptShape
@@ -221,7 +226,8 @@ func (c *call) locate() error {
 	return nil
 }
 
-// shape returns the shape that was given for tensor i, which has numElems elements.
+// shape returns the shape that the program gave for tensor i. It fails if tensor i, which has numElems
+// elements, does not have that shape.
 func (c *call) shape(i, numElems int) (tensor.Shape, error) {
 	s := make(tensor.Shape, len(c.shapes[i]))
 	for d, n := range c.shapes[i] {

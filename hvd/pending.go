@@ -12,15 +12,15 @@ import (
 type Pending interface {
 	// Name returns the name of the tensor or group.
 	Name() string
-	// Poll reports whether the operation is done. If so, its name is free from then on.
+	// Poll reports whether the operation is done. If it is, its name is free from then on.
 	Poll() bool
 	// Done returns a channel that is closed when the operation is done. Its name is free from then on.
 	Done() <-chan struct{}
 }
 
 // PendingError is the error of a wait whose context ended before the operation was done. The request is not
-// withdrawn: the operation goes on, its slices stay in use until it is done, and its name until the program
-// has observed that through Handle.
+// withdrawn and the operation goes on. Its slices stay in use until it is done. Its name stays in use until
+// the program has observed through Handle that it is done.
 //
 //	sum, err := hvd.Allreduce(ctx, x, hvd.Name("gradient"))
 //	var late *hvd.PendingError
@@ -31,8 +31,8 @@ type Pending interface {
 type PendingError struct {
 	// Op is the operation, such as "allreduce". Tensor is its name.
 	Op, Tensor string
-	// Handle is the handle that the asynchronous form of the call would have returned. For a change of the
-	// process sets it has no result; ProcessSets returns the sets.
+	// Handle is the handle that the asynchronous form of the call would have returned. If the operation is a
+	// change of the process sets, the handle has no result: call ProcessSets to see the sets.
 	Handle Pending
 	// Err is the error of the context, with its cause.
 	Err error
@@ -44,15 +44,15 @@ func (e *PendingError) Error() string {
 
 func (e *PendingError) Unwrap() error { return e.Err }
 
-// abandonedWaits holds the waits of a rank whose contexts ended while their operations were not done. They
-// may be the reason for the end of the job: other ranks wait for a rank that has given up.
+// abandonedWaits holds the waits of a rank whose contexts ended before their operations were done. They may
+// be the reason why the job ends, because other ranks wait for a rank that has given up.
 type abandonedWaits struct {
 	mu   sync.Mutex
 	ops  []*operation
 	errs []*PendingError
 }
 
-// add records that a wait for o ended with p. Only the first of an operation counts.
+// add records that a wait for o ended with p. It records only the first such wait for each operation.
 func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	if o.flags.Or(gaveUp)&gaveUp != 0 {
 		return
@@ -74,7 +74,8 @@ func (a *abandonedWaits) remove(o *operation) {
 	}
 }
 
-// explain adds, to an error that says that the job is over, what this rank had given up waiting for.
+// explain returns err. If err says that the job is over, explain adds what this rank had given up waiting
+// for.
 func (a *abandonedWaits) explain(err error) error {
 	if !jobOver(err) {
 		return err
@@ -86,8 +87,8 @@ func (a *abandonedWaits) explain(err error) error {
 	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
 }
 
-// describe returns a clause without a subject that says what this rank has given up waiting for, or "" if
-// nothing.
+// describe returns what this rank has given up waiting for, as a clause without a subject such as "gave up
+// waiting for allreduce ...". It returns "" if this rank has not given up a wait.
 func (a *abandonedWaits) describe() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -97,7 +98,7 @@ func (a *abandonedWaits) describe() string {
 	first := a.errs[0]
 	text := fmt.Sprintf("gave up waiting for %s %q (%v)", first.Op, first.Tensor, first.Err)
 	if more := len(a.errs) - 1; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
+		text += fmt.Sprintf(" and for %d other operations", more)
 	}
 	return text
 }
@@ -107,7 +108,7 @@ func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
-// afterTimeoutError is the error for the end of the job at a rank whose own timeout came earlier.
+// afterTimeoutError says that the job is over at a rank that had given up a wait before that.
 type afterTimeoutError struct {
 	text string
 	err  error

@@ -13,7 +13,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// compressions are the options for compression, each with the distance from 1 to the next larger number.
+// compressions holds the options for compression. ulp is the distance from 1 to the next larger number of the
+// 16-bit type.
 var compressions = []struct {
 	title  string
 	option hvd.Option
@@ -23,8 +24,8 @@ var compressions = []struct {
 	{"bf16", hvd.CompressBF16(), 1.0 / 128},
 }
 
-// TestCompression checks that numbers that a 16-bit float can represent are unchanged, and that other numbers
-// are rounded once before the sum and the sum once.
+// TestCompression checks that numbers that a 16-bit float can represent are sent unchanged. Each other number
+// must be rounded once before the reduction, and the result once.
 func TestCompression(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for _, c := range compressions {
@@ -45,10 +46,11 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 	}{
 		{"exact", []T{1, -2, 0.5, 0}, nil, []T{n, -2 * n, n / 2, 0}},
 		{"empty", []T{}, nil, []T{}},
-		// Rounding removes a quarter of the distance to the next 16-bit float.
+		// The argument is off by less than half of the distance between two 16-bit floats, so rounding
+		// removes it.
 		{"rounded", []T{1 + T(ulp)/4}, nil, []T{n}},
 		{"rounded up", []T{1 + T(ulp)*3/4}, []hvd.Option{hvd.Op(hvd.Max)}, []T{1 + T(ulp)}},
-		// The scale is applied to the argument before it is rounded, and to the result after that.
+		// The argument is scaled before it is rounded, and the result after it is rounded.
 		{"prescale", []T{1 + T(ulp)/4}, []hvd.Option{hvd.Op(hvd.Max), hvd.Prescale(4)}, []T{4}},
 		{"postscale", []T{1}, []hvd.Option{hvd.Op(hvd.Max), hvd.Postscale(1 + ulp/4)}, []T{1 + T(ulp)/4}},
 		{"average", []T{1 + T(e.Rank())}, []hvd.Option{hvd.Op(hvd.Average)}, []T{(n + 1) / 2}},
@@ -75,8 +77,8 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 	}
 }
 
-// TestCompressionBesideOthers checks that tensors without compression and with different compressions can be
-// in flight together.
+// TestCompressionBesideOthers checks the results of tensors that are in flight together, without compression
+// and with different compressions.
 func TestCompressionBesideOthers(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const x = 1 + 1.0/16384
@@ -107,14 +109,15 @@ func TestCompressionBesideOthers(t *testing.T) {
 	})
 }
 
-// TestErrorFeedback checks that with error feedback the mean of many reductions approaches the exact value
-// with their number, and that without it the error stays that of the first.
+// TestErrorFeedback averages the results of 256 reductions of the same tensor. With error feedback the error
+// of the mean must be small, in proportion to 1/256. Without it the mean must keep the error of the first
+// result.
 func TestErrorFeedback(t *testing.T) {
 	for _, c := range compressions {
 		t.Run(c.title, func(t *testing.T) {
 			run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 				const rounds = 256
-				// both ranks have the same, so that their sum rounds nothing
+				// Both ranks have the same numbers, so that their average is not rounded again.
 				rng := rand.New(rand.NewPCG(3, 4))
 				x := make([]float64, 50)
 				for i := range x {
@@ -155,7 +158,7 @@ func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float
 }
 
 // TestErrorFeedbackForgets checks that a rounding error is fed back only to a tensor of the same name and
-// length, and that an infinite error is dropped.
+// length, and that an infinite or NaN error is dropped.
 func TestErrorFeedbackForgets(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		const ulp = 1.0 / 1024
@@ -173,12 +176,12 @@ func TestErrorFeedbackForgets(t *testing.T) {
 			x, want []float32
 		}{
 			{"x", []float32{third}, []float32{1}},
-			{"y", []float32{third}, []float32{1}},             // of another name
-			{"x", []float32{third}, []float32{1 + ulp}},       // of both
-			{"x", []float32{third, 1}, []float32{1, 1}},       // of another length: from the start
-			{"x", []float32{third, 1}, []float32{1 + ulp, 1}}, // again of both
+			{"y", []float32{third}, []float32{1}},             // another name: nothing is fed back
+			{"x", []float32{third}, []float32{1 + ulp}},       // the errors of both steps add up
+			{"x", []float32{third, 1}, []float32{1, 1}},       // another length: starts again
+			{"x", []float32{third, 1}, []float32{1 + ulp, 1}}, // the errors of both steps add up
 			{"z", []float32{1e6}, []float32{float32(math.Inf(1))}},
-			{"z", []float32{2}, []float32{2}}, // the loss was infinite
+			{"z", []float32{2}, []float32{2}}, // the error was infinite, so it was dropped
 			{"z", []float32{float32(math.NaN())}, nil},
 			{"z", []float32{2}, []float32{2}},
 		} {
@@ -191,7 +194,7 @@ func TestErrorFeedbackForgets(t *testing.T) {
 	})
 }
 
-// plus returns the adaptive sum of two vectors, by the formula of the paper.
+// plus returns the adaptive sum of two vectors, computed by the formula in the paper.
 func plus(a, b []float64) []float64 {
 	var ab, aa, bb float64
 	for i := range a {
@@ -211,8 +214,9 @@ func plus(a, b []float64) []float64 {
 	return sum
 }
 
-// TestAdasum checks the adaptive sum for any number of ranks, tensor by tensor, whatever is fused. With three
-// ranks, rank 2 sends its vector to rank 0 first.
+// TestAdasum checks that Adasum reduces each tensor separately, also if tensors are fused, and that all ranks
+// get the same bits. With three ranks, rank 2 first sends its vector to rank 0, so the vectors of these two
+// are combined first.
 func TestAdasum(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HVD_DETERMINISTIC", "1"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
@@ -250,7 +254,7 @@ func TestAdasum(t *testing.T) {
 					}
 					checkSameBits(ctx, t, e, got, fmt.Sprint("x", tensor))
 				}
-				// Adasum adds orthogonal vectors and averages parallel ones.
+				// Adasum adds orthogonal vectors and averages parallel vectors.
 				x := make([]float32, 3)
 				x[e.Rank()] = float32(e.Rank() + 1)
 				if got, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Adasum), hvd.On(e)); err != nil ||
@@ -283,8 +287,8 @@ func checkSameBits(ctx context.Context, t *testing.T, e *hvd.Engine, x []float64
 	}
 }
 
-// TestDeterministic checks that with HVD_DETERMINISTIC sums are formed in the order of the ranks, whatever
-// was fused, however buffers were cut and whichever rank came first.
+// TestDeterministic checks that with HVD_DETERMINISTIC sums are formed in the order of the ranks. The result
+// must not depend on what is fused, how buffers are divided, or which rank submits first.
 func TestDeterministic(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_FUSION_THRESHOLD", "0"},
 		{"HOROVOD_FUSION_THRESHOLD", "3000"}, {"HVD_NEGOTIATION", "lockstep"}} {
@@ -321,7 +325,7 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// rough returns numbers whose sum depends on the order of the additions.
+// rough returns numbers whose floating-point sum depends on the order of the additions.
 func rough(rank, tensor int) []float32 {
 	rng := rand.New(rand.NewPCG(uint64(rank), uint64(tensor)))
 	x := make([]float32, 100*tensor+1)
@@ -331,12 +335,12 @@ func rough(rank, tensor int) []float32 {
 	return x
 }
 
-// TestErrorFeedbackFollowsTheTensor checks that the rounding error is kept in the unit of the tensor, before
-// scaling, and separately for each type.
+// TestErrorFeedbackFollowsTheTensor checks that the rounding error is kept in the unit of the unscaled
+// tensor, and separately for each type.
 func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
-		// The bfloat16 nearest to 4104 is 4096, and the next larger is 4128, so each rounding loses 8.
+		// The nearest bfloat16 to 4104 is 4096 and the next larger one is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
 			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"),
@@ -348,7 +352,8 @@ func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 			total += got[0]
 		}
 		if want := float32(5 * 4104); total < want-16 || total > want+16 {
-			t.Errorf("rank %d: five times 4104 is %v, want %v or 16 more or less", e.Rank(), total, want)
+			t.Errorf("rank %d: five times 4104 is %v, want %v with an error of at most 16", e.Rank(),
+				total, want)
 		}
 		if _, err := hvd.Allreduce(ctx, []float32{4104, 4104},
 			append(feed, hvd.Name("typed"))...); err != nil {

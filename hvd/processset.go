@@ -10,18 +10,19 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ProcessSet is a set of ranks among which operations run when Over is given. Each set negotiates, fuses and
-// executes by itself, so a set that waits or works delays no other. All methods are safe for concurrent use.
+// ProcessSet is a set of ranks among which operations run if Over is given. Each set negotiates, fuses and
+// executes independently, so a set that waits or works does not delay another. All methods are safe for
+// concurrent use.
 type ProcessSet struct {
 	engine *Engine
 	set    *rank.Set
 }
 
 // ID returns the number of the set: 0 for the set of all ranks, then 1, 2, ... in the order in which sets
-// were added. It is the same at all ranks and, unlike in Horovod, never reused.
+// were added. The number is the same at all ranks. Unlike in Horovod it is never reused.
 func (p *ProcessSet) ID() int { return int(p.set.ID) }
 
-// Ranks returns the members in ascending order.
+// Ranks returns the ranks of the members in ascending order.
 func (p *ProcessSet) Ranks() []int {
 	ranks := make([]int, len(p.set.Ranks))
 	for i, r := range p.set.Ranks {
@@ -39,10 +40,10 @@ func (p *ProcessSet) Rank() int { return p.set.Me }
 // Included reports whether this rank is a member.
 func (p *ProcessSet) Included() bool { return p.set.Me >= 0 }
 
-// String returns a text such as "process set 2 of ranks [0 3]".
+// String returns a description such as "process set 2 of ranks [0 3]".
 func (p *ProcessSet) String() string { return p.set.String() }
 
-// setOf returns the ProcessSet of s, which is always the same one.
+// setOf returns the ProcessSet for s. Every call for the same s returns the same ProcessSet.
 func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 	p, ok := e.sets.Load(s)
 	if !ok {
@@ -51,8 +52,8 @@ func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 	return p.(*ProcessSet)
 }
 
-// ProcessSets returns the process sets that exist, in the order of their IDs, including those without this
-// rank. The first is the set of all ranks.
+// ProcessSets returns the process sets that exist, in the order of their IDs, including sets that this rank
+// is not in. The first is the set of all ranks.
 func (e *Engine) ProcessSets() []*ProcessSet {
 	sets := e.rank.Sets()
 	all := make([]*ProcessSet, len(sets))
@@ -73,9 +74,10 @@ func GlobalProcessSet() *ProcessSet {
 	return e.setOf(e.rank.Global)
 }
 
-// AddProcessSet makes a process set of the given ranks, in any order. All ranks of the job must call it with
-// the same ranks, including ranks that will not be members; it returns when all have. A rank adds one set at
-// a time: a second call in the meantime fails with a *DuplicateNameError. The options On and Timeout apply.
+// AddProcessSet makes a process set of the given ranks, which may be in any order. All ranks of the job must
+// call it with the same ranks, including ranks that will not be members. It returns when all have called it.
+// A rank adds one set at a time: a second call before the first returns fails with a *DuplicateNameError. The
+// options On and Timeout apply.
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {
@@ -88,9 +90,9 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 	return c.engine.setOf(ch.Set), nil
 }
 
-// RemoveProcessSet removes a process set. All ranks of the job must call it; it returns when all have.
-// Operations that were granted in the set finish, and those that still wait fail with ErrNoProcessSet. The
-// option Timeout applies.
+// RemoveProcessSet removes a process set. All ranks of the job must call it. It returns when all have called
+// it. Operations of the set that were granted finish. Operations that still wait fail with ErrNoProcessSet.
+// The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}
@@ -107,7 +109,7 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	return err
 }
 
-// change requests a change of the process sets with ask and waits for it.
+// change calls ask to request a change of the process sets, and waits until the change is done.
 func (c *call) change(ctx context.Context,
 	ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c.Hold = true

@@ -13,8 +13,9 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// TestStaticProcessSets checks process sets that Init makes, which may overlap and may lack rank 0. All
-// operations run on all of them at once under the same names.
+// TestStaticProcessSets makes process sets at Init, some of which overlap and some of which do not contain
+// rank
+// 0. It runs all operations on all sets at the same time, with the same names.
 func TestStaticProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		given := [][]int{{3, 1}, {0, 2}, {3, 2, 1}, {2}}
@@ -31,7 +32,7 @@ func TestStaticProcessSets(t *testing.T) {
 			ranks(len(sets), func(i int) {
 				if sets[i].Included() {
 					checkAll(ctx, t, sets[i], numbers[int32](), "")
-					checkAll(ctx, t, sets[i], numbers[int32](), "") // cached
+					checkAll(ctx, t, sets[i], numbers[int32](), "") // now cached
 				}
 			})
 		}, mode...)
@@ -51,7 +52,8 @@ func checkSet(t *testing.T, e *hvd.Engine, set *hvd.ProcessSet, id int, members 
 	}
 }
 
-// TestProcessSetsAreIndependent checks that a process set that waits for a member delays no other.
+// TestProcessSetsAreIndependent checks that operations on other process sets run while one process set waits
+// for a member.
 func TestProcessSetsAreIndependent(t *testing.T) {
 	runSets(t, 3, [][]int{{0, 1}, {1, 2}}, func(ctx context.Context, e *hvd.Engine) {
 		sets := e.ProcessSets()
@@ -88,8 +90,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	})
 }
 
-// TestDynamicProcessSets checks that process sets can be added and removed while the job runs. IDs are never
-// reused, and are the same at all ranks, also at those that are not members.
+// TestDynamicProcessSets adds and removes process sets while the job runs. Their IDs must never be reused,
+// and must be the same at all ranks, including ranks that are not members.
 func TestDynamicProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		runSets(t, 4, [][]int{{1, 2}}, func(ctx context.Context, e *hvd.Engine) {
@@ -115,7 +117,7 @@ func TestDynamicProcessSets(t *testing.T) {
 				}
 				id++
 			}
-			// A set that Init made can be removed, and added again under another ID.
+			// A process set that Init made can be removed, and added again. It gets a new ID.
 			static := e.ProcessSets()[1]
 			if err := hvd.RemoveProcessSet(ctx, static); err != nil {
 				t.Errorf("rank %d: %v", e.Rank(), err)
@@ -129,8 +131,8 @@ func TestDynamicProcessSets(t *testing.T) {
 	})
 }
 
-// TestRemovalAnswersWhatWaits checks that operations that wait in a process set when it is removed, and later
-// ones, fail with ErrNoProcessSet, and that operations that all members have submitted are done.
+// TestRemovalAnswersWhatWaits removes a process set in which operations wait for a member. These operations
+// and later ones must fail with ErrNoProcessSet. The same ranks can then form a new set.
 func TestRemovalAnswersWhatWaits(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
@@ -188,8 +190,8 @@ func TestRemovalAnswersWhatWaits(t *testing.T) {
 	})
 }
 
-// TestRemovalCrossesWork checks that an operation submitted around the removal of its process set is done at
-// all members or at none.
+// TestRemovalCrossesWork submits operations just before the removal of their process set. Each operation must
+// succeed at all members, or fail at all members with ErrNoProcessSet.
 func TestRemovalCrossesWork(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		const rounds, tensors = 20, 10
@@ -234,7 +236,7 @@ func TestRemovalCrossesWork(t *testing.T) {
 	})
 }
 
-// TestManyProcessSets checks that removed process sets leave no files open.
+// TestManyProcessSets adds and removes 200 process sets. The removed ones must leave no files open.
 func TestManyProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		const rounds = 200
@@ -268,8 +270,8 @@ func TestManyProcessSets(t *testing.T) {
 			if len(e.ProcessSets()) != 1 {
 				t.Errorf("rank %d: %v are left", e.Rank(), e.ProcessSets())
 			}
-			// The peer may close its end of a connection a little later. The slack allows for connections
-			// that were being established at round 20.
+			// A peer may close its end of a connection later, so the check is repeated. The slack of 12 files
+			// allows for connections that were being established when round 20 was counted.
 			eventually(ctx, t, func() error {
 				if now := openFiles(t); now > before+12 {
 					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds,
@@ -281,7 +283,7 @@ func TestManyProcessSets(t *testing.T) {
 	})
 }
 
-// openFiles returns the number of file descriptors of this process.
+// openFiles returns the number of open file descriptors of this process.
 func openFiles(t *testing.T) int {
 	t.Helper()
 	files, err := os.ReadDir("/proc/self/fd")
@@ -291,8 +293,8 @@ func openFiles(t *testing.T) int {
 	return len(files)
 }
 
-// eventually waits until wrong returns nil, and fails the test if it still returns an error after a quarter
-// of the deadline.
+// eventually calls wrong until it returns nil. It fails the test if wrong still returns an error after a
+// quarter of the deadline.
 func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, deadline/4)
@@ -313,8 +315,8 @@ func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	}
 }
 
-// TestAddProcessSetGivesUp checks that a rank whose wait for a process set ends with its context does not
-// withdraw its request.
+// TestAddProcessSetGivesUp ends the context of AddProcessSet at rank 0. The request must not be withdrawn:
+// both ranks must have the process set when rank 1 has asked for it too.
 func TestAddProcessSetGivesUp(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -348,8 +350,8 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 	}
 }
 
-// TestLockstepWithALargeCache checks that the bit vectors of all process sets, which travel together in
-// lock-step, may be large.
+// TestLockstepWithALargeCache checks that lock-step works with a cache of 2^20 entries. In lock-step the bit
+// vectors of all process sets travel together, so they are large then.
 func TestLockstepWithALargeCache(t *testing.T) {
 	runSets(t, 2, [][]int{{0}}, func(ctx context.Context, e *hvd.Engine) {
 		if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("a"), hvd.On(e)); err != nil {

@@ -14,16 +14,16 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// refusal is a call that a rank should not make. The error's text is `hvd: <op> "<tensor>": <want>`.
+// refusal is a call that a rank must refuse. The text of the error is `hvd: <op> "<tensor>": <want>`.
 type refusal struct {
 	title string
 	op    string
 	do    func(name hvd.Option) error
-	is    error // among the causes, if not nil
+	is    error // an error that must be among the causes, or nil
 	want  string
 }
 
-// world holds the engine and the process sets that the calls of a rank refer to.
+// world holds the engine and the process sets that the calls of one rank use.
 type world struct {
 	ctx     context.Context
 	e       *hvd.Engine
@@ -43,7 +43,7 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over returns the calls of all operations on a set that refuses them.
+// over returns a call of each operation on set. set refuses all of them, with an error that contains want.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },
@@ -74,7 +74,7 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 	}
 }
 
-// beforeEnqueue returns calls that violate the checks that Horovod makes before it queues a tensor.
+// beforeEnqueue returns calls that violate the checks that Horovod, too, makes before it queues a tensor.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
 	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
@@ -218,8 +218,8 @@ func (w *world) ofOptions() []refusal {
 	}
 }
 
-// TestRefused checks that a wrong call of one rank fails at once, only at that rank: its name stays free, and
-// the job goes on.
+// TestRefused makes wrong calls at one rank. Each must fail at once, only at that rank. Its name must stay
+// free and the job must go on.
 func TestRefused(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		last := e.Size() - 1
@@ -255,7 +255,7 @@ func TestRefused(t *testing.T) {
 		for i := range int(n[0]) {
 			checkUsable(ctx, t, e.ProcessSets()[0], fmt.Sprint("refused ", i))
 		}
-		// A refused call does not count as an unnamed call, so unnamed calls still match.
+		// A refused call does not count as an unnamed call, so the next unnamed calls still match.
 		if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.On(e)); err != nil ||
 			got[0] != int32(e.Size()) {
 			t.Errorf("unnamed: got %v and error %v", got, err)
@@ -280,8 +280,7 @@ func checkRefusal(t *testing.T, c refusal, tensor string) {
 	}
 }
 
-// TestRefusedNames checks that invalid names are refused, and that the error of a call without a name shows
-// none.
+// TestRefusedNames checks that invalid names are refused. If a call has no name, its error must not show one.
 func TestRefusedNames(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		for _, c := range []struct {
@@ -299,7 +298,8 @@ func TestRefusedNames(t *testing.T) {
 				t.Errorf("got error %v, want a UsageError with %q", err, c.want)
 			}
 		}
-		// The tensors of a group have longer names.
+		// The names of a group's tensors are longer than the name of the group, by up to as many bytes as
+		// "_10of10" has.
 		const group = 4096 - len("_10of10") + 1
 		for _, more := range []int{0, 1} {
 			opts := []hvd.Option{hvd.Name(strings.Repeat("n", group-1+more)), hvd.On(e)}
@@ -316,7 +316,8 @@ func TestRefusedNames(t *testing.T) {
 	})
 }
 
-// TestDuplicateName checks that a name is refused only while an operation with that name is in flight.
+// TestDuplicateName checks that a second operation of a name is refused while the first is in flight, and
+// that the name works again afterwards.
 func TestDuplicateName(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -360,8 +361,8 @@ func wantDuplicate(t *testing.T, err error, prefix, tensor string) {
 	}
 }
 
-// TestDuplicateNameInAGroup checks that a group is refused as a whole if the name of one of its tensors is in
-// use, unlike in Horovod: its other names are free.
+// TestDuplicateNameInAGroup submits a group while the name of one of its tensors is in use. Unlike in
+// Horovod, the whole group must be refused, and the other names must stay free.
 func TestDuplicateNameInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -376,7 +377,7 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 				}
 				_, err = hvd.GroupedAllgatherAsync(xs, hvd.Name("g"), hvd.On(e))
 				wantDuplicate(t, err, "hvd: allgather ", tensor)
-				// The refused group neither ended nor submitted its other tensors: their names work.
+				// The refused group has not submitted its other tensors, so their names are free.
 				for i := range xs {
 					if i+1 != taken {
 						checkUsable(ctx, t, global, fmt.Sprintf("g_%dof3", i+1))
@@ -404,7 +405,8 @@ func TestDuplicateNameInAGroup(t *testing.T) {
 	})
 }
 
-// TestDuplicateNameOfAGroup checks that an allreduce of a group has only one name, that of the group.
+// TestDuplicateNameOfAGroup checks that an allreduce of a group uses only the name of the group, not a name
+// for each tensor.
 func TestDuplicateNameOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		xs := [][]int32{{1}, {2, 3}}
@@ -423,7 +425,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 			_, err = hvd.AllreduceAsync([]int32{1}, hvd.Name("g"), hvd.On(e))
 			wantDuplicate(t, err, "hvd: allreduce ", "g")
 		}
-		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // the allreduce of the group does not use this name
+		checkUsable(ctx, t, e.ProcessSets()[0], "g_1of2") // the group does not use this name
 		if e.Rank() != 0 {
 			var err error
 			if first, err = group(); err != nil {
@@ -439,7 +441,7 @@ func TestDuplicateNameOfAGroup(t *testing.T) {
 	})
 }
 
-// add adds a process set at this rank.
+// add adds a process set and fails the test on an error.
 func add(ctx context.Context, t *testing.T, e *hvd.Engine, members ...int) *hvd.ProcessSet {
 	t.Helper()
 	set, err := hvd.AddProcessSet(ctx, members, hvd.On(e))
@@ -449,7 +451,7 @@ func add(ctx context.Context, t *testing.T, e *hvd.Engine, members ...int) *hvd.
 	return set
 }
 
-// TestNotInitialized checks that every operation fails with ErrNotInitialized before Init and after Shutdown.
+// TestNotInitialized checks that before Init every operation fails with ErrNotInitialized and queries panic.
 func TestNotInitialized(t *testing.T) {
 	ctx := t.Context()
 	for op, do := range everyOperation(ctx) {
@@ -473,8 +475,8 @@ func TestNotInitialized(t *testing.T) {
 	}
 }
 
-// everyOperation returns functions that call each operation with the given options and return its error, by
-// the name of the operation.
+// everyOperation maps the name of each operation to a function that calls the operation with opts and returns
+// its error.
 func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
 	return map[string]func() error{
 		"allreduce": func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },
@@ -491,7 +493,7 @@ func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() e
 	}
 }
 
-// TestAfterShutdown checks that every operation that a rank submits after its shutdown fails with
+// TestAfterShutdown checks that every operation that a rank submits after its Shutdown fails with
 // ErrShutDown.
 func TestAfterShutdown(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
@@ -523,8 +525,8 @@ func TestAfterShutdown(t *testing.T) {
 	})
 }
 
-// TestTooMuchAtOnce checks that a rank that submits more at once than a frame can hold is the rank that
-// fails, with that reason.
+// TestTooMuchAtOnce submits more requests at once at rank 1 than a frame can hold. The job must fail with an
+// error that names rank 1 and says so.
 func TestTooMuchAtOnce(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 1 {
@@ -543,6 +545,6 @@ func TestTooMuchAtOnce(t *testing.T) {
 		if err := e.Shutdown(ctx); !errors.As(err, &peer) {
 			t.Errorf("rank %d: shutdown: got error %v", e.Rank(), err)
 		}
-		// so much takes some seconds to encode
+		// Encoding so many requests takes some seconds, so the liveness timeout is raised.
 	}, nil, "HOROVOD_LOG_LEVEL", "fatal", "HVD_LIVENESS_SECONDS", "60")
 }

@@ -16,8 +16,9 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// initAll starts a job in this process whose ranks have the settings in ranks in addition to those in all,
-// and returns the errors of Init. Ranks without an error are shut down.
+// initAll starts a job in this process, with a rank for each element of ranks. Each rank has the settings of
+// all and of its element. initAll returns the error of Init of each rank. It shuts down the ranks without an
+// error.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
@@ -48,7 +49,7 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 	return errs
 }
 
-// otherValue returns a value of a setting that is neither given nor its default.
+// otherValue returns a valid value of a setting that differs from given.
 func otherValue(t *testing.T, s config.Setting, given string) string {
 	if s.Scope == config.PathPerJob {
 		path := filepath.Join(t.TempDir(), "other")
@@ -63,17 +64,19 @@ func otherValue(t *testing.T, s config.Setting, given string) string {
 			return text
 		}
 	}
-	t.Fatalf("no value of %s comes to mind: want %s", s.Name, s.Want())
+	t.Fatalf("this test knows no other value of %s: want %s", s.Name, s.Want())
 	return ""
 }
 
-// TestSettingsThatDiffer checks that Init fails if ranks differ in a setting that must be the same at all
-// ranks, with an error that names the setting, the ranks and the values, at all ranks and in both modes of
-// negotiation. It takes the settings from the table of package config.
+// TestSettingsThatDiffer starts three ranks, one of which has another value of one setting. If that setting
+// must be the same at all ranks, Init must fail at all ranks with an error that names the setting, the ranks
+// and the values. The test runs for each setting in the table of package config, in both modes of
+// negotiation.
 func TestSettingsThatDiffer(t *testing.T) {
 	_, key := secret.New()
-	// Ranks that differ in these settings do not find each other, and each rank gets the error listed. The
-	// settings without errors have no effect on ranks that meet at a store of the program, as in this test.
+	// Ranks that differ in one of these settings do not find each other. Each rank gets the error listed
+	// here. A setting without errors has no effect on ranks that meet in a store of the program, as they do
+	// in this test.
 	toMeet := map[string][]string{
 		"HVD_TLS": {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set",
 			"waiting for rank 1: "},
@@ -95,7 +98,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 					given = s.Default
 				}
 				other := otherValue(t, s, given)
-				var want []string // of each rank, or of all
+				var want []string // for each rank the error, or nil if Init must succeed
 				switch s.Scope {
 				case config.PerJob:
 					before := given
@@ -108,7 +111,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 				case config.ToMeet:
 					says, known := toMeet[s.Name]
 					if !known {
-						t.Fatalf("nothing is expected of ranks that differ in %s", s.Name)
+						t.Fatalf("add to toMeet which errors ranks get that differ in %s", s.Name)
 					}
 					want = says
 				}

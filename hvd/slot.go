@@ -8,23 +8,24 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// slot is a tensorqueue.Entry that is reused. It is four times as large as the rest of a handle, and the
-// program may keep a handle for long after the operation.
+// slot is a tensorqueue.Entry that is reused for one operation after another. It is not part of the handle,
+// because it is four times as large as the rest of a handle and the program may keep the handle for long
+// after the operation.
 type slot struct {
 	entry tensorqueue.Entry
 	of    interface{ finished(err error) }
 	pool  *sync.Pool
-	// parts describes the last group, which the next group mostly equals. draft is the description that is
-	// being built. A description that was submitted is not changed afterwards, because the response cache may
-	// keep it.
+	// parts describes the last group that used this slot, because the next group mostly has the same
+	// description. draft is the description that is being built. A description that was submitted is not
+	// changed afterwards, because the response cache may keep it.
 	parts, draft message.Parts
 }
 
-// slots holds the free slots of an engine, for single tensors and for groups that are one request. They
-// belong to the engine, so each entry is only ever in the queue of one engine.
+// slots holds the free slots of an engine, in one pool for single tensors and one for groups that are one
+// request. Each engine has its own slots, so that an entry is only ever in the queue of one engine.
 type slots struct{ single, group sync.Pool }
 
-// take returns an empty slot of a pool. It calls of.finished when the operation ends.
+// take returns an empty slot from pool. The slot calls of.finished when its operation ends.
 func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	s, ok := pool.Get().(*slot)
 	if !ok {
@@ -38,15 +39,15 @@ func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 // done implements the Done callback of the entry.
 func (s *slot) done(err error) { s.of.finished(err) }
 
-// free returns s, whose operation is done, to its pool. A slot that was not submitted, because the call was
-// wrong, is left to the garbage collector.
+// free returns s to its pool. The operation of s must be done. A slot that was not submitted because the call
+// was wrong is not freed: it is left to the garbage collector.
 func (s *slot) free() {
 	clear(s.entry.Parts)
 	s.of, s.entry = nil, tensorqueue.Entry{Done: s.entry.Done, Parts: s.entry.Parts[:0]}
 	s.pool.Put(s)
 }
 
-// drafted returns the parts in draft, in memory that nobody changes afterwards.
+// drafted returns the parts of draft in memory that is never changed afterwards.
 func (s *slot) drafted() message.Parts {
 	if !s.draft.Equal(s.parts) {
 		s.parts = slices.Clone(s.draft)

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// TestHandlesOutliveTheirEntries checks that a handle keeps its result, received rows and error when another
-// operation reuses the memory of its entry.
+// TestHandlesOutliveTheirEntries checks that a handle keeps its result, received rows and error after another
+// operation has reused the memory of its entry.
 func TestHandlesOutliveTheirEntries(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		var wg sync.WaitGroup
@@ -51,7 +51,7 @@ func TestHandlesOutliveTheirEntries(t *testing.T) {
 							err, bad.Name())
 					}
 				}
-				each := 1 + e.Rank() // rows for this rank, of each
+				each := 1 + e.Rank() // rows that each rank sends to this rank
 				for round := range 50 {
 					rows, sum := old[2*round], old[2*round+1]
 					if got := fmt.Sprint(rows.Received()); got != fmt.Sprint([]int{each, each}) {

@@ -13,14 +13,14 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Times are exact in the engine's tests, where the clock is simulated. These see that settings, options and
-// reports arrive.
+// The engine's tests check times exactly, with a simulated clock. The tests in this file check that settings
+// and options have an effect and that reports reach the program.
 
-// short is a timeout that is long enough for ranks that start together to submit their tensors.
+// short is a timeout. It is long enough for ranks that start together to submit their tensors.
 const short = 500 * time.Millisecond
 
-// gathering returns a function that each of n ranks calls to wait for the others. It uses no collective,
-// because short would limit that too.
+// gathering returns a function that each of n ranks calls to wait for the others. The function uses no
+// collective, because the timeouts of these tests would apply to that too.
 func gathering(n int32) func(ctx context.Context) {
 	var here atomic.Int32
 	all := make(chan struct{})
@@ -35,9 +35,9 @@ func gathering(n int32) func(ctx context.Context) {
 	}
 }
 
-// TestOnStall checks that rank 0 gets a report of a tensor that waits, with the ranks that are missing,
-// whether the name is new or cached, also on a process set without rank 0, and that the operation is done
-// when they submit it.
+// TestOnStall checks that rank 0 gets a report about a tensor that waits, with the missing ranks. The name is
+// new in one round and cached in the next, and the process set of the last round does not contain rank 0. The
+// operation must succeed when the missing rank submits it.
 func TestOnStall(t *testing.T) {
 	stalls := make(chan hvd.Stall, 100)
 	seen := make(chan struct{}, 3)
@@ -46,7 +46,7 @@ func TestOnStall(t *testing.T) {
 		hvd.OnStall(func(s hvd.Stall) { stalls <- s }),
 	}
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
-		for round, over := range []int{0, 0, 1} { // the second is cached
+		for round, over := range []int{0, 0, 1} { // the second name is cached
 			set := e.ProcessSets()[over]
 			if e.Rank() == 2 {
 				select {
@@ -83,7 +83,7 @@ func TestOnStall(t *testing.T) {
 	}, opts, "HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1", "HOROVOD_LOG_LEVEL", "fatal")
 }
 
-// awaitStall waits for a stall report that equals want. Other reports may precede it.
+// awaitStall waits for a stall report that matches want. Other reports may precede it.
 func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want hvd.Stall) {
 	t.Helper()
 	for {
@@ -103,8 +103,8 @@ func awaitStall(ctx context.Context, t *testing.T, stalls <-chan hvd.Stall, want
 	}
 }
 
-// TestStallShutdown checks that the stall inspector ends the job at all ranks, with one reason, if the
-// setting asks for it.
+// TestStallShutdown checks that, with HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, the stall inspector ends the job
+// at all ranks with a StallError.
 func TestStallShutdown(t *testing.T) {
 	gather := gathering(3)
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
@@ -119,7 +119,7 @@ func TestStallShutdown(t *testing.T) {
 		if !errors.As(err, &stall) {
 			t.Errorf("rank %d: later: got error %v, want a StallError", e.Rank(), err)
 		}
-		<-e.Done() // operations are answered first
+		<-e.Done() // the engine reports the results of operations before that
 		if err := e.Err(); !errors.As(err, &stall) {
 			t.Errorf("rank %d: the job ended with %v, want a StallError", e.Rank(), err)
 		}
@@ -142,12 +142,13 @@ func wantStall(t *testing.T, e *hvd.Engine, err error) {
 	waited, err := time.ParseDuration(strings.TrimSuffix(strings.TrimPrefix(err.Error(), prefix),
 		" for rank 2"))
 	if err != nil || waited < time.Second {
-		t.Errorf("rank %d: it has waited %v (%v), want 1 s at least", e.Rank(), waited, err)
+		t.Errorf("rank %d: the error says that it has waited %v (%v), want at least 1s", e.Rank(), waited,
+			err)
 	}
 }
 
-// TestOperationTimeout checks that an operation that takes longer than the setting or its option allows ends
-// the job at all ranks, with an error that names the missing rank.
+// TestOperationTimeout runs an operation that takes longer than the setting or the option Timeout allows. The
+// job must end at all ranks with an error that names the missing rank.
 func TestOperationTimeout(t *testing.T) {
 	for _, c := range []struct {
 		title    string
@@ -169,7 +170,7 @@ func TestOperationTimeout(t *testing.T) {
 						hvd.On(e))...)
 					wantTimeout(t, e, err, 1, `alltoall "late"`)
 					var peer *hvd.PeerError
-					<-e.Done() // operations are answered first
+					<-e.Done() // the engine reports the results of operations before that
 					if err := e.Err(); !errors.As(err, &peer) {
 						t.Errorf("rank %d: the job ended with %v, want a PeerError", e.Rank(), err)
 					}
@@ -194,8 +195,8 @@ func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix str
 	}
 }
 
-// TestJoinHasNoDefaultTimeout checks that the default timeout does not apply to a join, which lasts as long
-// as other ranks have tensors, and ends no operation that is in time, however long the job is idle.
+// TestJoinHasNoDefaultTimeout checks that HVD_OPERATION_TIMEOUT_SECONDS does not end a join, which lasts as
+// long as other ranks have tensors, nor an operation that is in time after the job was idle.
 func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		joined := make(chan struct{})
@@ -208,7 +209,7 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				// The join still waits after twice the timeout of operations.
+				// The join must still wait after twice the timeout of operations.
 				select {
 				case <-j.Done():
 					t.Error("the join is over before rank 0 has joined")
@@ -233,13 +234,13 @@ func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	})
 }
 
-// TestJoinTimeout checks that a join with the option Timeout ends the job when the time is over.
+// TestJoinTimeout checks that a join with the option Timeout ends the job when the timeout has passed.
 func TestJoinTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		gather := gathering(3)
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			gather(ctx)
-			// If the join does not time out, the context ends the wait.
+			// If the join does not time out, this context ends the wait.
 			ctx, cancel := context.WithTimeout(ctx, deadline/4)
 			defer cancel()
 			var err error
@@ -256,7 +257,8 @@ func TestJoinTimeout(t *testing.T) {
 	})
 }
 
-// TestAddProcessSetTimeout checks that a process set for which a rank does not ask in time ends the job.
+// TestAddProcessSetTimeout checks that AddProcessSet with the option Timeout ends the job if one rank does
+// not call it in time.
 func TestAddProcessSetTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		gather := gathering(3)
