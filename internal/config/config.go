@@ -1,7 +1,7 @@
-// Package config holds the settings, in one table that is read in one place, and the version of gohvd.
+// Package config holds all settings in one table, loads their values, and knows the version of gohvd.
 //
-// A setting has Horovod's name if Horovod has the setting (HOROVOD_...), and a name of gohvd's own otherwise
-// (HVD_...). The table determines how values are parsed, the flags and help of hvdrun, and the page
+// If Horovod has a setting, the setting has Horovod's name (HOROVOD_...). Otherwise it has a name that begins
+// with HVD_. The table determines how values are parsed, the flags and help of hvdrun, and the page
 // docs/settings.md. No other package of this module reads the environment.
 //
 // A value comes from the first of these sources that has one: the program (API), a flag of hvdrun, the
@@ -17,10 +17,10 @@ import (
 
 //go:generate go test -run ^TestPageIsUpToDate$ -rewrite .
 
-// Unset is the value of a topology setting that no source has.
+// Unset is the value of HOROVOD_RANK and similar settings if no source has a value.
 const Unset = -1
 
-// TimelineDynamic is the value of Timeline for a timeline that is not started with the job.
+// TimelineDynamic is the value of Timeline with which no timeline starts when the job starts.
 const TimelineDynamic = "DYNAMIC"
 
 // Config holds the value of every setting.
@@ -28,7 +28,8 @@ type Config struct {
 	// Rank and Size are the rank of this process and the size of the job. If both are Unset, the job has one
 	// rank.
 	Rank, Size int
-	// LocalRank, LocalSize, CrossRank and CrossSize are computed from the hosts of the ranks if Unset.
+	// LocalRank, LocalSize, CrossRank and CrossSize are computed from the hosts of the ranks if they are
+	// Unset.
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 	// RendezvousAddr and RendezvousPort are the address and port of the launcher's store.
@@ -42,114 +43,119 @@ type Config struct {
 	// SharedMemory selects the jobs whose tensors go through shared memory.
 	SharedMemory SharedMemory
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
-	// file that has that text. Insecure permits a job without a secret on several hosts.
+	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string
 	Insecure           bool
-	// TLS encrypts every connection. It requires a secret and costs speed.
+	// TLS encrypts every connection. It requires a secret and makes transfers slower.
 	TLS bool
-	// NetworkInterfaces select the interfaces on which this rank listens (see package netif). If there are
-	// none, the rank listens on the interface of the route to the rendezvous.
+	// NetworkInterfaces selects the interfaces on which this rank listens (see package netif). If it is
+	// empty, the rank listens on the interface of the route to the rendezvous.
 	NetworkInterfaces []string
 	// MeetHost and MeetPort are the address at which rank 0 serves the store of a job that another launcher
-	// has started. They replace the address from that launcher; empty and 0 if not given.
+	// has started. They replace the address from that launcher. They are "" and 0 if no source has a value.
 	MeetHost string
 	MeetPort int
 	// InitMethod is the URL of an init method. UniqueID is the text of a unique ID, or several separated by
-	// commas. The ranks meet by them if the program does not choose another way. They are empty if not given.
+	// commas. The ranks meet by them if the program does not choose another way. Both are empty if no source
+	// has a value.
 	InitMethod, UniqueID string
-	// JobID distinguishes the processes of this job from those of another job that reuses its addresses.
+	// JobID identifies the job, so that its processes refuse those of another job that uses the same
+	// addresses.
 	JobID string
-	// StartTimeout is the time limit of Init: all ranks must have met by then.
+	// StartTimeout is the time limit of Init, by which all ranks must have met.
 	StartTimeout time.Duration
-	// LivenessTimeout is the silence after which a rank is considered dead. Raising it delays the verdict on
-	// a host that vanished. The death of a process is noticed at once, whatever the value.
+	// LivenessTimeout is the time without a message after which a rank is considered dead. Raising it delays
+	// the verdict on a host that vanished. The death of a process is noticed at once, whatever the value.
 	LivenessTimeout time.Duration
-	// FusionThresholdBytes is the most bytes of a fused response; 0 turns fusion off. A grouped allreduce is
-	// one response whatever its size. Raising it saves round trips and costs cache misses.
+	// FusionThresholdBytes is the maximum size of a fused response. 0 turns fusion off. A grouped allreduce
+	// is one response whatever its size. Raising the value saves round trips and costs cache misses.
 	FusionThresholdBytes int64
-	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more and answers
-	// later. With 0 (the default, unlike Horovod's 1 ms) the coordinator answers as soon as possible.
+	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more tensors and
+	// delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's default
+	// is 1 ms.
 	CycleTime time.Duration
-	// CacheCapacity is the number of responses in the cache of a process set. With 0 there is no cache, and
-	// every request is sent in full.
+	// CacheCapacity is the number of responses in the cache of each process set. With 0 there is no cache,
+	// and every request is sent in full.
 	CacheCapacity int
-	// Lockstep selects the controller in which all ranks enter every cycle.
+	// Lockstep selects negotiation in lock-step, in which all ranks enter every cycle.
 	Lockstep bool
 	// DisableGroupFusion keeps the tensors of a group out of responses with tensors outside the group.
 	DisableGroupFusion bool
-	// StallWarning is how long a tensor may wait for ranks before a warning names these ranks; 0 never warns.
+	// StallWarning is how long a tensor may wait for ranks before a warning names these ranks. With 0 there
+	// are no warnings.
 	StallWarning time.Duration
-	// StallShutdown is how long a tensor may wait before the job is ended, at least StallWarning; 0 never
-	// ends the job.
+	// StallShutdown is how long a tensor may wait before the job is ended. It is at least StallWarning, or 0,
+	// which never ends the job.
 	StallShutdown time.Duration
 	// DynamicProcessSets permits adding and removing process sets after Init.
 	DynamicProcessSets bool
-	// Deterministic makes results bitwise equal from run to run, in whatever order data arrives. It costs
-	// speed.
+	// Deterministic makes results bitwise equal from run to run, even if data arrives in another order. It
+	// makes operations slower.
 	Deterministic bool
-	// OperationTimeout is the time limit of every operation, from submission to completion; 0 is no limit.
+	// OperationTimeout is the time limit of every operation, from submission to completion. 0 is no limit.
 	OperationTimeout time.Duration
-	// Timeline is the file to which rank 0 writes its timeline; the other ranks write theirs beside it. With
-	// TimelineDynamic no timeline is started. Empty means the same, except for Horovod's Python API.
+	// Timeline is the file to which rank 0 writes its timeline. The other ranks write to files beside it.
+	// With TimelineDynamic no timeline is started. The empty value means the same, except to Horovod's Python
+	// API.
 	Timeline string
-	// TimelineMarkCycles marks cycles in the timeline.
+	// TimelineMarkCycles marks in the timeline when cycles begin.
 	TimelineMarkCycles bool
-	// TimelineMaxMiB is the most disk space, in MiB, of the timeline of a rank.
+	// TimelineMaxMiB is the maximum disk space, in MiB, for the timeline of a rank.
 	TimelineMaxMiB int
-	// TimelineLast is how much of the timeline, up to its end, is kept, in memory, until the timeline is
-	// stopped. With 0 events are written as they occur.
+	// TimelineLast is how much of the timeline is kept, counted back from its end. The events are kept in
+	// memory and written when the timeline is stopped. With 0 events are written as they occur.
 	TimelineLast time.Duration
-	// TimelineSignal is the name of the signal that starts and stops the timeline; empty for none.
+	// TimelineSignal is the name of the signal that starts and stops the timeline, or empty for none.
 	TimelineSignal string
-	// MetricsAddr is the address at which the rank serves its metrics; empty for none.
+	// MetricsAddr is the address at which the rank serves its metrics, or empty for none.
 	MetricsAddr string
 	// FlightRecorder records the last operations in memory.
 	FlightRecorder bool
-	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails; empty for
+	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails, or empty for
 	// none.
 	DumpDir string
-	// LogLevel is the least severity that is logged.
+	// LogLevel is the lowest severity that is logged.
 	LogLevel string
 	// LogHideTime leaves the time out of the log.
 	LogHideTime bool
-	// LogFormat is console, json, or auto: console on a terminal, json elsewhere.
+	// LogFormat is "console", "json", or "auto", which means console on a terminal and json elsewhere.
 	LogFormat string
-	// ThreadAffinity holds the core for the thread of each local rank; if it is empty, threads are not
-	// pinned.
+	// ThreadAffinity holds the core for the background thread of each local rank. If it is empty, threads are
+	// not pinned.
 	ThreadAffinity []int
-	// Warnings are sentences for the user on settings that may not have the intended effect, except for those
-	// that the launcher has printed already.
+	// Warnings holds sentences for the user about settings that may not have the intended effect. It leaves
+	// out warnings that the launcher has printed already.
 	Warnings []string
 
 	stallCheckDisabled bool
 	environ            map[string]string
-	given              map[string]value // by name; settings that are not in it have their defaults
-	warned             []string         // the names that Warnings and the launcher's warnings are about
+	given              map[string]value // by name of the setting; a setting not in it has its default
+	warned             []string         // names that Warnings, or warnings by the launcher, are about
 }
 
-// Sources are the places from which values come. An empty value in the environment or from the program counts
-// as none.
+// Sources holds the places from which values come. An empty value in the environment or from the program
+// counts as no value.
 type Sources struct {
-	// Environ is the environment as NAME=value, as returned by os.Environ.
+	// Environ is the environment in the form NAME=value, as os.Environ returns it.
 	Environ []string
-	// Flags are the flags of the launcher, in the order of its command line. A settings file named by a
-	// flag overrides the flags before that flag and is overridden by the flags after it.
+	// Flags holds the flags on the launcher's command line, in their order. If a flag names a settings file,
+	// the file overrides the flags before that flag, and the flags after it override the file.
 	Flags []FlagValue
-	// API holds the values that the program sets, by name.
+	// API holds the values that the program sets, by the name of the setting.
 	API map[string]string
-	// Launcher states that this process is the launcher. Then the variables that place a rank in a job are
-	// ignored.
+	// Launcher is set if this process is the launcher. Then the variables that tell a rank its place in a job
+	// are ignored.
 	Launcher bool
-	// HaveStore states that the program has a rendezvous store of its own, so that no address of one is
+	// HaveStore is set if the program has a rendezvous store of its own. Then no address of a store is
 	// required.
 	HaveStore bool
 }
 
-// FlagValue is one flag on the launcher's command line.
+// FlagValue is a flag on the launcher's command line.
 type FlagValue struct {
-	// Flag is the flag as on the command line, such as --cache-capacity.
+	// Flag is the flag as it is on the command line, such as --cache-capacity.
 	Flag string
-	// Name is the name of the setting, and Value its value in the form of the environment (see
+	// Name is the name of the setting. Value is its value in the form of the environment (see
 	// Setting.FromFlag).
 	Name, Value string
 }
@@ -158,11 +164,12 @@ type FlagValue struct {
 type SharedMemory uint8
 
 const (
-	// SharedByHost selects shared memory for jobs on one host. It is an error if it is not available there.
+	// SharedByHost selects shared memory for jobs on one host. If shared memory is not available there, the
+	// job fails.
 	SharedByHost SharedMemory = iota
 	// SharedIfPossible selects shared memory for jobs on one host if it is available to all ranks.
 	SharedIfPossible
-	// SharedAlways selects shared memory for every job. A job on several hosts is an error.
+	// SharedAlways selects shared memory for every job. A job on several hosts fails.
 	SharedAlways
 	// SharedNever selects shared memory for no job.
 	SharedNever
@@ -186,9 +193,9 @@ func Defaults() Config {
 	return c
 }
 
-// FromEnvironment loads the settings of a process that runs an engine: from its environment, and from
-// overrides, the values set by the program, by name. haveStore is as in Sources. It is an error if
-// HVD_SIDECAR is set: then another process runs the engine of this rank.
+// FromEnvironment loads the settings of a process that runs an engine. Values come from the environment of
+// the process and from overrides, which holds the values set by the program, by name. haveStore is as in
+// Sources. It is an error if HVD_SIDECAR is set, because then another process runs the engine of this rank.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
 	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {
@@ -196,8 +203,8 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	}
 	if at := c.Variable(SidecarVariable); at != "" {
 		return Config{}, fmt.Errorf(
-			"config: %s is %q, but this program runs its own engine: only clients of a sidecar, such as "+
-				"gohvd in Python, may set it; unset it", SidecarVariable, at)
+			"config: %s is %q, but this program runs its own engine; only clients of a sidecar, such as "+
+				"gohvd in Python, may set it: unset it", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
@@ -208,8 +215,9 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	return c, nil
 }
 
-// Variable returns the value of an environment variable, such as one of another launcher, or of a setting
-// from any source. It is empty if there is none, even if the setting has a default.
+// Variable returns the value of the environment variable name, such as one that another launcher sets. If
+// name is a setting, the value may come from any source. Variable returns "" if no source has a value, even
+// if the setting has a default.
 func (c Config) Variable(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -217,8 +225,8 @@ func (c Config) Variable(name string) string {
 	return c.environ[name]
 }
 
-// Load reads every setting. An error names the setting, the source of its value, the value and what was
-// wanted.
+// Load reads every setting. An error names the setting, the source of its value, the value, and which values
+// are valid.
 func Load(src Sources) (Config, error) {
 	l, err := collect(src)
 	if err != nil {
@@ -243,7 +251,7 @@ func Load(src Sources) (Config, error) {
 	return c, nil
 }
 
-// settleStalls applies Horovod's rules on how the settings of the stall check depend on each other.
+// settleStalls applies Horovod's rules about how the settings of the stall check depend on each other.
 func (c *Config) settleStalls() []warning {
 	const name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 	if c.stallCheckDisabled {

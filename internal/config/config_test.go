@@ -33,7 +33,7 @@ func setting(t *testing.T, name string) config.Setting {
 	return s
 }
 
-// withoutOrigins returns c with only its exported fields.
+// withoutOrigins returns a copy of c with only its exported fields.
 func withoutOrigins(c config.Config) config.Config {
 	var fields config.Config
 	from, to := reflect.ValueOf(c), reflect.ValueOf(&fields).Elem()
@@ -45,6 +45,8 @@ func withoutOrigins(c config.Config) config.Config {
 	return fields
 }
 
+// TestEmptyEnvironmentIsDefaults checks that Load without any source returns the same configuration as
+// Defaults.
 func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 	got, err := load(nil)
 	if err != nil {
@@ -67,7 +69,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 	}
 }
 
-// every has a value other than the default for every setting, except for HVD_SHOWN.
+// every holds, for every setting except HVD_SHOWN and HVD_CONFIG_FILE, a value that is not the default.
 var every = map[string]string{
 	"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4",
 	"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2",
@@ -95,11 +97,13 @@ var every = map[string]string{
 	"HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
+// TestEverySettingIsHonoured checks that the value of every setting arrives in Config, and that every row of
+// the table has its texts.
 func TestEverySettingIsHonoured(t *testing.T) {
 	for _, s := range config.Settings() {
 		_, ok := every[s.Name]
 		if own := s.Name == config.FileVariable || s.Name == "HVD_SHOWN"; ok == own {
-			t.Errorf("%s: in the test: %v, one without a field: %v", s.Name, ok, own)
+			t.Errorf("%s: is in the table of this test: %v, is exempt from it: %v", s.Name, ok, own)
 		}
 		if s.Doc == "" || s.Section == "" || s.Want() == "" || (s.Default == "") == (s.Otherwise == "") {
 			t.Errorf("%s lacks a description, a section, or exactly one of default and otherwise", s.Name)
@@ -125,7 +129,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
-		Warnings: got.Warnings, // warnings about settings that lock-step negotiation ignores
+		Warnings: got.Warnings, // warns about settings that have no effect in lock-step
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -137,6 +141,8 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	}
 }
 
+// TestBadValuesNameTheVariable checks that the error for an invalid value names the variable, its origin, the
+// value and what is valid.
 func TestBadValuesNameTheVariable(t *testing.T) {
 	for _, c := range []struct{ name, value, want string }{
 		{"HOROVOD_RANK", "-1", "at least 0"},
@@ -180,7 +186,8 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 	}
 }
 
-// TestBooleans checks that a number is true if it is above 0, which is Horovod's rule: strtol(value) > 0.
+// TestBooleans checks that a number is true if it is greater than 0. That is Horovod's rule: strtol(value) >
+// 0.
 func TestBooleans(t *testing.T) {
 	for text, want := range map[string]bool{
 		"1": true, "2": true, "true": true, "True": true, "YES": true,
@@ -194,6 +201,8 @@ func TestBooleans(t *testing.T) {
 	}
 }
 
+// TestSettingsThatContradict checks that rank, size and address that contradict each other are an error, but
+// not for the launcher.
 func TestSettingsThatContradict(t *testing.T) {
 	for _, c := range []struct {
 		env  map[string]string
@@ -213,10 +222,12 @@ func TestSettingsThatContradict(t *testing.T) {
 		}
 	}
 	if _, err := load(map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}); err != nil {
-		t.Errorf("a job of one needs no store: %v", err)
+		t.Errorf("a job with one rank, which needs no store: got error %v", err)
 	}
 }
 
+// TestStallSettings checks how the three settings of the stall check limit each other, and the warnings about
+// a shutdown time that has no effect.
 func TestStallSettings(t *testing.T) {
 	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
 		"HOROVOD_STALL_CHECK_DISABLE"
@@ -247,6 +258,8 @@ func TestStallSettings(t *testing.T) {
 	}
 }
 
+// TestUnknownNames checks that an unknown variable that begins as a setting does causes a warning, which
+// suggests a similar setting if there is one.
 func TestUnknownNames(t *testing.T) {
 	for name, want := range map[string]string{
 		"HOROVOD_FUSION_TRESHOLD": "HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?",
@@ -301,11 +314,13 @@ func TestNearest(t *testing.T) {
 	}
 }
 
+// TestWithoutEffect checks that each setting that only Horovod has causes a warning, unless it is empty or
+// has Horovod's default.
 func TestWithoutEffect(t *testing.T) {
 	seen := make(map[string]bool)
 	for _, i := range config.Inerts() {
 		if i.Reason == "" || seen[i.Name] {
-			t.Errorf("%s has no reason or is there twice", i.Name)
+			t.Errorf("%s has no reason, or is in the table twice", i.Name)
 		}
 		if i.Name == "" { // only flags
 			continue
@@ -338,6 +353,8 @@ func TestWithoutEffect(t *testing.T) {
 	}
 }
 
+// TestOverridesWin checks that values from the program override the environment, and that a name that the
+// program misspells is an error.
 func TestOverridesWin(t *testing.T) {
 	t.Setenv("HOROVOD_CACHE_CAPACITY", "7")
 	t.Setenv("HOROVOD_CYCLE_TIME", "8")
@@ -364,8 +381,8 @@ func TestOverridesWin(t *testing.T) {
 	}
 }
 
-// TestSidecarIsRefused checks that a program that runs its own engine is refused if HVD_SIDECAR is set,
-// because the sidecar is then the rank.
+// TestSidecarIsRefused checks that FromEnvironment fails if HVD_SIDECAR is set, because then the sidecar is
+// the rank.
 func TestSidecarIsRefused(t *testing.T) {
 	t.Setenv(config.SidecarVariable, "unix:///run/hvdd.sock")
 	const want = `HVD_SIDECAR is "unix:///run/hvdd.sock", but this program runs its own engine`
@@ -381,6 +398,7 @@ func TestHostNameIsTheDefault(t *testing.T) {
 	}
 }
 
+// TestPrecedence sets one setting in several sources and checks which source wins.
 func TestPrecedence(t *testing.T) {
 	const capacity = "HOROVOD_CACHE_CAPACITY"
 	file := write(t, "params:\n  cache_capacity: 1\n")
@@ -421,12 +439,12 @@ func TestPrecedence(t *testing.T) {
 		}
 	}
 	if o := (config.Config{}).Origin("NO_SUCH").String(); o != "default" {
-		t.Errorf("a name that is no setting: got %s, want default", o)
+		t.Errorf("a name that is not a setting: got %s, want default", o)
 	}
 }
 
-// TestForRanks checks that the ranks get the values of hvdrun's flags and the names about which hvdrun has
-// printed warnings.
+// TestForRanks checks that the ranks get the values of hvdrun's flags, and do not repeat warnings that hvdrun
+// has printed.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
 	file := write(t, "autotune: {log_file: t.csv}\nlogging: {level: info}")
@@ -472,22 +490,24 @@ func TestForRanks(t *testing.T) {
 		}
 	}
 
-	// A script between hvdrun and the rank adds a mistake.
+	// A script between hvdrun and the rank sets a misspelled variable, which hvdrun has not warned about.
 	between, err := config.Load(config.Sources{Environ: append(env, "HVD_TYPOS=1")})
 	if err != nil || len(between.Warnings) != 1 {
 		t.Errorf("got %q and error %v, want one warning", between.Warnings, err)
 	}
 
-	// A job in the job hands on what was shown.
+	// An hvdrun inside the job passes on the names that the outer hvdrun has warned about.
 	inner, err := config.Load(config.Sources{Environ: env, Launcher: true})
 	if shown := launcher.ForRanks(); err != nil || !slices.Equal(inner.ForRanks(), shown[len(shown)-1:]) {
 		t.Errorf("got %q and error %v, want the last of %q", inner.ForRanks(), err, shown)
 	}
 	if got := config.Defaults().ForRanks(); len(got) > 0 {
-		t.Errorf("got %q, want nothing where there is nothing to tell", got)
+		t.Errorf("without flags and warnings: got %q, want nothing", got)
 	}
 }
 
+// TestFromFlag checks the conversion of flags to the form of the environment, and the errors for invalid
+// values.
 func TestFromFlag(t *testing.T) {
 	for _, c := range []struct {
 		name       string
@@ -526,13 +546,13 @@ func TestFromFlag(t *testing.T) {
 	}
 }
 
-// TestTableIsSound checks that every name in the table is unique, and that defaults and the values of flags
-// can be parsed.
+// TestTableIsSound checks that all names, keys and flags in the table are unique, and that the values that
+// switches set are valid.
 func TestTableIsSound(t *testing.T) {
 	seen := make(map[string]bool)
 	once := func(name string) {
 		if seen[name] {
-			t.Errorf("%s is there twice", name)
+			t.Errorf("%s is in the table twice", name)
 		}
 		seen[name] = true
 	}
@@ -565,13 +585,14 @@ func TestTableIsSound(t *testing.T) {
 	}
 }
 
+// FuzzValues checks that no value of a setting, whether valid or not, leads to a Config that is out of range.
 func FuzzValues(f *testing.F) {
 	for name, text := range every {
 		f.Add(name, text)
 	}
 	f.Fuzz(func(t *testing.T, name, text string) {
 		if name == config.FileVariable {
-			return // no business of this test, and the file may be a terminal
+			return // not tested here, and the file may be a terminal
 		}
 		c, err := config.Load(config.Sources{Environ: []string{name + "=" + text}, HaveStore: true})
 		if err != nil {

@@ -12,10 +12,11 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// maxFileBytes is the largest settings file. A file with all settings has 2 KiB.
+// maxFileBytes is the maximum size of a settings file. A file with all settings has about 2 KiB.
 const maxFileBytes = 1 << 20
 
-// readFile returns the values in a YAML file, by the name of the setting, in the form of the environment.
+// readFile returns the values in a YAML file, by the name of the setting. The values are in the form of the
+// environment.
 func readFile(path string) (map[string]value, []warning, error) {
 	data, err := readBounded(path)
 	if err != nil {
@@ -33,10 +34,10 @@ func readBounded(path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() // no error can lose data of a file that was only read
+	defer f.Close() // closing a file that was only read cannot lose data
 	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err == nil && len(data) > maxFileBytes {
-		err = fmt.Errorf("%s: got more than %d bytes, want at most that", path, maxFileBytes)
+		err = fmt.Errorf("%s: the file has more than %d bytes, which is the limit", path, maxFileBytes)
 	}
 	return data, err
 }
@@ -52,7 +53,7 @@ func (p *fileParser) document(data []byte) error {
 	decoder := yaml.NewDecoder(bytes.NewReader(data))
 	var doc, next yaml.Node
 	switch err := decoder.Decode(&doc); {
-	case errors.Is(err, io.EOF): // the file has only comments
+	case errors.Is(err, io.EOF): // the file is empty or has only comments
 		return nil
 	case err != nil:
 		return errors.New(strings.TrimPrefix(err.Error(), "yaml: "))
@@ -63,13 +64,14 @@ func (p *fileParser) document(data []byte) error {
 	return p.mapping(doc.Content[0], "")
 }
 
-// mapping parses the keys of one level: of the document if section is empty, else of that section.
+// mapping parses the keys of one level: of the whole document if section is empty, otherwise of that section.
 func (p *fileParser) mapping(node *yaml.Node, section string) error {
 	if node = resolve(node); isNull(node) {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return fmt.Errorf("line %d: got no mapping, want keys and values%s", node.Line, within(section))
+		return fmt.Errorf("line %d: want keys and values%s, not a single value or a list", node.Line,
+			within(section))
 	}
 	for i := 0; i+1 < len(node.Content); i += 2 {
 		key, content := node.Content[i], node.Content[i+1]
@@ -93,7 +95,7 @@ func within(section string) string {
 	return " in " + section
 }
 
-// entry parses one value. key is section.key.
+// entry parses the value of key, which includes the section, as in "section.key".
 func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	setting, ok := lookupKey(key)
 	noUse, inert := inertByKey(key)
@@ -101,7 +103,7 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 		return fmt.Errorf("line %d: unknown key %s%s", line, key, suggest(nearestKey(key)))
 	}
 	if before, ok := p.lines[key]; ok {
-		return fmt.Errorf("line %d: duplicate key %s, which line %d has too", line, key, before)
+		return fmt.Errorf("line %d: duplicate key %s, already set in line %d", line, key, before)
 	}
 	p.lines[key] = line
 	if isNull(node) {
@@ -126,8 +128,8 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	return nil
 }
 
-// scalar returns the text of a value, with commas between the items of a list, as in the environment. ok is
-// false for a mapping.
+// scalar returns the text of a value. The items of a list are separated by commas, as in the environment. ok
+// is false for a mapping.
 func scalar(node *yaml.Node) (string, bool) {
 	if node.Kind == yaml.ScalarNode {
 		return node.Value, true
@@ -145,7 +147,7 @@ func scalar(node *yaml.Node) (string, bool) {
 	return strings.Join(items, ","), true
 }
 
-// resolve returns the node that an alias refers to, and other nodes unchanged.
+// resolve returns the node that an alias refers to. It returns other nodes unchanged.
 func resolve(node *yaml.Node) *yaml.Node {
 	if node.Kind == yaml.AliasNode {
 		return node.Alias
@@ -153,20 +155,21 @@ func resolve(node *yaml.Node) *yaml.Node {
 	return node
 }
 
-// isNull reports whether a value is null or left out, as in "key:".
+// isNull reports whether a value is null or is left out, as in "key:".
 func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.Tag == "!!null" }
 
-// lookupKey returns the setting of a key. The empty key belongs to no setting.
+// lookupKey returns the setting with this key in the file. The empty key belongs to no setting.
 func lookupKey(key string) (Setting, bool) {
 	return find(func(s Setting) bool { return key != "" && s.Key == key })
 }
 
-// isSection reports whether some key is in a section of this name.
+// isSection reports whether name is a section, that is whether the name of some key begins with name and a
+// dot.
 func isSection(name string) bool {
 	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
 }
 
-// keys returns the keys that a file may have. Keys without effect are the last.
+// keys returns the keys that a settings file may have. Keys without effect come last.
 func keys() []string {
 	var list []string
 	for _, s := range settings {

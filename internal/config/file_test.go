@@ -67,6 +67,8 @@ logging:
   with_timestamp: false
 `
 
+// TestEveryKeyIsHonoured checks that the value of every key in a settings file arrives in Config, with the
+// line of the key as its origin.
 func TestEveryKeyIsHonoured(t *testing.T) {
 	c, path, err := loadFile(t, fullFile)
 	if err != nil {
@@ -93,7 +95,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
 	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true
-	want.Warnings = c.Warnings // warnings about settings that lock-step negotiation ignores
+	want.Warnings = c.Warnings // about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}
@@ -111,10 +113,12 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	}
 }
 
+// TestFormsOfFiles checks that Load accepts the different forms of YAML: empty documents, flow style, JSON
+// and aliases.
 func TestFormsOfFiles(t *testing.T) {
 	for _, c := range []struct {
 		name, text string
-		want       int // the cache's capacity
+		want       int // the capacity of the cache
 	}{
 		{"empty", "", 1024},
 		{"comment", "# nothing\n", 1024},
@@ -133,6 +137,8 @@ func TestFormsOfFiles(t *testing.T) {
 	}
 }
 
+// TestFileErrors checks that the error for an invalid settings file names the file, the line, the problem and
+// what is valid.
 func TestFileErrors(t *testing.T) {
 	for _, c := range []struct{ text, want string }{
 		{"params:\n  cache_capcity: 1\n",
@@ -144,7 +150,7 @@ func TestFileErrors(t *testing.T) {
 		{"params: {'': 1}\n", "line 1: unknown key params."},
 		{"<<: {params: {cache_capacity: 1}}\n", "line 1: unknown key <<"},
 		{"params:\n  cache_capacity: 1\n  cache_capacity: 2\n",
-			"line 3: duplicate key params.cache_capacity, which line 2 has too"},
+			"line 3: duplicate key params.cache_capacity, already set in line 2"},
 		{"params:\n  cache_capacity: -1\n",
 			`line 2: params.cache_capacity: got "-1", want a whole number of at least 0`},
 		{"params:\n  fusion_threshold_mb: x\n",
@@ -153,8 +159,8 @@ func TestFileErrors(t *testing.T) {
 		{"params:\n  cache_capacity: [1, 2]\n", `line 2: params.cache_capacity: got "1,2"`},
 		{"params:\n  cache_capacity: {a: 1}\n", "line 2: params.cache_capacity: got a mapping, want a value"},
 		{"params:\n  cache_capacity: [[1]]\n", "line 2: params.cache_capacity: got a mapping, want a value"},
-		{"params: 7\n", "line 1: got no mapping, want keys and values in params"},
-		{"- params\n", "line 1: got no mapping, want keys and values"},
+		{"params: 7\n", "line 1: want keys and values in params, not a single value or a list"},
+		{"- params\n", "line 1: want keys and values, not a single value or a list"},
 		{"params: &x\n  cache_capacity: *x\n", "line 2: params.cache_capacity: got a mapping, want a value"},
 		{"controller: mpi\n", `line 1: controller: got "mpi", which is not built into this version`},
 		{"params:\n\tcache_capacity: 1\n", "line 2"},
@@ -174,8 +180,8 @@ func TestFileErrors(t *testing.T) {
 	}
 }
 
-// TestKeysWithoutEffect checks that keys that only Horovod has give a warning unless their value is Horovod's
-// default.
+// TestKeysWithoutEffect checks that a key that only Horovod has causes a warning, unless its value is
+// Horovod's default.
 func TestKeysWithoutEffect(t *testing.T) {
 	c, path, err := loadFile(t,
 		"autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
@@ -185,6 +191,8 @@ func TestKeysWithoutEffect(t *testing.T) {
 	}
 }
 
+// FuzzFile checks that Load accepts or refuses any settings file without a crash. An error must name the
+// file.
 func FuzzFile(f *testing.F) {
 	f.Add(fullFile)
 	f.Add("params: &x {cache_capacity: *x}\n")

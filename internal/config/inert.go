@@ -6,17 +6,17 @@ import (
 	"strings"
 )
 
-// Inert is a row of the table of settings that Horovod has and that have no effect in gohvd.
+// Inert is a row of the table of settings that Horovod has but that have no effect in gohvd.
 type Inert struct {
-	// Name is an environment variable, or empty. A name that ends in * stands for all names that begin with
-	// the rest.
+	// Name is an environment variable, or empty. If it ends in *, the row is for all variables that begin
+	// with the part before the *.
 	Name string
 	// Key is the key in Horovod's settings file, or empty.
 	Key string
 	// Default is Horovod's default. A variable or key with this value causes no warning.
 	Default string
-	// Flags are the flags of horovodrun, separated by spaces. hvdrun accepts those that begin with no- or
-	// disable-, since they only turn a feature off, and rejects the others.
+	// Flags holds the flags of horovodrun, separated by spaces. hvdrun accepts flags that begin with no- or
+	// disable-, because they only turn a feature off. It rejects the others.
 	Flags string
 	// Reason is a text that says why the setting has no effect.
 	Reason string
@@ -65,7 +65,7 @@ var inerts = []Inert{
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
 		noElastic},
 	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
-	// disable-cache is about horovodrun's network checks
+	// disable-cache turns off a cache of horovodrun's network checks
 	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight},
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
@@ -88,10 +88,10 @@ var inerts = []Inert{
 	{"HOROVOD_ALLOW_MIXED_GPU_IMPL", "", "", "", buildOnly},
 }
 
-// Inerts returns the table. The caller owns the slice.
+// Inerts returns the table. The caller may change the slice.
 func Inerts() []Inert { return slices.Clone(inerts) }
 
-// inertByName returns the row of an environment variable: the first that has its name or a prefix of it.
+// inertByName returns the row for an environment variable. If several rows match, it returns the first.
 func inertByName(name string) (Inert, bool) {
 	return findInert(func(i Inert) bool {
 		prefix, many := strings.CutSuffix(i.Name, "*")
@@ -111,8 +111,8 @@ func findInert(is func(Inert) bool) (Inert, bool) {
 	return inerts[i], true
 }
 
-// same reports whether two texts mean the same value: they are equal words without regard to case, equal
-// numbers or equal booleans.
+// same reports whether two texts mean the same value: equal words in upper or lower case, equal numbers, or
+// equal booleans.
 func same(a, b string) bool {
 	if strings.EqualFold(a, b) {
 		return true

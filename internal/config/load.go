@@ -7,20 +7,20 @@ import (
 	"strings"
 )
 
-// loader collects values, beginning with the lowest source.
+// loader collects values from the sources. It begins with the source that all others override.
 type loader struct {
 	src      Sources
 	environ  map[string]string // without empty values
 	given    map[string]value
 	warnings []warning
-	shown    []string // names about which a launcher has printed warnings already
+	shown    []string // names that a launcher has printed warnings about
 }
 
 func collect(src Sources) (*loader, error) {
 	l := &loader{src: src, environ: make(map[string]string), given: make(map[string]value)}
 	for _, e := range src.Environ {
 		name, text, _ := strings.Cut(e, "=")
-		l.environ[name] = text // the last of equal names counts
+		l.environ[name] = text // the last of several with the same name counts
 	}
 	maps.DeleteFunc(l.environ, func(_, text string) bool { return text == "" })
 	l.shown = strings.Split(l.environ[shownVariable], ",")
@@ -34,7 +34,8 @@ func collect(src Sources) (*loader, error) {
 	return l, l.api()
 }
 
-// file reads the settings file that the environment, a flag or the program names, if any.
+// file reads the settings file that the environment, a flag or the program names. It returns nil if none
+// does.
 func (l *loader) file() (map[string]value, error) {
 	path := l.environ[FileVariable]
 	for _, f := range l.src.Flags {
@@ -53,8 +54,8 @@ func (l *loader) file() (map[string]value, error) {
 	return values, err
 }
 
-// environment takes the settings from the environment, and warns of unknown names that begin as those of
-// settings do.
+// environment takes the settings from the environment. It adds a warning for each unknown name that begins as
+// the names of settings do.
 func (l *loader) environment() {
 	for _, name := range slices.Sorted(maps.Keys(l.environ)) {
 		text := l.environ[name]
@@ -77,8 +78,8 @@ func (l *loader) environment() {
 	}
 }
 
-// flags takes the launcher's flags, except flags that precede the flag for the file and whose setting is in
-// the file.
+// flags takes the values of the launcher's flags. It skips a flag if the settings file has the setting too
+// and the flag precedes the flag that names the file.
 func (l *loader) flags(file map[string]value) {
 	last := -1
 	for i, f := range l.src.Flags {
@@ -122,14 +123,14 @@ func (l *loader) api() error {
 	return nil
 }
 
-// warning is a sentence for the user about a variable, key or flag.
+// warning is a sentence for the user about the variable, key or flag name.
 type warning struct{ name, text string }
 
 func noEffect(name, reason string) warning {
 	return warning{name, fmt.Sprintf("%s has no effect: %s", name, reason)}
 }
 
-// warn appends to Warnings those warnings whose name is not in shown, and records the names of all.
+// warn appends warnings to Warnings, except those whose name is in shown. It records the names of all.
 func (c *Config) warn(warnings []warning, shown []string) {
 	c.warned = slices.DeleteFunc(slices.Clone(shown), func(name string) bool { return name == "" })
 	for _, w := range warnings {
@@ -140,7 +141,7 @@ func (c *Config) warn(warnings []warning, shown []string) {
 	}
 }
 
-// ForRanks returns the variables, NAME=value, that the launcher adds to the environment of the ranks: the
+// ForRanks returns the variables, as NAME=value, that the launcher adds to the environment of the ranks: the
 // values of its flags, and the names that it has printed warnings about.
 func (c Config) ForRanks() []string {
 	var env []string

@@ -2,7 +2,8 @@ package config
 
 import "strings"
 
-// suggest returns the end of a sentence on an unknown name, which suggests name; empty if name is.
+// suggest returns the end of a sentence about an unknown name. It suggests the known name, or is empty if
+// name is.
 func suggest(name string) string {
 	if name == "" {
 		return ""
@@ -10,7 +11,7 @@ func suggest(name string) string {
 	return "; did you mean " + name + "?"
 }
 
-// nearestName returns the known variable that is most similar to name, or "".
+// nearestName returns the known variable that is most similar to name, or "" if none is similar.
 func nearestName(name string) string {
 	var names []string
 	for _, s := range settings {
@@ -24,13 +25,14 @@ func nearestName(name string) string {
 	return Nearest(name, names, "_")
 }
 
-// nearestKey returns the key of the file that is most similar to key, or "".
+// nearestKey returns the key of the settings file that is most similar to key, or "" if none is similar.
 func nearestKey(key string) string { return Nearest(key, keys(), ".") }
 
-// Nearest returns the candidate that a user who wrote name has probably meant: the one with the fewest
-// different letters, and the first of several. It is empty if no candidate is similar. Differences before the
-// first separator count at most 2: a user who confuses HVD_ with HOROVOD_, or the sections of the file, has
-// the rest right. If separator is empty, all letters count the same.
+// Nearest returns the candidate that a user who wrote name probably meant: the candidate with the fewest
+// different letters, or the first of several such candidates. It returns "" if no candidate is similar.
+// Differences before the first separator count at most 2, because a user who confuses HVD_ with HOROVOD_, or
+// the sections of the file, mostly writes the rest correctly. If separator is empty, all letters count the
+// same.
 func Nearest(name string, candidates []string, separator string) string {
 	head, tail := split(name, separator)
 	best, least := "", max(2, len(tail)/3)+1
@@ -52,9 +54,9 @@ func split(name, separator string) (head, tail string) {
 	return "", name
 }
 
-// distance returns the least number of letters to insert, delete, replace or swap with their neighbour that
-// turns a into b (optimal string alignment: Boytsov, 2011, §2.1). It ignores case and all but the first 64
-// letters. It takes time and space proportional to the product of the lengths.
+// distance returns how many letters must at least be inserted, deleted, replaced or swapped with their
+// neighbour to turn a into b (optimal string alignment: Boytsov, 2011, §2.1). It ignores case and all but the
+// first 64 letters. It takes time and memory proportional to the product of the lengths.
 func distance(a, b string) int {
 	a, b = strings.ToLower(a[:min(len(a), 64)]), strings.ToLower(b[:min(len(b), 64)])
 	rows := make([][]int, len(a)+1)

@@ -2,7 +2,7 @@ package config
 
 import "fmt"
 
-// Source is a kind of source of values. A later one overrides an earlier one.
+// Source is a kind of source of values. A greater Source overrides a smaller one.
 type Source int
 
 const (
@@ -13,13 +13,13 @@ const (
 	FromAPI                   // the program
 )
 
-// Origin is the source of a value.
+// Origin says where a value comes from.
 type Origin struct {
 	Source Source
-	// File and Line are the position in the file, for FromFile.
+	// File and Line are the position in the settings file if Source is FromFile.
 	File string
 	Line int
-	// Flag is the flag as on hvdrun's command line, for FromFlag.
+	// Flag is the flag as on hvdrun's command line if Source is FromFlag.
 	Flag string
 }
 
@@ -37,18 +37,18 @@ func (o Origin) String() string {
 	return "default"
 }
 
-// value is the value of a setting in the form of the environment, with its origin.
+// value is a value of a setting, in the form of the environment, and its origin.
 type value struct {
 	text   string
 	origin Origin
 }
 
-// Origin returns the source of the value of the named setting. For a name that is not a setting it is
+// Origin returns where the value of the named setting comes from. If name is not a setting, Source is
 // FromDefault.
 func (c Config) Origin(name string) Origin { return c.given[name].origin }
 
-// Value returns the value of the named setting in the form of the environment; empty if it has neither a
-// value nor a default.
+// Value returns the value of the named setting in the form of the environment. It returns "" if the setting
+// has neither a value nor a default.
 func (c Config) Value(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -57,8 +57,8 @@ func (c Config) Value(name string) string {
 	return s.Default
 }
 
-// Terms returns the settings that must be the same at all ranks, by name, in a canonical form: equal values
-// have equal texts.
+// Terms returns the values of the settings that must be the same at all ranks, by name. The values are in a
+// canonical form, in which equal values have equal texts.
 func (c Config) Terms() map[string]string {
 	terms := make(map[string]string)
 	for _, s := range settings {

@@ -10,9 +10,9 @@ const pageHead = `<!-- Generated from the table in internal/config by "go genera
 
 # Settings
 
-A setting is named by its environment variable: Horovod's if Horovod has the setting (` + "`HOROVOD_...`" +
-	`), else
-one of gohvd (` + "`HVD_...`" + `). Its value comes from the first of these that has one:
+The name of a setting is its environment variable. If Horovod has the setting, the name is Horovod's
+(` + "`HOROVOD_...`" + `). Otherwise it begins with ` + "`HVD_`" +
+	`. The value comes from the first of these that has one:
 
 1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
 2. a flag of hvdrun,
@@ -22,11 +22,12 @@ one of gohvd (` + "`HVD_...`" + `). Its value comes from the first of these that
 
 ` + "`hvdrun config [flags]`" + ` shows every value as the ranks would get it, and where it comes from.
 
-The settings file is YAML, with Horovod's keys if Horovod has them. Name it with ` + "`--config-file FILE`" +
-	` of
-hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" +
-	`. On the command line it overrides the flags before
-it and not those after it, as in Horovod. The environment overrides it, unlike in Horovod.
+The settings file is YAML. If Horovod has a setting, its key is Horovod's too. Name the file with the flag
+` + "`--config-file FILE`" + ` of hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" +
+	`. As in Horovod, the file
+overrides the flags before ` + "`--config-file`" +
+	` on the command line, and the flags after it override the file.
+Unlike in Horovod, the environment overrides the file.
 
 ` + "```yaml" + `
 params:
@@ -38,26 +39,27 @@ logging:
   level: info
 ` + "```" + `
 
-Init compares the settings with the scope "the same at all ranks". If some differ, it fails at every rank with
-an error that names each of these settings, the ranks and the values. Values that mean the same (1 and true)
-are equal.
+Init compares the settings with the scope "must be the same at all ranks". If ranks differ in some of them, it
+fails at every rank with an error that names each such setting, the ranks and the values. Values that mean the
+same, such as 1 and true, are equal.
 
-An invalid value and an unknown key are errors. An unknown variable that begins with ` + "`HOROVOD_`" + ` or
-` + "`HVD_`" + ` gives a warning with the nearest name.
+An invalid value or an unknown key in the file is an error. An unknown variable that begins with ` + "`HOROVOD_`" +
+	` or
+` + "`HVD_`" + ` causes a warning that suggests the most similar name.
 `
 
 const pageInert = `
 ## Names that have no effect
 
-Horovod has these settings, and gohvd ignores them. A variable, or a key in the file, with another value than
-Horovod's default causes a warning. hvdrun refuses flags that turn on a missing feature, and accepts those
-that turn it off.
+Horovod has these settings, and gohvd ignores them. If a variable, or a key in the file, has another value
+than Horovod's default, gohvd warns. hvdrun refuses a flag that turns on a missing feature, and accepts a flag
+that turns it off.
 
 | Variable | Key in the file | Horovod's default | Flags of horovodrun | Why it has no effect |
 |---|---|---|---|---|
 `
 
-// pageColumns is the maximum width of the page's prose.
+// pageColumns is the maximum width of the prose on the page.
 const pageColumns = 110
 
 // Page returns the text of docs/settings.md.
@@ -106,8 +108,8 @@ func (s Setting) writeEntry(b *strings.Builder) {
 	writeWrapped(b, fmt.Sprintf("- Scope: %s.", s.Scope))
 }
 
-// writeWrapped writes a paragraph in lines of at most pageColumns columns. The lines of a list item after the
-// first are indented. A line break may replace any space, also one in a code span.
+// writeWrapped writes a paragraph in lines of at most pageColumns columns. If the paragraph is a list item,
+// all lines after the first are indented. A line break may replace any space, even a space in a code span.
 func writeWrapped(b *strings.Builder, text string) {
 	indent := ""
 	if strings.HasPrefix(text, "- ") {

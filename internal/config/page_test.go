@@ -12,6 +12,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the page")
 
+// TestPageIsUpToDate checks that docs/settings.md equals the page that the table gives.
 func TestPageIsUpToDate(t *testing.T) {
 	path := filepath.Join("..", "..", "docs", "settings.md")
 	if *rewrite {
@@ -24,7 +25,7 @@ func TestPageIsUpToDate(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(got) != config.Page() {
-		t.Error("docs/settings.md is not what the table says: run go generate ./internal/config")
+		t.Error("docs/settings.md differs from the table: run go generate ./internal/config")
 	}
 }
 
@@ -47,6 +48,7 @@ timeline.mark_cycles stall_check.enabled stall_check.warning_time_seconds stall_
 library_options.mpi_threads_disable library_options.num_nccl_streams library_options.thread_affinity
 library_options.gloo_timeout_seconds logging.level logging.with_timestamp`
 
+// TestPageHasHorovodsNames checks that the page mentions every variable and every key of Horovod.
 func TestPageHasHorovodsNames(t *testing.T) {
 	page := config.Page()
 	for _, name := range strings.Fields(horovodRuntime) {

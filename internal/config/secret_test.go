@@ -12,7 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// TestJobSecret checks that the secret comes from HVD_SECRET, or else from the file of HVD_SECRET_FILE.
+// TestJobSecret checks that the secret comes from HVD_SECRET, or else from the file that HVD_SECRET_FILE
+// names. Invalid secrets must be refused, with errors that do not contain the secret.
 func TestJobSecret(t *testing.T) {
 	write := func(text string) string {
 		file := filepath.Join(t.TempDir(), "secret")
@@ -26,7 +27,7 @@ func TestJobSecret(t *testing.T) {
 	for _, test := range []struct {
 		set  config.Config
 		none bool
-		want string // of the error
+		want string // part of the error, or empty if there must be no error
 	}{
 		{config.Config{}, true, ""},
 		{config.Config{Secret: same}, false, ""},
@@ -53,11 +54,11 @@ func TestJobSecret(t *testing.T) {
 	a, errA := (&config.Config{Secret: same}).JobSecret()
 	b, errB := (&config.Config{SecretFile: file}).JobSecret()
 	if err := errors.Join(errA, errB); err != nil || proves(a, b) != nil {
-		t.Errorf("the file's secret is another than the same text's: %v", err)
+		t.Errorf("the same text as a value and in a file gave different secrets: %v", err)
 	}
 }
 
-// proves runs the handshake between two secrets and returns its error.
+// proves runs the handshake between a and b and returns its error, which is nil if the secrets are equal.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

@@ -7,42 +7,44 @@ import (
 	"time"
 )
 
-// Setting is one row of the table of settings.
+// Setting is a row of the table of settings.
 type Setting struct {
-	// Name is the name of the setting: its environment variable.
+	// Name is the name of the setting and of its environment variable.
 	Name string
-	// Key is the key in the settings file, section.key; empty if the file cannot have the setting.
+	// Key is the key in the settings file, as section.key. It is empty if the file cannot contain the
+	// setting.
 	Key string
-	// Flags are the flags of hvdrun for the setting. The first is the preferred one.
+	// Flags holds the flags of hvdrun for the setting. The first is the preferred one.
 	Flags []Flag
-	// Default is the value if no source has one, in the form of the environment. If it is empty, there is no
-	// default, and Otherwise says what applies without a value.
+	// Default is the value, in the form of the environment, if no source has one. If Default is empty, there
+	// is no default value, and Otherwise says what applies without a value.
 	Default, Otherwise string
-	// Doc is a phrase for users that describes the setting.
+	// Doc is a phrase for users that describes the setting. Sentences may follow it.
 	Doc string
-	// Raise is a sentence for users on the effect of raising the value, or of turning the setting on; it may
-	// be empty.
+	// Raise is a sentence for users about the effect of raising the value or of turning the setting on. It
+	// may be empty.
 	Raise string
-	// Section is the heading for the setting in the help and on the page.
+	// Section is the heading above the setting in the help and on the page.
 	Section string
 	// Scope says which ranks must have the same value.
 	Scope Scope
-	// Secret states that the value must not be printed.
+	// Secret is set if the value must not be printed.
 	Secret bool
 
 	kind
-	form *form // form of values in the file and in flags; nil if they are as in the environment
+	form *form // of values in the file and in flags; nil: as in the environment
 }
 
 // Flag is a flag of hvdrun for a setting.
 type Flag struct {
-	// Name is the name of the flag without leading dashes.
+	// Name is the name of the flag, without leading dashes.
 	Name string
-	// Arg is the word for the value in the help. It is empty for a switch.
+	// Arg is the placeholder for the value in the help, such as SECONDS. It is empty for a switch.
 	Arg string
-	// Means is the value, in the form of the environment, that a switch sets.
+	// Means is the value, in the form of the environment, that the setting gets if the flag is a switch and
+	// given.
 	Means string
-	// Instead, if not empty, is the flag that replaces this one, which is deprecated.
+	// Instead is the flag that replaces this flag, if this flag is deprecated. Otherwise it is empty.
 	Instead string
 }
 
@@ -50,39 +52,40 @@ type Flag struct {
 type Scope int
 
 const (
-	// PerProcess settings may differ from rank to rank.
+	// PerProcess is for settings that may differ from rank to rank.
 	PerProcess Scope = iota
-	// PerJob settings must be the same at all ranks. hvdrun gives all ranks the same values, and Init fails
-	// if ranks differ.
+	// PerJob is for settings that must be the same at all ranks. hvdrun gives all ranks the same values. Init
+	// fails if ranks differ.
 	PerJob
-	// PathPerJob settings are files that must be the same at all ranks but may have different paths. Init
-	// does not compare them.
+	// PathPerJob is for settings that name files. The ranks must have the same file, but its path may differ
+	// from rank to rank. Init does not compare these settings.
 	PathPerJob
-	// ToMeet settings must be the same at all ranks because the ranks cannot connect otherwise. Init cannot
-	// compare them.
+	// ToMeet is for settings that must be the same at all ranks, because otherwise the ranks cannot connect.
+	// So Init cannot compare them.
 	ToMeet
-	// ByLauncher settings are set by the launcher for each rank.
+	// ByLauncher is for settings that the launcher sets for each rank.
 	ByLauncher
 )
 
 func (s Scope) String() string {
 	switch s {
 	case PerJob:
-		return "the same at all ranks"
+		return "must be the same at all ranks"
 	case PathPerJob:
-		return "the same at all ranks; paths may differ"
+		return "must be the same at all ranks, but the path may differ"
 	case ToMeet:
-		return "the same at all ranks, which cannot connect otherwise"
+		return "must be the same at all ranks, else they cannot connect"
 	case ByLauncher:
 		return "set by the launcher"
 	}
 	return "may differ between ranks"
 }
 
-// SidecarVariable is the setting with which clients find a running sidecar.
+// SidecarVariable is the setting with the address of a running sidecar, for its clients.
 const SidecarVariable = "HVD_SIDECAR"
 
-// SidecarProgram is the sidecar's name. SidecarBinaryVariable is the setting with the path of its program.
+// SidecarProgram is the file name of the sidecar. SidecarBinaryVariable is the setting with the path of that
+// program.
 const (
 	SidecarProgram        = "hvdd"
 	SidecarBinaryVariable = "HVD_SIDECAR_BINARY"
@@ -91,7 +94,8 @@ const (
 // FileVariable is the setting with the path of the settings file.
 const FileVariable = "HVD_CONFIG_FILE"
 
-// shownVariable is the setting with the names about which hvdrun has printed warnings (see Config.ForRanks).
+// shownVariable is the setting that lists the names about which hvdrun has printed warnings (see
+// Config.ForRanks).
 const shownVariable = "HVD_SHOWN"
 
 const (
@@ -104,7 +108,7 @@ const (
 	sectionPlace     = "Place in the job"
 )
 
-// onOff returns the flags --name and --no-name of a boolean setting: the first turns it on, the second off.
+// onOff returns the two flags of a boolean setting: --name turns it on, and --no-name turns it off.
 func onOff(name string) []Flag {
 	return []Flag{{Name: name, Means: "1"}, {Name: "no-" + name, Means: "0"}}
 }
@@ -130,8 +134,8 @@ var settings = []Setting{
 	{
 		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PathPerJob,
 		Otherwise: "none",
-		Doc: "file with the job's secret, at least 16 bytes, for a job on several hosts that hvdrun does not " +
-			"start; all ranks must have the same secret",
+		Doc: "file with the job's secret, at least 16 bytes. A job on several hosts that hvdrun does " +
+			"not start needs it. All ranks must have the same secret",
 		kind: text("the name of a file", func(c *Config) *string { return &c.SecretFile }),
 	},
 	{
@@ -146,9 +150,9 @@ var settings = []Setting{
 		Key:     "library_options.tls",
 		Flags:   onOff("tls"),
 		Default: "0",
-		Doc: "encrypt every connection between processes with TLS 1.3, with certificates derived from the " +
-			"job's secret; a job without a secret does not start",
-		Raise: "Turning it on slows down tensors that go over TCP (docs/performance.md).",
+		Doc: "encrypt every connection between processes with TLS 1.3. The certificates are derived " +
+			"from the job's secret, so a job without a secret does not start",
+		Raise: "Turning it on slows down transfers over TCP (docs/performance.md).",
 		kind:  boolOf(func(c *Config) *bool { return &c.TLS }),
 	},
 	{
@@ -156,43 +160,47 @@ var settings = []Setting{
 		Key: "library_options.network_interfaces",
 		Flags: []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST",
 			Instead: "network-interfaces"}},
-		Otherwise: "the interface of the route to where the ranks meet",
-		Doc: "network interfaces that ranks use: names, addresses or networks with commas between " +
-			"them, as in eth0,10.0.0.0/8; each host uses its first address among them",
+		Otherwise: "the interface of the route to the address where the ranks meet",
+		Doc: "network interfaces that ranks may listen on: names, addresses or networks, separated by " +
+			"commas, as in eth0,10.0.0.0/8. Each host uses its first address that matches",
 		kind: interfaces(func(c *Config) *[]string { return &c.NetworkInterfaces }),
 	},
 	{
 		Name: "HVD_RENDEZVOUS_HOST", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "from the launcher",
-		Doc:       "host of rank 0, for launchers whose ranks meet at a store of rank 0 (docs/launchers.md)",
-		kind:      text("a host's name or address", func(c *Config) *string { return &c.MeetHost }),
+		Otherwise: "the address that the launcher gives",
+		Doc: "host of rank 0, for launchers whose ranks meet at a store that rank 0 serves " +
+			"(docs/launchers.md)",
+		kind: text("a host's name or address", func(c *Config) *string { return &c.MeetHost }),
 	},
 	{
 		Name: "HVD_RENDEZVOUS_PORT", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "from the launcher",
-		Doc:       "port of the store of rank 0, for launchers whose ranks meet there (docs/launchers.md)",
-		kind:      port(func(c *Config) *int { return &c.MeetPort }),
+		Otherwise: "the port that the launcher gives",
+		Doc: "port of the store that rank 0 serves, for launchers whose ranks meet there " +
+			"(docs/launchers.md)",
+		kind: port(func(c *Config) *int { return &c.MeetPort }),
 	},
 	{
 		Name: "HVD_SIZE", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "none",
-		Doc: "with 1, this process is a job of one rank, whatever a launcher other than hvdrun says; with " +
-			"another number, the number of pods of an Indexed Job of Kubernetes, which the pods do not know",
+		Doc: "number of ranks. With 1, this process is a job with one rank, even if a launcher other " +
+			"than hvdrun says otherwise. Another value is for an Indexed Job of Kubernetes and is its " +
+			"number of pods, which the pods do not know by themselves",
 		kind: anything("a number of at least 1"),
 	},
 	{
 		Name: "HVD_SUBDOMAIN", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "the name of the job",
-		Doc:       "headless service of an Indexed Job of Kubernetes, by which the pods find each other",
-		kind:      anything("a name"),
+		Otherwise: "the name of the Kubernetes job",
+		Doc: "headless service of an Indexed Job of Kubernetes, through which the pods find each " +
+			"other",
+		kind: anything("a name"),
 	},
 	{
 		Name: "HOROVOD_THREAD_AFFINITY", Section: sectionStart, Scope: PerProcess,
 		Key:       "library_options.thread_affinity",
 		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},
 		Otherwise: "not pinned",
-		Doc: "processor core for the background thread of each rank of a host, in the order of local ranks, " +
-			"as in 0,2,4",
+		Doc: "processor cores for the background threads of the ranks of a host, in the order of " +
+			"local ranks, as in 0,2,4",
 		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
 	},
 	{
@@ -200,9 +208,9 @@ var settings = []Setting{
 		Key:     "params.fusion_threshold_mb",
 		Flags:   []Flag{{Name: "fusion-threshold-mb", Arg: "MIB"}},
 		Default: "134217728",
-		Doc: "maximum size of the tensors that are fused into one response; 0 turns fusion off; a grouped " +
-			"allreduce is one response whatever its size",
-		Raise: "Raising it saves round trips, and costs more cache misses of the processor.",
+		Doc: "maximum size of the tensors that are fused into one response. 0 turns fusion off. A " +
+			"grouped allreduce is one response whatever its size",
+		Raise: "Raising it saves round trips, but causes more misses in the caches of the processor.",
 		kind:  bytesOf(func(c *Config) *int64 { return &c.FusionThresholdBytes }), form: mebibytes,
 	},
 	{
@@ -210,9 +218,9 @@ var settings = []Setting{
 		Key:     "params.cycle_time_ms",
 		Flags:   []Flag{{Name: "cycle-time-ms", Arg: "MS"}},
 		Default: "0",
-		Doc: "minimum time between two negotiation cycles; 0, the default, answers requests at once " +
-			"(Horovod's default is 1)",
-		Raise: "Raising it fuses more tensors into one response, and delays responses.",
+		Doc: "minimum time between two negotiation cycles. With 0 requests are answered at once. " +
+			"Horovod's default is 1",
+		Raise: "Raising it fuses more tensors into one response, but delays responses.",
 		kind:  milliseconds(func(c *Config) *time.Duration { return &c.CycleTime }, 0),
 	},
 	{
@@ -220,9 +228,9 @@ var settings = []Setting{
 		Key:     "params.cache_capacity",
 		Flags:   []Flag{{Name: "cache-capacity", Arg: "N"}},
 		Default: "1024",
-		Doc:     "number of responses in the response cache of each process set; 0 turns the cache off",
-		Raise: "Raising it to the number of tensors of a step reduces the negotiation of each repeated tensor " +
-			"to one bit.",
+		Doc:     "number of responses in the response cache of each process set. 0 turns the cache off",
+		Raise: "If the cache has room for all tensors of a training step, each repeated tensor is " +
+			"negotiated with one bit.",
 		kind: whole(func(c *Config) *int { return &c.CacheCapacity }, 0),
 	},
 	{
@@ -239,8 +247,8 @@ var settings = []Setting{
 		Key:     "params.negotiation",
 		Flags:   []Flag{{Name: "negotiation", Arg: "WORD"}},
 		Default: "event",
-		Doc: "how ranks negotiate: with event a rank sends requests when it has some, with lockstep all ranks " +
-			"enter every cycle, as in Horovod",
+		Doc: "how ranks negotiate. With event, a rank sends requests when it has some. With lockstep, " +
+			"all ranks enter every cycle, as in Horovod",
 		kind: oneOf(func(c *Config, word string) { c.Lockstep = word == "lockstep" }, "event", "lockstep"),
 	},
 	{
@@ -248,8 +256,8 @@ var settings = []Setting{
 		Key:     "library_options.deterministic",
 		Flags:   onOff("deterministic"),
 		Default: "0",
-		Doc:     "make results equal bit by bit from run to run, in whatever order data arrives",
-		Raise:   "Turning it on costs speed.",
+		Doc:     "make results equal bit by bit from run to run, even if data arrives in another order",
+		Raise:   "Turning it on makes operations slower.",
 		kind:    boolOf(func(c *Config) *bool { return &c.Deterministic }),
 	},
 	{
@@ -257,8 +265,8 @@ var settings = []Setting{
 		Key:     "library_options.dynamic_process_sets",
 		Flags:   onOff("dynamic-process-sets"),
 		Default: "1",
-		Doc: "allow process sets to be added and removed after Init; on by default, unlike in Horovod, " +
-			"because it costs nothing",
+		Doc: "allow process sets to be added and removed after Init. Unlike in Horovod it is on by " +
+			"default, because it costs nothing",
 		kind: boolOf(func(c *Config) *bool { return &c.DynamicProcessSets }),
 	},
 	{
@@ -275,18 +283,20 @@ var settings = []Setting{
 		Key:     "stall_check.warning_time_seconds",
 		Flags:   []Flag{{Name: "stall-check-warning-time-seconds", Arg: "SECONDS"}},
 		Default: "60",
-		Doc:     "time that a tensor may wait for ranks before a warning names these ranks; 0 never warns",
-		Raise:   "Raising it avoids warnings about ranks that are slow now and then, and reports stalls later.",
-		kind:    seconds(func(c *Config) *time.Duration { return &c.StallWarning }, 0),
+		Doc: "time that a tensor may wait for ranks before a warning names these ranks. 0 turns the " +
+			"warnings off",
+		Raise: "Raising it avoids warnings about ranks that are slow now and then, but reports stalls " +
+			"later.",
+		kind: seconds(func(c *Config) *time.Duration { return &c.StallWarning }, 0),
 	},
 	{
 		Name: "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", Section: sectionTrouble, Scope: PerJob,
 		Key:     "stall_check.shutdown_time_seconds",
 		Flags:   []Flag{{Name: "stall-check-shutdown-time-seconds", Arg: "SECONDS"}},
 		Default: "0",
-		Doc: "time that a tensor may wait for ranks before the job is ended, at least the time of the " +
-			"warning; 0 never ends the job",
-		Raise: "Raising it keeps a stalled job running, and its machines occupied, for longer.",
+		Doc: "time that a tensor may wait for ranks before the job is ended. It must be at least " +
+			"HOROVOD_STALL_CHECK_TIME_SECONDS. With 0 a stall never ends the job",
+		Raise: "Raising it lets a stalled job run, and occupy its machines, for longer.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StallShutdown }, 0),
 	},
 	{
@@ -294,9 +304,9 @@ var settings = []Setting{
 		Key:     "library_options.operation_timeout_seconds",
 		Flags:   []Flag{{Name: "operation-timeout-seconds", Arg: "SECONDS"}},
 		Default: "0",
-		Doc: "time limit of every operation except Join, from submission to completion, after which the job " +
-			"fails; 0 sets no limit",
-		Raise: "Raising it tolerates slow operations, and finds stuck ones later.",
+		Doc: "time limit of every operation except Join, from submission to completion. When it has " +
+			"passed, the job fails. 0 sets no limit",
+		Raise: "Raising it tolerates slow operations, but detects stuck operations later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
 	},
 	{
@@ -307,7 +317,7 @@ var settings = []Setting{
 		Doc:     "time without a message after which a rank is considered dead",
 		Raise: "Raising it delays the error if a host vanishes. The death of a process is noticed at once, " +
 			"whatever the value.",
-		// The minimum leaves time for a few heartbeats, which are sent every second.
+		// The minimum leaves time for a few heartbeats: ranks send one every second.
 		kind: seconds(func(c *Config) *time.Duration { return &c.LivenessTimeout }, 3),
 	},
 	{
@@ -315,16 +325,17 @@ var settings = []Setting{
 		Key:     "controller",
 		Flags:   []Flag{{Name: "gloo", Means: "gloo"}},
 		Default: "gloo",
-		Doc:     "what negotiates; gloo and tcp both mean gohvd's own controller",
+		Doc:     "controller for the negotiation. gloo and tcp both mean gohvd's own controller",
 		kind:    builtOnly(ownController(), "mpi"),
 	},
 	{
 		Name: "HOROVOD_CPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
 		Key:     "cpu_operations",
 		Default: "gloo",
-		Doc: "backend for tensors in host memory: gloo is shared memory if all ranks are on one host and TCP " +
-			"otherwise, and fails on one host if there is no shared memory; shm,tcp is the same but uses TCP " +
-			"in that case; shm is only shared memory, and tcp only TCP",
+		Doc: "backend for tensors in host memory. With gloo, a job on one host uses shared memory and " +
+			"fails if there is none, and a job on several hosts uses TCP. shm,tcp is like gloo, but uses " +
+			"TCP if there is no shared memory. With shm every job uses shared memory, with tcp every job " +
+			"uses TCP",
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
@@ -332,9 +343,9 @@ var settings = []Setting{
 		Key:       "timeline.filename",
 		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},
 		Otherwise: "none",
-		Doc: "file to which rank 0 writes its timeline; the other ranks write to files beside it, with .rankN " +
-			"before the extension (docs/timeline.md); a name that ends in .gz compresses it; with DYNAMIC no " +
-			"timeline is written until the program or a signal starts one",
+		Doc: "file to which rank 0 writes its timeline (docs/timeline.md). The other ranks write to " +
+			"files beside it, with .rankN before the extension. If the name ends in .gz the file is " +
+			"compressed. With DYNAMIC no timeline is written until the program or a signal starts one",
 		kind: text("the name of a file, or DYNAMIC", func(c *Config) *string { return &c.Timeline }),
 	},
 	{
@@ -351,9 +362,9 @@ var settings = []Setting{
 		Key:     "timeline.max_mb",
 		Flags:   []Flag{{Name: "timeline-max-mb", Arg: "MIB"}},
 		Default: "1024",
-		Doc: "maximum disk space, in MiB, of the timeline of a rank; when it is full, the oldest part is " +
-			"deleted",
-		Raise: "Raising it keeps a longer part of the job.",
+		Doc: "maximum disk space, in MiB, for the timeline of a rank. When it is used up, the oldest " +
+			"part is deleted",
+		Raise: "Raising it keeps the timeline of a longer part of the job.",
 		kind:  whole(func(c *Config) *int { return &c.TimelineMaxMiB }, 1),
 	},
 	{
@@ -361,27 +372,28 @@ var settings = []Setting{
 		Key:     "timeline.last_seconds",
 		Flags:   []Flag{{Name: "timeline-last-seconds", Arg: "SECONDS"}},
 		Default: "0",
-		Doc: "keep only this last part of the timeline, in memory, and write it when the timeline is stopped " +
-			"or the job ends or fails; 0 writes every event as it occurs",
-		Raise: "Raising it keeps more of the timeline, and takes more memory.",
+		Doc: "length of the last part of the timeline, to be kept in memory. It is written when the " +
+			"timeline is stopped or the job ends or fails, and earlier events are dropped. 0 writes " +
+			"every event as it occurs",
+		Raise: "Raising it keeps more of the timeline, but takes more memory.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.TimelineLast }, 0),
 	},
 	{
 		Name: "HVD_TIMELINE_SIGNAL", Section: sectionSee, Scope: PerProcess,
 		Key:       "timeline.signal",
 		Otherwise: "none",
-		Doc: "signal that starts the timeline and, when it is sent again, stops it; hvdrun forwards the " +
-			"signal to all ranks, and starts them with it ignored, so that it ends no program that does not " +
-			"handle it",
+		Doc: "signal that starts the timeline and, when it is sent again, stops it. hvdrun forwards " +
+			"the signal to all ranks. It starts them with the signal ignored, so that the signal does " +
+			"not kill a program that does not handle it",
 		kind: oneOf(func(c *Config, word string) { c.TimelineSignal = word }, "SIGUSR1", "SIGUSR2"),
 	},
 	{
 		Name: "HVD_METRICS_ADDR", Section: sectionSee, Scope: PerProcess,
 		Key:       "metrics.addr",
 		Otherwise: "none",
-		Doc: "host:port at which each rank serves its metrics; the local rank is added to the port unless the " +
-			"port is 0 (docs/metrics.md); hvdrun --metrics-addr serves the metrics of all ranks at one " +
-			"address",
+		Doc: "host:port at which each rank serves its metrics (docs/metrics.md). The local rank is " +
+			"added to the port unless the port is 0. With hvdrun --metrics-addr, hvdrun serves the " +
+			"metrics of all ranks at one address",
 		kind: text("host:port", func(c *Config) *string { return &c.MetricsAddr }),
 	},
 	{
@@ -389,7 +401,7 @@ var settings = []Setting{
 		Key:     "flight_recorder.enabled",
 		Default: "1",
 		Doc:     "record the last 10000 operations in memory, for reports on stalls and failures",
-		Raise:   "Turning it off saves 1.3 MB of memory per rank and some nanoseconds per tensor.",
+		Raise:   "Turning it off saves 1.3 MB of memory per rank and a few nanoseconds per tensor.",
 		kind:    boolOf(func(c *Config) *bool { return &c.FlightRecorder }),
 	},
 	{
@@ -397,9 +409,9 @@ var settings = []Setting{
 		Key:       "flight_recorder.dump_dir",
 		Flags:     []Flag{{Name: "dump-dir", Arg: "DIR"}},
 		Otherwise: "none",
-		Doc: "folder to which hvdrun writes its reports and the flight recorders of the ranks; without " +
-			"hvdrun, each rank writes its recorder there when the job fails, and rank 0 when the job stalls " +
-			"(docs/troubleshooting.md)",
+		Doc: "folder to which hvdrun writes its reports and the flight recorders of the ranks " +
+			"(docs/troubleshooting.md). Without hvdrun, each rank writes its recorder there when the job " +
+			"fails, and rank 0 also when the job stalls",
 		kind: text("the name of a folder", func(c *Config) *string { return &c.DumpDir }),
 	},
 	{
@@ -428,56 +440,56 @@ var settings = []Setting{
 		Key:     "logging.format",
 		Flags:   []Flag{{Name: "log-format", Arg: "FORMAT"}},
 		Default: "auto",
-		Doc: "format of the log: console for people, json for programs, auto for console on a terminal and " +
-			"json elsewhere",
+		Doc: "format of the log: console for people, json for programs, or auto, which means console " +
+			"on a terminal and json elsewhere",
 		kind: oneOf(func(c *Config, word string) { c.LogFormat = word }, "auto", "console", "json"),
 	},
 	{
 		Name: "HOROVOD_RANK", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "0, in a job of one rank",
+		Otherwise: "0, in a job with one rank",
 		Doc:       "rank of this process, from 0 to HOROVOD_SIZE - 1",
 		kind:      whole(func(c *Config) *int { return &c.Rank }, 0),
 	},
 	{
 		Name: "HOROVOD_SIZE", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "1, a job of one rank",
+		Otherwise: "1, in a job with one rank",
 		Doc:       "number of ranks in the job",
 		kind:      whole(func(c *Config) *int { return &c.Size }, 1),
 	},
 	{
 		Name: "HOROVOD_LOCAL_RANK", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "from the hosts of the ranks",
-		Doc:       "number of this rank among the ranks of its host",
+		Otherwise: "derived from the hosts of the ranks",
+		Doc:       "number of this rank among the ranks on its host, from 0",
 		kind:      whole(func(c *Config) *int { return &c.LocalRank }, 0),
 	},
 	{
 		Name: "HOROVOD_LOCAL_SIZE", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "from the hosts of the ranks",
+		Otherwise: "derived from the hosts of the ranks",
 		Doc:       "number of ranks on this host",
 		kind:      whole(func(c *Config) *int { return &c.LocalSize }, 1),
 	},
 	{
 		Name: "HOROVOD_CROSS_RANK", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "from the hosts of the ranks",
-		Doc:       "index of this host among the hosts that have this local rank",
+		Otherwise: "derived from the hosts of the ranks",
+		Doc:       "index of this host among the hosts that have a rank with this local rank",
 		kind:      whole(func(c *Config) *int { return &c.CrossRank }, 0),
 	},
 	{
 		Name: "HOROVOD_CROSS_SIZE", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "from the hosts of the ranks",
-		Doc:       "number of hosts that have this local rank",
+		Otherwise: "derived from the hosts of the ranks",
+		Doc:       "number of hosts that have a rank with this local rank",
 		kind:      whole(func(c *Config) *int { return &c.CrossSize }, 1),
 	},
 	{
 		Name: "HOROVOD_HOSTNAME", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "the host's name",
-		Doc:       "identity of this host; ranks with the same identity are local to each other",
+		Doc:       "identity of this host. Ranks with the same identity are local to each other",
 		kind:      text("any text", func(c *Config) *string { return &c.Hostname }),
 	},
 	{
 		Name: "HVD_HOSTID", Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "host name, boot and network namespace",
-		Doc:       "identity of the memory of this host; ranks with the same identity may share memory",
+		Otherwise: "derived from host name, boot ID and network namespace",
+		Doc:       "identity of the memory of this host. Ranks with the same identity may share memory",
 		kind:      text("any text", func(c *Config) *string { return &c.HostID }),
 	},
 	{
@@ -495,22 +507,23 @@ var settings = []Setting{
 	{
 		Name: "HVD_JOB_ID", Section: sectionPlace, Scope: ByLauncher,
 		Default: "gohvd",
-		Doc:     "identity of the job; ranks refuse connections from another job",
+		Doc:     "identity of the job. Ranks refuse connections from another job",
 		kind:    short(func(c *Config) *string { return &c.JobID }),
 	},
 	{
 		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "from the launcher",
-		Doc: "URL at which the ranks meet, as for PyTorch's init_process_group: env://, tcp://HOST:PORT or " +
-			"file:///PATH, followed by ?rank=R&world_size=N unless a launcher, or HOROVOD_RANK and " +
-			"HOROVOD_SIZE, give them (docs/launchers.md)",
+		Otherwise: "the ranks meet as the launcher says",
+		Doc: "URL at which the ranks meet, as for PyTorch's init_process_group: env://, " +
+			"tcp://HOST:PORT or file:///PATH (docs/launchers.md). ?rank=R&world_size=N must follow " +
+			"unless a launcher, or HOROVOD_RANK and HOROVOD_SIZE, give these numbers",
 		kind: text("a URL", func(c *Config) *string { return &c.InitMethod }),
 	},
 	{
 		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: PerProcess, Secret: true,
-		Otherwise: "from the launcher",
-		Doc: "id of hvd.NewUniqueID by which the ranks meet, the same at all ranks; a launcher, or " +
-			"HOROVOD_RANK and HOROVOD_SIZE, give the rank; every process that has the id can join the job",
+		Otherwise: "the ranks meet as the launcher says",
+		Doc: "id, made by hvd.NewUniqueID, by which the ranks meet. It must be the same at all ranks. " +
+			"A launcher, or HOROVOD_RANK and HOROVOD_SIZE, give rank and size. Every process that has " +
+			"the id can join the job",
 		kind: text("the text of an id, or several with commas between them", func(c *Config) *string {
 			return &c.UniqueID
 		}),
@@ -518,15 +531,15 @@ var settings = []Setting{
 	{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,
 		Otherwise: "none",
-		Doc: "text of the job's secret, by which a process proves that it belongs to the job; processes " +
-			"refuse connections from a peer with another secret",
+		Doc: "text of the job's secret, by which a process proves that it belongs to the job. " +
+			"Processes refuse connections from a peer with another secret",
 		kind: text("any text", func(c *Config) *string { return &c.Secret }),
 	},
 	{
 		Name: SidecarVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "the program starts one",
-		Doc: "address of a running sidecar, for a Python program; a Go program, which runs its own engine, " +
-			"refuses the setting (docs/sidecar.md)",
+		Otherwise: "the program starts a sidecar",
+		Doc: "address of a running sidecar, for a Python program (docs/sidecar.md). A Go program runs " +
+			"its own engine and refuses the setting",
 		kind: anything("unix:///path"),
 	},
 	{
@@ -544,15 +557,16 @@ var settings = []Setting{
 	{
 		Name: shownVariable, Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "none",
-		Doc:       "names about which hvdrun has printed warnings, so that the ranks do not print them again",
-		kind:      anything("what hvdrun writes"),
+		Doc: "names about which hvdrun has printed warnings, so that the ranks do not print these " +
+			"warnings again",
+		kind: anything("what hvdrun writes"),
 	},
 }
 
-// Settings returns the table, in the order of the documentation. The caller owns the slice.
+// Settings returns the table in the order of the documentation. The caller may change the slice.
 func Settings() []Setting { return append([]Setting(nil), settings...) }
 
-// Lookup returns the setting with this name.
+// Lookup returns the setting with this name. ok is false if there is none.
 func Lookup(name string) (Setting, bool) {
 	return find(func(s Setting) bool { return s.Name == name })
 }
@@ -565,8 +579,8 @@ func find(is func(Setting) bool) (Setting, bool) {
 	return settings[i], true
 }
 
-// FromFlag converts the value of flag f to the form of the environment. text is "true" for a switch without a
-// value. The error says what was wanted.
+// FromFlag converts text, the value of flag f, to the form of the environment. For a switch without a value,
+// text is "true". An error says which values are valid.
 func (s Setting) FromFlag(f Flag, text string) (string, error) {
 	if f.Arg != "" {
 		return s.fromForm(text)
@@ -601,7 +615,7 @@ func (s Setting) check(text string) error {
 	return s.set(&scratch, text)
 }
 
-// Fallback returns a text for users that says what applies if no source has a value.
+// Fallback returns a text for users that says which value applies if no source has one.
 func (s Setting) Fallback() string {
 	if s.Default == "" {
 		return s.Otherwise

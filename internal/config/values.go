@@ -11,16 +11,16 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// kind is a type of value: its unit, if it has one, a description of valid values, and a function that parses
-// a text into a Config. If ok is false or err is not nil, the text is not valid; err, if not nil, says more
-// than want.
+// kind is a type of values. unit is the unit of its numbers, or empty. want describes valid values. read
+// parses a text into a Config. If ok is false or err is not nil, the text is not valid. If err is not nil, it
+// describes the problem better than want does.
 type kind struct {
 	unit string
 	want string
 	read func(c *Config, text string) (ok bool, err error)
 }
 
-// set parses text into c. The error says what was wanted.
+// set parses text into c. An error says which values are valid.
 func (k kind) set(c *Config, text string) error {
 	ok, err := k.read(c, text)
 	if err == nil && !ok {
@@ -29,7 +29,7 @@ func (k kind) set(c *Config, text string) error {
 	return err
 }
 
-// canonical returns the canonical form of a value: texts with the same meaning have the same form.
+// canonical returns a value in a canonical form: texts that mean the same value have the same form.
 func (k kind) canonical(text string) string {
 	if v, ok := boolean(text); ok && k.want == wantBoolean {
 		return digit(v)
@@ -43,24 +43,24 @@ func (k kind) canonical(text string) string {
 // Want returns a description of valid values.
 func (k kind) Want() string { return k.want }
 
-// Unit returns the unit of numbers in the environment; it may be empty.
+// Unit returns the unit of numbers in the environment, or "" if the values have no unit.
 func (k kind) Unit() string { return k.unit }
 
-// form is how a value is written in the file and in flags, if that differs from the environment.
+// form describes how a value is written in the file and in flags if that differs from the environment.
 type form struct {
-	note string // the difference, for the page
+	note string // says on the page how it differs
 	want string
 	read func(text string) (environment string, ok bool)
 }
 
 var (
-	// mebibytes is the form in which Horovod writes numbers of bytes: in MiB.
+	// mebibytes is the form for numbers of bytes. As in Horovod they are given in MiB.
 	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000",
 		func(text string) (string, bool) {
 			v, ok := number(text, 0)
 			return strconv.FormatInt(int64(v*(1<<20)), 10), ok
 		}}
-	// negated is the form of a setting that turns a feature off, with a key that turns the feature on.
+	// negated is the form for a setting that turns a feature off. Its key in the file turns the feature on.
 	negated = &form{", with the opposite meaning", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
 		return digit(!v), ok
@@ -69,8 +69,8 @@ var (
 
 const wantBoolean = "a boolean: 1, 0, true, false, yes or no"
 
-// anything returns the kind of a value that Config has no field for: its users read it from Config.Value, or
-// it is read before all other settings.
+// anything returns the kind of values for which Config has no field. They are read by Config.Value, or before
+// all other settings.
 func anything(want string) kind {
 	return kind{want: want, read: func(*Config, string) (bool, error) { return true, nil }}
 }
@@ -115,7 +115,7 @@ func boolOf(field func(*Config) *bool) kind {
 	}}
 }
 
-// boolean parses words, and numbers as Horovod does: only numbers above 0 are true.
+// boolean parses words and numbers. As in Horovod, a number is true if it is greater than 0.
 func boolean(text string) (v, ok bool) {
 	switch strings.ToLower(text) {
 	case "true", "yes":
@@ -153,16 +153,16 @@ func duration(unit string, one time.Duration, field func(*Config) *time.Duration
 		}}
 }
 
-// most is the largest number that may have a fraction.
+// most is the largest value of a setting that may have a fraction.
 const most = 1_000_000
 
-// number parses a number. ok is false if it is not from least to most, or is NaN.
+// number parses a number. ok is false if the number is less than least, greater than most, or NaN.
 func number(text string, least float64) (float64, bool) {
 	v, err := strconv.ParseFloat(text, 64)
 	return v, err == nil && v >= least && v <= most
 }
 
-// short returns the kind of a text that is sent in handshakes.
+// short returns the kind of texts that are sent in handshakes.
 func short(field func(*Config) *string) kind {
 	return kind{want: "at most 64 bytes", read: func(c *Config, text string) (bool, error) {
 		*field(c) = text
@@ -170,7 +170,7 @@ func short(field func(*Config) *string) kind {
 	}}
 }
 
-// cores returns the kind of a list of cores, one for each local rank.
+// cores returns the kind of lists of processor cores, one for each local rank.
 func cores(field func(*Config) *[]int) kind {
 	return kind{want: "whole numbers of at least 0 with commas between them",
 		read: func(c *Config, text string) (bool, error) {
@@ -187,7 +187,8 @@ func cores(field func(*Config) *[]int) kind {
 		}}
 }
 
-// oneOf returns the kind of a value that is one of words, in any case. set receives the word as in words.
+// oneOf returns the kind of values that are one of words, in upper or lower case. set is called with the word
+// as it is in words.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
 	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last],
@@ -202,8 +203,8 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 		}}
 }
 
-// builtOnly returns the kind of a choice among Horovod's names for backends: known parses the names that mean
-// a backend of gohvd, and others are the names of backends that are not built in.
+// builtOnly returns the kind of a choice among Horovod's names for backends. known is the kind of the names
+// that mean a backend of gohvd. others holds the names of backends that are not built in.
 func builtOnly(known kind, others ...string) kind {
 	k := known
 	k.read = func(c *Config, text string) (bool, error) {
@@ -217,14 +218,14 @@ func builtOnly(known kind, others ...string) kind {
 	return k
 }
 
-// ownController returns the kind of the choice of a controller.
+// ownController returns the kind of the setting that chooses a controller.
 func ownController() kind {
 	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
-	k.want += ", which both mean gohvd's own"
+	k.want += ", which both mean gohvd's own controller"
 	return k
 }
 
-// cpuOperations returns the kind of the choice of a backend for tensors in host memory.
+// cpuOperations returns the kind of the setting that chooses a backend for tensors in host memory.
 func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
 		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible,

@@ -8,8 +8,8 @@ const module = "github.com/gohvd/gohvd"
 // github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 
-// Version returns the version of gohvd in this program, whose main module may be another; "(devel)" if it is
-// not known.
+// Version returns the version of gohvd in this program, or "(devel)" if it is not known. The main module of
+// the program may be another module.
 func Version() string {
 	if release != "" {
 		return release
@@ -24,7 +24,8 @@ func Version() string {
 	return "(devel)"
 }
 
-// VersionText returns the version for users, with the commit that the program was built from if it is known.
+// VersionText returns the version for users. It includes the commit that the program was built from if the
+// commit is known.
 func VersionText() string {
 	text := Version()
 	if info, ok := debug.ReadBuildInfo(); ok {

@@ -9,6 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
+// TestUnknownVersion checks that the version is (devel) if the build does not know it.
 func TestUnknownVersion(t *testing.T) {
 	// A test binary has no version of its module.
 	if v := config.Version(); v != "(devel)" || !strings.HasPrefix(config.VersionText(), v) {
@@ -16,7 +17,8 @@ func TestUnknownVersion(t *testing.T) {
 	}
 }
 
-// TestReleaseVersion checks that the linker flag in the comment of release sets the version.
+// TestReleaseVersion builds hvdrun with the linker flag in the comment of config.release and checks that
+// hvdrun prints that version.
 func TestReleaseVersion(t *testing.T) {
 	hvdrun := filepath.Join(t.TempDir(), "hvdrun")
 	build := exec.Command("go", "build", "-ldflags",
