@@ -15,15 +15,15 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// Part is a component that may be built in, such as MPI.
+// Part is a component that a build of gohvd may contain, such as MPI.
 type Part struct {
-	// Kind is the heading of the component, such as "Controllers". Name is its name. Built states that it is
-	// built in.
+	// Kind is the heading of the component, such as "Controllers". Name is its name. Built is set if this
+	// build contains it.
 	Kind, Name string
 	Built      bool
 }
 
-// Parts returns the components that this build has and lacks, grouped by kind.
+// Parts returns the components that a build may contain, grouped by kind.
 func (s *System) Parts() []Part {
 	const own = "Gloo (gohvd's own, over shared memory and TCP)"
 	torch := Part{"Frameworks", "PyTorch (over hvdd)", true}
@@ -40,8 +40,8 @@ func (s *System) Parts() []Part {
 	}
 }
 
-// WriteBuild writes the parts in the format of horovodrun --check-build, for scripts that search for "[X]
-// PyTorch".
+// WriteBuild writes the parts in the format of horovodrun --check-build, for scripts that search the output
+// for texts such as "[X] PyTorch".
 func (s *System) WriteBuild(w io.Writer) error {
 	out := bufio.NewWriter(w)
 	fmt.Fprintf(out, "gohvd %s:\n", config.VersionText())
@@ -60,8 +60,8 @@ func (s *System) WriteBuild(w io.Writer) error {
 	return out.Flush()
 }
 
-// built reports the version, the compiler and the components of this program. All lines are ok: a component
-// that is not built in is no problem.
+// built reports the version, the compiler and the components of this program. Every line is ok, because a
+// missing component is not a problem.
 func built(_ context.Context, s *System) []Line {
 	b := s.Build
 	lines := []Line{ok("version", "gohvd %s", config.VersionText())}
@@ -98,14 +98,14 @@ func onOff(on bool) string {
 }
 
 const (
-	// loaderCache is the file in which ldconfig records the libraries of its folders (ldconfig(8)).
+	// loaderCache is the file in which ldconfig lists the libraries in the loader's folders (ldconfig(8)).
 	loaderCache = "etc/ld.so.cache"
-	// maxCacheBytes caps what is read of that file. Its usual size is 20 to 200 KiB.
+	// maxCacheBytes caps how much of that file is read. The file usually has 20 to 200 KiB.
 	maxCacheBytes = 16 << 20
 )
 
-// libraries reports where the loader would find the libraries of GPUs for a program in this environment. In
-// its list, a name that ends in a dot stands for all versions.
+// libraries reports where the loader would find the libraries for GPUs in the environment of the ranks. In
+// its list of names, a name that ends in a dot stands for all versions.
 func libraries(_ context.Context, s *System) []Line {
 	var lines []Line
 	cached, err := s.cachedLibraries()
@@ -124,8 +124,8 @@ func libraries(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// cachedLibraries returns the paths in the loader's cache, where they are strings that end in a zero byte. It
-// returns none if there is no cache, as with musl.
+// cachedLibraries returns the paths in the loader's cache. They are strings that end in a zero byte. It
+// returns no paths if there is no cache, as on systems with musl.
 func (s *System) cachedLibraries() ([]string, error) {
 	f, err := s.Root.Open(loaderCache)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -141,7 +141,7 @@ func (s *System) cachedLibraries() ([]string, error) {
 	}
 	var all []string
 	for part := range bytes.SplitSeq(text, []byte{0}) {
-		// No zero byte separates the table from the first string. Names without a path have no slash.
+		// No zero byte separates the table from the first string. A name without a path has no slash.
 		if at := bytes.IndexByte(part, '/'); at >= 0 {
 			all = append(all, string(part[at:]))
 		}
@@ -149,9 +149,9 @@ func (s *System) cachedLibraries() ([]string, error) {
 	return all, nil
 }
 
-// findLibrary returns the existing files that are called name or, if name ends in a dot, begin with it. The
-// order is the loader's (ld.so(8)): the folders of LD_LIBRARY_PATH, then the files in cached, then the
-// default folders.
+// findLibrary returns the existing files whose name is name or, if name ends in a dot, begins with it. It
+// looks where the loader does, in the same order (ld.so(8)): in the folders of LD_LIBRARY_PATH, in cached,
+// and in the default folders.
 func (s *System) findLibrary(name string, cached []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
@@ -193,7 +193,7 @@ func (s *System) findLibrary(name string, cached []string) []string {
 	return files
 }
 
-// inRoot returns the name of an absolute path in an fs.FS.
+// inRoot converts an absolute path to the corresponding name in an fs.FS.
 func inRoot(abs string) string {
 	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
 		return name
@@ -201,8 +201,8 @@ func inRoot(abs string) string {
 	return "."
 }
 
-// getenv returns the last value of a variable in Environ, which is the one that a program sees; empty if
-// there is none.
+// getenv returns the value of a variable in Environ, or "" if it is not there. If there are several, the last
+// one counts, as for a program.
 func (s *System) getenv(name string) (value string) {
 	for _, e := range s.Environ {
 		if v, is := strings.CutPrefix(e, name+"="); is {
@@ -212,8 +212,8 @@ func (s *System) getenv(name string) (value string) {
 	return value
 }
 
-// nvidia reports the GPUs of NVIDIA that have device files. A container has the files of only those GPUs that
-// it may use.
+// nvidia reports the NVIDIA GPUs that have device files. A container has only the files of the GPUs that it
+// may use.
 func nvidia(_ context.Context, s *System) []Line {
 	devices, err := fs.Glob(s.Root, "dev/nvidia[0-9]*")
 	if err != nil {

@@ -8,16 +8,16 @@ import (
 	"strings"
 )
 
-// cgroup is a cgroup: a folder of a hierarchy of version 1 or 2.
+// cgroup is a cgroup: a folder in a hierarchy of version 1 or 2.
 type cgroup struct {
 	dir     string
 	version int
 }
 
-// cgroups returns the cgroups that limit this process by a controller: its own cgroup and all above it, in
-// each hierarchy that may have the controller. In a container the path in /proc may be the path on the host,
-// which does not exist in the container; then the root of the hierarchy is the container's cgroup. The
-// folders may be missing, and need not have the files of the controller.
+// cgroups returns the cgroups that may limit this process by a controller: its own cgroup and all above it,
+// in each hierarchy that may have the controller. In a container the path in /proc may be the path on the
+// host, which does not exist in the container. Then the root of the hierarchy is the container's cgroup. The
+// folders need not exist, and need not contain the files of the controller.
 func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	const mount = "sys/fs/cgroup"
 	return func(yield func(cgroup) bool) {
@@ -26,7 +26,8 @@ func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 			return // the kernel has no cgroups
 		}
 		for line := range strings.Lines(string(text)) {
-			// hierarchy-ID:controllers:path, where version 2 has ID 0 and no controllers (cgroups(7)).
+			// The format is hierarchy-ID:controllers:path. For version 2 the ID is 0 and there are no
+			// controllers (cgroups(7)).
 			part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 			if len(part) != 3 {
 				continue
@@ -56,7 +57,7 @@ func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	}
 }
 
-// word returns the content of a file of one line; empty if the file cannot be read.
+// word returns the content of a file that has one line, or "" if the file cannot be read.
 func (s *System) word(file string) string {
 	text, err := fs.ReadFile(s.Root, file)
 	if err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
+// TestBuilt checks the lines about the build, and how Build is read from the settings of the Go toolchain.
 func TestBuilt(t *testing.T) {
 	s := soundSystem()
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
@@ -26,7 +27,7 @@ func TestBuilt(t *testing.T) {
 
 	s.Build = Build{Go: "go1.26"}
 	if lines := look(t, s, "build"); lines[1].Text != "go1.26 for amd64" {
-		t.Errorf("got %q, want nothing on cgo, which is not known", lines[1].Text)
+		t.Errorf("got %q, want no word about cgo, which is not known", lines[1].Text)
 	}
 
 	for _, c := range []struct {
@@ -47,6 +48,8 @@ func TestBuilt(t *testing.T) {
 	}
 }
 
+// TestLibraries checks where libraries are found: in the loader's cache, in LD_LIBRARY_PATH and in the
+// default folders, in the loader's order.
 func TestLibraries(t *testing.T) {
 	const cache = "glibc-ld.so.cache1.1table/opt/c/libcudart.so.12\x00libnccl.so.2\x00/opt/n/libnccl.so.2\x00/gone/libnccl.so.2\x00" +
 		"/opt/n/libnccl.so.23\x00/lib/libcudart.so\x00"
@@ -89,7 +92,7 @@ func TestLibraries(t *testing.T) {
 	holds(t, "refused", look(t, s, "libraries"), "warn libraries: permission denied")
 }
 
-// refusing is a file system in which no file can be opened.
+// refusing is a file system that refuses to open any file.
 type refusing struct{}
 
 func (refusing) Open(name string) (fs.File, error) {
@@ -113,7 +116,7 @@ func TestNvidia(t *testing.T) {
 		lines := look(t, s, "nvidia")
 		holds(t, name, lines, c.want...)
 		if strings.Contains(lines[0].Text, "GCC") {
-			t.Errorf("%s: got %q, want one line of the driver's", name, lines[0].Text)
+			t.Errorf("%s: got %q, want only the first line about the driver", name, lines[0].Text)
 		}
 	}
 }
@@ -159,6 +162,8 @@ func TestCores(t *testing.T) {
 	}
 }
 
+// TestQuota checks the quota that is reported for cgroups of version 1 and 2. The smallest quota of the
+// cgroup and of those above it counts.
 func TestQuota(t *testing.T) {
 	const v1 = "proc/self/cgroup"
 	cpu := func(dir, quota, period string) files {
@@ -222,6 +227,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
+// TestMemoryLimit checks the memory that is left in cgroups of version 1 and 2. The cgroup with the least
+// memory left counts, and cached pages of files count as free.
 func TestMemoryLimit(t *testing.T) {
 	v2 := func(dir, limit, usage string) files {
 		return files{"sys/fs/cgroup" + dir + "/memory.max": limit + "\n", "sys/fs/cgroup" + dir +
@@ -332,6 +339,8 @@ func TestLimits(t *testing.T) {
 	holds(t, "infiniband", look(t, s, "locked memory"), "warn locked memory: 1 MiB (RLIMIT_MEMLOCK)")
 }
 
+// TestInterfaces checks the lines about interfaces that are up, down, idle or bridges, and that a missing
+// loopback is a failure.
 func TestInterfaces(t *testing.T) {
 	lo := Interface{Name: "lo", Addrs: []string{"::1/128"}, MTU: 65536, Up: true, Running: true,
 		Loopback: true}
@@ -430,14 +439,16 @@ func TestClock(t *testing.T) {
 	}
 }
 
+// TestLauncher checks that each kind of launcher has a line, and what is said about the launcher that
+// matches.
 func TestLauncher(t *testing.T) {
 	s := soundSystem()
 	kinds := []string{"hvdrun", "HVD_SIZE=1", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes",
 		"plain environment"}
 	for _, test := range []struct {
 		environ []string
-		want    []string // lines beside those that say ok
-		said    string   // in a line
+		want    []string // lines that are not ok
+		said    string   // part of some line
 	}{
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
 		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil,
@@ -477,6 +488,8 @@ func TestLauncher(t *testing.T) {
 	}
 }
 
+// TestVariables checks that the settings in the environment are listed in the order of the table, without the
+// values of secrets.
 func TestVariables(t *testing.T) {
 	s := soundSystem()
 	s.Environ = []string{"PATH=/bin", "HVD_SECRET=hush hush hush hush", "HVD_UNIQUE_ID=hush",

@@ -3,10 +3,10 @@
 //
 // Invariants:
 //
-//  1. A check changes nothing on the machine, and accesses it only through a System.
+//  1. A check changes nothing on the machine, and accesses the machine only through a System.
 //  2. Run returns within its time limit, even if system calls or commands hang.
-//  3. A line is a fact (ok), a hint (warn) or a reason for which a job will fail (fail). A line that is not
-//     ok has a fix.
+//  3. A line is a fact (ok), a hint (warn), or a reason why a job will fail (fail). A line that is not ok
+//     has a fix.
 package doctor
 
 import (
@@ -20,40 +20,41 @@ import (
 // Status is the severity of a Line.
 type Status string
 
-// The severities. One Line with Fail makes the exit status of hvdrun doctor 1.
+// The severities. If one Line is Fail, hvdrun doctor ends with exit status 1.
 const (
 	OK   Status = "ok"
 	Warn Status = "warn"
 	Fail Status = "fail"
 )
 
-// Line is one finding. Its keys in JSON are stable.
+// Line is a finding. Its keys in JSON are stable.
 type Line struct {
 	// Section is the heading of the line, and Name is the subject of the check.
 	Section string `json:"section"`
 	Name    string `json:"name"`
 	Status  Status `json:"status"`
-	// Text is the finding, printable and of bounded length.
+	// Text describes the finding. It is printable and of bounded length.
 	Text string `json:"text"`
-	// Fix is what the user can do about the finding; empty if there is nothing to do.
+	// Fix says what the user can do about the finding. It is empty if there is nothing to do.
 	Fix string `json:"fix"`
 }
 
-// Check is one check.
+// Check looks at one subject and returns lines about it.
 type Check struct {
-	// Section is the section of its lines. Name is the name of its lines that have none.
+	// Section is the section of the check's lines. Name is the name of those of its lines that have no name.
 	Section, Name string
-	// Look returns the lines. It should return when ctx ends. It may run concurrently with other checks.
+	// Look returns the lines. It should return soon after ctx ends. It may run concurrently with other
+	// checks.
 	Look func(ctx context.Context, s *System) []Line
 }
 
-// grace is the time that a check has to return after its context has ended.
+// grace is how long a check may take to return after its context has ended.
 const grace = time.Second
 
 // Run runs the checks concurrently and returns their lines in the order of the checks. It returns within
-// limit, which must be more than a second, and soon after ctx ends. For a check that has not returned by then
-// it adds a line that says so. The goroutine of that check remains, because nothing can end a system call
-// that hangs.
+// limit, which must be more than a second, and soon after ctx ends. If a check has not returned by then, Run
+// adds a line that says so. The goroutine of that check remains, because a system call that hangs cannot be
+// ended.
 func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []Line {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit-grace)
@@ -88,14 +89,14 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	return all
 }
 
-// await waits for the lines of a check until late ends. ended is false if there are none.
+// await waits for the lines of a check until late ends. ended is false if the check has not returned by then.
 func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool) {
 	select {
 	case lines = <-answer:
 		return lines, true
 	case <-late.Done():
 	}
-	select { // the lines may have arrived during the wait for earlier checks
+	select { // they may have arrived while Run waited for earlier checks
 	case lines = <-answer:
 		return lines, true
 	default:

@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const testLimit = 30 * time.Second
 
-// files are the contents of files, by path.
+// files maps paths to the contents of files.
 type files map[string]string
 
 func (f files) fs() fstest.MapFS {
@@ -34,7 +34,7 @@ func (f files) fs() fstest.MapFS {
 	return root
 }
 
-// without returns f without the named files.
+// without returns a copy of f without the named files.
 func (f files) without(names ...string) files {
 	rest := maps.Clone(f)
 	for _, n := range names {
@@ -43,7 +43,7 @@ func (f files) without(names ...string) files {
 	return rest
 }
 
-// with returns f with the files of more added or replaced.
+// with returns a copy of f to which the files in more are added. They replace files of the same name.
 func (f files) with(more files) files {
 	all := maps.Clone(f)
 	maps.Copy(all, more)
@@ -94,7 +94,7 @@ func soundSystem() *System {
 	}
 }
 
-// look runs the check with this name.
+// look runs the check with this name and returns its lines.
 func look(t *testing.T, s *System, name string) []Line {
 	t.Helper()
 	all := Checks()
@@ -105,7 +105,8 @@ func look(t *testing.T, s *System, name string) []Line {
 	return Run(t.Context(), s, all[i:i+1], testLimit)
 }
 
-// holds compares lines with texts of status, name and a part of text or fix, such as "ok memory: 4 GiB".
+// holds checks that lines are as in want. An element of want has the status, the name, and a part of the text
+// or of the fix, as in "ok memory: 4 GiB".
 func holds(t *testing.T, what string, lines []Line, want ...string) {
 	t.Helper()
 	if len(lines) != len(want) {
@@ -118,12 +119,13 @@ func holds(t *testing.T, what string, lines []Line, want ...string) {
 			t.Errorf("%s: got %+v, want %s", what, l, want[i])
 		}
 		if (l.Fix != "") != (l.Status != OK) {
-			t.Errorf("%s: got status %s and fix %q, want a fix for what is not ok alone", what, l.Status,
-				l.Fix)
+			t.Errorf("%s: got status %s and fix %q, want a fix unless the status is ok", what, l.Status, l.Fix)
 		}
 	}
 }
 
+// TestASoundMachine checks that all lines are ok on a machine without problems, and the order of the
+// sections.
 func TestASoundMachine(t *testing.T) {
 	lines := Run(t.Context(), soundSystem(), Checks(), testLimit)
 	for _, l := range lines {
@@ -144,7 +146,8 @@ func TestASoundMachine(t *testing.T) {
 	}
 }
 
-// TestABrokenMachine checks that each check reports an error if no file can be read and every call fails.
+// TestABrokenMachine checks what each check reports on a machine where no file can be read and every call
+// fails.
 func TestABrokenMachine(t *testing.T) {
 	broken := errors.New("broken")
 	s := soundSystem()
@@ -171,13 +174,15 @@ func TestABrokenMachine(t *testing.T) {
 		"ok variables: no setting")
 }
 
+// TestHangs checks that Run returns in time if checks hang, with a warning for each of them and with all
+// lines of the other checks.
 func TestHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const limit = 8 * time.Second
 		release := make(chan struct{})
 		hang := func(context.Context, *System) []Line { <-release; return []Line{ok("", "late")} }
-		// There are many such checks because select chooses at random when both channels are ready, and every
-		// line that arrived in time must be in the result.
+		// This check returns exactly when its context ends. There are many of them, because select chooses at
+		// random if two channels are ready, and no line that arrived in time may be missing.
 		returns := Check{"a", "returns", func(ctx context.Context, _ *System) []Line {
 			<-ctx.Done()
 			return []Line{fail("x", "y", "z")}
@@ -216,8 +221,8 @@ func TestHangs(t *testing.T) {
 	})
 }
 
-// TestForeignText checks that texts from other hosts and from the environment can neither control the
-// terminal nor fill it.
+// TestForeignText checks that texts from other hosts and from the environment cannot send control characters
+// to the terminal, and are cut if they are long.
 func TestForeignText(t *testing.T) {
 	const most = 500
 	for _, c := range []struct{ in, want string }{
@@ -294,6 +299,7 @@ type full struct{}
 
 func (full) Write([]byte) (int, error) { return 0, errFull }
 
+// TestThisMachine runs all checks on this machine and checks the form of their lines.
 func TestThisMachine(t *testing.T) {
 	s := Here(os.Environ())
 	s.Agent = func(host string, words []string) []string { return append([]string{"ssh", host}, words...) }
@@ -306,17 +312,19 @@ func TestThisMachine(t *testing.T) {
 		}
 		status[l.Name] = l.Status
 	}
-	// The other tests of this module need these too.
+	// The other tests of this module need these findings to be ok too.
 	for _, name := range []string{"online", "affinity", "memfd", "interface lo"} {
 		if status[name] != OK {
 			t.Errorf("%s: got %q, want ok", name, status[name])
 		}
 	}
 	if _, found := status["loopback"]; found || status["compiler"] != OK || !s.Build.Known {
-		t.Errorf("got %v, want no loopback missing and a known compiler", status)
+		t.Errorf("got %v, want no line about a missing loopback, and a known compiler", status)
 	}
 }
 
+// TestEveryCheckIsDescribed checks that docs/doctor.md has a row for each check and a heading for each
+// section.
 func TestEveryCheckIsDescribed(t *testing.T) {
 	page, err := fs.ReadFile(os.DirFS("../../docs"), "doctor.md")
 	if err != nil {

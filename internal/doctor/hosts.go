@@ -7,10 +7,10 @@ import (
 	"time"
 )
 
-// maxAgents caps the number of agents that run at once.
+// maxAgents caps the number of agents that run at the same time.
 const maxAgents = 32
 
-// agent looks up the program that reaches other hosts.
+// agent checks that the program that reaches other hosts can be found.
 func agent(_ context.Context, s *System) []Line {
 	name := s.Agent("HOST", nil)[0]
 	file, err := s.LookPath(name)
@@ -25,7 +25,7 @@ func agent(_ context.Context, s *System) []Line {
 	}
 }
 
-// hosts runs a command that does nothing on each host, concurrently.
+// hosts runs the command true on each host, concurrently.
 func hosts(ctx context.Context, s *System) []Line {
 	if len(s.Hosts) == 0 {
 		return []Line{ok("", "none given with --hosts")}
@@ -50,7 +50,7 @@ func hosts(ctx context.Context, s *System) []Line {
 	return lines
 }
 
-// try runs that command on one host.
+// try runs the command true on one host.
 func (s *System) try(ctx context.Context, name, host string) Line {
 	argv := s.Agent(host, []string{"true"})
 	start := time.Now()
@@ -76,7 +76,7 @@ func lastLine(text string) string {
 	return strings.TrimSpace(text[strings.LastIndexByte(text, '\n')+1:])
 }
 
-// fixFor returns a fix that depends on the error message of OpenSSH.
+// fixFor returns a fix that suits the error message of OpenSSH in stderr.
 func fixFor(host, stderr, command string) string {
 	for _, c := range []struct{ says, fix string }{
 		{"Host key verification failed", "verify the host's key, and accept it by running once: ssh " + host},

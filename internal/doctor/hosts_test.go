@@ -49,7 +49,7 @@ func TestHosts(t *testing.T) {
 		t.Errorf("got %q, want %q", lines[1].Text, want)
 	}
 	if lines[2].Text != "exit status 1" {
-		t.Errorf("got %q, want the exit status alone", lines[2].Text)
+		t.Errorf("got %q, want only the exit status", lines[2].Text)
 	}
 	for said, want := range map[string]string{
 		"Host key verification failed.":                                         "accept it by running once: ssh h",
@@ -65,8 +65,8 @@ func TestHosts(t *testing.T) {
 	}
 }
 
-// TestManyHosts checks that hosts are reached concurrently up to a limit, and that hosts that do not answer
-// delay the result only up to the time limit.
+// TestManyHosts checks that at most maxAgents hosts are reached at the same time, and that hosts that do not
+// answer delay the result only until the time limit.
 func TestManyHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const limit = 8 * time.Second
@@ -123,7 +123,7 @@ func TestManyHosts(t *testing.T) {
 	})
 }
 
-// script writes a program for /bin/sh and returns its path.
+// script writes a program for /bin/sh to a file and returns its path.
 func script(t *testing.T, text string) string {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "agent")
@@ -133,6 +133,7 @@ func script(t *testing.T, text string) string {
 	return file
 }
 
+// TestReach checks what reach returns for agents that succeed, fail, print much or are killed.
 func TestReach(t *testing.T) {
 	for name, c := range map[string]struct{ text, said, err string }{
 		"success":    {`test "$*" = "-v h1 true"`, "", ""},
@@ -154,8 +155,8 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// TestReachIgnoresWhatIsLeft checks that reach does not wait for a process that keeps standard error open, as
-// ssh with ControlPersist leaves one.
+// TestReachIgnoresWhatIsLeft checks that reach does not wait for a process that the agent leaves behind and
+// that keeps standard error open. ssh with ControlPersist leaves such a process.
 func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	said, err := reach(testnet.Context(t),
@@ -169,7 +170,7 @@ func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	}
 }
 
-// TestReachKills checks that an agent that hangs is killed together with the processes that it has started.
+// TestReachKills checks that an agent that hangs is killed together with the processes that it started.
 func TestReachKills(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	agent := script(t, "trap '' TERM INT HUP; sleep 100 & echo $! >'"+pid+".new'; mv '"+pid+".new' '"+pid+
@@ -190,7 +191,7 @@ func TestReachKills(t *testing.T) {
 			t.Error("got no error")
 		}
 	case <-testnet.Context(t).Done():
-		t.Fatal("the end of the context did not end it")
+		t.Fatal("reach has not returned after the end of its context")
 	}
 	testnet.Eventually(t, "the end of the agent's child", func() bool { return gone(child) })
 }

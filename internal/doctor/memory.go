@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lowBytes is the threshold below which memory is low: the segments, fusion buffers and runtimes of a few
-// ranks take some hundred MiB.
+// lowBytes is the amount of free memory below which the doctor warns. The segments, fusion buffers and
+// runtimes of a few ranks take a few hundred MiB.
 const lowBytes = 1 << 30
 
 func memory(_ context.Context, s *System) []Line {
@@ -34,8 +34,8 @@ func memory(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s", found)}
 }
 
-// memoryLimit reports the memory that the cgroup's limit leaves. The kernel enforces the limit by killing
-// processes.
+// memoryLimit reports how much memory the limits of the cgroups leave. If a limit is exceeded, the kernel
+// kills processes.
 func memoryLimit(_ context.Context, s *System) []Line {
 	var (
 		left, limit uint64 = math.MaxUint64, 0
@@ -59,12 +59,12 @@ func memoryLimit(_ context.Context, s *System) []Line {
 	}
 }
 
-// noLimit is the value from which on a limit of version 1 means no limit: that version shows the largest
-// number of whole pages then.
+// noLimit is the smallest value that means no limit in cgroups of version 1. Without a limit the kernel shows
+// the largest number of whole pages there.
 const noLimit = 1 << 62
 
-// memoryOf returns the memory that the limit of one cgroup leaves, the limit, and the file with the limit.
-// Cached pages of files do not count as used, since the kernel reclaims them.
+// memoryOf returns how much memory the limit of one cgroup leaves, the limit, and the file with the limit.
+// Cached pages of files count as free, because the kernel can reclaim them.
 func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bool) {
 	file, usage, caches := g.dir+"/memory.max", "/memory.current", []string{"inactive_file", "active_file"}
 	if g.version == 1 {
@@ -84,7 +84,7 @@ func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bo
 	return limit - min(limit, used), limit, file, true
 }
 
-// field returns the number after name, which begins a line of text.
+// field returns the number that follows name at the beginning of a line of text.
 func field(text, name string) (uint64, bool) {
 	for line := range strings.Lines(text) {
 		if words := strings.Fields(line); len(words) > 1 && words[0] == name {
@@ -95,7 +95,7 @@ func field(text, name string) (uint64, bool) {
 	return 0, false
 }
 
-// devShm reports the size of /dev/shm, the folder of POSIX shared memory. Docker limits it to 64 MiB.
+// devShm reports the free space in /dev/shm, the folder of POSIX shared memory. Docker limits it to 64 MiB.
 func devShm(_ context.Context, s *System) []Line {
 	const (
 		users = "gohvd does not use it (it uses memfd), but PyTorch's data loaders, NCCL and Open MPI do"
@@ -113,7 +113,7 @@ func devShm(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s; %s", found, users)}
 }
 
-// memfdWorks makes and seals a piece of shared memory that is small enough for any machine.
+// memfdWorks makes and seals a shared memory of 1 MiB, which every machine should have.
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
@@ -124,7 +124,7 @@ func memfdWorks(_ context.Context, s *System) []Line {
 	return []Line{ok("", "shared memory can be created, sized and sealed")}
 }
 
-// bytesText formats n bytes in a suitable unit.
+// bytesText formats n bytes with a suitable unit.
 func bytesText(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1<<10 {
@@ -138,7 +138,7 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%.4g %ciB", f, units[i])
 }
 
-// limitText formats a limit in bytes.
+// limitText formats a limit that is a number of bytes.
 func limitText(n uint64) string {
 	if n == unix.RLIM_INFINITY {
 		return "unlimited"

@@ -11,11 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxIdle caps how many interfaces without an address are listed: a node of Kubernetes has hundreds.
+// maxIdle caps how many interfaces without an address are listed, because a node of Kubernetes has hundreds.
 const maxIdle = 8
 
-// interfaces lists the network interfaces. It reports a failure if there is no loopback, over which ranks on
-// one host meet.
+// interfaces lists the network interfaces. It reports a failure if there is no usable loopback, because ranks
+// on one host meet over it.
 func interfaces(_ context.Context, s *System) []Line {
 	all, err := s.Interfaces()
 	if err != nil {
@@ -36,7 +36,7 @@ func interfaces(_ context.Context, s *System) []Line {
 		case !i.Up:
 			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or remove its address", "down, %s",
 				found))
-		// normal for a bridge without members, such as docker0 without a container
+		// This is normal for a bridge without members, such as docker0 if no container runs.
 		case !i.Running && s.isBridge(i.Name):
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
@@ -56,7 +56,7 @@ func interfaces(_ context.Context, s *System) []Line {
 	}
 	if !loopback {
 		lines = append(lines, fail("loopback", "ip link set lo up; ip address add 127.0.0.1/8 dev lo",
-			"not up or without an address: the ranks of one host connect over it"))
+			"no loopback interface is up and has an address: the ranks of one host connect over it"))
 	}
 	return lines
 }
@@ -75,8 +75,8 @@ func hasLoopback(prefixes []string) bool {
 	return false
 }
 
-// hostName looks up the addresses of this host's name. gohvd does not need them, but other libraries take
-// them for the addresses at which peers reach this host.
+// hostName looks up the addresses of this host's name. gohvd does not need them, but other libraries expect
+// that peers can reach this host at these addresses.
 func hostName(ctx context.Context, s *System) []Line {
 	const fix = "add the name to /etc/hosts, with an address that the other hosts can reach, or to the DNS"
 	name, err := s.Hostname()
@@ -106,10 +106,10 @@ func hostName(ctx context.Context, s *System) []Line {
 	}
 }
 
-// maxClockError is the largest error of the clock with which the logs of several hosts can be ordered.
+// maxClockError is the largest clock error with which the logs of several hosts can still be put in order.
 const maxClockError = time.Second
 
-// clock reports whether the clock is synchronized. Logs and certificates depend on that; deadlines do not.
+// clock reports whether the clock is synchronized. Logs and certificates depend on that. Deadlines do not.
 func clock(_ context.Context, s *System) []Line {
 	const fix = "run chrony or systemd-timesyncd; in a container or virtual machine, on the host"
 	state, t, err := s.Clock()

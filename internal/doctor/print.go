@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 )
 
-// Count returns the number of lines with the status.
+// Count returns how many lines have the status.
 func Count(lines []Line, status Status) int {
 	n := 0
 	for _, l := range lines {
@@ -19,7 +19,7 @@ func Count(lines []Line, status Status) int {
 	return n
 }
 
-// WriteText writes the lines as text, by section, followed by the number of lines of each status.
+// WriteText writes the lines as text, grouped by section, and then how many lines have each status.
 func WriteText(w io.Writer, lines []Line) error {
 	out := bufio.NewWriter(w)
 	for rest := lines; len(rest) > 0; {

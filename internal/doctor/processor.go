@@ -24,13 +24,13 @@ func simd(_ context.Context, s *System) []Line {
 	}
 }
 
-// cores reports the number of cores of the machine, those that this process may use, and GOMAXPROCS. Each is
-// an upper bound of the next, except for GOMAXPROCS, which the environment can set to any number.
+// cores reports how many cores the machine has, how many this process may use, and GOMAXPROCS. GOMAXPROCS is
+// greater than the second number only if the environment sets it.
 func cores(_ context.Context, s *System) []Line {
 	var lines []Line
 	if text, err := fs.ReadFile(s.Root, "proc/stat"); err != nil {
 		lines = append(lines, warn("online", "mount /proc", "%v", err))
-	} else { // one line per core follows the line for all cores (proc_stat(5))
+	} else { // the line for all cores is first, then each core has one (proc_stat(5))
 		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
 	}
 	lines = append(lines, ok("affinity", "this process may run on %d cores", s.Affinity))
@@ -42,8 +42,8 @@ func cores(_ context.Context, s *System) []Line {
 	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
 
-// quota reports how much time of the cores the cgroup permits. When a quota is used up, the kernel stops all
-// processes of the cgroup until the next period, usually for up to 100 ms.
+// quota reports how much time of the cores the cgroups permit. When a quota is used up, the kernel stops all
+// processes of the cgroup until the next period begins, usually for up to 100 ms.
 func quota(_ context.Context, s *System) []Line {
 	least, file := math.Inf(1), ""
 	for g := range s.cgroups("cpu") {
@@ -64,14 +64,14 @@ func quota(_ context.Context, s *System) []Line {
 	}
 }
 
-// quotaOf returns the quota of one cgroup, in cores, and the file with the quota.
+// quotaOf returns the quota of one cgroup in cores, and the file with the quota.
 func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
 	var text, period string
 	if g.version == 2 {
-		file = g.dir + "/cpu.max" // "max 100000"
+		file = g.dir + "/cpu.max" // such as "200000 100000", or "max 100000" for no quota
 		text, period, _ = strings.Cut(s.word(file), " ")
 	} else {
-		file = g.dir + "/cpu.cfs_quota_us" // -1 for none
+		file = g.dir + "/cpu.cfs_quota_us" // -1 means no quota
 		text, period = s.word(file), s.word(g.dir+"/cpu.cfs_period_us")
 	}
 	q, err1 := strconv.ParseInt(text, 10, 64)

@@ -15,11 +15,11 @@ import (
 const (
 	sidecarName  = config.SidecarProgram
 	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or give its path with " + config.SidecarBinaryVariable
-	oldestPython = 10 // 3.10
+	oldestPython = 10 // the oldest Python is 3.10
 )
 
-// probe is a Python program that prints a pythonFacts as JSON. It does not import torch, which may take
-// longer than the checks may.
+// probe is a Python program that prints pythonFacts as JSON. It does not import torch, because that may take
+// longer than the time limit of the checks.
 const probe = `
 import importlib.util, json, platform, sys
 def version(name):
@@ -40,23 +40,22 @@ except Exception as e:
 print(json.dumps(facts))
 `
 
-// pythonFacts is the output of probe. The version of a package that is not installed is empty.
+// pythonFacts is the output of probe. If a package is not installed, its version is empty.
 type pythonFacts struct {
 	Version, Torch, Numpy string
 	Minor                 int
 	Gohvd, At, Hvdd       string
-	// Error is the reason why gohvd cannot be imported or does not find hvdd. Absent states that gohvd is not
-	// installed.
+	// Error says why gohvd cannot be imported or does not find hvdd. Absent is set if gohvd is not installed.
 	Error  string
 	Absent bool
 }
 
-// python reports what a Python program would find: python3, torch, numpy, gohvd and hvdd. Go programs need
-// none of these.
+// python reports which python3, torch, numpy, gohvd and hvdd a Python program would find. Go programs need
+// none of them.
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
 	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
-		// as hvdrun does for its ranks
+		// hvdrun sets the variable for its ranks in the same way
 		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar)
 	}
 	file, err := s.LookPath("python3")
@@ -100,7 +99,7 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, s.hvddLine(ctx, facts.Hvdd))
 }
 
-// hvddLine runs an hvdd to get its version, which should equal the version of this program.
+// hvddLine runs the hvdd in file to get its version. That version should equal the version of this program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {
 		return ok(sidecarName, "not beside hvdrun; only Python programs need it")
@@ -117,8 +116,8 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	return ok(sidecarName, "%s at %s", its, file)
 }
 
-// findSidecar returns an error if there is no hvdd where ranks in Python look for it. It does not look in
-// their Python package, whose place hvdrun does not know.
+// findSidecar returns an error if there is no hvdd in the places where ranks in Python look for it. It does
+// not look in their Python package, because hvdrun does not know where the package is.
 func (s *System) findSidecar() error {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||

@@ -13,12 +13,14 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
+// TestPythonPrograms checks the lines about Python, its packages and hvdd, with different outputs of Python
+// and hvdd.
 func TestPythonPrograms(t *testing.T) {
 	const gohvd = `"gohvd": "0.6", "at": "/p/gohvd"`
 	refused := errors.New("exit status 1: no such module")
 	for what, c := range map[string]struct {
-		facts    string // that Python prints; empty if it fails
-		hvdd     string // that hvdd prints; empty if it fails
+		facts    string // output of Python; empty if it fails
+		hvdd     string // output of hvdd; empty if it fails
 		sidecar  string
 		environ  []string
 		want     []string
@@ -81,7 +83,7 @@ func TestPythonPrograms(t *testing.T) {
 	}
 }
 
-// TestThisPython checks that the probe finds gohvd of this checkout, and the hvdd that hvdrun or the
+// TestThisPython checks that the probe finds the gohvd of this checkout, and the hvdd that hvdrun or the
 // environment names.
 func TestThisPython(t *testing.T) {
 	if _, err := exec.LookPath("python3"); err != nil {

@@ -22,46 +22,47 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// System is the machine as seen by the checks, which use it concurrently and do not change it.
+// System is the machine as the checks see it. The checks use it concurrently and do not change it.
 type System struct {
-	// Root is the root of the file system; the checks read proc, sys, dev, etc and the loader's folders.
+	// Root is the root of the file system. The checks read proc, sys, dev, etc and the loader's folders.
 	Root fs.FS
-	// Environ is the environment of the ranks, NAME=value.
+	// Environ is the environment of the ranks, in the form NAME=value.
 	Environ []string
 	// Build describes how this program was built.
 	Build Build
 	// SIMD is kernel.Level, and Arch is runtime.GOARCH.
 	SIMD, Arch string
-	// Affinity is the number of processors that this process may run on, and GOMAXPROCS the number of threads
-	// that run Go code at once.
+	// Affinity is the number of processors that this process may run on. GOMAXPROCS is the number of threads
+	// that may run Go code at the same time.
 	Affinity, GOMAXPROCS int
 
-	// Hosts are the hosts to reach. Agent returns the command that runs words on one of them. Its first word
-	// is the same for all hosts.
+	// Hosts are the hosts to reach. Agent returns the command that runs words on one of these hosts. The
+	// first word of the command is the same for all hosts.
 	Hosts []string
 	Agent func(host string, words []string) []string
 
-	// Rlimit is getrlimit(2), Statfs is statfs(2) of a path, and Clock is adjtimex(2) without a change.
+	// Rlimit calls getrlimit(2), Statfs calls statfs(2), and Clock calls adjtimex(2) without changing the
+	// clock.
 	Rlimit func(resource int) (unix.Rlimit, error)
 	Statfs func(path string) (unix.Statfs_t, error)
 	Clock  func() (state int, t unix.Timex, err error)
-	// Memfd makes numBytes of shared memory as ranks do, and frees it.
+	// Memfd makes numBytes of shared memory as ranks do, and frees it again.
 	Memfd func(numBytes int64) error
-	// Interfaces returns the network interfaces, Hostname the name of this host, and LookupHost the addresses
-	// of a name.
+	// Interfaces returns the network interfaces. Hostname returns the name of this host. LookupHost returns
+	// the addresses of a name.
 	Interfaces func() ([]Interface, error)
 	Hostname   func() (string, error)
 	LookupHost func(ctx context.Context, name string) ([]string, error)
 	// LookPath is exec.LookPath.
 	LookPath func(name string) (string, error)
-	// Sidecar is the path of the hvdd beside hvdrun, which hvdrun passes to ranks that do not name another;
-	// empty if there is none.
+	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
+	// ranks whose environment does not name another hvdd.
 	Sidecar string
-	// Output runs a command with an environment and empty standard input, and returns the end of its standard
-	// output. It kills the command when ctx ends.
+	// Output runs the command argv with environment env and empty standard input, and returns the end of its
+	// standard output. It kills the command when ctx ends.
 	Output func(ctx context.Context, env, argv []string) (string, error)
-	// Reach runs a command with empty standard input. stderr is the end of its standard error. It kills the
-	// command when ctx ends.
+	// Reach runs the command argv with empty standard input, and returns the end of its standard error. It
+	// kills the command when ctx ends.
 	Reach func(ctx context.Context, argv []string) (stderr string, err error)
 }
 
@@ -69,22 +70,23 @@ type System struct {
 type Build struct {
 	// Go is the version of the Go toolchain.
 	Go string
-	// CGO states that cgo was enabled and NoAsm that assembly was left out. Both are valid if Known.
+	// CGO is set if cgo was enabled, and NoAsm if assembly was left out. They are valid only if Known is set.
 	CGO, NoAsm, Known bool
 }
 
 // Interface is a network interface.
 type Interface struct {
 	Name string
-	// Addrs are its addresses with their prefix lengths.
+	// Addrs holds the addresses of the interface, with their prefix lengths.
 	Addrs []string
 	MTU   int
-	// Up states that the interface was turned on, and Running that it is operational: it has a carrier.
+	// Up is set if the interface was turned on, and Running if it is operational, that is if it has a
+	// carrier.
 	Up, Running, Loopback bool
 }
 
-// Here returns the System of this machine, for ranks with the given environment. The caller sets Hosts and
-// Agent.
+// Here returns the System of this machine, for ranks with the given environment. The caller must set Hosts
+// and Agent.
 func Here(environ []string) *System {
 	s := &System{
 		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
@@ -123,8 +125,8 @@ func Here(environ []string) *System {
 	return s
 }
 
-// BesideSelf returns the path of a program in the folder of this program; empty if it is not there or not
-// executable.
+// BesideSelf returns the path of the program name in the folder of this program. It returns "" if there is no
+// such program or it is not executable.
 func BesideSelf(name string) string {
 	self, err := os.Executable()
 	if err != nil {
@@ -174,13 +176,13 @@ func netInterfaces() ([]Interface, error) {
 }
 
 const (
-	// killDelay is how long processes that an agent has left behind may keep its standard error open.
+	// killDelay is how long processes that an agent leaves behind may keep its standard error open.
 	killDelay = grace / 2
-	// keptBytes caps how much of a command's output is kept: its end.
+	// keptBytes caps how much of a command's output is kept. The end of the output is kept.
 	keptBytes = 4 << 10
 )
 
-// command returns a command in a process group of its own. The end of ctx kills the whole group.
+// command prepares a command in a process group of its own. When ctx ends, the whole group is killed.
 func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Stderr = stderr
@@ -190,8 +192,8 @@ func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	return cmd
 }
 
-// output runs a program and returns the end of its standard output. An error contains the last line of
-// standard error.
+// output runs a program and returns the end of its standard output. If the program fails, the error contains
+// the last line of its standard error.
 func output(ctx context.Context, env, argv []string) (string, error) {
 	var stdout, stderr tail
 	cmd := command(ctx, argv, &stderr)
@@ -203,18 +205,18 @@ func output(ctx context.Context, env, argv []string) (string, error) {
 	return string(stdout), err
 }
 
-// reach runs an agent and returns the end of its standard error.
+// reach runs the command of an agent and returns the end of its standard error.
 func reach(ctx context.Context, argv []string) (stderr string, err error) {
 	var last tail
 	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
-		// the command succeeded; ssh with ControlPersist leaves a process that keeps standard error open
+		// The command succeeded. ssh with ControlPersist leaves a process that keeps standard error open.
 		err = nil
 	}
 	return string(last), err
 }
 
-// tail is a writer that keeps the last keptBytes.
+// tail is a writer that keeps the last keptBytes bytes.
 type tail []byte
 
 func (t *tail) Write(b []byte) (int, error) {

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 )
 
-// launcher reports which launcher has started this process, and for each other launcher why it is not that
-// one.
+// launcher reports which launcher has started this process, and for each other launcher why it does not
+// match.
 func launcher(_ context.Context, s *System) []Line {
 	env, found, err := place.Detect(s.getenv)
 	var lines []Line
@@ -38,8 +38,8 @@ func launcher(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// variables lists the settings in the environment, in the order of their table, including those that place a
-// rank in a job. It does not check the values; hvdrun config does.
+// variables lists the settings in the environment in the order of their table, including those that a
+// launcher sets. It does not check the values. hvdrun config does that.
 func variables(_ context.Context, s *System) []Line {
 	var lines []Line
 	for _, setting := range config.Settings() {
