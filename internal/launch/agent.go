@@ -25,12 +25,12 @@ import (
 const AgentArg = "__hvdrun-host-agent"
 
 const (
-	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the
-	// attempts at two successive addresses: mostly the first address works, and then the store sees no
-	// further connections.
+	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the first
+	// attempts at two successive addresses. Mostly the first address works within that time, and then the
+	// store gets no further connections.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
-	// killWait is how long ranks, and then helpers, may take to disappear after the launcher is gone.
+	// killWait is how long ranks, and after that helpers, may take to disappear after the launcher is gone.
 	killWait = 2 * time.Second
 )
 
@@ -53,26 +53,26 @@ type agent struct {
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
 
-	// prepared is closed when the ranks can be started; begun when they were started or starting failed; lost
-	// when the session has ended, so that no more orders are carried out.
+	// prepared is closed when the ranks can be started. begun is closed when they were started or starting
+	// them failed. lost is closed when the session has ended, so that no more orders are carried out.
 	prepared, begun, lost chan struct{}
 }
 
 // member is the helper of one rank.
 type member struct {
-	helper  int      // process id
-	orders  *os.File // to the helper; closing it ends the rank
-	reports *os.File // from the helper
+	helper  int      // process ID
+	orders  *os.File // pipe to the helper; closing it ends the rank
+	reports *os.File // pipe from the helper
 	outputs [2]*pipeSource
 }
 
 // AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and
-// returns the exit status of the process. The program's main must call it before anything else if its first
-// argument is AgentArg. args are the arguments after AgentArg: the liveness timeout. environ is the
-// environment. The process must exit when AgentMain returns.
+// returns the exit status of the process. If the first argument of the program is AgentArg, its main must
+// call AgentMain before anything else. args are the arguments after AgentArg, which consist of the liveness
+// timeout. environ is the environment. The process must exit when AgentMain returns.
 //
-// When standard input ends, or the launcher is silent for longer than the timeout, AgentMain kills
-// everything. It writes messages for the user to standard error.
+// When standard input ends, or the launcher is silent for longer than the timeout, AgentMain kills all
+// processes of the ranks. It writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
@@ -95,7 +95,7 @@ func AgentMain(args, environ []string) int {
 	return 0
 }
 
-// standardLink returns the link over standard input and output. Close ends pending reads and writes, if the
+// standardLink returns a link over standard input and output. Closing it ends pending reads and writes if the
 // kind of file permits that.
 func standardLink() (*link, error) {
 	for _, fd := range []int{unix.Stdin, unix.Stdout} {
@@ -108,8 +108,8 @@ func standardLink() (*link, error) {
 }
 
 // serveLauncher runs the ranks of this host for the launcher at the other end of l, and closes l. It returns
-// when no process of the ranks is left and all their output is sent. It is an error if the launcher
-// disappears before.
+// when no process of the ranks is left and all their output is sent. If the launcher disappears before that,
+// it returns an error.
 func serveLauncher(l *link, liveness time.Duration, environ []string, f *family) error {
 	defer l.Close()
 	if _, err := l.out.Write(hello()); err != nil {
@@ -143,7 +143,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	return err
 }
 
-// accept receives the job and accepts the streams for the output of its ranks.
+// accept receives the order with the job, and accepts the streams for the output of the ranks.
 func (a *agent) accept() error {
 	var o order
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
@@ -164,15 +164,15 @@ func (a *agent) accept() error {
 	return nil
 }
 
-// notify sends n to the launcher. It blocks until the launcher receives n or is gone. handleOrders detects
-// that the launcher is gone.
+// notify sends n to the launcher. It blocks until the launcher has received n or is gone. It ignores errors,
+// because handleOrders detects that the launcher is gone.
 func (a *agent) notify(n notice) {
 	a.notifying.Lock()
 	defer a.notifying.Unlock()
 	_ = send(a.control, n)
 }
 
-// run prepares the ranks, and returns when all of them have ended and their output is sent.
+// run prepares the ranks. It returns when all of them have ended and their output is sent.
 func (a *agent) run() error {
 	if no := a.prepare(); no != nil {
 		a.notify(notice{Refused: no})
@@ -204,7 +204,8 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks after the loss of the launcher. The error describes the outcome; it is never nil.
+// killAll kills the ranks after the launcher was lost. It returns an error that describes the outcome, never
+// nil.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
@@ -221,8 +222,7 @@ func (a *agent) killAll() error {
 	return errors.New("the launcher is gone; ranks are still alive after SIGKILL")
 }
 
-// handleOrders carries out orders until the launcher is gone, and returns the error that ended the
-// connection.
+// handleOrders carries out orders until the launcher is gone. It returns the error that ended the connection.
 func (a *agent) handleOrders() error {
 	for {
 		var o order
@@ -232,7 +232,7 @@ func (a *agent) handleOrders() error {
 		running := isClosed(a.begun)
 		switch {
 		case o.Begin && (running || !isClosed(a.prepared)):
-			return errors.New("unexpected Begin order: want one, after Ready")
+			return errors.New("unexpected Begin order: want one Begin order, after Ready")
 		case o.Begin:
 			a.begin()
 		case o.Force && running:
@@ -252,7 +252,7 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// begin starts the ranks, and the goroutines that forward their reports and output.
+// begin starts the helpers of the ranks, and the goroutines that forward their reports and output.
 func (a *agent) begin() {
 	defer close(a.begun)
 	a.helpers = newBatch()
@@ -284,7 +284,7 @@ func (a *agent) startHelpers() error {
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
 	for _, env := range a.envs {
-		var mine []*os.File // in the order of the helper's descriptors from 1 on
+		var mine []*os.File // for the helper's descriptors from 1 on
 		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
 			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
 				[]bool{true, true, false, true})
@@ -301,7 +301,7 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// forwardReports forwards the reports of the helper of rank i, by index on this host.
+// forwardReports forwards the reports from the helper m. i is the index of its rank on this host.
 func (a *agent) forwardReports(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -311,37 +311,37 @@ func (a *agent) forwardReports(i int, m *member) {
 		}
 		a.notify(notice{Rank: i, Report: &p})
 	}
-	// Only the helper has the other end, so end of file means that the helper has ended.
+	// Only the helper holds the other end of the pipe, so end of file means that the helper has ended.
 	_, _ = io.Copy(io.Discard, m.reports)
 	a.notify(notice{Rank: i, Report: &report{Gone: true}})
 }
 
-// relay copies the output of a rank to its stream, and closes both.
+// relay copies the output of a rank to its stream, then closes both.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
 	// The blocks are small because a notice may have to wait for 64 of them. An error means that the session
-	// has ended.
+	// has ended, so it is ignored.
 	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
 	out.Close()
 }
 
-// signal makes the helpers send s to the process groups of the ranks, or kill everything if s is SIGKILL. It
-// does not block: a pipe holds 65536 signals.
+// signal makes the helpers send s to the process groups of the ranks. If s is SIGKILL, they kill everything.
+// It does not block, because a pipe has room for 65536 signals.
 func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
-		_, _ = m.orders.Write([]byte{byte(s)}) // this fails only if the helper has ended
+		_, _ = m.orders.Write([]byte{byte(s)}) // an error means that the helper has ended
 	}
 }
 
-// force kills the helpers, and with them the ranks.
+// force kills the helpers. The ranks die with them.
 func (a *agent) force() {
 	for _, m := range a.members {
 		a.family.kill(m.helper)
 	}
 }
 
-// release closes the pipes to the helpers, which have ended or could not be killed. It returns when all that
-// the ranks had printed is sent or the launcher is gone.
+// release closes the pipes to the helpers. The helpers have ended or could not be killed. It returns when all
+// output of the ranks is sent, or the launcher is gone.
 func (a *agent) release() {
 	for _, m := range a.members {
 		m.orders.Close()
@@ -354,8 +354,8 @@ func (a *agent) release() {
 	a.relays.Wait()
 }
 
-// prepare finds everything that the ranks need and reports Ready. It returns a refusal if something is
-// missing.
+// prepare finds everything that the ranks need and sends Ready. If something is missing, it returns a
+// refusal.
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
@@ -384,8 +384,8 @@ func (a *agent) prepare() *refusal {
 	return nil
 }
 
-// environment returns the environment of all ranks: that of this host without Horovod's and gohvd's settings,
-// then that of the job.
+// environment returns the environment of all ranks. It is the environment of this host without the settings
+// of Horovod and gohvd, to which the variables of the job are added.
 func (a *agent) environment() []string {
 	given := a.job.Env
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
@@ -400,7 +400,7 @@ func (a *agent) environment() []string {
 }
 
 // reachStore returns the first address of the store at which a server proves that it knows the job's secret.
-// It dials the addresses in turn, a headStart apart, without waiting for the earlier attempts to fail.
+// It dials the addresses in turn, headStart apart, without waiting until earlier attempts have failed.
 func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	key, err := secret.Parse(a.job.Secret[0])
 	if err != nil {

@@ -10,8 +10,8 @@ import (
 	"github.com/hashicorp/yamux"
 )
 
-// TestLauncherIsGoneAtBegin checks that an agent that loses its launcher while it starts ranks leaves no rank
-// alive. The agent reaps all children of its process, so the test runs it in a process of its own.
+// TestLauncherIsGoneAtBegin ends the connection to the launcher while the agent starts ranks. No rank may be
+// left alive. The agent reaps all children of its process, so the test runs it in a process of its own.
 func TestLauncherIsGoneAtBegin(t *testing.T) {
 	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
 	if os.Getenv(inChild) == "" {

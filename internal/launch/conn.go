@@ -18,11 +18,11 @@ import (
 )
 
 const (
-	// endWait is the time limit for reaping a command that is ending and for reading its standard error.
+	// endWait is the time limit for reaping a command that is ending, and for reading its standard error.
 	endWait = 2 * time.Second
-	// routeWait bounds the search for the addresses of all hosts' names.
+	// routeWait is the time limit for looking up the addresses of all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders caps the orders that an agent leaves unread. The launcher kills an agent that exceeds it.
+	// maxOrders is how many orders an agent may leave unread. The launcher kills an agent that leaves more.
 	maxOrders = 1000
 )
 
@@ -31,7 +31,7 @@ type agentConn struct {
 	host     string
 	local    bool // the agent runs in this process
 	ranks    []*rank
-	liveness time.Duration // how long the agent may be silent; 0 if it runs in this process
+	liveness time.Duration // how long the agent may be silent; 0: it is in this process
 	orders   chan order
 
 	link    *link
@@ -44,12 +44,12 @@ type agentConn struct {
 	ended  chan struct{}
 	silent chan struct{} // closed when standard error was read to its end
 
-	// ready and over belong to the supervisor's goroutine: the agent can start its ranks, or no process of
-	// them is left.
+	// ready is set when the agent can start its ranks. over is set when no process of them is left. Both
+	// belong to the supervisor's goroutine.
 	ready, over bool
 
-	// lost is the error of an agent that ended before it had sent all output, although all its ranks had
-	// ended, so that it is not the failure of a rank. It is valid after job.writers is done.
+	// lost is set if the agent ended after all its ranks but before it had sent all output. No rank has
+	// failed then. It is valid after job.writers is done.
 	lost error
 }
 
@@ -77,8 +77,8 @@ func (j *job) connect() {
 	j.commands = commands
 }
 
-// startAgent starts the agent of a host: a goroutine in this process, or the command that runs an agent on
-// another host.
+// startAgent starts the agent for c.host. The agent is a goroutine in this process, or the command that runs
+// an agent on another host.
 func (j *job) startAgent(commands *batch, c *agentConn) error {
 	c.ended, c.silent = make(chan struct{}), make(chan struct{})
 	if c.local {
@@ -107,7 +107,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		j.family.killOrphans(status)
 		c.status = status
 		c.stderr.in.(*pipeSource).finish()
-		// A process outside the job may hold the other end of the link.
+		// A process outside the job may keep the other end of the link open.
 		time.AfterFunc(endWait, func() { c.link.Close() })
 		close(c.ended)
 	})
@@ -126,7 +126,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs returns the Job order for each host.
+// hostJobs returns for each host the job that its agent is ordered to run.
 func (j *job) hostJobs() ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
@@ -162,9 +162,10 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns, for each host, the address of this host that packets to it come from, or an invalid address
-// if it is not known: the name may be an alias that only ssh understands. The entry of this host is the first
-// one that is also an address of the store, since this host must reach the store there too.
+// routes returns, for each host, the source address that this host uses for packets to it. The address is
+// invalid if it is not known, for instance because the name is an alias that only ssh understands. The entry
+// of this host itself is the first of these addresses that is also an address of the store, because this host
+// must reach the store there too.
 func (j *job) routes() []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
@@ -176,7 +177,7 @@ func (j *job) routes() []netip.Addr {
 		}
 		searches.Go(func() {
 			var d net.Dialer
-			// Connecting a datagram socket only looks up the route; it sends nothing.
+			// Connecting a datagram socket sends nothing. It only looks up the route.
 			conn, err := d.DialContext(ctx, "udp",
 				net.JoinHostPort(c.host[strings.LastIndexByte(c.host, '@')+1:], "9"))
 			if err != nil {
@@ -200,7 +201,7 @@ func (j *job) routes() []netip.Addr {
 	return found
 }
 
-// serveAgent handles the notices of an agent until the connection ends.
+// serveAgent handles the notices from an agent until the connection ends.
 func (j *job) serveAgent(c *agentConn) {
 	err := j.runSession(c)
 	if err != nil {
@@ -209,21 +210,22 @@ func (j *job) serveAgent(c *agentConn) {
 	heard := time.Unix(0, c.link.heard.Load())
 	c.close()
 	if err != nil {
-		// When the supervision has ended, only output can have been lost.
+		// If the supervision has ended already, only output can have been lost.
 		if !j.post(func() { j.handleLoss(c, err, heard) }) {
 			c.cutShort(j, err)
 		}
 	}
 }
 
-// cutShort records that output may be missing, unless the launcher itself has ended the connection.
+// cutShort records that output may be missing. It does nothing if the launcher itself has ended the
+// connection.
 func (c *agentConn) cutShort(j *job, err error) {
 	if !j.dropped.Load() {
 		c.lost = fmt.Errorf("launch: host %s: the last output was lost: %w", c.host, err)
 	}
 }
 
-// close closes the link, and the output files of ranks whose streams were not opened.
+// close closes the link, and the output files of the ranks whose streams were not opened.
 func (c *agentConn) close() {
 	if c.link != nil {
 		c.link.Close()
@@ -231,13 +233,13 @@ func (c *agentConn) close() {
 	for _, k := range c.ranks {
 		for _, s := range k.streams {
 			if s != nil && s.in == nil {
-				s.file.Close() // nothing was written; Close of a nil file only returns an error
+				s.file.Close() // nothing was written; closing a nil file only returns an error
 			}
 		}
 	}
 }
 
-// runSession opens the session with an agent and handles its notices. It returns nil after Bye.
+// runSession opens the session with an agent and handles its notices. It returns nil after the notice Bye.
 func (j *job) runSession(c *agentConn) error {
 	if err := readHello(c.link); err != nil {
 		return err
@@ -282,8 +284,8 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 	return j.handleNotices(c, control)
 }
 
-// handleNotices passes the notices of an agent to the supervisor. It returns nil on Bye, which must follow
-// Over.
+// handleNotices passes the notices from an agent to the supervisor. It returns nil on Bye, which must come
+// after Over.
 func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 	over := false
 	for {
@@ -298,7 +300,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			err := n.Refused.error(j, c)
 			j.post(func() { j.abort(err) })
 		case n.Report != nil && (n.Rank < 0 || n.Rank >= len(c.ranks)):
-			return fmt.Errorf("malformed notice from the agent: report on rank index %d, want less than %d",
+			return fmt.Errorf("malformed notice from the agent: got rank index %d, want less than %d",
 				n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
@@ -329,9 +331,9 @@ func (r *refusal) error(j *job, c *agentConn) error {
 	return &HostError{c.host, errors.New(text)}
 }
 
-// explain returns the reason why an agent ended without Bye: err, or, if err is only the end of the
-// connection, the exit status and the last output of the command. It waits up to endWait for the command to
-// end, and kills it after that.
+// explain returns the reason why an agent ended without Bye. If err says more than that the connection ended,
+// the reason is err. Otherwise the reason is the exit status and the last output of the command. explain
+// waits up to endWait until the command has ended, and then kills it.
 func (j *job) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
@@ -355,7 +357,7 @@ func (j *job) explain(c *agentConn, err error) error {
 	if lines := c.stderr.tail.lines; len(lines) > 0 {
 		how += ": " + printable(lines[len(lines)-1])
 	}
-	if err != io.EOF { // from readHello, or in the middle of a frame
+	if err != io.EOF { // the error came from readHello, or in the middle of a frame
 		how = fmt.Sprintf("%v (%s)", err, how)
 	}
 	if !c.greeted && (c.status.ExitStatus() == statusNotFound ||
@@ -366,8 +368,8 @@ func (j *job) explain(c *agentConn, err error) error {
 	return errors.New(how)
 }
 
-// cut ends an agent: it kills its command, or closes the link to the agent in this process. Processes that
-// the command has started are killed as orphans when it has ended.
+// cut ends an agent: it kills the command of the agent, or closes the link to the agent in this process. When
+// the command has ended, the processes that it started are killed as orphans.
 func (j *job) cut(c *agentConn) {
 	switch {
 	case c.link == nil: // the agent was not started
@@ -378,7 +380,7 @@ func (j *job) cut(c *agentConn) {
 	}
 }
 
-// cutAll cuts all agents.
+// cutAll cuts the connections to all agents.
 func (j *job) cutAll() {
 	j.dropped.Store(true)
 	for _, c := range j.conns {
@@ -386,8 +388,8 @@ func (j *job) cutAll() {
 	}
 }
 
-// awaitAgents returns when all agents, and the commands that reach them, have ended; they end when they have
-// sent everything. After timeout it kills those that are left, and after the same time again it gives up and
+// awaitAgents returns when all agents, and the commands that reach them, have ended. They end when they have
+// sent everything. After timeout it kills those that are left. After the same time again it gives up and
 // returns an error.
 func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})

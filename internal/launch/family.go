@@ -13,44 +13,43 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// orphanAction is what a family does with a child that this process did not start: an orphan that it
-// inherited as a subreaper.
+// orphanAction says what a family does with a child that this process did not start, an orphan that this
+// process inherited as a subreaper.
 type orphanAction int
 
 const (
-	ignoreOrphan orphanAction = iota // not waited for
+	ignoreOrphan orphanAction = iota // reap does not wait for it
 	awaitOrphan                      // reap returns only when it has ended
-	killOrphan                       // killed at once and awaited
+	killOrphan                       // it is killed at once, and reap waits for its end
 )
 
 // family manages the children of this process: those that it started and those that it inherits.
 //
 // A process is killed by its ID only while it is an unreaped child, and children are reaped only with mu
-// held, so a signal never reaches another process that has got the same ID since. Deeper descendants need no
-// search: when their parent dies they become children of the nearest subreaper, which is this process, before
-// the parent can be reaped. Therefore the family looks at the children again after each death, until none is
-// left.
+// held. So a signal never hits another process that has got the same ID later. Deeper descendants need not be
+// searched: when their parent dies, they become children of the nearest subreaper, which is this process,
+// before the parent can be reaped. Therefore the family looks at the children again after each death, until
+// none is left.
 //
-// A family reaps every child of its process: there can be only one per process, and no other code in the
-// process may wait for children.
+// A family reaps every child of its process. So there can be only one family in a process, and no other code
+// in the process may wait for children.
 type family struct {
 	mu sync.Mutex
-	// own holds the children that were started by this family and are not reaped.
+	// own holds the children that this family started and that are not reaped yet.
 	own map[int]relative
-	// orphans returns the action for a child that is not in own, by its process ID and process group. If it
-	// is nil, all are ignored, and the family need not list the children.
+	// orphans returns the action for a child that is not in own, from its process ID and process group. If
+	// orphans is nil, all such children are ignored, and the family need not list the children.
 	orphans func(pid, pgrp int) orphanAction
-	// before holds the children that the process had when adopt was called.
+	// before holds the children that the process already had when adopt was called.
 	before map[int]bool
 
-	batches []*batch // batches that are complete and not gone
-	reaping bool     // a goroutine runs reap
-	err     error    // the error at which reap gave up; all batches then count as gone
+	batches []*batch // batches that are complete but not gone
+	reaping bool     // a goroutine is running reap
+	err     error    // why reap gave up, after which all batches count as gone
 	reaper  sync.WaitGroup
 }
 
-// relative is a child of a batch, with the function to call when it is reaped. The function is called with mu
-// held.
+// relative is a child in a batch, with a function that is called with mu held when the child is reaped.
 type relative struct {
 	batch *batch
 	ended func(unix.WaitStatus)
@@ -59,13 +58,13 @@ type relative struct {
 // batch is a set of children that are started for one purpose.
 type batch struct {
 	left int           // children that are not reaped; guarded by family.mu
-	gone chan struct{} // closed when no child is left and no orphan is awaited
+	gone chan struct{} // closed when no child is left and no orphan is waited for
 }
 
 func newBatch() *batch { return &batch{gone: make(chan struct{})} }
 
-// adopt makes this process a subreaper. It leaves existing children alone: a program that replaced itself by
-// the launcher (execve) may have left it children.
+// adopt makes this process a subreaper. It leaves existing children alone. Such children exist if another
+// program started them and then replaced itself by the launcher (execve).
 func (f *family) adopt() error {
 	if f.before != nil {
 		return nil
@@ -84,9 +83,9 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// killOrphans is called when a child has ended that must leave no processes behind. If its status is not 0 it
-// may have left some: then all orphans are killed from now on, except the children from before adopt. The
-// caller holds mu.
+// killOrphans is called when a child has ended that must not leave processes behind. If the status of the
+// child is not 0, it may have left some. From then on all orphans are killed, except the children from before
+// adopt. The caller holds mu.
 func (f *family) killOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return
@@ -99,8 +98,8 @@ func (f *family) killOrphans(status unix.WaitStatus) {
 	}
 }
 
-// start starts a child of a batch that is not complete, by calling start with mu held. ended is called when
-// the child is reaped.
+// start calls the function start with mu held to start a child, and adds the child to b. b must not be
+// complete. ended is called when the child is reaped.
 func (f *family) start(b *batch, start func() (pid int, err error),
 	ended func(unix.WaitStatus)) (pid int, err error) {
 	f.mu.Lock() // the child must not be reaped before it is in own
@@ -115,7 +114,7 @@ func (f *family) start(b *batch, start func() (pid int, err error),
 	return pid, err
 }
 
-// complete marks a batch as complete: no children will be added. Its children are reaped from now on.
+// complete marks a batch as complete: no more children will be added. Its children are reaped from now on.
 func (f *family) complete(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -130,25 +129,25 @@ func (f *family) complete(b *batch) {
 	}
 }
 
-// kill kills a child that was started by the family, if it is not reaped.
+// kill kills a child that the family started, unless the child has been reaped.
 func (f *family) kill(pid int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if _, ok := f.own[pid]; ok {
-		_ = unix.Kill(pid, unix.SIGKILL) // the ID is still that of the child, since it is not reaped
+		_ = unix.Kill(pid, unix.SIGKILL) // the child is not reaped, so no other process has its ID
 	}
 }
 
-// reap reaps children, and returns when own is empty and no other child is awaited.
+// reap reaps children. It returns when own is empty and no orphan is waited for.
 func (f *family) reap() {
 	for !f.collect() {
-		// WNOWAIT leaves the reaping to collect, which does it with mu held. An error occurs again there.
+		// WNOWAIT leaves the reaping to collect, which holds mu. If there is an error, collect gets it again.
 		_ = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
 	}
 }
 
-// collect reaps the dead children, then applies orphans to the inherited ones. It reports whether reap must
-// end.
+// collect reaps the dead children, then applies orphans to the inherited children. It reports whether reap
+// has to end.
 func (f *family) collect() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -181,7 +180,7 @@ func (f *family) reapDead() (none bool, err error) {
 		case err == unix.EINTR:
 			continue
 		case err == unix.ECHILD && len(f.own) > 0:
-			return false, errors.New("launch: wait for children: other code in this process has reaped them")
+			return false, errors.New("launch: wait for children: other code in this process has reaped some")
 		case err == unix.ECHILD:
 			return true, nil
 		case err != nil:
@@ -197,8 +196,8 @@ func (f *family) reapDead() (none bool, err error) {
 	}
 }
 
-// sweep applies orphans to every child that is not in own, and returns how many of them are awaited. The
-// caller holds mu.
+// sweep applies orphans to every child that is not in own. It returns how many of these children must be
+// waited for. The caller holds mu.
 func (f *family) sweep() (awaiting int, err error) {
 	if f.orphans == nil {
 		return 0, nil
@@ -213,8 +212,8 @@ func (f *family) sweep() (awaiting int, err error) {
 		}
 		switch f.orphans(c.pid, c.pgrp) {
 		case killOrphan:
-			// An error means that the child runs as another user. It is awaited all the same: the launcher
-			// has a deadline, and reports it.
+			// An error means that the child runs as another user. It is waited for nevertheless: the launcher
+			// has a deadline, and reports the process.
 			_ = unix.Kill(c.pid, unix.SIGKILL)
 			awaiting++
 		case awaitOrphan:
@@ -226,7 +225,7 @@ func (f *family) sweep() (awaiting int, err error) {
 
 type child struct{ pid, pgrp int }
 
-// listChildren returns the children of this process, zombies included, from /proc. It reads a file for each
+// listChildren returns the children of this process, including zombies, from /proc. It reads a file for each
 // process of the host.
 func listChildren() ([]child, error) {
 	dir, err := os.Open("/proc")
@@ -264,8 +263,8 @@ func listChildren() ([]child, error) {
 	return children, nil
 }
 
-// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)): after the
-// name in parentheses, which may itself have parentheses and blanks, come state, parent and group.
+// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)). The name is
+// in parentheses, and may itself contain parentheses and blanks. State, parent and group follow it.
 func parseStat(text string) (ppid, pgrp int, err error) {
 	fields := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
 	if len(fields) < 3 {

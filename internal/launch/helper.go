@@ -20,34 +20,35 @@ import (
 // HelperArg is the first argument of a process that must run HelperMain.
 const HelperArg = "__hvdrun-rank-helper"
 
-// The helper's file descriptors besides 0, 1 and 2, which are those of the rank.
+// The helper's file descriptors besides 0, 1 and 2. It shares 0, 1 and 2 with the rank.
 const (
-	// the launcher's orders: signal numbers, a byte each; end of file means that the launcher is gone
+	// carries the launcher's orders: signal numbers, one byte each; end of file means that the launcher is
+	// gone
 	orderFD  = 3
-	reportFD = 4 // the helper's reports, as JSON
+	reportFD = 4 // carries the helper's reports, as JSON
 )
 
 // shell is the interpreter of scripts that do not name one.
 const shell = "/bin/sh"
 
-// report is a message about a rank. The helper sends first PID or Errno and then, if the command ran, how it
-// ended; the agent sends Gone.
+// report is a message about a rank. The helper first sends PID or Errno. If the command ran, it then sends
+// how the command ended. The agent sends Gone.
 type report struct {
-	// PID is the process ID of the command, sent when it runs.
+	// PID is the process ID of the command. It is sent when the command runs.
 	PID int `json:"pid,omitempty"`
-	// Errno is the error for which the command could not be started.
+	// Errno is the error because of which the command could not be started.
 	Errno syscall.Errno `json:"errno,omitempty"`
 
-	// Ended states that the command has ended, at time At (nanoseconds since 1970), with exit status Code or
-	// killed by Signal.
+	// Ended is set if the command has ended, at time At (nanoseconds since 1970). The command ended with exit
+	// status Code or, if Signal is not 0, was killed by Signal.
 	Ended  bool           `json:"ended,omitempty"`
 	At     int64          `json:"at,omitempty"`
 	Code   int            `json:"code,omitempty"`
 	Signal syscall.Signal `json:"signal,omitempty"`
-	// Sent is the last signal to end the command that the helper had sent before, or 0.
+	// Sent is the last signal that the helper had sent to the command to end it, or 0.
 	Sent syscall.Signal `json:"sent,omitempty"`
 
-	// Gone states that the helper has ended.
+	// Gone is set if the helper has ended.
 	Gone bool `json:"gone,omitempty"`
 }
 
@@ -60,19 +61,19 @@ type helper struct {
 	pid    int // process ID of the command, and of its process group
 	alive  bool
 	sent   syscall.Signal
-	killed bool // the launcher ordered SIGKILL, or is gone
+	killed bool // the launcher has ordered SIGKILL, or is gone
 }
 
-// HelperMain runs the command of one rank for the launcher and returns the exit status of the process. The
-// program's main must call it from the main goroutine, before anything else, if its first argument is
-// HelperArg. args are the arguments after HelperArg. env is the environment, which is passed on to the
+// HelperMain runs the command of one rank for the launcher and returns the exit status of the process. If the
+// first argument of the program is HelperArg, its main must call HelperMain from the main goroutine before
+// anything else. args are the arguments after HelperArg. env is the environment. It is passed on to the
 // command unchanged. The process must exit when HelperMain returns.
 //
 // The command runs in a process group of its own. When it has ended, HelperMain kills the processes that it
-// has left behind, in any process group or session. If the command ended after a signal that asked it to, the
-// processes of its group, which received the signal too, may run on until the next order of the launcher.
-// When the launcher orders it, or ends for any reason, HelperMain kills everything. It returns when no
-// descendant is left.
+// left behind, in any process group or session. One kind of process is spared: if the command ended after a
+// signal that asked it to, the processes in its group received that signal too, and may run on until the next
+// order of the launcher. When the launcher orders it, or ends for any reason, HelperMain kills everything. It
+// returns when no descendant is left.
 func HelperMain(args, env []string) int {
 	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
 	runtime.LockOSThread()
@@ -80,9 +81,9 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
-	// The timeline signal is ignored until a rank installs a handler: by default it would end a program that
-	// has not done so yet or never does, such as a shell. The command and its children inherit that the
-	// signal is ignored.
+	// The timeline signal is ignored until a rank installs a handler. By default the signal would end a
+	// program that has not installed a handler yet or never does, such as a shell. The command and its
+	// children inherit that the signal is ignored.
 	if s := timelineSignal(env); s != 0 {
 		signal.Ignore(s)
 	}
@@ -104,7 +105,7 @@ func HelperMain(args, env []string) int {
 	if err := h.start(args[0], args[1:], env); err != nil {
 		var errno syscall.Errno
 		if !errors.As(err, &errno) {
-			errno = syscall.EINVAL // an argument has a zero byte, which gives an error without a number
+			errno = syscall.EINVAL // an argument contains a zero byte; that error has no number
 		}
 		h.sendReport(report{Errno: errno})
 		return 0
@@ -119,7 +120,7 @@ func HelperMain(args, env []string) int {
 }
 
 // timelineSignal returns the signal that starts and stops the timeline of a rank with environment env:
-// SIGUSR1 or SIGUSR2, or 0 if the setting has no or another value.
+// SIGUSR1 or SIGUSR2, or 0 if the setting has neither value.
 func timelineSignal(env []string) syscall.Signal {
 	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
 	case strings.EqualFold(name, "SIGUSR1"):
@@ -150,8 +151,8 @@ func (h *helper) start(path string, argv, env []string) error {
 	return err
 }
 
-// isText reports whether the shell should run a file that the kernel cannot execute: POSIX decides that by
-// the first line (XCU 2.9.1.4). It is false for a program of another machine.
+// isText reports whether the shell should run a file that the kernel cannot execute. By POSIX the first line
+// of the file decides that (XCU 2.9.1.4). The result is false for a program for another machine.
 func isText(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {
@@ -167,8 +168,8 @@ func isText(path string) bool {
 	return bytes.IndexByte(line, 0) < 0
 }
 
-// ended reports the end of the command to the launcher, and sets the action for the processes that it left
-// behind. The caller holds family.mu.
+// ended reports the end of the command to the launcher, and sets what happens to the processes that the
+// command left behind. The caller holds family.mu.
 func (h *helper) ended(status unix.WaitStatus) {
 	h.alive = false
 	r := report{Ended: true, At: time.Now().UnixNano(), Sent: h.sent}
@@ -181,7 +182,7 @@ func (h *helper) ended(status unix.WaitStatus) {
 	h.family.orphans = h.orphanAction
 }
 
-// orphanAction returns the action for a process that the command left behind. The caller holds family.mu.
+// orphanAction returns what to do with a process that the command left behind. The caller holds family.mu.
 func (h *helper) orphanAction(_, pgrp int) orphanAction {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
 		return awaitOrphan
@@ -215,10 +216,10 @@ func (h *helper) signal(s syscall.Signal) {
 		h.sent, h.killed = s, true
 	}
 	if h.alive {
-		// The command is not reaped, so the IDs of process and group are still its own. It may have left the
-		// group.
+		// The command has not been reaped, so its process ID and group ID have not been reused. It may have
+		// left the group.
 		if err := unix.Kill(-h.pid, s); err != nil || s == unix.SIGKILL {
-			_ = unix.Kill(h.pid, s) // this fails if the command now runs as another user
+			_ = unix.Kill(h.pid, s) // fails if the command now runs as another user
 		}
 	}
 	if h.killed {

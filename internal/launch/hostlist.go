@@ -14,28 +14,29 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Bounds of a list of hosts.
+// Limits of a list of hosts.
 const (
-	// MaxHosts is the most hosts of a list.
+	// MaxHosts is the maximum number of hosts in a list.
 	MaxHosts = 4096
-	// MaxSlots is the most slots of one host.
+	// MaxSlots is the maximum number of slots of a host.
 	MaxSlots = 1 << 16
-	// maxNameBytes is the longest name of a host. It leaves room for a user in front of a name of the DNS.
+	// maxNameBytes is the maximum length of a host's name. It leaves room for a user name before a DNS name.
 	maxNameBytes = 255
 	maxFileBytes = 1 << 20
 )
 
-// Host is one entry of a list of hosts.
+// Host is an entry in a list of hosts.
 type Host struct {
-	// Name is a name, or an address without brackets; a user and @ may precede it. It consists of letters,
-	// digits and . : - _ % @ only and does not begin with a dash, so that no program takes it for an option.
+	// Name is a host name, or an address without brackets. A user name and @ may precede it. It contains only
+	// letters, digits and . : - _ % @ and does not begin with a dash, so that no program takes it for an
+	// option.
 	Name string
 	// Slots is the number of ranks that the host can run, at least 1.
 	Slots int
 }
 
 // ParseHosts parses a list of hosts such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one
-// slot. It is an error if a host occurs twice, since it would be unclear whether its slots add up.
+// slot. It is an error if a host occurs twice, because it would be unclear whether its slots add up.
 func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
 	for word := range strings.SplitSeq(list, ",") {
@@ -76,7 +77,7 @@ func parseHost(word string) (Host, error) {
 	return h, err
 }
 
-// cutHost splits word into the name of the host and the rest after it.
+// cutHost splits word into the name of the host and the text after it.
 func cutHost(word string) (name, rest string, err error) {
 	name = word
 	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
@@ -95,8 +96,8 @@ func checkHostName(name string) error {
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
 		return errors.New("want names or addresses of hosts")
 	}
-	// Without this check, a list that lacks a comma would be taken for one host, and the job would be
-	// smaller.
+	// Without this check, a list that lacks a comma would be taken for one host, and the job would have fewer
+	// hosts than intended.
 	if strings.Contains(name, ":") {
 		if _, err := netip.ParseAddr(name[strings.LastIndexByte(name, '@')+1:]); err != nil {
 			return errors.New("want a name and slots, as in h1:2, or an address, and a comma between hosts")
@@ -113,9 +114,9 @@ func parseSlots(text string) (int, error) {
 	return n, nil
 }
 
-// ParseHostFile reads a file with one host per line: "h1 slots=2" as for Open MPI and Horovod, "h1:2" as for
-// MPICH, or "h1" for one slot. It ignores empty lines, and comments from # to the end of the line. The file
-// has at most 1 MiB.
+// ParseHostFile reads a file with one host per line. A line is "h1 slots=2" as for Open MPI and Horovod,
+// "h1:2" as for MPICH, or "h1" for one slot. ParseHostFile ignores empty lines, and comments from # to the
+// end of the line. The file may have at most 1 MiB.
 func ParseHostFile(path string) ([]Host, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -169,7 +170,7 @@ func parseHostLine(words []string) (Host, error) {
 	return h, err
 }
 
-// Slots returns the number of slots of all hosts.
+// Slots returns how many slots all hosts have together.
 func Slots(hosts []Host) (n int) {
 	for _, h := range hosts {
 		n += h.Slots
@@ -177,16 +178,17 @@ func Slots(hosts []Host) (n int) {
 	return n
 }
 
-// Assignment is the host and the topology of one rank: its host and its topology. See topo.FromHosts for
-// local and cross ranks.
+// Assignment is the place of one rank: its host and its topology. topo.FromHosts describes local and cross
+// ranks.
 type Assignment struct {
-	// Host is the index of the host in the list.
+	// Host is the index of the rank's host in the list.
 	Host int
 	topo.Topology
 }
 
-// Assign places np ranks, at least 1, on the hosts: the first ranks fill the slots of the first host, and so
-// on. Hosts at the end of the list may get none. It is an error if there are fewer than np slots.
+// Assign places np ranks, at least 1, on the hosts. The first ranks fill the slots of the first host, the
+// next ranks those of the second, and so on. Hosts at the end of the list may get no ranks. It is an error if
+// there are fewer than np slots.
 func Assign(hosts []Host, np int) ([]Assignment, error) {
 	if have := Slots(hosts); np > have {
 		names := make([]string, 0, len(hosts))
@@ -198,7 +200,7 @@ func Assign(hosts []Host, np int) ([]Assignment, error) {
 				"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Assignment, 0, np)
-	var crossSize []int // by local rank: number of hosts that have it
+	var crossSize []int // by local rank: the number of hosts that have it
 	for i, h := range hosts {
 		n := min(h.Slots, np-len(places))
 		for local := range n {

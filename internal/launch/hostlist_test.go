@@ -14,6 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
+// TestParseHosts checks the hosts and slots that valid lists give.
 func TestParseHosts(t *testing.T) {
 	for _, c := range []struct {
 		list string
@@ -35,6 +36,8 @@ func TestParseHosts(t *testing.T) {
 	}
 }
 
+// TestListsThatCannotBe checks that ParseHosts refuses invalid lists, with a short error that says what is
+// wrong.
 func TestListsThatCannotBe(t *testing.T) {
 	var many []string
 	for i := range launch.MaxHosts + 1 {
@@ -116,8 +119,8 @@ func TestParseHostFile(t *testing.T) {
 	}
 }
 
-// TestAssignHosts compares the local and cross ranks of Assign with those of package topo, which defines
-// them.
+// TestAssignHosts places random numbers of ranks on random hosts. The ranks must fill the hosts in order, and
+// their local and cross ranks must equal those that package topo computes.
 func TestAssignHosts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -181,6 +184,7 @@ func ExampleAssign() {
 	// b 2 local 0 of 1 cross 1 of 2
 }
 
+// FuzzParseHosts checks that the hosts of any valid list, written with brackets, parse to the same hosts.
 func FuzzParseHosts(f *testing.F) {
 	f.Add("h1:2,[fe80::1]:2,10.0.0.1:4,h3")
 	f.Add("[]:1,a@b:3")

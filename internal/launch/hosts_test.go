@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// several is the part of a launcher's options that starts agents on other hosts. In these tests the agents of
-// all hosts run on this host.
+// several holds the options that a launcher needs for agents on other hosts. In these tests the agents of all
+// hosts run on this host.
 type several struct {
 	list   []launch.Host
 	addrs  []netip.AddrPort
@@ -71,12 +71,14 @@ func severalHosts(s *spec) (h several, err error) {
 	return h, nil
 }
 
-// byShell returns a Reach that runs the agent by a script: "$@" is the command of the agent, and $AT is the
-// host.
+// byShell returns a Reach that runs an agent by a shell script. In the script "$@" is the command of the
+// agent and $AT is the host.
 func byShell(script string) []string {
 	return []string{"env", "AT={host}", "sh", "-c", script, "sh"}
 }
 
+// TestSeveralHosts starts four ranks on three hosts and checks the environment of each rank: its place in the
+// job, variables of its host, and variables of the launcher.
 func TestSeveralHosts(t *testing.T) {
 	t.Parallel()
 	mine := []string{"env", "USER=me", "SSH_TTY=mine", "HVD_HOSTID=mine", "CUDA_VISIBLE_DEVICES=mine",
@@ -135,8 +137,8 @@ func TestSeveralHosts(t *testing.T) {
 	}
 }
 
-// TestBytesTravel checks that arguments and variables that are not UTF-8 reach the ranks of another host
-// unchanged, and that no argument of a process contains a secret.
+// TestBytesTravel checks that arguments and variables that are not UTF-8 arrive unchanged at ranks on another
+// host, and that no process has the secret in its arguments.
 func TestBytesTravel(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1", NoPrefix: true, wrap: []string{"env", "B=\xff\xfe"},
@@ -147,6 +149,7 @@ func TestBytesTravel(t *testing.T) {
 	}
 }
 
+// TestStatusOverHosts checks exit status, root cause and report of jobs on two hosts.
 func TestStatusOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -183,7 +186,8 @@ func TestStatusOverHosts(t *testing.T) {
 	}
 }
 
-// TestReportNamesHosts checks that the report of a failure names the hosts of the other ranks that failed.
+// TestReportNamesHosts checks that the report of a failure also names the hosts of the ranks that failed as a
+// consequence.
 func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10,
@@ -197,6 +201,7 @@ func TestReportNamesHosts(t *testing.T) {
 	}
 }
 
+// TestSignalsOverHosts checks that a signal to the launcher reaches the ranks on all hosts.
 func TestSignalsOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		sent syscall.Signal
@@ -233,8 +238,8 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 	}
 }
 
-// TestNothingOutlivesTheLauncherOverHosts checks that no process of the ranks is alive after the launcher,
-// whatever the ranks have started and however the launcher ends.
+// TestNothingOutlivesTheLauncherOverHosts kills the launcher with SIGKILL. All processes of the ranks must
+// end, including those in other sessions that ignore signals.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,localhost",
@@ -245,7 +250,8 @@ func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 }
 
-// agentOf returns the process ID of the agent of a host, or of the last process that its command has started.
+// agentOf returns the process ID of the agent of a host. If other processes run the command of the agent too,
+// it returns the last of them.
 func (r *run) agentOf(host string) (pid int) {
 	r.t.Helper()
 	r.await("agent of "+host, func() bool {
@@ -260,6 +266,7 @@ func (r *run) agentOf(host string) (pid int) {
 	return pid
 }
 
+// TestAgentIsKilled kills the agent of one host. The report must name the ranks of that host as lost.
 func TestAgentIsKilled(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 3, Hosts: "h1,h2:2", NoticeMS: 50,
@@ -279,8 +286,8 @@ func TestAgentIsKilled(t *testing.T) {
 	}
 }
 
-// TestAgentIsStopped checks that the launcher reports a host as lost, with its ranks, if the agent is
-// stopped, and that the end of the job does not wait for that agent.
+// TestAgentIsStopped stops an agent. The launcher must report the host and its ranks as lost, and the job
+// must end without waiting for that agent.
 func TestAgentIsStopped(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 50, LivenessMS: 1, KillMS: 600_000,
@@ -295,8 +302,8 @@ func TestAgentIsStopped(t *testing.T) {
 	}
 }
 
-// TestLauncherIsStopped checks that agents wait for a launcher that is stopped for a short time, and kill
-// their ranks if it is stopped for a long time, even if the output of the ranks waits for it.
+// TestLauncherIsStopped checks that agents tolerate a launcher that is stopped for a short time. If it is
+// stopped for a long time, they must kill their ranks, even while output of the ranks waits for the launcher.
 func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -339,7 +346,7 @@ func TestLauncherIsStopped(t *testing.T) {
 	r.signal(unix.SIGSTOP)
 	r.await("the end of all agents", func() bool {
 		return !slices.ContainsFunc(r.processes(), func(p process) bool {
-			ofShell := strings.HasPrefix(p.command, "sh ") // which has the agent's words in its own
+			ofShell := strings.HasPrefix(p.command, "sh ") // its arguments contain those of the agent
 			return p.isAgent() && !ofShell || p.isHelper() || p.command == "yes"
 		})
 	})
@@ -353,11 +360,12 @@ func TestLauncherIsStopped(t *testing.T) {
 	}
 }
 
-// pingBytes is the size of a ping and of its answer.
+// pingBytes is the size of a ping, and of the answer to it.
 const pingBytes = 12
 
-// TestLostHostIsBlamed checks that the ranks of a lost host count as failed at the time when the host was
-// last heard, and so before the ranks that fail as a consequence.
+// TestLostHostIsBlamed checks that the ranks of a lost host count as failed from the time when the launcher
+// last heard the host. So the rank on the lost host is the root cause, although a rank on another host failed
+// before the host was declared lost.
 func TestLostHostIsBlamed(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -368,8 +376,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	agent := r.agentOf("h2")
 	unix.Kill(agent, unix.SIGSTOP)
-	// The launcher has read everything that the agent sent before it stopped, because it reads the word of
-	// the other host after that.
+	// The launcher reads the word of the other host after everything that the agent sent before it stopped.
+	// So it has read all of that when the word is printed.
 	r.await("a stopped agent", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", agent))
 		return err == nil && strings.Contains(string(stat), ") T ")
@@ -390,8 +398,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	}
 }
 
-// TestAgentThatObeysNothing checks that the launcher kills an agent that is alive but carries out no order,
-// and names its ranks, whether a signal or a failure ends the job.
+// TestAgentThatObeysNothing runs an agent that stays alive but carries out no order. Whether a signal or a
+// failure ends the job, the launcher must kill that agent and name its ranks.
 func TestAgentThatObeysNothing(t *testing.T) {
 	for name, c := range map[string]struct {
 		command []string
@@ -418,8 +426,8 @@ func TestAgentThatObeysNothing(t *testing.T) {
 	}
 }
 
-// TestAgentThatEndsEarly checks that the launcher reports an agent that ends before it has sent everything,
-// and does not blame ranks that ended with status 0.
+// TestAgentThatEndsEarly runs agents that end before they have sent all notices. The launcher must report
+// that output was lost, and must not blame ranks that ended with status 0.
 func TestAgentThatEndsEarly(t *testing.T) {
 	const (
 		ready   = `{"Ready":true}`
@@ -433,7 +441,7 @@ func TestAgentThatEndsEarly(t *testing.T) {
 		name    string
 		notices []string
 		status  int
-		want    string // after "the last output was lost: "
+		want    string // follows "the last output was lost: "
 	}{
 		{"before it says gone", []string{ready, started, ended}, 1, "env: exit status 7: bad line"},
 		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
@@ -453,9 +461,9 @@ func TestAgentThatEndsEarly(t *testing.T) {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
 			}
 			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
-				t.Errorf("got %q, want what the agent had sent", out)
+				t.Errorf("got %q, want the output that the agent had sent", out)
 			}
-			// The clock of the agent's host may differ, so the launcher records its own time.
+			// The clock of the agent's host may differ, so the launcher records the time of its own clock.
 			if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
 				t.Errorf("got %+v, want this host's time", e)
 			}
@@ -463,8 +471,8 @@ func TestAgentThatEndsEarly(t *testing.T) {
 	}
 }
 
-// TestSecretIsForAgents checks that the launcher sends nothing to a program that has not sent the greeting of
-// an agent.
+// TestSecretIsForAgents runs a program in place of an agent that does not send the greeting of an agent. The
+// launcher must send nothing to it, because the first order contains the secret.
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "received")
@@ -492,8 +500,8 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 	}
 }
 
-// TestHelperIsStoppedOverHosts checks that the agent kills a helper that is stopped and so carries out no
-// order.
+// TestHelperIsStoppedOverHosts stops a helper, so that it carries out no order. The agent must kill the
+// helper, and the launcher must not kill the agent.
 func TestHelperIsStoppedOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000,
@@ -505,11 +513,12 @@ func TestHelperIsStoppedOverHosts(t *testing.T) {
 		t.Errorf("got exit status %d, want 130", got)
 	}
 	if strings.Contains(r.stderr.String(), "lost") {
-		t.Errorf("the agent was killed for it:\n%s", r.stderr.String())
+		t.Errorf("the agent was killed because of its helper:\n%s", r.stderr.String())
 	}
 }
 
-// TestHostsThatAreNotReady checks that no rank runs on any host if one host does not get ready.
+// TestHostsThatAreNotReady checks that no rank starts on any host if one host does not get ready, and which
+// error the launcher prints.
 func TestHostsThatAreNotReady(t *testing.T) {
 	const helloText = `\0hvdrun host agent\0`
 	for _, c := range []struct {
@@ -549,7 +558,7 @@ func TestHostsThatAreNotReady(t *testing.T) {
 			[]string{"frame of 70000 bytes"}, ""},
 		{"garbled", spec{Reach: fake{Notices: []string{"{"}}.reach()}, 1, []string{"malformed message"}, ""},
 		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()},
-			1, []string{"malformed notice from the agent: report on rank index 256, want less than 2"}, ""},
+			1, []string{"malformed notice from the agent: got rank index 256, want less than 2"}, ""},
 		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1,
 			[]string{"host h2: not ready within 3s"}, "h1:"},
 		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)},
@@ -603,8 +612,8 @@ func brokenScript(t *testing.T) string {
 	return path
 }
 
-// TestLoginThatPrints checks that the launcher skips what a login prints on standard output and shows what it
-// prints on standard error.
+// TestLoginThatPrints runs an agent after a login that prints text. The launcher must skip the text on
+// standard output and print the text on standard error.
 func TestLoginThatPrints(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1",
@@ -627,8 +636,8 @@ func TestStoreAddresses(t *testing.T) {
 	}
 }
 
-// TestInterruptWhileHostsGetReady checks that a signal ends the job while hosts get ready, whatever the hosts
-// wait for.
+// TestInterruptWhileHostsGetReady sends SIGINT while the commands that reach the hosts hang and ignore
+// signals. The job must end at once, before any rank was started.
 func TestInterruptWhileHostsGetReady(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", GraceMS: 600_000, KillMS: 600_000,
@@ -651,8 +660,8 @@ func TestContextEndsHostsThatGetReady(t *testing.T) {
 	}
 }
 
-// TestOutputOverHosts checks that all output of the ranks arrives, in the order of each stream, whatever its
-// size.
+// TestOutputOverHosts checks that large output of ranks on two hosts arrives completely, in the order of each
+// stream.
 func TestOutputOverHosts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -680,7 +689,7 @@ func TestOutputOverHosts(t *testing.T) {
 	}
 }
 
-// TestOutputHeldFromOutsideOverHosts checks that the job ends although a process outside the job keeps the
+// TestOutputHeldFromOutsideOverHosts checks that the job ends even if a process outside the job keeps the
 // output of a rank open.
 func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 	t.Parallel()

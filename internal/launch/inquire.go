@@ -8,28 +8,28 @@ import (
 	"time"
 )
 
-// quitRepeat is the time after SIGQUIT within which another SIGQUIT is forwarded to the ranks.
+// quitRepeat is how soon a second SIGQUIT must follow the first to be forwarded to the ranks.
 const quitRepeat = 5 * time.Second
 
-// Inquiry is how the launcher finds out what the ranks are doing. The launcher itself cannot tell: a process
-// that hangs is alive. Each function is called in a goroutine of its own, one call at a time. The launcher
-// prints the returned text on Options.Stderr.
+// Inquiry is how the launcher finds out what the ranks are doing. The launcher itself cannot know, because a
+// process that hangs is alive. Each function is called in a goroutine of its own, one call at a time. The
+// launcher prints the texts that the functions return on Options.Stderr.
 type Inquiry struct {
-	// Survey asks the ranks and returns a text about them. why is the cause of the survey. known describes in
-	// a clause what the launcher knows of the process of each rank. ctx ends when no rank is left to ask;
-	// Survey must then return soon.
+	// Survey asks the ranks what they are doing and returns a text about it. why is the reason for the
+	// survey. known says for each rank, in a clause, what the launcher knows about its process. When no rank
+	// is left to ask, ctx ends, and Survey must return soon.
 	Survey func(ctx context.Context, why string, known []string) string
-	// Alarms delivers causes for further surveys. SIGQUIT is a cause too, unless it is the second within 5 s.
-	// A cause that arrives during a survey is dropped.
+	// Alarms delivers reasons for further surveys. SIGQUIT is a reason too, unless it is the second within 5
+	// s. A reason that arrives during a survey is dropped.
 	Alarms <-chan string
-	// Epilogue returns a text that follows the report of a failure. It is called when all ranks have ended
-	// and must not take long. known is as for Survey; culprits are the ranks that the verdict of the
-	// survivors names, if there is one.
+	// Epilogue returns a text that is printed after the report of a failure. It is called when all ranks have
+	// ended, and must not take long. known is as for Survey. culprits are the ranks that the verdict of the
+	// survivors names, if there is a verdict.
 	Epilogue func(known []string, culprits []int) string
 }
 
-// handleQuit handles SIGQUIT. It reports whether the signal has led to a survey, or was dropped because one
-// is in progress; if not, the signal must be forwarded to the ranks.
+// handleQuit handles SIGQUIT. It returns true if the signal started a survey or was dropped because a survey
+// is in progress. It returns false if the signal must be forwarded to the ranks.
 func (j *job) handleQuit() bool {
 	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < quitRepeat {
 		return false
@@ -47,18 +47,18 @@ func (j *job) survey(why string) {
 	}
 	j.surveying = true
 	ctx, known := j.surveys, j.known()
-	// conclude waits for the writers before it closes the console.
+	// conclude waits for writers before it closes the console, so the text is not lost.
 	j.writers.Go(func() {
 		text := j.o.Inquiry.Survey(ctx, why, known)
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		// does not block: it has room for one, and there is only one survey at a time
+		// This send does not block: the channel has room for one, and there is only one survey at a time.
 		j.surveyed <- struct{}{}
 	})
 }
 
-// alarms returns the channel of causes for surveys, or nil if there is none.
+// alarms returns the channel of reasons for surveys, or nil if there is none.
 func (j *job) alarms() <-chan string {
 	if j.o.Inquiry == nil {
 		return nil
@@ -66,7 +66,7 @@ func (j *job) alarms() <-chan string {
 	return j.o.Inquiry.Alarms
 }
 
-// known describes, in a clause for each rank, what the launcher knows of its process.
+// known says for each rank, in a clause, what the launcher knows about its process.
 func (j *job) known() []string {
 	known := make([]string, len(j.ranks))
 	for r, k := range j.ranks {
@@ -88,7 +88,7 @@ func (j *job) known() []string {
 	return known
 }
 
-// activity describes, in a clause, what a process of this host is doing according to the kernel.
+// activity says, in a clause, what a process on this host is doing according to the kernel.
 func activity(pid int) string {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	// The state follows the name, which may contain any character (proc_pid_stat(5)).

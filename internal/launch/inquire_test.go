@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestQuitAsks checks that SIGQUIT starts a survey, that a second SIGQUIT is forwarded to the ranks even if
-// the survey has not ended, and that the survey ends with the job.
+// TestQuitAsks checks that SIGQUIT starts a survey. A second SIGQUIT must be forwarded to the ranks even if
+// the survey has not ended. The survey must end with the job.
 func TestQuitAsks(t *testing.T) {
 	r := start(t, spec{NP: 2, Inquire: true, Verbose: true, Command: []string{self(), "rank", "obey"}})
 	r.awaitOutput(&r.stdout, "ready", 2)
@@ -24,7 +24,7 @@ func TestQuitAsks(t *testing.T) {
 		t.Errorf("got exit status %d, want 0", got)
 	}
 	if n := strings.Count(r.stdout.String(), "got SIGQUIT"); n != 2 {
-		t.Errorf("%d ranks got it, want 2", n)
+		t.Errorf("%d ranks got SIGQUIT, want 2", n)
 	}
 	out := r.stderr.String()
 	if n := strings.Count(out, "surveyed for SIGQUIT\n"); n != 1 {
@@ -32,7 +32,7 @@ func TestQuitAsks(t *testing.T) {
 	}
 	if state := regexp.MustCompile(
 		`asked for SIGQUIT: \["process \d+ is (sleeping|running)" "process \d+ is (sleeping|running)"\]`); !state.MatchString(out) {
-		t.Errorf("got %q, want what is known of both processes", out)
+		t.Errorf("got %q, want the state of both processes", out)
 	}
 	if strings.Contains(out, "epilogue") {
 		t.Error("there is an epilogue without a failure")
@@ -48,6 +48,6 @@ func TestEpilogue(t *testing.T) {
 	if want := regexp.MustCompile(
 		`-\nepilogue \["exit status 0, at [0-9:.]+" "exit status 3, at [0-9:.]+"\]\n$`); !found ||
 		!want.MatchString(after) {
-		t.Errorf("got %q, want an epilogue behind the report", r.stderr.String())
+		t.Errorf("got %q, want an epilogue after the report", r.stderr.String())
 	}
 }

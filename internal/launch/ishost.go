@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// IsThisHost reports whether a name in a list of hosts means this host, whose ranks need no command to start
-// an agent. It does if it is localhost, a loopback address, an address of a network interface of this host,
-// or the name of this host, with or without its domain.
+// IsThisHost reports whether a name in a list of hosts means this host, on which no command is needed to
+// start an agent. It does if it is localhost, a loopback address, an address of a network interface of this
+// host, or the name of this host, with or without its domain.
 func IsThisHost(name string) bool {
 	if strings.EqualFold(name, "localhost") {
 		return true
@@ -27,8 +27,8 @@ func IsThisHost(name string) bool {
 	return strings.EqualFold(name, host) || strings.EqualFold(name, short)
 }
 
-// IsOfHost reports whether an environment variable belongs to a host or to a login on it. Such variables are
-// not sent to other hosts: ranks keep the value that their own host has.
+// IsOfHost reports whether an environment variable belongs to a host or to a login on a host. Such variables
+// are not sent to other hosts: there ranks get the value of their own host.
 func IsOfHost(name string) bool {
 	for _, prefix := range []string{"SSH_", "XDG_", "DBUS_"} {
 		if strings.HasPrefix(name, prefix) {
@@ -40,6 +40,6 @@ func IsOfHost(name string) bool {
 		"MAIL", "PWD", "OLDPWD", "_":
 		return true
 	}
-	// Each host decides which devices a process may use. Horovod leaves CUDA_VISIBLE_DEVICES out too.
+	// Each host decides which devices a process may use. Horovod does not send CUDA_VISIBLE_DEVICES either.
 	return strings.HasSuffix(name, "_VISIBLE_DEVICES")
 }

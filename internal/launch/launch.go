@@ -1,24 +1,24 @@
-// Package launch starts the ranks of a job on this host and on others, supervises them and reports how the
+// Package launch starts the ranks of a job on this host and on others, supervises them, and reports how the
 // job ended. It needs Linux.
 //
 // Invariants:
 //
-//  1. When Run has returned, no process of the job is alive, in any process group or session. The exceptions
-//     are the processes named in Run's error, and those on a host that was lost: they end when that host has
-//     received nothing from the launcher for Options.Liveness. The same holds soon after the launcher, an agent
-//     or a helper was killed by SIGKILL.
+//  1. When Run has returned, no process of the job is alive, in any process group or session. There are two
+//     exceptions: processes that Run's error names, and processes on a host that was lost. The latter end
+//     when their host has received nothing from the launcher for Options.Liveness. If the launcher, an agent
+//     or a helper is killed by SIGKILL, its processes of the job end soon after.
 //  2. The job's status is not 0 if a rank failed.
 //  3. The output of the ranks takes bounded memory and delays no signal, whether or not it is read.
-//  4. Every wait of the supervision has a deadline once a rank has failed, a signal has arrived or all commands
-//     have ended.
+//  4. Once a rank has failed, a signal has arrived or all commands have ended, every wait of the supervision
+//     has a deadline.
 //
 // Each rank has a helper process (see HelperMain). The helper is the subreaper of the rank and holds a pipe
 // from the launcher: end of file on the pipe means that the launcher is gone. The launcher is a subreaper
-// too, and adopts the orphans of a helper that was killed.
+// too. If a helper is killed, the launcher adopts the orphans.
 //
 // Each host has an agent, which runs the helpers. On the launcher's own host the agent is part of the
 // launcher's process. On another host the launcher starts it by a command such as ssh (see AgentMain).
-// Launcher and agent communicate over a pipe or over the standard input and output of the command (wire.go).
+// Launcher and agent communicate over a pipe, or over the standard input and output of the command (wire.go).
 // The agent concludes that the launcher is gone when the connection ends or has been silent for too long.
 package launch
 
@@ -43,10 +43,10 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 )
 
-// MaxRanks is the upper bound of Options.NP.
+// MaxRanks is the maximum of Options.NP.
 const MaxRanks = 4096
 
-// Exit statuses that are not a rank's.
+// Exit statuses that do not come from a rank.
 const (
 	statusNotExecutable = 126
 	statusNotFound      = 127
@@ -55,66 +55,66 @@ const (
 
 // Options describes the job to run. A duration of 0 means its default.
 type Options struct {
-	// NP is the number of ranks, 1 to MaxRanks.
+	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
-	// Hosts are the hosts that run the ranks, which Assign places in this order. If there are none, all ranks
-	// run on this host, under its own name.
+	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If there are
+	// none, all ranks run on this host, under its own name.
 	Hosts []Host
-	// Command is the command that each rank runs. Its first word is looked up in the PATH of the ranks, on
-	// the host of the rank.
+	// Command is the command that each rank runs. Its first word is looked up on the rank's host, in the PATH
+	// of the ranks.
 	Command []string
-	// Env is the environment of the ranks, as NAME=value. The variables that place a rank in the job are
-	// added or replaced.
+	// Env is the environment of the ranks, as NAME=value. Run adds or replaces the variables that tell a rank
+	// its place in the job.
 	Env []string
 	// Set holds variables, as NAME=value, that are added to Env or replace variables there. It cannot set the
-	// variables that place a rank in the job.
+	// variables that tell a rank its place in the job.
 	Set []string
 
-	// Verdict waits for the verdict of the surviving ranks on those that failed, until ctx ends. It is nil if
-	// there can be none.
+	// Verdict waits, until ctx ends, for the verdict of the surviving ranks about the ranks that failed. It
+	// is nil if there cannot be a verdict.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
-	// StoreAddrs are the addresses at which ranks reach the store, at least one. If not all ranks run on this
-	// host, each host tries all addresses and uses one that works.
+	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If not all ranks run on
+	// this host, each host tries all addresses and uses one that works.
 	StoreAddrs []netip.AddrPort
-	// Secret is the text of the job's secret, which the ranks receive in their environment. TLS states that
-	// the store accepts only connections by TLS.
+	// Secret is the text of the job's secret, which the ranks receive in their environment. TLS is set if the
+	// store accepts only TLS connections.
 	Secret string
 	TLS    bool
-	// TorchStore is the address of a server of PyTorch's TCPStore protocol, through which the ranks'
-	// torch.distributed processes meet. If it is not valid, the variables for torch.distributed are not set.
+	// TorchStore is the address of a server for PyTorch's TCPStore protocol, at which the torch.distributed
+	// processes of the ranks meet. If it is not valid, the variables for torch.distributed are not set.
 	TorchStore netip.AddrPort
 
-	// Stdout and Stderr receive the output of the ranks and the report, written by one goroutine. If a Write
-	// hangs, a signal or the end of ctx lets Run return without it, and the goroutine goes on; otherwise all
-	// output is written when Run returns.
+	// Stdout and Stderr receive the output of the ranks and the report. One goroutine writes them. When Run
+	// returns, all output is written, with one exception: if a Write hangs, Run returns after a signal or the
+	// end of ctx, and the goroutine remains.
 	Stdout, Stderr io.Writer
-	// NoPrefix leaves out the prefix [rank]<stdout>: of each line. Timestamp puts the time in front of each
-	// line.
+	// NoPrefix leaves out the prefix [rank]<stdout>: of each line. Timestamp puts the time before each line.
 	NoPrefix, Timestamp bool
-	// OutputDir, if not empty, is the directory for copies of the unchanged output, in rank.R/stdout and
-	// rank.R/stderr, with R zero-padded.
+	// OutputDir, if not empty, is the directory for copies of the unchanged output. Rank R writes to
+	// rank.R/stdout and rank.R/stderr, where R is padded with zeros.
 	OutputDir string
-	// Verbose logs the actions of the launcher on Stderr.
+	// Verbose logs on Stderr what the launcher does.
 	Verbose bool
 
-	// Signals delivers the signals sent to the launcher. SIGINT, SIGTERM and SIGHUP end the job; others are
-	// forwarded to the process groups of the ranks. A second one of these three kills the ranks, unless it
-	// equals the first and arrives within Echo of it.
+	// Signals delivers the signals that are sent to the launcher. SIGINT, SIGTERM and SIGHUP end the job.
+	// Other signals are forwarded to the process groups of the ranks. A second signal that ends the job kills
+	// the ranks, unless it equals the first and arrives within Echo after it.
 	Signals <-chan os.Signal
 
-	// Inquiry, if not nil, makes SIGQUIT print the state of the ranks, instead of being forwarded to them.
+	// Inquiry, if not nil, makes SIGQUIT print a report on the ranks instead of being forwarded to them.
 	Inquiry *Inquiry
 
-	// Reach returns the command that runs words on another host: ssh for instance. It is needed if there are
-	// other hosts. The first word of the command is looked up in PATH. The command must connect its standard
-	// input and output to those of the words' program, and it must end when that program ends.
+	// Reach returns the command that runs words on another host, such as an ssh command. It is needed if
+	// there are other hosts. The first word of the command is looked up in PATH. The command must connect its
+	// standard input and output to those of the program that words names, and must end when that program
+	// ends.
 	Reach func(host string, words []string) []string
 	// AgentPath is the path of the program that calls AgentMain on the other hosts.
 	AgentPath string
-	// Start is the time limit for all hosts to be ready. The default is 30 s.
+	// Start is how long the hosts may take to be ready. The default is 30 s.
 	Start time.Duration
-	// Liveness is how long launcher and agent tolerate silence of each other. After it the launcher considers
-	// the host lost, and the agent kills its ranks. The default is 10 s, the minimum 3 s.
+	// Liveness is how long launcher and agent tolerate silence of each other. After that the launcher
+	// considers the host lost, and the agent kills its ranks. The default is 10 s, the minimum 3 s.
 	Liveness time.Duration
 
 	// Notice is how long ranks may take to end by themselves after a rank has failed. The default is 5 s.
@@ -122,24 +122,24 @@ type Options struct {
 	// Grace is how long ranks may take to end after a signal, before they are sent SIGKILL. The default is 5
 	// s.
 	Grace time.Duration
-	// Echo is the time after a signal during which an equal signal counts as the same. The default is 500 ms:
-	// less than a user takes to read that a second signal kills the ranks, and to press the key again.
+	// Echo is the time after a signal during which an equal signal counts as the same signal. The default is
+	// 500 ms. A user takes longer to read that a second signal kills the ranks and to press the key again.
 	Echo time.Duration
-	// Kill is how long processes may take to disappear after SIGKILL. After it the helpers are killed as
-	// well, and after the same time again Run gives up. The default is 5 s.
+	// Kill is how long processes may take to disappear after SIGKILL. Then the helpers are killed as well,
+	// and after the same time again Run gives up. The default is 5 s.
 	Kill time.Duration
 }
 
-// OptionError is the error for an option that cannot be used. Nothing was started.
+// OptionError is the error for an option that is not valid. Nothing was started.
 type OptionError struct{ Text string }
 
 func (e *OptionError) Error() string { return "launch: " + e.Text }
 
-// CommandError is the error for a command that could not be started. No rank runs.
+// CommandError is the error for a command that could not be started. No rank is running.
 type CommandError struct {
 	Command string
 	Host    string // empty if all ranks run on this host
-	Status  int    // exit status as of a shell: 127 for not found, 126 for not executable
+	Status  int    // as a shell returns it: 127 for not found, 126 for not executable
 	Err     error
 }
 
@@ -152,7 +152,7 @@ func (e *CommandError) Error() string {
 
 func (e *CommandError) Unwrap() error { return e.Err }
 
-// HostError is the error for a host on which no ranks could be started. No rank runs.
+// HostError is the error for a host on which ranks could not be started. No rank is running.
 type HostError struct {
 	Host string
 	Err  error
@@ -172,17 +172,17 @@ func newCommandError(command string, err error) *CommandError {
 
 // Result describes how the job ended.
 type Result struct {
-	// Status is the exit status for the launcher: the status of the root cause (128+n for signal n); or 128+n
-	// if signal n ended the job before any rank failed; else 0.
+	// Status is the exit status for the launcher. If a rank failed, it is the status of the root cause (128+n
+	// for signal n). If signal n ended the job before any rank failed, it is 128+n. Otherwise it is 0.
 	Status int
-	// Signal is the signal that ended the job before any rank failed, or 0.
+	// Signal is the signal that ended the job before any rank failed, or 0 if there was none.
 	Signal syscall.Signal
-	// Ranks describes how each rank ended, by rank.
+	// Ranks describes for each rank how it ended.
 	Ranks []Exit
-	// Roots are the ranks that caused the failure: those named by the verdict of the survivors, or the rank
-	// that failed first. It is empty if none failed.
+	// Roots are the ranks that caused the failure: the ranks that the verdict of the survivors names or,
+	// without a verdict, the rank that failed first. It is empty if no rank failed.
 	Roots []int
-	// Verdict is the verdict of the surviving ranks; nil if there is none or no rank failed.
+	// Verdict is the verdict of the surviving ranks, or nil if there is none or no rank failed.
 	Verdict *joblink.Verdict
 }
 
@@ -190,21 +190,22 @@ type Result struct {
 type Exit struct {
 	// Host is the host on which the rank ran.
 	Host string
-	// PID is the process ID of the command; 0 if its helper was killed before it reported the ID.
+	// PID is the process ID of the command, or 0 if the helper was killed before it reported the ID.
 	PID int
-	// Code is the exit status. If Signal is not 0, that signal killed the command instead.
+	// Code is the exit status of the command. If Signal is not 0, that signal killed the command and Code is
+	// 0.
 	Code   int
 	Signal syscall.Signal
-	// Sent is the last signal by which the launcher asked the command to end, or 0.
+	// Sent is the last signal with which the launcher asked the command to end, or 0.
 	Sent syscall.Signal
-	// Lost states that the helper was killed, and the command died with it, or, if Why is set, that the host
-	// was lost for the reason Why. In the latter case nothing is known of the command. Signal is SIGKILL in
-	// both.
+	// Lost is set if the launcher cannot know how the command ended. If Why is empty, the helper was killed,
+	// and the command with it. Otherwise the host was lost for the reason Why. Signal is SIGKILL in both
+	// cases.
 	Lost bool
 	Why  string
-	// At is when the command ended, by the clock of this host, or when its host was last heard.
+	// At is when the command ended, by the clock of this host, or when its lost host was last heard.
 	At time.Time
-	// Stderr holds the last lines of the command on standard error, at most 20.
+	// Stderr holds the last lines that the command wrote to standard error, at most 20.
 	Stderr []string
 }
 
@@ -218,14 +219,14 @@ func (e Exit) Status() int {
 
 // Run runs the job and reports a failure on o.Stderr. The result describes the ranks. The error is not nil if
 // some ranks could not be started (*OptionError, *CommandError, *HostError), if the launcher itself failed,
-// or if ctx ended the job, as SIGTERM would have; then it wraps the cause of ctx. In all cases no process of
-// the job is left, except those named in the error.
+// or if ctx ended the job. In the last case the job ends as after SIGTERM, and the error wraps the cause of
+// ctx. In all cases no process of the job is left except those that the error names.
 //
-// The calling process must start no other child during Run: Run waits for all of them. Run makes the process
-// a subreaper for the rest of its life (prctl(2)). The executable of the process must call HelperMain and
-// AgentMain. Each rank costs two goroutines, and on this host also a helper process, four file descriptors
-// and three more goroutines. Each other host costs the command of its agent, three file descriptors and seven
-// goroutines.
+// The calling process must not start any other child during Run, because Run waits for all children. Run
+// makes the process a subreaper for the rest of its life (prctl(2)). The executable of the process must call
+// HelperMain and AgentMain. Each rank needs two goroutines. On this host it also needs a helper process, four
+// file descriptors and three more goroutines. Each other host needs the command of its agent, three file
+// descriptors and seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = cmp.Or(o.Notice, 5*time.Second)
 	o.Grace = cmp.Or(o.Grace, 5*time.Second)
@@ -264,7 +265,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	return j.run(ctx)
 }
 
-// rankVariables returns the environment variables that place rank r in the job.
+// rankVariables returns the environment variables that tell rank r its place in the job.
 func (j *job) rankVariables(r int) []string {
 	p := j.places[r]
 	return []string{
@@ -288,7 +289,7 @@ func storeVariables(addr netip.AddrPort) []string {
 	}
 }
 
-// nameOf returns the name in a variable of the form NAME=value.
+// nameOf returns NAME of a variable of the form NAME=value.
 func nameOf(v string) string {
 	name, _, _ := strings.Cut(v, "=")
 	return name
@@ -299,9 +300,9 @@ func has(vars []string, name string) bool {
 	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
 }
 
-// without returns env without the variables that vars name.
+// without returns a copy of env from which the variables that vars names are removed.
 func without(env, vars []string) []string {
-	named := make(map[string]bool, len(vars)) // a map, since a pod of a large cluster may have thousands
+	named := make(map[string]bool, len(vars)) // a map, because a pod of a large cluster may have thousands
 	for _, v := range vars {
 		named[nameOf(v)] = true
 	}
@@ -309,7 +310,7 @@ func without(env, vars []string) []string {
 }
 
 // torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. It leaves
-// out those in Options.Set: a user who sets one of them uses another store.
+// out variables that are in Options.Set, because a user who sets one of them uses another store.
 func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
 	if !addr.IsValid() {
@@ -330,32 +331,32 @@ func (j *job) torchVariables(r int) []string {
 	}, j.o.Set)
 }
 
-// merge returns the environment of all ranks: inherited, without the variables of set and placing, then set.
-// If a name occurs more than once in set, the last occurrence counts.
+// merge returns the environment of all ranks: the variables in inherited that are neither in set nor in
+// placing, then those in set. If a name occurs more than once in set, the last occurrence counts.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
-	// The launcher prefixes each line of output, so Python should not hold back lines in a buffer.
+	// The launcher puts a prefix before each line of output, so Python should not keep lines in a buffer.
 	for _, v := range append([]string{"PYTHONUNBUFFERED=1"}, set...) {
 		switch name := nameOf(v); {
 		case name == "" || !strings.Contains(v, "=") || strings.Contains(v, "\x00"):
 			return nil, &OptionError{fmt.Sprintf("environment: got %q, want NAME=value", v)}
 		case has(placing, name):
-			return nil, &OptionError{fmt.Sprintf("environment: %s is set by the launcher itself", name)}
+			return nil, &OptionError{fmt.Sprintf("environment: got %s, which the launcher itself sets", name)}
 		}
 		env = append(without(env, []string{v}), v)
 	}
 	return env, nil
 }
 
-// lookPath returns the path of a program: file itself if it has a slash, else the first match in the PATH of
-// env.
+// lookPath returns the path of a program. If file contains a slash, it is the path. Otherwise the path is the
+// first match in the PATH of env.
 func lookPath(file string, env []string) (string, error) {
 	err := error(exec.ErrNotFound)
 	candidates := []string{file}
 	if !strings.Contains(file, "/") {
 		candidates = nil
 		for _, dir := range filepath.SplitList(valueOf(env, "PATH")) {
-			// A relative directory depends on the working directory of the rank.
+			// A relative directory is skipped, because it depends on the working directory of the rank.
 			if filepath.IsAbs(dir) {
 				candidates = append(candidates, filepath.Join(dir, file))
 			}
@@ -376,7 +377,7 @@ func lookPath(file string, env []string) (string, error) {
 	return "", err
 }
 
-// valueOf returns the last value of a variable in env, or "".
+// valueOf returns the last value of the variable name in env, or "".
 func valueOf(env []string, name string) (value string) {
 	for _, v := range env {
 		if text, ok := strings.CutPrefix(v, name+"="); ok {
@@ -386,14 +387,14 @@ func valueOf(env []string, name string) (value string) {
 	return value
 }
 
-// rank is the supervisor's state of one rank. It belongs to the supervisor's goroutine.
+// rank is what the supervisor knows about one rank. It belongs to the supervisor's goroutine.
 type rank struct {
 	number  int
 	conn    *agentConn
 	streams [2]*stream
 
 	exit  Exit
-	ended bool // the command has ended: exit is complete
+	ended bool // the command has ended and exit is complete
 	gone  bool // the helper has ended too
 }
 

@@ -90,8 +90,8 @@ func TestCommandThatCannotRun(t *testing.T) {
 	}
 }
 
-// TestScriptWithoutInterpreter checks that /bin/sh runs a script without a #! line, as with execvp and in
-// shells.
+// TestScriptWithoutInterpreter checks that /bin/sh runs a script that has no #! line, as execvp and shells
+// do.
 func TestScriptWithoutInterpreter(t *testing.T) {
 	dir := t.TempDir()
 	script := filepath.Join(dir, "a script")
@@ -106,7 +106,7 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 	for _, hosts := range []string{"", "h1,localhost"} {
 		r := start(t, spec{NP: 2, Hosts: hosts, Command: []string{script, "a b", ""}})
 		if got := r.wait(); got != 1 {
-			t.Errorf("hosts %q: got exit status %d, want that of rank 1", hosts, got)
+			t.Errorf("hosts %q: got exit status %d, want 1, from rank 1", hosts, got)
 		}
 		for rank := range 2 {
 			if want := fmt.Sprintf("[%d]<stdout>:%s:2:a b:\n", rank, script); !strings.Contains(
@@ -121,6 +121,8 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 	}
 }
 
+// TestEnvironment checks the environment of a rank on one host. Variables of the launcher's own environment
+// that tell a rank its place must be replaced.
 func TestEnvironment(t *testing.T) {
 	r := start(t, spec{NP: 2, NoPrefix: true, Set: []string{"A=1", "A=2", "HOROVOD_CYCLE_TIME=3"},
 		Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
@@ -151,7 +153,7 @@ func TestEnvironment(t *testing.T) {
 	ids := regexp.MustCompile(`(?m)^[01]:HVD_JOB_ID=([0-9a-f]{32})$`).FindAllStringSubmatch(r.stdout.String(),
 		-1)
 	if len(ids) != 2 || ids[0][1] != ids[1][1] {
-		t.Errorf("got job ids %v, want one of 128 bits twice", ids)
+		t.Errorf("got job ids %v, want the same 128 bits at both ranks", ids)
 	}
 }
 
@@ -206,8 +208,8 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		// A rank starts with the timeline signal ignored. If it installs a handler it receives that signal
-		// too.
+		// A rank starts with the timeline signal ignored. If the rank installs a handler, it receives that
+		// signal too.
 		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
 			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
 				t.Parallel()
@@ -218,15 +220,15 @@ func TestSignalsAreForwarded(t *testing.T) {
 					t.Errorf("got exit status %d, want 0", got)
 				}
 				if n := strings.Count(r.stdout.String(), "got "+unix.SignalName(s)); n != 2 {
-					t.Errorf("%d ranks got it, want 2", n)
+					t.Errorf("%d ranks got the signal, want 2", n)
 				}
 			})
 		}
 	}
 }
 
-// TestTimelineSignalIsIgnored checks that the timeline signal ends neither a program without a handler nor
-// its children, and that the other signals keep their default actions.
+// TestTimelineSignalIsIgnored checks that the timeline signal does not end a program without a handler or its
+// children, and that other signals keep their default actions.
 func TestTimelineSignalIsIgnored(t *testing.T) {
 	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
 	for _, hosts := range []string{"", "h1,localhost"} {
@@ -236,7 +238,7 @@ func TestTimelineSignalIsIgnored(t *testing.T) {
 		for range 2 {
 			r.signal(unix.SIGUSR2)
 		}
-		r.signal(unix.SIGUSR1) // signals come in the order in which they were sent
+		r.signal(unix.SIGUSR1) // signals arrive in the order in which they were sent
 		if got := r.wait(); got != 0 || strings.Count(r.stdout.String(), "slept") != 2 ||
 			strings.Contains(r.stdout.String(), "slept 140") {
 			t.Errorf("hosts %q: got exit status %d and %q, want both ranks and what they run alive until SIGUSR1", hosts, got, r.stdout.String())
@@ -267,7 +269,7 @@ func TestSecondInterruptKills(t *testing.T) {
 	}
 }
 
-// interruptAgain sends SIGINT repeatedly until the launcher counts one as a second signal.
+// interruptAgain sends SIGINT repeatedly until the launcher counts one of them as a second signal.
 func (r *run) interruptAgain() {
 	r.t.Helper()
 	var sent time.Time
@@ -283,9 +285,10 @@ func (r *run) interruptAgain() {
 	})
 }
 
-// TestSignalThatComesTwice checks that two equal signals within Echo count as one, so that the ranks have
-// their grace: timeout(1) sends a signal to its child and then to the process group of both. The test
-// forwards another signal after the two: once the ranks print it, the launcher has handled both.
+// TestSignalThatComesTwice checks that two equal signals within Echo count as one, so that the ranks keep
+// their grace period. timeout(1), for instance, sends a signal to its child and then to the process group of
+// both. After the two signals the test sends another one, which is forwarded: when the ranks print it, the
+// launcher has handled both.
 func TestSignalThatComesTwice(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -303,15 +306,15 @@ func TestSignalThatComesTwice(t *testing.T) {
 				t.Fatal(err)
 			}
 			if got := r.wait(); got != 128+int(s) || !strings.Contains(r.stdout.String(), "saved") {
-				t.Errorf("got exit status %d and %q, want %d and what the rank says last", got,
+				t.Errorf("got exit status %d and %q, want %d and the rank's last line", got,
 					r.stdout.String(), 128+int(s))
 			}
 		})
 	}
 }
 
-// signalTwice sends s, waits until between returns true, and sends s again. Within EchoMS both count as one
-// signal.
+// signalTwice sends s, waits until between returns true, and sends s again. If EchoMS has not passed in
+// between, both count as one signal.
 func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.t.Helper()
 	r.signal(s)
@@ -319,8 +322,8 @@ func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.signal(s)
 }
 
-// TestSignalThatComesTwiceKeepsOutput checks that the second of two equal signals within Echo does not
-// discard output that waits for a reader.
+// TestSignalThatComesTwiceKeepsOutput checks that output that waits for a reader is not discarded by the
+// second of two equal signals within Echo.
 func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	if err != nil {
@@ -349,7 +352,7 @@ func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stdout, "got SIGINT", 2)
-	r.signal(unix.SIGTERM) // another is a second one at once
+	r.signal(unix.SIGTERM) // differs from the first signal, so it counts as a second one at once
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
 	}
@@ -374,8 +377,8 @@ func TestContextEndsTheJob(t *testing.T) {
 	}
 }
 
-// TestGraceIsForTheWholeGroup checks that processes of a rank's group may clean up after SIGTERM although the
-// shell that started them has died at once. Processes that left the group got no signal and are killed.
+// TestGraceIsForTheWholeGroup checks that after SIGTERM the processes in a rank's group may clean up, even if
+// the shell that started them dies at once. Processes that have left the group got no signal and are killed.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() +
 		`" rank tidy; true`)})
@@ -389,8 +392,8 @@ func TestGraceIsForTheWholeGroup(t *testing.T) {
 	}
 }
 
-// TestRanksStartWithDefaultSignals checks that ranks do not start with ignored signals, although the launcher
-// and the helpers catch signals.
+// TestRanksStartWithDefaultSignals checks that signals have their default actions in ranks, although the
+// launcher and the helpers catch signals.
 func TestRanksStartWithDefaultSignals(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGUSR1} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -412,6 +415,8 @@ func TestRanksStartWithDefaultSignals(t *testing.T) {
 	}
 }
 
+// TestOthersGetTimeThenAreEnded lets one rank fail. The other ranks must have time to end, then get SIGTERM,
+// then SIGKILL.
 func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")
@@ -440,7 +445,8 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	}
 }
 
-// goProgram returns the folder of a Go program for "go run". The program prints ready and runs for an hour.
+// goProgram writes a Go program for "go run" and returns its folder. The program prints ready and runs for an
+// hour.
 func goProgram(t *testing.T) string {
 	dir := t.TempDir()
 	for name, text := range map[string]string{
@@ -454,11 +460,13 @@ func goProgram(t *testing.T) string {
 	return dir
 }
 
+// TestNothingOutlivesTheLauncher kills the launcher with SIGKILL. All processes that the ranks have started
+// must end.
 func TestNothingOutlivesTheLauncher(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		script  string
-		perRank int // processes besides the helper
+		perRank int // processes of each rank besides the helper
 	}{
 		{"background", "sleep 1000 & sleep 1000; true", 3},
 		{"own session", "setsid sleep 1000 & sleep 1000; true", 3},
@@ -511,6 +519,7 @@ func TestGoRunShowsItsOwnLines(t *testing.T) {
 	}
 }
 
+// TestHelperIsKilled kills a helper. Its rank must be the root cause, and all processes of the job must end.
 func TestHelperIsKilled(t *testing.T) {
 	r := start(t, spec{NP: 2, NoticeMS: 50,
 		Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
@@ -528,8 +537,8 @@ func TestHelperIsKilled(t *testing.T) {
 	}
 }
 
-// TestCommandDiesWithItsHelper checks that the death of a helper kills its command. The launcher is stopped
-// meanwhile, so it cannot be the process that kills the command.
+// TestCommandDiesWithItsHelper checks that the command of a rank dies if its helper is killed. The launcher
+// is stopped meanwhile, so the launcher cannot be the process that kills the command.
 func TestCommandDiesWithItsHelper(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{"sleep", "1000"}})
 	r.await("all processes", func() bool { return len(r.processes()) == 2 })
@@ -555,7 +564,7 @@ func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	}
 }
 
-// TestHelperIsStopped checks that the launcher kills a helper that is stopped and so carries out no order.
+// TestHelperIsStopped stops a helper, so that it carries out no order. The launcher must kill it.
 func TestHelperIsStopped(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 2*4 })
@@ -585,7 +594,7 @@ func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 	}
 }
 
-// TestOutputHeldFromOutside checks that the job ends although a process outside the job keeps the output of a
+// TestOutputHeldFromOutside checks that the job ends even if a process outside the job keeps the output of a
 // rank open.
 func TestOutputHeldFromOutside(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "later")
@@ -610,8 +619,8 @@ func TestOutputHeldFromOutside(t *testing.T) {
 	}
 }
 
-// TestChildrenOfBeforeAreLeftAlone checks that the launcher does not kill children that its process had
-// before it became the launcher.
+// TestChildrenOfBeforeAreLeftAlone checks that the launcher does not kill the children that its process
+// already had when it became the launcher.
 func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
 		wrap: []string{"sh", "-c", `sleep 1000 >/dev/null 2>&1 & echo $! >&2; exec "$@"`, "sh"}})
@@ -626,9 +635,11 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	}
 }
 
-// laterScript returns shell commands that wait until a file exists.
+// laterScript returns shell commands that wait until file exists.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
+// TestRootCause checks which ranks are named as the root cause, with different verdicts of the survivors and
+// without a verdict.
 func TestRootCause(t *testing.T) {
 	for _, c := range []struct {
 		name, verdict string
@@ -712,7 +723,8 @@ func TestPrefixes(t *testing.T) {
 		if got := r.wait(); got != 0 {
 			t.Errorf("got exit status %d, want 0", got)
 		}
-		// If standard error is written while a line of standard output is open, the console ends that line.
+		// If standard error is written while a line of standard output ends in \r, the console ends that
+		// line.
 		out := strings.Replace(r.stdout.String(), "10%\r\n", "10%\r", 1)
 		if !regexp.MustCompile(c.stdout).MatchString(out) {
 			t.Errorf("%+v: got %q on stdout, want %q", c.s, out, c.stdout)
@@ -799,8 +811,8 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 	}
 }
 
-// TestBlockedTerminal checks that the launcher takes bounded memory and handles signals while the ranks write
-// without end and nothing reads their output.
+// TestBlockedTerminal checks that the launcher needs bounded memory and handles signals while nothing reads
+// the endless output of the ranks.
 func TestBlockedTerminal(t *testing.T) {
 	for name, hosts := range map[string]string{"one host": "", "several": "h1,localhost"} {
 		t.Run(name, func(t *testing.T) { blockedTerminal(t, hosts) })
@@ -816,7 +828,7 @@ func blockedTerminal(t *testing.T, hosts string) {
 	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer,
 		Command: []string{"yes", strings.Repeat("x", 100)}})
 	writer.Close()
-	// The ranks are blocked when their processor time no longer grows.
+	// The ranks are blocked when their processor time has not grown for a while.
 	var before []string
 	still := 0
 	r.await("blocked ranks", func() bool {

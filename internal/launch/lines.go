@@ -2,19 +2,19 @@ package launch
 
 import "bytes"
 
-// maxLineBytes caps the bytes that are held back until a line is complete. A longer line is broken into
+// maxLineBytes caps how many bytes are held back until a line is complete. A longer line is broken into
 // pieces.
 const maxLineBytes = 64 << 10
 
 // splitter splits a stream of bytes into lines. A line ends with \n, \r\n or, as in progress bars, \r.
 type splitter struct {
-	// line is called for each line, with the text without its end, and the end: '\n' (also for \r\n), '\r',
-	// or 0 for the pieces of a line that was too long and for a last line that is not terminated. text is
-	// valid during the call.
+	// line is called for each line. text is the line without its end, and is valid only during the call. end
+	// is '\n' for \n and \r\n, '\r' for \r, and 0 for a piece of a line that was too long and for a last line
+	// without an end.
 	line func(text []byte, end byte)
-	// ended is called when a line that was passed to line with '\r' turns out to have ended in \r\n.
+	// ended is called if a line was passed to line with '\r' and the next byte shows that it ended in \r\n.
 	ended func()
-	max   int // most bytes of a line, above 0
+	max   int // maximum length of a line in bytes, greater than 0
 
 	part []byte // start of an incomplete line, at most max bytes
 	cr   bool   // the last byte was \r
@@ -59,7 +59,7 @@ func (s *splitter) write(p []byte) {
 	}
 }
 
-// flush passes the rest of the stream, a line that is not terminated, to line.
+// flush passes the rest of the stream, which is a line without an end, to line.
 func (s *splitter) flush() {
 	if len(s.part) > 0 {
 		s.line(s.part, 0)
@@ -73,8 +73,8 @@ const (
 	tailCutMarker = "..."
 )
 
-// tail keeps the last lines of a stream as a terminal would show them: text after a \r replaces the text
-// before it.
+// tail keeps the last lines of a stream as a terminal would show them: text after \r replaces the text before
+// it.
 type tail struct {
 	lines []string
 	open  bool // the last line ended in \r

@@ -28,8 +28,8 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// TestMain runs the test binary as a launcher, helper, agent or rank if its first argument says so, else the
-// tests.
+// TestMain runs the tests. If the first argument of the test binary says so, it runs as a launcher, helper,
+// agent or rank instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 			os.Exit(rankProgram(os.Args[2]))
 		}
 	}
-	// A shell may have started the tests in the background, with SIGINT ignored; the launcher would inherit
+	// A shell may have started the tests in the background with SIGINT ignored. The launcher would inherit
 	// that.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
@@ -53,7 +53,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// spec describes the job of a test, for the launcher process that runs it. Zero values mean the defaults.
+// spec tells the launcher process of a test which job to run. Zero values mean the defaults.
 type spec struct {
 	NP                                   int
 	Command, Set                         []string
@@ -61,23 +61,23 @@ type spec struct {
 	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
-	// Inquire makes each survey last until no rank is left to ask.
+	// Inquire makes the survey after SIGQUIT last until no rank is left to ask.
 	Inquire bool
-	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them, with {host} for its
-	// name and {mark} for the variable that marks the processes of the test.
+	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them. In it {host} stands
+	// for the name of the host, and {mark} for the variable that marks the processes of the test.
 	Hosts               string
 	Reach               []string
 	TorchStore          string
-	StoreAddrs          []string // instead of the store's own, STORE
+	StoreAddrs          []string // addresses of the store; STORE stands for the real one
 	StartMS, LivenessMS int
-	wrap                []string // run the launcher by this command
-	dir                 string   // of the launcher
+	wrap                []string // a command that runs the launcher
+	dir                 string   // working directory of the launcher
 	stdout              *os.File // instead of a buffer
 }
 
-const lostByLauncher = 99 // exit status: the launcher has leaked a goroutine
+const lostByLauncher = 99 // exit status if the launcher has leaked a goroutine
 
-// verdict returns the verdict of the surviving ranks that the test prescribes.
+// verdict returns the verdict that the test prescribes in place of the surviving ranks.
 func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
@@ -163,7 +163,7 @@ func launcher(text string) int {
 			status = 1
 		}
 	}
-	// If a Write hangs, Run documents that it leaves one goroutine behind.
+	// If a Write hangs, Run leaves one goroutine behind, as its documentation says.
 	if err == nil || !strings.Contains(err.Error(), "standard error was not read") {
 		signal.Stop(signals)
 		if leak := goleak.Find(); leak != nil {
@@ -174,11 +174,11 @@ func launcher(text string) int {
 	return status
 }
 
-// fake describes an agent that greets the launcher, accepts its streams, sends given notices and ends with
-// status 7.
+// fake describes an agent that sends hello, accepts the launcher's streams, sends the given notices, and ends
+// with status 7.
 type fake struct {
-	Notices []string // JSON
-	Print   string   // by rank 0
+	Notices []string // as JSON
+	Print   string   // output of rank 0
 	Lives   bool     // the agent stays alive, answers pings and carries out no order
 }
 
@@ -201,7 +201,7 @@ func fakeAgent(text string) int {
 	}{os.Stdin, os.Stdout}, config))
 	control := must(s.Accept())
 	out := must(s.Accept())
-	must(s.Accept()) // the launcher opens it before it reads
+	must(s.Accept()) // standard error, which the launcher opens before it reads
 	fmt.Fprint(out, f.Print)
 	for _, n := range f.Notices {
 		must(control.Write(dial.SealFrame(append(dial.NewFrame(len(n)), n...))))
@@ -214,12 +214,12 @@ func fakeAgent(text string) int {
 	return 7
 }
 
-// rankProgram is the program of a rank for tests that cannot use a shell script. It returns the exit status.
+// rankProgram runs a rank in tests that cannot use a shell script, and returns its exit status.
 func rankProgram(do string) int {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals)
 	switch do {
-	case "obey": // ends by the first signal that is not the runtime's own
+	case "obey": // ends at the first signal that is not for the Go runtime
 		fmt.Println("ready")
 		for s := range signals {
 			if s != unix.SIGURG && s != unix.SIGCHLD {
@@ -227,7 +227,7 @@ func rankProgram(do string) int {
 				return 0
 			}
 		}
-	case "tidy": // cleans up for longer than its parent lives
+	case "tidy": // cleans up until some time after its parent has ended
 		parent := os.Getppid()
 		fmt.Println("ready")
 		for s := range signals {
@@ -255,7 +255,7 @@ func rankProgram(do string) int {
 				fmt.Println("got SIGINT")
 			}
 		}
-	case "flood": // long lines of one letter
+	case "flood": // prints long lines of one letter
 		letter := string(rune('a' + must(strconv.Atoi(os.Getenv("HOROVOD_RANK")))))
 		for range floodLines {
 			fmt.Println(strings.Repeat(letter, floodBytes))
@@ -280,10 +280,10 @@ func must[T any](v T, err error) T {
 
 func self() string { return must(os.Executable()) }
 
-// deadline is the time limit of every wait of the tests.
+// deadline is the time limit for each wait in the tests.
 const deadline = time.Minute
 
-// buffer collects the output of a process that package exec writes while the test reads it.
+// buffer collects the output of a process. The test may read it while package exec writes to it.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -301,7 +301,7 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// run is a running launcher process.
+// run is a launcher process that runs.
 type run struct {
 	t              *testing.T
 	cmd            *exec.Cmd
@@ -310,7 +310,7 @@ type run struct {
 	result         string
 }
 
-// markVariable is a variable in the environment of every process of a job. Its value identifies the job.
+// markVariable is set in the environment of every process of a job. Its value identifies the job.
 const markVariable = "LAUNCH_TEST_MARK"
 
 func start(t *testing.T, s spec) *run {
@@ -326,7 +326,7 @@ func start(t *testing.T, s spec) *run {
 	}
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
-	// By default the race detector makes each process sleep for a second before it ends.
+	// By default the race detector makes each process sleep for a second before it exits.
 	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark,
 		"HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr
@@ -353,11 +353,11 @@ func start(t *testing.T, s spec) *run {
 	return r
 }
 
-// wait waits for the launcher and returns its exit status. It fails the test if a process of the job is alive
-// then.
+// wait waits for the launcher and returns its exit status. It fails the test if a process of the job is still
+// alive then.
 func (r *run) wait() int {
 	r.t.Helper()
-	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // shows the stacks
+	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // prints the stacks
 	defer late.Stop()
 	r.cmd.Wait()
 	if left := r.processes(); len(left) > 0 {
@@ -366,7 +366,7 @@ func (r *run) wait() int {
 	return r.cmd.ProcessState.ExitCode()
 }
 
-// outcome returns the Result of the job. It may be called after wait.
+// outcome returns the Result of the job. It may be called only after wait.
 func (r *run) outcome() (res launch.Result) {
 	r.t.Helper()
 	text, err := os.ReadFile(r.result)
@@ -397,7 +397,7 @@ func (r *run) await(what string, ok func() bool) {
 	}
 }
 
-// awaitOutput waits until the launcher's output contains text n times.
+// awaitOutput waits until the output in b contains text at least n times.
 func (r *run) awaitOutput(b *buffer, text string, n int) {
 	r.t.Helper()
 	r.await(fmt.Sprintf("%d times %q", n, text), func() bool { return strings.Count(b.String(), text) >= n })
@@ -415,7 +415,7 @@ func (p process) isAgent() bool { return strings.Contains(p.command, launch.Agen
 
 func (p process) isHelper() bool { return strings.Contains(p.command, launch.HelperArg) }
 
-// processes returns the live processes of the job without the launcher.
+// processes returns the live processes of the job, except the launcher.
 func (r *run) processes() []process {
 	var found []process
 	entries, err := os.ReadDir("/proc")
@@ -444,7 +444,7 @@ func (r *run) processes() []process {
 	return found
 }
 
-// helper returns the process ID of the helper of a rank.
+// helper waits for the helper of a rank and returns its process ID.
 func (r *run) helper(rank string) (pid int) {
 	r.t.Helper()
 	r.await("helper of rank "+rank, func() bool {

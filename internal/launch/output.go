@@ -13,23 +13,24 @@ import (
 )
 
 const (
-	// chunkBytes is the approximate size of the chunks that are passed to the console, and queuedChunks is
-	// how many of them it queues: together about 4 MiB, however much the ranks write. When the queue is full,
-	// the pipes of the ranks fill up, and then the ranks block.
+	// chunkBytes is the approximate size of the chunks that are passed to the console. queuedChunks is how
+	// many chunks the console queues. So at most about 4 MiB are queued. When the queue is full, the pipes of
+	// the ranks fill up, and then the ranks block.
 	chunkBytes   = 64 << 10
 	queuedChunks = 64
 	readBytes    = 32 << 10
 )
 
-// chunk is a sequence of whole lines of one stream. A nil text ends a line that the stream has left at \r.
+// chunk is a sequence of whole lines from one stream. If text is nil, it ends a line that the stream left at
+// \r.
 type chunk struct {
-	from *stream // nil for a message of the launcher
-	err  bool    // for standard error
+	from *stream // nil for a message from the launcher
+	err  bool    // goes to standard error
 	text []byte
 }
 
-// console writes to the launcher's standard output and error, in one goroutine so that no line is written
-// into another.
+// console writes to the launcher's standard output and standard error. One goroutine writes to both, so that
+// lines are not mixed.
 type console struct {
 	out, err io.Writer
 	queue    chan chunk
@@ -37,7 +38,7 @@ type console struct {
 	done     chan struct{} // closed when all is written or writing was abandoned
 	abandon  func()        // drops the queue and all later chunks
 
-	lost error // the first failed write; valid after done
+	lost error // error of the first failed write; valid after done
 }
 
 func newConsole(out, err io.Writer) *console {
@@ -60,14 +61,14 @@ func (c *console) put(k chunk) {
 	}
 }
 
-// close ends the queue. It returns when the queue is written or writing was abandoned.
+// close ends the queue. It returns when everything in the queue is written, or writing was abandoned.
 func (c *console) close() {
 	close(c.queue)
 	<-c.done
 }
 
-// note prints a line of the launcher itself. It does not block: if the queue is full because nothing reads
-// the terminal, note drops the line, so that the supervision goes on.
+// note prints a line from the launcher itself. It does not block: if the queue is full because nothing reads
+// the terminal, note drops the line, so that the supervision can go on.
 func (c *console) note(format string, args ...any) {
 	select {
 	case c.queue <- chunk{err: true, text: fmt.Appendf(nil, "hvdrun: "+format+"\n", args...)}:
@@ -115,11 +116,11 @@ func (c *console) run() {
 }
 
 // pipeSource is the non-blocking read end of a pipe. Read returns io.EOF when all write ends are closed, or
-// after finish.
+// when the pipe is empty after finish.
 type pipeSource struct {
 	file *os.File
-	last bool // after finish: read the rest without waiting
-	left int  // most bytes to read then, since a process that still writes could refill the pipe for ever
+	last bool // finish was called: read the rest without waiting
+	left int  // bytes to read then, at most; a process that still writes could refill the pipe
 }
 
 func (p *pipeSource) Read(b []byte) (n int, err error) {
@@ -128,7 +129,7 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		// While a deadline has passed, RawConn.Read does not call its function.
+		// RawConn.Read does not call its function after a deadline has passed, so remove the deadline.
 		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}
@@ -154,27 +155,27 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 }
 
 // finish makes Read return the bytes that are in the pipe now and then io.EOF. No process of the job is left
-// to write, but a process outside the job may have inherited the other end and keep it open.
+// to write more. But a process outside the job may have inherited the other end and may keep it open.
 func (p *pipeSource) finish() { _ = p.file.SetReadDeadline(time.Unix(1, 0)) }
 
 func (p *pipeSource) Close() error { return p.file.Close() }
 
-// stream copies the standard output or standard error of one rank to the console, and to a file and a tail if
-// there are any.
+// stream copies the standard output or standard error of one rank to the console. If file and tail are not
+// nil, it copies to them too.
 type stream struct {
 	in        io.ReadCloser
 	console   *console
 	err       bool
 	prefix    string
 	timestamp bool
-	file      *os.File // --output-filename; nil for none
-	tail      *tail    // nil for none
+	file      *os.File // for --output-filename; may be nil
+	tail      *tail    // may be nil
 
 	out     []byte // lines of the next chunk
-	fileErr error  // the error that left file incomplete
+	fileErr error  // error because of which file is incomplete
 }
 
-// run copies until the end of the source, and closes file and source.
+// run copies until the end of the source. Then it closes the file and the source.
 func (s *stream) run() {
 	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
 	buf := make([]byte, readBytes)
@@ -232,7 +233,7 @@ func (s *stream) flush() {
 	}
 }
 
-// printable replaces control characters except tabs by question marks, since a terminal would obey them.
+// printable replaces control characters except tabs by question marks, because a terminal would obey them.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' || r == 0x7f {

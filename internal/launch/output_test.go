@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut passes pieces of input to a splitter and returns its calls as texts.
+// cut passes pieces of input to a splitter and returns the splitter's calls as texts.
 func cut(pieces ...string) (calls []string) {
 	s := splitter{
 		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },
@@ -53,8 +53,8 @@ func TestSplitter(t *testing.T) {
 	}
 }
 
-// FuzzSplitter checks that the lines and line ends of a splitter add up to the input, in whatever pieces the
-// input arrives.
+// FuzzSplitter checks that the lines and line ends of a splitter add up to the input, however the input is
+// divided into pieces.
 func FuzzSplitter(f *testing.F) {
 	f.Add([]byte("a\rb\r\nc\n\n"), uint8(3), uint8(80))
 	f.Add([]byte("\r\r\n\n\r"), uint8(0), uint8(0))
@@ -105,9 +105,11 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// text is a writer that keeps the output of both streams in the order of the writes.
+// text is a writer that keeps everything that is written, in the order of the writes.
 type text struct{ bytes.Buffer }
 
+// TestConsoleEndsOpenLines checks that the console ends a line that one stream has left at \r before it
+// writes a line of another stream.
 func TestConsoleEndsOpenLines(t *testing.T) {
 	var out text
 	c := newConsole(&out, &out)
@@ -116,9 +118,9 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 		{from: a, text: []byte("a1\r")},
 		{from: a, text: []byte("a2\r")},
 		{from: b, text: []byte("b1\n")},
-		{from: a},                       // a's line was ended already
-		{from: a, text: []byte("a3\r")}, // and this one
-		{from: a},                       // ends now
+		{from: a},                       // the line of a has been ended already
+		{from: a, text: []byte("a3\r")}, // leaves another line open
+		{from: a},                       // ends that line
 		{text: []byte("hvdrun\n")},
 		{from: b, text: []byte("b2\r")},
 	} {
@@ -130,27 +132,29 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 	}
 }
 
-// stuck is a terminal that signals a write on entered and blocks it until release. A second write blocks for
-// ever.
+// stuck is a terminal. Its first write sends on entered and blocks until release is closed. A second write
+// blocks for ever.
 type stuck struct{ entered, release chan struct{} }
 
 func (s stuck) Write(p []byte) (int, error) {
-	s.entered <- struct{}{} // nothing receives for a second write
+	s.entered <- struct{}{} // blocks in a second write, because nothing receives
 	<-s.release
 	return len(p), nil
 }
 
+// TestStuckConsoleHoldsUpOnlyOutput checks that note does not block on a terminal that hangs, and that
+// abandon ends a put that blocks.
 func TestStuckConsoleHoldsUpOnlyOutput(t *testing.T) {
 	terminal := stuck{make(chan struct{}), make(chan struct{})}
 	c := newConsole(terminal, terminal)
 	c.put(chunk{text: []byte("x\n")})
 	<-terminal.entered
-	for range 2 * queuedChunks { // more than it holds: must not wait
+	for range 2 * queuedChunks { // more than the queue holds; must not block
 		c.note("x")
 	}
 	put := make(chan struct{})
 	go func() {
-		c.put(chunk{text: []byte("y\n")}) // must wait, but not for ever
+		c.put(chunk{text: []byte("y\n")}) // must block, but only until abandon
 		close(put)
 	}()
 	c.abandon()
@@ -201,8 +205,8 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	}
 }
 
-// TestStreamGoesOnWithoutItsFile checks that a full disk makes the file incomplete but not the output on the
-// console.
+// TestStreamGoesOnWithoutItsFile checks that a full disk makes the output file incomplete, but not the output
+// on the console.
 func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {
@@ -253,6 +257,8 @@ func TestPipesAreNotInherited(t *testing.T) {
 	}
 }
 
+// TestParseStat checks that parseStat finds parent and group even if the name contains parentheses and
+// blanks.
 func TestParseStat(t *testing.T) {
 	for _, c := range []struct {
 		text       string
@@ -272,6 +278,7 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
+// TestJudge checks root cause and exit status for different ends of the ranks, with and without a verdict.
 func TestJudge(t *testing.T) {
 	at := func(ms int) time.Time { return time.UnixMilli(int64(1e12 + ms)) }
 	ok := Exit{At: at(0)}

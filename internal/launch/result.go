@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// result returns the Result of the job, without the lines of standard error, which conclude adds.
+// result returns the Result of the job, without the last lines on standard error. conclude adds those.
 func (j *job) result(ctx context.Context) Result {
 	var res Result
 	for _, k := range j.ranks {
@@ -58,7 +58,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 			failures = append(failures, r)
 		}
 	}
-	// A rank that was sent a signal to end did not fail first, whatever its clock says.
+	// A rank that was sent a signal to end did not fail first, even if the times say so.
 	slices.SortStableFunc(failures, func(a, b int) int {
 		x, y := exits[a], exits[b]
 		if (x.Sent == 0) != (y.Sent == 0) {
@@ -75,7 +75,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
 		return roots, exits[failures[i]].Status()
 	}
-	return roots, 1 // the roots ended with status 0, but too early for the others
+	return roots, 1 // the roots ended with status 0, but earlier than the others expected
 }
 
 // named reports whether verdict v, which may be nil, names rank r.
@@ -83,7 +83,7 @@ func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
 
-// culprits returns the root causes if the verdict of the survivors names them, else nil.
+// culprits returns the root causes if the verdict of the survivors names them, otherwise nil.
 func (r Result) culprits() []int {
 	if len(r.Roots) == 0 || !named(r.Verdict, r.Roots[0]) {
 		return nil
@@ -112,7 +112,8 @@ func (e Exit) describe() string {
 
 const clock = "15:04:05.000"
 
-// report returns the report of a failure, in the form of torchrun's. It is empty if no rank failed.
+// report returns the report of a failure, in a form like that of torchrun's report. It returns "" if no rank
+// failed.
 func (j *job) report(res Result) string {
 	if len(res.Roots) == 0 {
 		return ""

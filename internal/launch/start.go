@@ -7,9 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startWithPipes starts a program with one pipe for each entry of reading as its descriptors, from 0 on, or
-// from 1 on if first is its descriptor 0. mine holds this process's ends of the pipes; reading[i] states that
-// this process reads from pipe i. On an error all pipes are closed.
+// startWithPipes starts a program and gives it one pipe for each element of reading. The pipes are its
+// descriptors from 0 on or, if first is not nil, from 1 on. Then first is its descriptor 0. mine holds this
+// process's ends of the pipes. If reading[i] is true, this process reads from pipe i. On an error all pipes
+// are closed.
 func startWithPipes(path string, argv, env []string, first *os.File,
 	reading []bool) (mine []*os.File, pid int, err error) {
 	var theirs, files []uintptr
@@ -36,7 +37,8 @@ func startWithPipes(path string, argv, env []string, first *os.File,
 	pid, _, err = syscall.StartProcess(path, argv, &syscall.ProcAttr{
 		Env:   env,
 		Files: append(files, theirs...),
-		// A process group of its own protects the program from signals to the group of this process.
+		// A process group of its own protects the program from signals that are sent to the group of this
+		// process.
 		Sys: &syscall.SysProcAttr{Setpgid: true},
 	})
 	if err != nil {
@@ -45,9 +47,9 @@ func startWithPipes(path string, argv, env []string, first *os.File,
 	return mine, pid, nil
 }
 
-// pipe returns the two ends of a pipe: mine for this process, non-blocking, and theirs, blocking, as programs
-// expect. readingIsMine states that mine is the read end. Neither is inherited unless it is passed on
-// explicitly.
+// pipe makes a pipe and returns its two ends. mine is for this process and does not block. theirs is for a
+// program and blocks, as programs expect. If readingIsMine is true, mine is the read end. A child inherits
+// neither end unless it is passed explicitly.
 func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
 	var p [2]int
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {

@@ -20,9 +20,9 @@ import (
 type phase int
 
 const (
-	preparing   phase = iota // the hosts are getting ready
-	running                  // the ranks run; there is no deadline
-	noticing                 // a rank has failed: the others may end by themselves
+	preparing   phase = iota // hosts are getting ready
+	running                  // the ranks run, and there is no deadline
+	noticing                 // a rank has failed, and the others may end by themselves
 	terminating              // the ranks were sent a signal and may clean up
 	killing                  // the ranks were sent SIGKILL
 	forcing                  // the helpers were sent SIGKILL
@@ -34,13 +34,13 @@ type reaction int
 
 const (
 	goOn    reaction = iota // the other ranks go on
-	failJob                 // the job has failed: the other ranks must end by themselves, or are killed
+	failJob                 // the job has failed: the other ranks must end, or are killed
 )
 
 // policy decides the reaction to the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll implements the policy of a job in which a rank that fails ends the job.
+// endAll implements the policy that a rank that fails ends the job.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob
@@ -48,11 +48,11 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is how long the launcher waits to read the verdict. All ranks have ended by then, so either it
-// is there or it will never be.
+// verdictWait is how long the launcher waits when it reads the verdict. All ranks have ended by then, so
+// either the verdict is there or it will never be.
 const verdictWait = 100 * time.Millisecond
 
-// job is the state of one Run. Its fields belong to the goroutine of Run, except where noted.
+// job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
 type job struct {
 	o       Options
 	places  []Assignment // by rank
@@ -64,29 +64,29 @@ type job struct {
 
 	ranks   []*rank
 	conns   []*agentConn // by host
-	waiting int          // number of agents that are not ready
-	open    int          // number of conns that are not over
+	waiting int          // number of agents that are not ready yet
+	open    int          // number of conns whose over is not set
 	begun   bool         // ranks were started
 
 	family      family
 	commands    *batch         // the commands that reach agents
-	commandErrs sync.WaitGroup // goroutines that read the standard error of the commands
-	dropped     atomic.Bool    // cutAll was called: errors of the agents no longer matter
+	commandErrs sync.WaitGroup // goroutines that read the commands' standard error
+	dropped     atomic.Bool    // set by cutAll: errors of agents no longer matter
 
 	console *console
 	events  chan func()    // run by supervise
 	done    chan struct{}  // closed when supervise has returned
-	writers sync.WaitGroup // the goroutines of the agents' connections, the streams and surveys
+	writers sync.WaitGroup // goroutines of agents' connections, streams and surveys
 
 	phase    phase
-	deadline time.Time // end of phase, unless running
+	deadline time.Time // end of the phase, except in phase running
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
-	first    syscall.Signal // the signal that ended the job, even if a rank had failed before; 0 if none did
+	first    syscall.Signal // the signal that ended the job, even after a failure, or 0
 	firstAt  time.Time      // when first arrived
 	asked    bool           // a signal or ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
-	aborted  error          // the error for which not all ranks could be started
+	aborted  error          // why not all ranks could be started
 
 	surveys   context.Context // ends when no rank is left to ask
 	surveying bool
@@ -114,7 +114,7 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	return result, err
 }
 
-// post makes the supervisor call f. It reports false, without a call, if supervise has returned.
+// post makes the supervisor call f. If supervise has returned, post returns false and f is not called.
 func (j *job) post(f func()) bool {
 	select {
 	case j.events <- f:
@@ -124,8 +124,8 @@ func (j *job) post(f func()) bool {
 	}
 }
 
-// supervise handles events until no process of the ranks is left on any host, or they have proved impossible
-// to kill.
+// supervise handles events until no process of the ranks is left on any host, or until it gives up because
+// processes cannot be killed.
 func (j *job) supervise(ctx context.Context) {
 	defer close(j.done)
 	var endSurveys context.CancelFunc
@@ -174,7 +174,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		}
 		j.verbosef("rank %d: all its processes have ended", k.number)
 	case p.Errno != 0:
-		k.ended = true // without having started
+		k.ended = true // it has never started
 		err := newCommandError(j.o.Command[0], p.Errno)
 		if j.several {
 			err.Host = k.exit.Host
@@ -192,13 +192,14 @@ func (j *job) handleReport(k *rank, p *report) {
 	j.consider(k)
 }
 
-// markLost records that the launcher cannot learn how the rank's command ended. at and why are as in Exit.
+// markLost records that the launcher cannot learn how the rank's command ended. at becomes At and why becomes
+// Why of the exit.
 func (k *rank) markLost(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
 }
 
-// handleReady records that a host can start its ranks. When all hosts can, it orders them to start.
+// handleReady records that a host can start its ranks. When all hosts can, it orders them to begin.
 func (j *job) handleReady(c *agentConn) {
 	if c.ready {
 		return
@@ -213,7 +214,7 @@ func (j *job) handleReady(c *agentConn) {
 }
 
 // handleLoss records that the connection to an agent ended with err before the agent had sent everything.
-// heard is when the agent was last heard.
+// heard is when the launcher last received something from the agent.
 func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	if j.phase == preparing {
 		j.abort(&HostError{c.host, err})
@@ -235,7 +236,7 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	}
 }
 
-// setOver records that no process of the ranks of a host is left.
+// setOver records that no process of the ranks is left on the host of c.
 func (j *job) setOver(c *agentConn) {
 	if !c.over {
 		c.over = true
@@ -243,7 +244,7 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider acts on a change of the state of rank k: the job may have failed, or all commands may have ended.
+// consider acts on a change of rank k: the job may have failed, or all commands may have ended.
 func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {
@@ -260,13 +261,13 @@ func (j *job) consider(k *rank) {
 		}
 	}
 	if alive == 0 && j.phase < terminating {
-		// The helpers kill remaining processes by themselves. The deadline is for those that they cannot
+		// The helpers kill remaining processes by themselves. The deadline is for processes that they cannot
 		// kill.
 		j.kill()
 	}
 }
 
-// handleSignal handles a signal that was sent to the launcher: it ends the job, kills the ranks or forwards
+// handleSignal handles a signal that was sent to the launcher. It ends the job, kills the ranks, or forwards
 // the signal.
 func (j *job) handleSignal(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
@@ -300,8 +301,8 @@ func (j *job) handleSignal(s os.Signal) {
 	}
 }
 
-// isEcho reports whether s is a repetition of the signal that has ended the job, by the same sender:
-// timeout(1) sends the signal to its child and then to the process group of both.
+// isEcho reports whether s repeats the signal that has ended the job, soon enough to come from the same
+// sender. timeout(1), for instance, sends the signal to its child and then to the process group of both.
 func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
@@ -332,7 +333,7 @@ func (j *job) expire() {
 
 func (j *job) enter(p phase, d time.Duration) { j.phase, j.deadline = p, time.Now().Add(d) }
 
-// end asks the ranks to end by signal s. It does not change a deadline that is already set for their end.
+// end asks the ranks to end, with signal s. If there is already a deadline for their end, it stays.
 func (j *job) end(s syscall.Signal) {
 	if j.phase == preparing {
 		j.kill()
@@ -346,20 +347,20 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.cutAll() // only agents have been started
+		j.cutAll() // only agents have been started, no ranks
 	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
 }
 
-// send sends s to the process groups of the ranks, if they were started.
+// send sends s to the process groups of the ranks if the ranks were started.
 func (j *job) send(s syscall.Signal) {
 	if j.begun {
 		j.order(order{Signal: s})
 	}
 }
 
-// order queues an order for all agents. It does not block: it kills an agent whose queue is full.
+// order queues o for all agents. It does not block: if the queue of an agent is full, the agent is killed.
 func (j *job) order(o order) {
 	for _, c := range j.conns {
 		if c.over {
@@ -389,8 +390,8 @@ func (j *job) verbosef(format string, args ...any) {
 	}
 }
 
-// conclude determines the result, waits until the output is written, and reports a failure. A further signal,
-// or for a job that was ended from outside also a timeout, ends the wait.
+// conclude determines the result, waits until the output is written, and reports a failure. A further signal
+// ends the wait. If the job was ended by a signal or ctx, a timeout ends the wait too.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {
@@ -402,7 +403,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL",
 			topo.FormatRanks(left)))
-		j.cutAll() // the output of remaining processes would never end
+		j.cutAll() // while processes remain, their output does not end
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -427,13 +428,13 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		j.console.close()
 	}()
-	// A job that was ended by a signal or ctx waits only for a limited time until its output is read.
+	// If a signal or ctx ended the job, wait only for a limited time until the output is read.
 	var timeout <-chan time.Time
 	done := ctx.Done()
 	if j.asked {
 		wait := j.o.Grace
 		if j.several {
-			wait += endWait // output from other hosts takes longer
+			wait += endWait // output from other hosts takes longer to arrive
 		}
 		timer := time.NewTimer(wait)
 		defer timer.Stop()
@@ -465,6 +466,6 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		errs = append(errs, j.awaitAgents(j.o.Kill))
 		return result, errors.Join(
 			append(errs, errors.New(
-				"launch: output was lost: standard output or standard error was not read"))...)
+				"launch: output was lost, because standard output or standard error was not read"))...)
 	}
 }

@@ -17,34 +17,36 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
-// The launcher and an agent share one connection: the standard input and output of the command that runs the
-// agent on another host, or a pipe within the process on the launcher's own host. The agent sends hello. The
-// launcher checks the version in it before it sends anything, since its first order contains the job's
-// secret. After that the connection carries a yamux session, whose streams the launcher opens in this order:
-// the control stream, then standard output and standard error of each rank of the host. On the control stream
-// each message is a frame (package dial) of JSON: an order to the agent or a notice from it:
+// The launcher and an agent share one connection. On the launcher's own host it is a pipe within the process.
+// On another host it is the standard input and output of the command that runs the agent. First the agent
+// sends hello. The launcher checks the version in it before it sends anything, because its first order
+// contains the job's secret. After that the connection carries a yamux session. The launcher opens its
+// streams in this order: the control stream, then standard output and standard error of each rank on the
+// host. On the control stream each message is a frame (package dial) with JSON: an order to the agent or a
+// notice from it:
 //
 //	launcher         agent
 //	                 hello
 //	Job
 //	                 Ready, or Refused: no rank can be started
 //	Begin
-//	Signal, Force    Report: of one rank
-//	                 Over: no process of the ranks exists, or none any more
+//	Signal, Force    Report: about one rank
+//	                 Over: no process of the ranks exists (any more)
 //	                 Bye: all output was sent
 //
 // The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. A
-// stream has a window of 256 KiB, which caps the output that waits for a reader; a stream with a full window
-// does not delay the others. Between hosts each end sends a ping every pingInterval, and an end that receives
-// nothing for Options.Liveness ends the session.
+// stream has a window of 256 KiB, which caps the output that waits for a reader. A stream whose window is
+// full does not delay the others. Between hosts each end sends a ping every pingInterval, and an end that
+// receives nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 2
-	// helloMagic is a text that no login prints: logins may print before the agent sends hello.
+	// helloMagic is a text that no login prints. It marks the hello, because a login may print text before
+	// it.
 	helloMagic = "\x00hvdrun host agent\x00"
-	// maxBannerBytes caps what a login may print.
+	// maxBannerBytes caps how much text a login may print.
 	maxBannerBytes = 64 << 10
 
-	maxOrderBytes  = 16 << 20 // the environment is most of it
+	maxOrderBytes  = 16 << 20 // mostly for the environment
 	maxNoticeBytes = 64 << 10
 	maxTextBytes   = 4 << 10 // text of a refusal
 
@@ -60,15 +62,15 @@ type order struct {
 	Force  bool           `json:",omitempty"` // kill the helpers
 }
 
-// hostJob describes to an agent what to run.
+// hostJob tells an agent what to run.
 type hostJob struct {
-	Dir     words   // at most one word: the working directory, instead of the agent's own
+	Dir     words   // at most one word: the working directory, if not the agent's own
 	Command words   // command of all ranks
 	Env     words   // variables of all ranks, in addition to the host's own environment
 	Ranks   []words // variables of each rank, in addition
-	// Stores are addresses of the job's store, the best first. The agent tries them and passes on to the
-	// ranks the first that works. If there are none, Ranks holds the address. Secret is the text of the
-	// store's secret, one word. TLS is as in Options.
+	// Stores holds addresses of the job's store, the best first. The agent tries them and gives the ranks the
+	// first that works. If Stores is empty, Ranks contains the address. Secret holds one word, the text of
+	// the store's secret. TLS is as in Options.
 	Stores []string
 	Secret words
 	TLS    bool
@@ -84,16 +86,16 @@ type notice struct {
 	Bye     bool     `json:",omitempty"`
 }
 
-// refusal is the reason for which an agent cannot start its ranks.
+// refusal says why an agent cannot start its ranks.
 type refusal struct {
 	Text string
-	// Command is the program, if the reason is that it was not found or cannot be run, and Status is the exit
-	// status that a shell would return for it; else they are empty and 0.
+	// Command is the program if the reason is that it was not found or cannot be run. Status is the exit
+	// status that a shell would return for it. For other reasons they are empty and 0.
 	Command string
 	Status  int
 }
 
-// words is a list of texts without zero bytes. Unlike strings of JSON they need not be UTF-8.
+// words is a list of texts without zero bytes. Unlike strings in JSON, the texts need not be UTF-8.
 type words []string
 
 func (w words) MarshalJSON() ([]byte, error) {
@@ -140,7 +142,7 @@ func receive(r io.Reader, limit int, message any) error {
 
 func hello() []byte { return binary.BigEndian.AppendUint32([]byte(helloMagic), agentVersion) }
 
-// readHello reads up to the end of the hello and checks its version. It skips what a login has printed
+// readHello reads up to the end of hello and checks its version. It skips text that a login has printed
 // before.
 func readHello(r io.Reader) error {
 	var seen []byte
@@ -177,7 +179,7 @@ func readHello(r io.Reader) error {
 type link struct {
 	in    io.ReadCloser
 	out   io.WriteCloser
-	heard atomic.Int64 // when bytes last arrived, in nanoseconds since 1970
+	heard atomic.Int64 // when bytes were last received, in nanoseconds since 1970
 }
 
 func (l *link) Read(b []byte) (int, error) {
@@ -188,8 +190,8 @@ func (l *link) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Write never fails: what the peer sent before it closed its end must still be read. The end of that data
-// ends the session.
+// Write never fails, because data that the peer sent before it closed its end must still be read. The end of
+// that data ends the session.
 func (l *link) Write(b []byte) (int, error) {
 	_, _ = l.out.Write(b)
 	return len(b), nil
@@ -197,22 +199,22 @@ func (l *link) Write(b []byte) (int, error) {
 
 func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 
-// session is a yamux session that ends when its peer is silent, and records why it has ended.
+// session is a yamux session that ends if its peer is silent, and records why it ended.
 type session struct {
 	*yamux.Session
 	liveness time.Duration
 	silent   atomic.Bool // nothing arrived for liveness
 }
 
-// newSession opens a session by yamux.Client or yamux.Server. The session ends if the peer is silent for
-// liveness; 0 means no such limit, for two ends in one process.
+// newSession opens a session with open, which is yamux.Client or yamux.Server. The session ends if the peer
+// is silent for liveness. If liveness is 0, because both ends are in one process, there is no such limit.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link,
 	liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
-	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader without limit
-	// On a slow connection the answer to a ping may queue behind output for long. yamux must therefore not
-	// end the session because of a late answer or a slow write.
+	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader without a limit
+	// On a slow connection the answer to a ping may wait behind output for a long time. So yamux must not end
+	// the session because of a late answer or a slow write.
 	c.EnableKeepAlive, c.ConnectionWriteTimeout = false, math.MaxInt64
 	y, err := open(l, c)
 	if err != nil {
@@ -225,8 +227,9 @@ func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, er
 	return s, nil
 }
 
-// keepAlive sends a ping each pingInterval, and ends the session when nothing has arrived from the peer for
-// liveness. It counts intervals, so that time during which this process itself was stopped does not count.
+// keepAlive sends a ping each pingInterval. It ends the session when nothing has been received from the peer
+// for liveness. It counts intervals and not time, so that time during which this process was stopped does not
+// count.
 func (s *session) keepAlive(l *link) {
 	last, silence := l.heard.Load(), time.Duration(0)
 	for silence < s.liveness {
@@ -235,7 +238,7 @@ func (s *session) keepAlive(l *link) {
 			return
 		case <-time.After(pingInterval):
 		}
-		go func() { _, _ = s.Ping() }() // the answer updates heard, as all arriving bytes do
+		go func() { _, _ = s.Ping() }() // the answer updates heard, as all received bytes do
 		silence += pingInterval
 		if heard := l.heard.Load(); heard != last {
 			last, silence = heard, 0
@@ -245,8 +248,8 @@ func (s *session) keepAlive(l *link) {
 	s.Close()
 }
 
-// reason ends the session and returns err or, if err only means that the session has ended, the error that
-// ended it.
+// reason ends the session and returns the reason for its end. That is err, unless err only says that the
+// session has ended. Then it is the error that ended the session.
 func (s *session) reason(err error) error {
 	s.Close()
 	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// messages returns an order and a notice of each kind.
+// messages returns an order of each kind and a notice of each kind.
 func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="},
@@ -34,6 +34,8 @@ func messages() (orders []order, notices []notice) {
 	return orders, notices
 }
 
+// TestMessages checks that each order and each notice arrives as it was sent, and that a message above the
+// limit is refused.
 func TestMessages(t *testing.T) {
 	var b bytes.Buffer
 	orders, notices := messages()
@@ -61,8 +63,8 @@ func TestMessages(t *testing.T) {
 	}
 }
 
-// FuzzNotices sends arbitrary bytes on the control stream of an agent. The launcher must end the connection
-// with an error or handle the notices; it must neither hang nor panic.
+// FuzzNotices sends arbitrary bytes to the launcher on the control stream of an agent. The launcher must
+// handle them as notices or end the connection with an error. It must not hang or panic.
 func FuzzNotices(f *testing.F) {
 	_, notices := messages()
 	var all bytes.Buffer
@@ -107,12 +109,14 @@ func FuzzNotices(f *testing.F) {
 			j.handleLoss(c, err, time.Now())
 		}
 		if j.open != 0 {
-			t.Errorf("%d hosts are open after the end of the conversation", j.open)
+			t.Errorf("%d hosts are open after the end of the connection", j.open)
 		}
 		j.console.close()
 	})
 }
 
+// TestHello checks that hello is found after any text that a login may print, and which errors other texts
+// give.
 func TestHello(t *testing.T) {
 	read := func(text string) error { return readHello(strings.NewReader(text)) }
 	banner := strings.Repeat("\x00hvdrun host ", maxBannerBytes/13)
@@ -132,6 +136,7 @@ func TestHello(t *testing.T) {
 	}
 }
 
+// TestWords checks that lists of texts are the same after encoding and decoding, even if they are not UTF-8.
 func TestWords(t *testing.T) {
 	for _, w := range []words{nil, {""}, {"", ""}, {"a"}, {"a", "", "\xff\n"}} {
 		text, err := json.Marshal(w)
@@ -145,8 +150,8 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// TestStreamThatNobodyReads checks that output that nothing reads delays neither the output of other ranks
-// nor notices and orders.
+// TestStreamThatNobodyReads checks that output that nothing reads delays neither other output nor notices nor
+// orders.
 func TestStreamThatNobodyReads(t *testing.T) {
 	here, there := net.Pipe()
 	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, minLiveness)
@@ -159,7 +164,7 @@ func TestStreamThatNobodyReads(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer agent.Close()
-	var mine, theirs [3]*yamux.Stream // control, unread, read
+	var mine, theirs [3]*yamux.Stream // control, a stream that is not read, a stream that is read
 	for i := range mine {
 		if mine[i], err = launcher.OpenStream(); err == nil {
 			theirs[i], err = agent.AcceptStream()
@@ -194,7 +199,8 @@ func TestStreamThatNobodyReads(t *testing.T) {
 	}
 }
 
-// slow is a link that accepts every write at once and delivers it in small pieces, like a slow network.
+// slow is a link that accepts each write at once and delivers it later in small pieces, as a slow network
+// does.
 type slow struct {
 	net.Conn
 	written chan []byte
@@ -225,8 +231,8 @@ func (s *slow) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestSlowLink checks that a peer that sends data counts as alive even if the answer to a ping is queued
-// behind so much output that it takes longer than liveness.
+// TestSlowLink checks that a peer that sends data counts as alive, even if so much output precedes the answer
+// to a ping that the answer takes longer than liveness.
 func TestSlowLink(t *testing.T) {
 	const liveness, streams, numBytes = 2 * time.Second, 4, 256 << 10
 	here, there := net.Pipe()
@@ -264,17 +270,18 @@ type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) { return len(b), nil }
 
+// TestIsOfHost checks which environment variables stay on their host and which are sent to other hosts.
 func TestIsOfHost(t *testing.T) {
 	for _, name := range []string{"HOSTNAME", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "HOME", "TMPDIR",
 		"CUDA_VISIBLE_DEVICES", "HVD_HOSTID", "_", "PWD"} {
 		if !IsOfHost(name) {
-			t.Errorf("%s travels", name)
+			t.Errorf("%s would be sent to other hosts", name)
 		}
 	}
 	for _, name := range []string{"PATH", "LD_LIBRARY_PATH", "HOROVOD_RANK", "HOROVOD_HOSTNAME", "HOMER",
 		"PYTHONPATH", "", "VISIBLE_DEVICES_OF_MINE"} {
 		if IsOfHost(name) {
-			t.Errorf("%s does not travel", name)
+			t.Errorf("%s would not be sent to other hosts", name)
 		}
 	}
 }
