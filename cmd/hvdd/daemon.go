@@ -18,10 +18,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// shutdownTimeout is how long the other ranks have to end the job after a signal to this one.
+// shutdownTimeout is how long the other ranks may take to end the job after hvdd has got a signal.
 const shutdownTimeout = 10 * time.Second
 
-// daemon is the state of one run of hvdd.
+// daemon is the state of one execution of hvdd.
 type daemon struct {
 	stderr         io.Writer
 	version        string
@@ -33,23 +33,24 @@ type daemon struct {
 	server   *sidecar.Server
 }
 
-// run serves clients until there is no reason to continue.
+// run serves clients until hvdd has to end.
 func (d *daemon) run() error {
 	if d.fd >= 0 && d.socket != "" {
 		return usagef("got --fd and --socket, want one of them")
 	}
 	var err error
-	// With --fd, the client's Init reports errors in settings. A listener needs valid settings before that.
+	// With --fd, the Init of the client reports errors in settings. With a listener, settings must be valid
+	// now.
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
-	// it writes to standard error, where an error could not be printed either
+	// The log goes to standard error, where an error about the log could not be printed either.
 	defer func() { _ = d.log.Sync() }()
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
-		// The connection is not encrypted: the data does not leave the host, and descriptors cannot be sent
-		// over TLS.
+		// The connection is not encrypted, because the data does not leave the host and descriptors cannot be
+		// sent over TLS.
 		if cfg.Secret, err = d.settings.JobSecret(); err != nil {
 			return err
 		}
@@ -69,7 +70,7 @@ func (d *daemon) run() error {
 	return d.serve(clients)
 }
 
-// clients returns the source of clients that the command line or systemd names.
+// clients returns the source of clients that the command line chooses, or else the socket from systemd.
 func (d *daemon) clients() (clients, error) {
 	switch {
 	case d.fd >= 0:
@@ -79,12 +80,12 @@ func (d *daemon) clients() (clients, error) {
 	}
 	c, err := fromSystemd(&d.settings)
 	if err == nil && c == nil {
-		err = usagef("no socket: want --fd, --socket, or one from systemd (LISTEN_FDS)")
+		err = usagef("no socket: want --fd, --socket, or a socket from systemd (LISTEN_FDS)")
 	}
 	return c, err
 }
 
-// serve serves clients until no more can come, a signal arrives or the rank dies.
+// serve serves clients until no more can come, a signal arrives or the rank fails.
 func (d *daemon) serve(from clients) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)
@@ -93,10 +94,10 @@ func (d *daemon) serve(from clients) error {
 		signal.Ignore(unix.SIGINT)
 	}
 	served := make(chan error, 1)
-	// ends when no more clients can come, or with the process
+	// serve ends when no more clients can come, or with the process.
 	go func() { served <- from.serve(d.server, d.log) }()
 	var systemd notifier
-	if d.fd < 0 { // with --fd the service, if any, is the client's
+	if d.fd < 0 { // with --fd systemd manages the client, if anything
 		systemd = newNotifier(&d.settings, d.log)
 	}
 	var notifying sync.WaitGroup
@@ -109,7 +110,7 @@ func (d *daemon) serve(from clients) error {
 		return fmt.Errorf("the rank has failed: %w", d.server.Death())
 	case err := <-served:
 		select {
-		case <-d.server.Dead(): // then the death of the rank has ended serving
+		case <-d.server.Dead(): // the connections ended because the rank failed
 			return fmt.Errorf("the rank has failed: %w", d.server.Death())
 		default:
 		}
@@ -121,12 +122,12 @@ func (d *daemon) serve(from clients) error {
 	return d.end(signals)
 }
 
-// end shuts the job down. It returns an error if another signal arrives first.
+// end shuts down the job. It returns an error if another signal arrives before the job is shut down.
 func (d *daemon) end(signals <-chan os.Signal) error {
 	ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- d.server.Close(ctx) }() // may still run when the process exits
+	go func() { ended <- d.server.Close(ctx) }() // may still be running when the process exits
 	select {
 	case <-signals:
 		return errors.New("a second signal ended hvdd before the job was shut down")
@@ -140,12 +141,12 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 
 // clients is a source of clients.
 type clients interface {
-	// serve makes the server serve the clients. It returns when no more can come.
+	// serve passes the clients to the server, which serves them. It returns when no more clients can come.
 	serve(*sidecar.Server, *zap.Logger) error
 	stop()
 }
 
-// singleClient is a source of a single client, at the other end of an inherited connection.
+// singleClient is the source of only one client, at the other end of an inherited connection.
 type singleClient struct{ conn *net.UnixConn }
 
 func inherited(fd int) (clients, error) {
@@ -159,7 +160,7 @@ func inherited(fd int) (clients, error) {
 func unixConn(fd int) (*net.UnixConn, error) {
 	f := os.NewFile(uintptr(fd), fmt.Sprintf("descriptor %d", fd))
 	if f == nil {
-		return nil, errors.New("the number is no open descriptor")
+		return nil, errors.New("the number is not an open descriptor")
 	}
 	c, err := net.FileConn(f)
 	if err := errors.Join(err, f.Close()); err != nil {

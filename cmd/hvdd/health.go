@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// healthTimeout is the time limit of one request and of its response.
+// healthTimeout is the time limit for a request, and for its response.
 const healthTimeout = 5 * time.Second
 
-// health is the response of /healthz, with the fields of StatusReport in the sidecar's protocol.
+// health is the response of /healthz. It has the fields of StatusReport in the sidecar's protocol.
 type health struct {
 	Version    string `json:"version"`
 	PID        uint32 `json:"pid"`
@@ -27,8 +27,8 @@ type health struct {
 	InFlight   uint64 `json:"in_flight"`
 }
 
-// serveHealth serves /healthz at addr, PORT or HOST:PORT with loopback as the default host, until stop is
-// called.
+// serveHealth serves /healthz at addr until stop is called. addr is PORT or HOST:PORT. The default host is
+// 127.0.0.1.
 func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), err error) {
 	if !strings.Contains(addr, ":") {
 		addr = ":" + addr
@@ -51,7 +51,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		if s.Death() != nil || r.State == sidecar.StateEnded {
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
-		// Encode fails only if the client has gone.
+		// Encode fails only if the client has disconnected.
 		_ = json.NewEncoder(w).Encode(health{r.Version, r.Pid, r.State, r.Clients, r.Operations, r.InFlight})
 	})
 	server := &http.Server{
@@ -67,7 +67,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		}
 	}()
 	return func() {
-		_ = server.Close() // an error of a connection that is closed anyway does not matter
+		_ = server.Close() // errors of connections do not matter now
 		<-done
 	}, nil
 }

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// listener is a source of clients that connect to a path.
+// listener is a source of clients that connect to the path of a socket.
 type listener struct {
 	*net.UnixListener
 	ctx    context.Context
@@ -27,9 +27,9 @@ type listener struct {
 }
 
 const (
-	// lockTimeout is how long to wait for another hvdd that holds the lock of the same directory.
+	// lockTimeout is how long to wait for another hvdd that has locked the same directory.
 	lockTimeout = 5 * time.Second
-	// firstListenFD is the first descriptor that systemd passes (sd_listen_fds).
+	// firstListenFD is the first file descriptor that systemd passes (sd_listen_fds).
 	firstListenFD = 3
 )
 
@@ -38,8 +38,8 @@ func newListener(l *net.UnixListener) *listener {
 	return &listener{UnixListener: l, ctx: ctx, cancel: cancel}
 }
 
-// listen listens at path. It removes a socket at path that has no listener. A file of any other kind is an
-// error.
+// listen listens at path. If there is a socket at path on which no process listens, listen removes it. Any
+// other file at path is an error.
 func listen(path string) (clients, error) {
 	unlock, err := lock(filepath.Dir(path))
 	if err != nil {
@@ -53,15 +53,15 @@ func listen(path string) (clients, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--socket: %w", err)
 	}
-	// A client that connects before the chmod is authenticated like any other.
+	// A client that connects before the chmod has to authenticate like any other.
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, errors.Join(fmt.Errorf("--socket: %w", err), l.Close())
 	}
 	return newListener(l), nil
 }
 
-// lock locks a directory against other processes that remove stale sockets there: a socket that is bound but
-// not yet listening looks like a stale one.
+// lock locks a directory against other hvdds that remove stale sockets there. Without the lock, one of them
+// could remove a socket that is bound but not listening yet, because it looks stale.
 func lock(dir string) (unlock func(), err error) {
 	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -74,7 +74,7 @@ func lock(dir string) (unlock func(), err error) {
 		err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
 		switch {
 		case err == nil:
-			return func() { _ = unix.Close(fd) }, nil // and with it the lock
+			return func() { _ = unix.Close(fd) }, nil // closing releases the lock
 		case err != unix.EWOULDBLOCK && err != unix.EINTR, ctx.Err() != nil:
 			return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), unix.Close(fd))
 		}
@@ -82,7 +82,7 @@ func lock(dir string) (unlock func(), err error) {
 	}
 }
 
-// removeStale removes a socket at path that has no listener.
+// removeStale removes the socket at path if no process listens on it.
 func removeStale(path string) error {
 	info, err := os.Lstat(path)
 	switch {
@@ -91,11 +91,11 @@ func removeStale(path string) error {
 	case err != nil:
 		return err
 	case info.Mode()&os.ModeSocket == 0:
-		return fmt.Errorf("a file that is no socket exists there, with mode %v", info.Mode())
+		return fmt.Errorf("a file that is not a socket exists there, with mode %v", info.Mode())
 	}
 	conn, err := net.DialTimeout("unix", path, lockTimeout)
 	if err == nil {
-		return errors.Join(errors.New("another process listens there already"), conn.Close())
+		return errors.Join(errors.New("another process is listening there already"), conn.Close())
 	}
 	if !errors.Is(err, unix.ECONNREFUSED) {
 		return fmt.Errorf("check whether the socket is in use: %w", err)
@@ -129,7 +129,7 @@ func fromSystemd(settings *config.Config) (clients, error) {
 	return newListener(u), nil
 }
 
-// serve accepts clients until stop is called, and returns when their connections have ended.
+// serve accepts clients until stop is called. It returns when their connections have ended.
 func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 	var (
 		serving sync.WaitGroup
@@ -148,7 +148,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 			})
 		case l.ctx.Err() != nil:
 			return nil
-		default: // usually no descriptors are left; ending connections free some
+		default: // usually no descriptor is free until a connection ends
 			log.Error("cannot accept clients", zap.Error(err))
 			dial.Pause(l.ctx, wait.Next(), nil)
 		}
@@ -157,5 +157,5 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 
 func (l *listener) stop() {
 	l.cancel()
-	_ = l.Close() // an error loses nothing
+	_ = l.Close() // an error has no consequences
 }

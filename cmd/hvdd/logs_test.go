@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// The log has the format that the settings ask for, and its logger is named hvdd.
+// TestLog checks that the log has the format that the settings choose, and that its logger is named hvdd.
 func TestLog(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 
 // Exit statuses.
 const (
-	statusFailure = 1 // also the death of the rank
+	statusFailure = 1 // also if the rank has failed
 	statusUsage   = 2
 )
 
@@ -36,12 +36,13 @@ const long = `hvdd runs one rank of a job for another program, which communicate
 shared memory. hvdd reads its place in the job from its environment, as a rank does (see hvdrun --help).
 
 With --fd, the program at the other end of that descriptor is the only client, and hvdd exits when that program
-exits. With --socket, hvdd listens at a path for any number of clients of its own user. Without either it uses the
-socket that systemd passes (LISTEN_FDS). If a client ends during a job, the rank has failed, and the exit status is 1.
+exits. With --socket, hvdd listens at a path for any number of clients of its own user. Without --fd and --socket, hvdd
+uses the socket that systemd passes (LISTEN_FDS). If a client ends during a job, the rank has failed and hvdd exits
+with status 1.
 
-SIGTERM shuts the job down, for all ranks, and ends hvdd. SIGINT does the same, except with --fd: the program handles
-Ctrl-C of the terminal itself. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd reports its state
-and sends the watchdog's keep-alives.`
+SIGTERM shuts down the job, for all ranks, and ends hvdd. SIGINT does the same, except with --fd: then hvdd ignores
+SIGINT, because the program itself handles Ctrl-C. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd
+reports its state and sends watchdog messages.`
 
 // run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
@@ -71,11 +72,11 @@ func run(args []string, stdout, stderr io.Writer) int {
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	f := cmd.Flags()
 	f.SortFlags = false
-	f.IntVar(&d.fd, "fd", -1, "descriptor of a Unix socket to the only client")
+	f.IntVar(&d.fd, "fd", -1, "descriptor of a Unix socket that is connected to the only client")
 	f.StringVar(&d.socket, "socket", "", "listen at this path")
 	f.StringVar(&d.health, "health", "",
-		"answer http://ADDR/healthz, loopback unless a host is given (HOST:PORT or PORT)")
-	// hvdd has a completion command of its own because cobra adds one only to programs with subcommands.
+		"answer http://ADDR/healthz at this address, HOST:PORT or PORT; the default host is 127.0.0.1")
+	// cobra adds a completion command only to programs with subcommands, so hvdd adds its own.
 	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()
 	if err == nil {
@@ -89,7 +90,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	return statusFailure
 }
 
-// completion returns the command that prints completion scripts for shells.
+// completion returns a command that prints completion scripts for shells.
 func completion(root *cobra.Command) *cobra.Command {
 	shells := map[string]func(io.Writer) error{
 		"bash":       func(w io.Writer) error { return root.GenBashCompletionV2(w, true) },

@@ -24,21 +24,21 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
-// asDaemon is a variable that makes this test binary run as hvdd.
+// asDaemon is an environment variable that makes this test binary run as hvdd.
 const asDaemon = "GOHVD_HVDD_DAEMON"
 
 func TestMain(m *testing.M) {
 	switch os.Getenv(asDaemon) {
 	case "":
 		os.Exit(m.Run())
-	case "activated": // systemd names the process that gets the descriptors.
+	case "activated": // as systemd does for the process that gets the descriptors
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))
 	}
 	main()
 }
 
-// process is a running hvdd.
+// process is an hvdd that runs.
 type process struct {
 	*exec.Cmd
 	t      *testing.T
@@ -46,8 +46,8 @@ type process struct {
 	ended  chan struct{}
 }
 
-// start starts this test binary as hvdd with additional file descriptors and variables. The process is killed
-// at the end of the test.
+// start starts this test binary as hvdd, with further file descriptors and environment variables. The process
+// is killed at the end of the test.
 func start(t *testing.T, how string, files []*os.File, env []string, args ...string) *process {
 	t.Helper()
 	self, err := os.Executable()
@@ -65,7 +65,7 @@ func start(t *testing.T, how string, files []*os.File, env []string, args ...str
 	}
 	go func() {
 		defer close(p.ended)
-		p.Wait() // status checks the exit status.
+		p.Wait() // status checks the exit status
 	}()
 	t.Cleanup(func() { p.Process.Kill(); <-p.ended })
 	return p
@@ -83,7 +83,7 @@ func (p *process) status() int {
 	}
 }
 
-// wants checks that p ends with a status and has printed a text.
+// wants checks that p ends with the given exit status and has printed the text says.
 func (p *process) wants(status int, says string) {
 	p.t.Helper()
 	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {
@@ -92,7 +92,7 @@ func (p *process) wants(status int, says string) {
 	}
 }
 
-// pair starts a sidecar with a single client and returns both.
+// pair starts a sidecar with only one client and returns both.
 func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -104,7 +104,7 @@ func pair(t *testing.T, args ...string) (*process, *sidecartest.Client) {
 	return p, sidecartest.New(t, fds[1])
 }
 
-// at connects a client to the socket at path. It waits until a sidecar listens there.
+// at connects a client to the socket at path. If no sidecar listens there yet, it tries again.
 func at(t *testing.T, path string) *sidecartest.Client {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); ; {
@@ -122,6 +122,7 @@ func at(t *testing.T, path string) *sidecartest.Client {
 	}
 }
 
+// TestCommandLine checks exit status and output of hvdd for different command lines.
 func TestCommandLine(t *testing.T) {
 	for _, c := range []struct {
 		args   []string
@@ -139,7 +140,7 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--no-such"}, 2, "no-such"},
 		{[]string{"serve"}, 2, "serve"},
 		{[]string{"--socket", "/no/such/directory/s"}, 1, "/no/such/directory"},
-		{[]string{"--socket", "/dev/null"}, 1, "a file that is no socket"},
+		{[]string{"--socket", "/dev/null"}, 1, "a file that is not a socket"},
 	} {
 		self, err := os.Executable()
 		if err != nil {
@@ -147,15 +148,15 @@ func TestCommandLine(t *testing.T) {
 		}
 		cmd := exec.CommandContext(t.Context(), self, c.args...)
 		cmd.Env = append(os.Environ(), asDaemon+"=1")
-		out, _ := cmd.CombinedOutput() // The exit status is checked below.
+		out, _ := cmd.CombinedOutput() // the exit status is checked below
 		if got := cmd.ProcessState.ExitCode(); got != c.status || !strings.Contains(string(out), c.says) {
 			t.Errorf("hvdd %q: status %d, want %d and %q:\n%s", c.args, got, c.status, c.says, out)
 		}
 	}
 }
 
-// A sidecar with a single client ends when its client does. Its exit status is 0 after a bye or if there was
-// no job, and 1 if the client left a job without a bye or sent garbage.
+// TestOnlyClient checks that a sidecar with only one client ends when the client does. Its exit status must
+// be 0 after Bye, or if there was no job. It must be 1 if the client left a job without Bye or sent garbage.
 func TestOnlyClient(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -181,8 +182,8 @@ func TestOnlyClient(t *testing.T) {
 	c.Close()
 }
 
-// SIGTERM ends a job in order. SIGINT is left to the client. SIGTERM also ends a sidecar that is still in
-// Init.
+// TestSignals checks that SIGTERM shuts down a job and ends the sidecar, even during Init, and that a sidecar
+// with only one client ignores SIGINT.
 func TestSignals(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -194,14 +195,14 @@ func TestSignals(t *testing.T) {
 		}
 	}
 	signal(p, syscall.SIGINT)
-	c.Must(sidecartest.Status()) // The sidecar still runs.
+	c.Must(sidecartest.Status()) // the sidecar still runs
 	signal(p, syscall.SIGTERM)
 	if err := readToEnd(c); err != nil {
 		t.Error(err)
 	}
 	p.wants(0, "")
 
-	// Init of this job does not return, because there is no store at its address.
+	// Init of this job does not return, because no store listens at its address.
 	p, c = pair(t)
 	c.Hello()
 	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1",
@@ -209,10 +210,10 @@ func TestSignals(t *testing.T) {
 	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
 	}
 	signal(p, syscall.SIGTERM)
-	p.wants(0, "") // The sidecar gives up Init.
+	p.wants(0, "") // the sidecar gives up Init
 }
 
-// readToEnd returns nil if the sidecar closes the connection.
+// readToEnd reads until the sidecar closes the connection and then returns nil. It returns other errors.
 func readToEnd(c *sidecartest.Client) error {
 	for {
 		if err := c.Read(); err != nil {
@@ -224,8 +225,8 @@ func readToEnd(c *sidecartest.Client) error {
 	}
 }
 
-// A sidecar at a path serves several clients. It replaces a stale socket but not the socket of a live
-// sidecar, and removes its socket when it ends.
+// TestSocket checks that a sidecar at a path serves several clients. It must replace a stale socket at the
+// path, must not replace the socket of a live sidecar, and must remove its socket when it ends.
 func TestSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
@@ -243,7 +244,7 @@ func TestSocket(t *testing.T) {
 	if err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
-	start(t, "1", nil, nil, "--socket", path).wants(1, "listens there already")
+	start(t, "1", nil, nil, "--socket", path).wants(1, "is listening there already")
 	second := at(t, path)
 	second.Hello()
 	first.Init()
@@ -263,8 +264,8 @@ func TestSocket(t *testing.T) {
 	}
 }
 
-// Under systemd hvdd takes the socket that it is given, and reports readiness, state and watchdog to the
-// manager.
+// TestSystemd checks that under systemd hvdd uses the socket that it gets from systemd, and that it reports
+// readiness, state and watchdog messages.
 func TestSystemd(t *testing.T) {
 	dir := t.TempDir()
 	path, notify := filepath.Join(dir, "s"), filepath.Join(dir, "notify")
@@ -315,7 +316,8 @@ func TestSystemd(t *testing.T) {
 	}
 }
 
-// The health endpoint on loopback returns 200 with the state of the sidecar while it is idle or runs a job.
+// TestHealth checks that /healthz returns status 200 and the state of the sidecar while the sidecar is idle
+// or runs a job.
 func TestHealth(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -364,7 +366,7 @@ func TestHealth(t *testing.T) {
 	c.Bye()
 }
 
-// The health endpoint returns 503 after the job has failed.
+// TestHealthOfTheDead checks that /healthz returns status 503 after the job has failed.
 func TestHealthOfTheDead(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -388,7 +390,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	go s.ServeConn(conn, false) // s.Dead reports its end.
+	go s.ServeConn(conn, false) // s.Dead reports its end
 	c := sidecartest.New(t, fds[1])
 	c.Hello()
 	c.Init()
@@ -406,7 +408,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	}
 }
 
-// A sidecar without requests uses nearly no processor time.
+// TestIdle checks that a sidecar without requests uses at most 0.2 % of a core.
 func TestIdle(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -421,7 +423,7 @@ func TestIdle(t *testing.T) {
 		for _, task := range tasks {
 			b, err := os.ReadFile(task)
 			if err != nil {
-				continue // The thread has ended.
+				continue // the thread has ended
 			}
 			var of int64
 			if _, err := fmt.Sscan(string(b), &of); err != nil {
@@ -431,9 +433,9 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(ns)
 	}
-	<-time.After(500 * time.Millisecond) // The start itself uses processor time.
+	<-time.After(500 * time.Millisecond) // starting uses processor time too
 	const watched = time.Second
-	for tries := 1; ; tries++ { // On a busy machine the start takes longer and small tasks cost more.
+	for tries := 1; ; tries++ { // on a busy machine one interval may show more
 		before := used()
 		<-time.After(watched)
 		took := used() - before
@@ -442,7 +444,7 @@ func TestIdle(t *testing.T) {
 			break
 		}
 		if tries == 10 {
-			t.Fatalf("it took %v in %v, want at most 0.2 %%", took, watched)
+			t.Fatalf("the sidecar used %v of processor time in %v, want at most 0.2 %%", took, watched)
 		}
 	}
 	c.Shutdown()

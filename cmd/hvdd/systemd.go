@@ -14,13 +14,13 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// notifyTimeout is the time limit of a notification, for a service manager that does not read.
+// notifyTimeout is the time limit for a message to systemd, in case systemd does not read it.
 const notifyTimeout = 100 * time.Millisecond
 
-// notifier reports the state of the daemon to systemd (sd_notify). The zero notifier reports nothing.
+// notifier reports the state of the daemon to systemd (sd_notify). A zero notifier reports nothing.
 type notifier struct {
 	path  string
-	every time.Duration // interval of the watchdog messages; 0 is none
+	every time.Duration // interval between watchdog messages; 0: sends none
 	log   *zap.Logger
 }
 
@@ -34,12 +34,12 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	return n
 }
 
-// send sends lines of NAME=value. Errors are logged only: the daemon works without a service manager.
+// send sends lines of the form NAME=value. It only logs errors, because hvdd works without systemd too.
 func (n notifier) send(lines string) {
 	if n.path == "" {
 		return
 	}
-	// a leading @ means an abstract socket
+	// A path with a leading @ means an abstract socket.
 	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Net: "unixgram", Name: n.path})
 	if err == nil {
 		if err = conn.SetDeadline(time.Now().Add(notifyTimeout)); err == nil {
@@ -52,8 +52,8 @@ func (n notifier) send(lines string) {
 	}
 }
 
-// run reports that the daemon is ready, and then at the watchdog's interval that it is alive, until done is
-// closed.
+// run reports that the daemon is ready. Then it reports at the watchdog's interval that the daemon is alive,
+// until done is closed.
 func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	if n.path == "" {
 		return
@@ -67,7 +67,7 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			// status blocks while the Server's lock is held: a Server that hangs is not reported as alive
+			// status waits for the Server's lock, so a Server that hangs is not reported as alive.
 			n.send("WATCHDOG=1\n" + status(s))
 		case <-done:
 			return
