@@ -12,11 +12,11 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// absentFlag is the value of a flag of horovodrun that has no effect in hvdrun. It rejects every value,
-// unless the flag only turns off a feature that hvdrun lacks.
+// absentFlag is the value of a flag of horovodrun that has no effect in hvdrun. If the flag only turns off a
+// feature that hvdrun lacks, absentFlag accepts it. Otherwise it rejects every value.
 type absentFlag struct {
 	name, reason string
-	without      bool // the flag turns off a feature that hvdrun lacks
+	without      bool // the flag only turns off a feature that hvdrun lacks
 }
 
 func (f *absentFlag) String() string { return "" }
@@ -34,7 +34,8 @@ func (f *absentFlag) Set(text string) error {
 	return &absentError{f}
 }
 
-// absentError is the error for a flag of horovodrun that has no effect in hvdrun. Its text has the reason.
+// absentError is the error for a flag of horovodrun that has no effect in hvdrun. Its text contains the
+// reason.
 type absentError struct{ flag *absentFlag }
 
 func (e *absentError) Error() string { return fmt.Sprintf("--%s: %s", e.flag.name, e.flag.reason) }
@@ -50,8 +51,8 @@ func addAbsentFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// foreignFlags are flags of torchrun and mpirun that hvdrun has under another name or does not need, with the
-// advice what to do instead.
+// foreignFlags lists flags of torchrun and mpirun that hvdrun has under another name or does not need, with
+// advice on what to use instead.
 var foreignFlags = []struct {
 	program string
 	names   []string
@@ -59,35 +60,36 @@ var foreignFlags = []struct {
 }{
 	{"torchrun", []string{"nproc-per-node"}, "use -np N, or on several hosts -H h1:N,h2:N"},
 	{"torchrun", []string{"nnodes", "node-rank", "local-addr"},
-		"hvdrun starts the ranks of all hosts itself, use -H h1:N,h2:N"},
+		"use -H h1:N,h2:N, because hvdrun itself starts the ranks of all hosts"},
 	{
 		"torchrun", []string{"rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone"},
-		"leave it out, hvdrun serves the store itself",
+		"leave it out, because hvdrun itself serves the store",
 	},
 	{"torchrun", []string{"master-addr", "master-port"}, "use --torch-store ADDR"},
-	{"torchrun", []string{"max-restarts", "monitor-interval"}, "this version restarts no ranks"},
+	{"torchrun", []string{"max-restarts", "monitor-interval"}, "this version does not restart ranks"},
 	{"torchrun", []string{"log-dir", "redirects", "tee", "r", "t"}, "use --output-filename DIR"},
 	{"torchrun", []string{"module", "m"}, "use python3 -m MODULE as the command"},
-	{"torchrun", []string{"no-python"}, "leave it out, hvdrun runs any command"},
+	{"torchrun", []string{"no-python"}, "leave it out, because hvdrun runs any command"},
 	{"mpirun", []string{"host"}, "use -H h1:N,h2:N"},
 	{"mpirun", []string{"machinefile", "f"}, "use --hostfile FILE"},
 	{"mpirun", []string{"N", "npernode", "ppn", "map-by"}, "use -H h1:N,h2:N"},
 	{"mpirun", []string{"c"}, "use -np N"},
 	{"mpirun", []string{"bind-to"}, "use --thread-affinity"},
-	{"mpirun", []string{"oversubscribe"}, "leave it out, a host gets as many ranks as -np or -H say"},
+	{"mpirun", []string{"oversubscribe"}, "leave it out, because a host gets as many ranks as -np or -H say"},
 	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
 	{"mpirun", []string{"mca", "gmca", "prtemca"},
-		"hvdrun has no MPI parameters, hvdrun config shows its settings"},
+		"hvdrun has no MPI parameters; hvdrun config shows its settings"},
 	{"mpirun", []string{"genv", "env"}, "use -x NAME=value"},
 	{"mpirun", []string{"wdir", "wd"}, "use sh -c 'cd DIR && exec COMMAND' as the command"},
 	{"mpirun", []string{"timestamp-output"}, "use --prefix-output-with-timestamp"},
 	{"mpirun", []string{"report-bindings", "display-map"}, "use --verbose"},
 }
 
-// isForeign reports whether foreignFlags has a flag.
+// isForeign reports whether foreignFlags contains the flag.
 func isForeign(name string) bool { return foreignError("", name) != nil }
 
-// foreignError returns an error with advice for a flag of another launcher, and nil for other flags.
+// foreignError returns an error with advice if name is a flag of another launcher. For other flags it returns
+// nil.
 func foreignError(dashes, name string) error {
 	for _, f := range foreignFlags {
 		if slices.Contains(f.names, string(normalize(nil, name))) {
@@ -97,7 +99,8 @@ func foreignError(dashes, name string) error {
 	return nil
 }
 
-// fixedWorld returns an error if --min-np and --max-np are given and not both np: there are no elastic jobs.
+// fixedWorld returns an error if --min-np or --max-np is given, unless both are np. There are no elastic
+// jobs.
 func (r *runner) fixedWorld(np int) error {
 	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
 		return nil

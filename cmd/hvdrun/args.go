@@ -7,7 +7,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// aliases are other names of flags, from Horovod and mpirun.
+// aliases maps other names of flags, from Horovod and mpirun, to hvdrun's names.
 var aliases = map[string]string{
 	"np":               "num-proc",
 	"min-np":           "min-num-proc",
@@ -16,15 +16,15 @@ var aliases = map[string]string{
 	"prefix-timestamp": "prefix-output-with-timestamp",
 }
 
-// singleDash are long names of flags that Horovod accepts after one dash.
+// singleDash lists the long names of flags that, as in Horovod, may follow a single dash.
 var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 
-// ownCommands are the subcommands of hvdrun. They are recognized only as the first argument; after flags or
-// -- they are commands to launch.
+// ownCommands lists the subcommands of hvdrun. They are recognized only as the first argument. After flags or
+// -- such a word is the command to launch.
 var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand,
 	"__complete", "__completeNoDesc"}
 
-// normalize returns the canonical name of a long flag: it accepts aliases, and _ for - as in torchrun.
+// normalize returns the canonical name of a long flag. It accepts aliases, and _ for - as torchrun does.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 	name = strings.ReplaceAll(name, "_", "-")
 	if canonical, ok := aliases[name]; ok {
@@ -34,14 +34,14 @@ func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 }
 
 // rewrite converts the arguments to a form that pflag can parse: -np becomes --np, and -- is inserted before
-// the command to launch, so that pflag never takes the command's name and flags for those of hvdrun.
+// the command to launch, so that pflag does not take flags of the command for flags of hvdrun.
 func rewrite(args []string, flags *pflag.FlagSet) []string {
 	var out []string
 	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
 		if args[0] != configCommand {
 			return args
 		}
-		out, args = args[:1:1], args[1:] // the remaining arguments are those of a job
+		out, args = args[:1:1], args[1:] // the arguments of hvdrun config are those of a job
 	}
 	for len(args) > 0 {
 		arg := args[0]
@@ -64,8 +64,8 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 	return out
 }
 
-// wantsValue reports whether the flag takes the next argument as its value. It is false for an unknown flag,
-// which pflag rejects.
+// wantsValue reports whether the next argument is the value of the flag arg. It returns false for an unknown
+// flag, which pflag rejects.
 func wantsValue(arg string, flags *pflag.FlagSet) bool {
 	if name, long := strings.CutPrefix(arg, "--"); long {
 		f := flags.Lookup(name) // nil for name=value

@@ -13,16 +13,17 @@ import (
 
 const configCommand = "config"
 
-const long = `Hvdrun starts N processes of a command, the ranks of a job, and supervises them. They run on this host, or on the hosts
-of --hosts, which hvdrun reaches by ssh.
+const long = `Hvdrun starts N processes of a command, which are the ranks of a job, and supervises them. The ranks run on this host,
+or on the hosts that --hosts or --hostfile names. Hvdrun reaches other hosts by ssh.
 
 Hvdrun prints each output line of a rank as "[rank]<stdout>:line" or "[rank]<stderr>:line". The standard input of the
 ranks is empty. When the command of a rank ends, hvdrun kills the processes that it left in the background.
 
 When a rank fails, the other ranks have 5 s to end by themselves. Then hvdrun sends them SIGTERM, and SIGKILL 5 s later.
-Ctrl-C is sent to all ranks as SIGINT, SIGTERM and SIGHUP as SIGTERM; SIGKILL follows 5 s later, or at once after a
-second such signal. SIGQUIT (Ctrl-\) prints a report of the operations for which the ranks wait
-(docs/troubleshooting.md). A second SIGQUIT within 5 s, and every SIGUSR1 and SIGUSR2, is forwarded to the ranks.
+If hvdrun gets SIGINT (Ctrl-C), it sends SIGINT to all ranks. If it gets SIGTERM or SIGHUP, it sends SIGTERM to all
+ranks. It sends SIGKILL 5 s later, or at once when it gets a second such signal. On SIGQUIT (Ctrl-\) hvdrun prints a
+report on the operations that the ranks wait for (docs/troubleshooting.md). It forwards a second SIGQUIT within 5 s, and
+every SIGUSR1 and SIGUSR2, to the ranks.
 
 Exit status:
   0         all ranks ended with status 0
@@ -32,8 +33,9 @@ Exit status:
   128+n     signal n ended the job, or killed the rank that caused the failure
   other     the exit status of the rank that caused the failure
 
-A setting takes its value from the first of these that has one: its flag, the environment variable in brackets, the
-file of --config-file, its default. The file overrides the flags before --config-file but not those after it.`
+A setting takes its value from the first of these that has one: its flag, the environment variable that is shown in
+parentheses, the file that --config-file names, its default. The file overrides the flags before --config-file. The
+flags after --config-file override the file.`
 
 const usageLines = `
 Usage:
@@ -51,7 +53,7 @@ Examples:
   hvdrun -H h1:4,h2:4 --network-interfaces 10.0.0.0/8 ./train
 `
 
-// helpWidth is the width of the help, in columns.
+// helpWidth is the width of the help in columns.
 const helpWidth = 120
 
 func (r *runner) command() *cobra.Command {
@@ -73,7 +75,7 @@ func (r *runner) command() *cobra.Command {
 		Use:     configCommand + " [flags]",
 		Short:   "Show every setting of the ranks and where its value comes from",
 		Version: root.Version,
-		Args:    cobra.ArbitraryArgs, // a command line to launch with config in front
+		Args:    cobra.ArbitraryArgs, // as for launching, with config before it
 		RunE:    r.showSettings,
 
 		DisableFlagsInUseLine: true,
@@ -104,8 +106,8 @@ func (r *runner) command() *cobra.Command {
 	return root
 }
 
-// addFlags adds the flags of the groups to cmd, and the hidden flags that hvdrun knows only to reject or
-// ignore them.
+// addFlags adds the flags of the groups to cmd. It also adds hidden flags that hvdrun only rejects or
+// ignores.
 func (r *runner) addFlags(cmd *cobra.Command, groups []group) {
 	f := cmd.Flags()
 	f.SetInterspersed(false)
@@ -137,7 +139,7 @@ func printFlagless(w io.Writer) {
 	table.Flush()
 }
 
-// withFlags adds the flags of one group to a command, and sets its help.
+// withFlags adds the flags of one group to a command and sets the command's help.
 func withFlags(cmd *cobra.Command, g group, long, examples string) {
 	f := cmd.Flags()
 	f.SortFlags = false

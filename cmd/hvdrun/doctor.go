@@ -14,14 +14,15 @@ import (
 
 const (
 	doctorCommand = "doctor"
-	// doctorLimit is the time limit of all checks together.
+	// doctorLimit is the time limit for all checks together.
 	doctorLimit = 8 * time.Second
 )
 
 const doctorLong = `Check this machine, and other hosts, for problems that would slow down or break a job.
 
-Each line of the result begins with ok, warn (the problem may cost speed or break some jobs) or fail (the problem breaks
-jobs). The next line says how to fix the problem. All checks together take at most 8 s.
+Each line of the result begins with ok, warn (a problem may make jobs slower or break some jobs) or fail (a problem
+breaks jobs). After a line with warn or fail, the next line says how to fix the problem. All checks together take at
+most 8 s.
 The exit status is 0 if no check failed, 1 if one failed, and 2 for wrong usage.`
 
 const doctorExamples = `
@@ -40,12 +41,12 @@ type doctorFlags struct {
 
 // doctor returns the command that checks this machine and other hosts for problems.
 func (r *runner) doctor() *cobra.Command {
-	// The timeout of ssh is shorter than the limit of all checks, so that ssh can print which connection
+	// The timeout of ssh is shorter than the time limit of the checks, so that ssh can print which connection
 	// timed out.
 	given := doctorFlags{where: hostFlags{sshOptions: []string{"-o", "ConnectTimeout=5"}}}
 	g := newGroup("Flags")
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
-		"also check whether these hosts can be reached: `LIST`, with commas between them; slots, as in h1:2, are ignored")
+		"also check whether the hosts in `LIST`, separated by commas, can be reached. Slots, as in h1:2, are ignored")
 	given.where.addReach(g.flags)
 	g.flags.BoolVar(&given.asJSON, "json", false,
 		"print the lines as a JSON array of objects with section, name, status, text and fix")

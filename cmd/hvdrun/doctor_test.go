@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 )
 
-// agentScript creates an agent that writes its arguments to the file notes. It fails for a host called bad
-// and succeeds for all others, without running the command.
+// agentScript creates an agent that writes its arguments to the file notes and does not run the command. It
+// fails for a host named bad and succeeds for all others.
 func agentScript(t *testing.T) (agent, notes string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -27,8 +27,8 @@ func agentScript(t *testing.T) (agent, notes string) {
 	return agent, notes
 }
 
-// examined runs hvdrun doctor --json and returns its lines by name, the number of failures and the exit
-// status. The tests do not depend on what the machine lacks.
+// examined runs hvdrun doctor --json. It returns its lines by name, the number of failures and the exit
+// status. The number of failures depends on the machine, so tests must not expect a certain number.
 func examined(t *testing.T, args ...string) (lines map[string]doctor.Line, failed int, status int) {
 	t.Helper()
 	stdout, stderr, status := output(t, append([]string{"doctor", "--json"}, args...)...)
@@ -62,7 +62,7 @@ func TestDoctor(t *testing.T) {
 	}
 	if l := lines["host bad"]; l.Text != "exit status 255: bad: Permission denied" ||
 		l.Fix != "install your public key on the host: ssh-copy-id bad" {
-		t.Errorf("got %+v, want what the agent said and what to do", l)
+		t.Errorf("got %+v, want the agent's message and a fix", l)
 	}
 	if l := lines["tensor operations"]; l.Section != "build" || !strings.HasPrefix(l.Text, "Gloo") ||
 		!strings.Contains(l.Text, "not built in: NCCL") {
@@ -75,7 +75,7 @@ func TestDoctor(t *testing.T) {
 		t.Errorf("got %+v, want %s", l, config.VersionText())
 	}
 	if text := fmt.Sprint(lines); strings.Contains(text, "hush") || lines["HVD_SECRET"].Text == "" {
-		t.Errorf("got %s, want that there is a secret and not which", text)
+		t.Errorf("got %s, want that a secret is set, without its text", text)
 	}
 	asked, err := os.ReadFile(notes)
 	if err != nil {
@@ -89,7 +89,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// The doctor reaches a host with the same command as a job would.
+// TestDoctorReachesAsJobsDo checks that the doctor reaches a host with the same command as a job would.
 func TestDoctorReachesAsJobsDo(t *testing.T) {
 	lines, _, _ := examined(t, "--agent", "env AT={host}", "-H", "h1")
 	if l := lines["host h1"]; l.Status != doctor.OK {
@@ -187,7 +187,7 @@ func TestDoctorWrongUsage(t *testing.T) {
 	}
 }
 
-// Ctrl-C ends the doctor and its agents.
+// TestDoctorInterrupted checks that Ctrl-C ends the doctor and its agents.
 func TestDoctorInterrupted(t *testing.T) {
 	agent := filepath.Join(t.TempDir(), "agent")
 	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"),
@@ -203,7 +203,7 @@ func TestDoctorInterrupted(t *testing.T) {
 func TestDoctorHelp(t *testing.T) {
 	stdout, stderr, status := output(t, "doctor", "--help")
 	if status != 0 || stderr != "" || !strings.HasPrefix(stdout, doctorLong) {
-		t.Errorf("got exit status %d, %q and %q, want 0 and what it does", status, stdout, stderr)
+		t.Errorf("got exit status %d, %q and %q, want 0 and the description", status, stdout, stderr)
 	}
 	for _, want := range []string{"\n  hvdrun doctor [flags]\n", "  -H, --hosts LIST", "--agent COMMAND",
 		"-p, --ssh-port PORT", "-i, --ssh-identity-file FILE", "--json", "-h, --help"} {
@@ -212,13 +212,13 @@ func TestDoctorHelp(t *testing.T) {
 		}
 	}
 	if stdout, _, _ := output(t, "--help"); !strings.Contains(stdout, "\n  hvdrun doctor [flags] ") {
-		t.Error("hvdrun --help does not name it")
+		t.Error("hvdrun --help does not mention the command")
 	}
 	if stdout, _, status := output(t, "__complete", "doctor", "--h"); status != 0 ||
 		!strings.Contains(stdout, "--hosts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
-	// After flags, doctor is the command to launch.
+	// After flags, doctor is a command to launch.
 	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 ||
 		!strings.Contains(stderr, "doctor") {
 		t.Errorf("got exit status %d and %q, want 127", status, stderr)

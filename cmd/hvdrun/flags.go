@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// group is a heading of the help with the flags under it.
+// group is a set of flags under a heading in the help.
 type group struct {
 	title string
 	flags *pflag.FlagSet
@@ -31,24 +31,24 @@ func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
 	f.StringVarP(&r.numProc, "num-proc", "n", "",
-		"number of ranks `N`; also -np and --np (default: with --hosts or --hostfile the number of their slots)")
+		"number of ranks `N`; also -np and --np (default: the number of slots, if --hosts or --hostfile is given)")
 	f.StringVar(&r.minNP, "min-num-proc", "", "")
 	f.StringVar(&r.maxNP, "max-num-proc", "", "")
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
 	f.VarP(&exportFlag{r}, "x", "x",
-		"set `NAME=value` in the environment of the ranks. The ranks inherit the environment of hvdrun, on other hosts without "+
-			"variables of this host or login, such as TMPDIR; NAME without a value passes such a variable to other hosts too")
+		"set `NAME=value` in the environment of the ranks. The ranks inherit the environment of hvdrun. Ranks on other hosts do "+
+			"not inherit variables of this host or login, such as TMPDIR, unless -x NAME, without a value, is given")
 	f.StringVar(&r.outputDir, "output-filename", "",
 		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "print [rank]<stdout>: or [rank]<stderr>: before each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false,
 		"print the time before each line; also -prefix-timestamp")
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
-		"`ADDR`, host:port, at which hvdrun serves the TCPStore for torch.distributed of the ranks, or off. Every client that reaches "+
-			"ADDR can change the store. With several hosts there is none unless the flag is given")
+		"`ADDR`, host:port, at which hvdrun serves a TCPStore for torch.distributed in the ranks, or off. Every client that can "+
+			"reach ADDR can change the store. With several hosts hvdrun serves none unless this flag is given")
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
-		"`ADDR`, host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md); the default host is "+
-			"127.0.0.1, and 0.0.0.0:PORT listens on all interfaces. Every client that reaches ADDR can read them")
+		"`ADDR`, host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
+			"127.0.0.1. 0.0.0.0:PORT listens on all interfaces. Every client that can reach ADDR can read the metrics")
 	f.BoolVar(&r.verbose, "verbose", false, "log what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "print the features of this build and exit; also -cb")
 	return g
@@ -72,8 +72,8 @@ func (r *runner) settingFlags() []group {
 	return groups
 }
 
-// usage returns the help text of flag i of a setting. The first flag has the description; the others refer to
-// the first.
+// usage returns the help text of flag i of a setting. The text of the first flag describes the setting. The
+// texts of the others refer to the first.
 func usage(s config.Setting, i int) string {
 	switch first := s.Flags[0]; {
 	case i == 0:
@@ -102,7 +102,7 @@ type settingFlag struct {
 
 func (f *settingFlag) String() string { return "" }
 
-// Type returns the word for the value in the help.
+// Type returns the placeholder that the help prints for the flag's value, such as SECONDS.
 func (f *settingFlag) Type() string {
 	if f.flag.Arg == "" {
 		return "bool"
@@ -125,8 +125,8 @@ func (f *settingFlag) Set(text string) error {
 	return nil
 }
 
-// file returns the absolute form of a path, which stays valid for a rank that changes its working directory.
-// It is an error if the path is empty or a file was given before.
+// file returns path as an absolute path, so that it stays valid for a rank that changes its working
+// directory. It is an error if path is empty or the flag was given before.
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {
@@ -135,7 +135,7 @@ func (f *settingFlag) file(path string) (string, error) {
 	return filepath.Abs(path)
 }
 
-// exportFlag is the pflag.Value of -x. A setting given by -x counts as one given by a flag.
+// exportFlag is the pflag.Value of -x. If -x sets a setting, the setting counts as given by a flag.
 type exportFlag struct{ r *runner }
 
 func (f *exportFlag) String() string { return "" }

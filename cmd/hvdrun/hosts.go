@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// hostFlags holds the flags that choose the hosts of the ranks and how to reach them.
+// hostFlags holds the flags that choose the hosts of the ranks and say how to reach these hosts.
 type hostFlags struct {
 	list, file   string
 	sshPort      int
@@ -24,7 +24,7 @@ type hostFlags struct {
 	agent        string
 	remoteHvdrun string
 
-	// sshOptions are further arguments of ssh, in addition to those that reach always adds.
+	// sshOptions holds arguments of ssh, in addition to those that reach always adds.
 	sshOptions []string
 }
 
@@ -35,7 +35,7 @@ func (h *hostFlags) group() group {
 	g := newGroup("Several hosts")
 	f := g.flags
 	f.StringVarP(&h.list, "hosts", "H", "",
-		"`LIST` of hosts and the number of ranks for each, as in h1:2,h2:2; 1 rank without a number")
+		"`LIST` of hosts with the number of ranks for each, as in h1:2,h2:2. A host without a number gets 1 rank")
 	f.StringVar(&h.file, "hostfile", "",
 		"`FILE` with one host per line, as in h1 slots=2 or h1:2; also -hostfile")
 	h.addReach(f)
@@ -50,10 +50,11 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 		"`PORT` of sshd on the other hosts (default: from the configuration of ssh)")
 	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "`FILE` with the private key for ssh")
 	f.StringVar(&h.agent, "agent", "",
-		"`COMMAND` that runs a command on another host, instead of ssh; {host} in it stands for the name of the host, which otherwise follows it")
+		"`COMMAND` that runs a command on another host, instead of ssh. {host} in it stands for the name of the host; "+
+			"without {host}, the name follows COMMAND")
 }
 
-// hosts returns the hosts that the flags name; none if there are no such flags.
+// hosts returns the hosts that the flags name, or none if no flag names hosts.
 func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
@@ -70,8 +71,8 @@ func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	return hosts, nil
 }
 
-// check returns an error if flags are empty, out of range or contradict each other. given has the flags of
-// the command line.
+// check returns an error if the value of a flag is empty or out of range, or if flags contradict each other.
+// given holds the flags on the command line.
 func (h *hostFlags) check(given *pflag.FlagSet) error {
 	for _, f := range []struct {
 		name  string
@@ -88,12 +89,13 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 		return usagef("--ssh-port: got %d, want 1 to 65535", h.sshPort)
 	}
 	if h.agent != "" && (h.sshPort != 0 || h.sshIdentity != "") {
-		return usagef("--ssh-port and --ssh-identity-file apply only to ssh, which --agent replaces: put them into the command of --agent")
+		return usagef("--ssh-port and --ssh-identity-file apply only to ssh, which --agent replaces: put such options into the command of --agent")
 	}
 	return nil
 }
 
-// unusedFlags returns warnings about flags that were given but have no effect because all hosts are this one.
+// unusedFlags returns warnings about flags that were given but have no effect, because all hosts are this
+// host.
 func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
 	if slices.ContainsFunc(hosts, func(host launch.Host) bool { return !launch.IsThisHost(host.Name) }) {
 		return nil
@@ -107,23 +109,23 @@ func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warn
 	return warnings
 }
 
-// onSeveral reports whether ranks run on another host.
+// onSeveral reports whether some rank runs on another host.
 func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
 
-// reach returns the command that runs words on a host.
+// reach returns the command that runs words on host.
 func (h *hostFlags) reach(host string, words []string) []string {
 	if h.agent != "" {
-		// The words are not quoted for a shell, because not every agent runs a shell at the other end.
+		// The words are not quoted for a shell, because not every agent runs a shell on the other host.
 		argv := strings.Fields(strings.ReplaceAll(h.agent, hostPlace, host))
 		if !strings.Contains(h.agent, hostPlace) {
 			argv = append(argv, host)
 		}
 		return append(argv, words...)
 	}
-	// ssh must not prompt for a password (BatchMode), not allocate a terminal, which would alter the bytes
-	// (-T), and not open a connection for sharing, which would outlive the job (ControlMaster).
+	// BatchMode: ssh must not prompt for a password. -T: ssh must not allocate a terminal, which would alter
+	// the bytes. ControlMaster: ssh must not open a connection to be shared, which would outlive the job.
 	argv := append([]string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}, h.sshOptions...)
 	if h.sshPort != 0 {
 		argv = append(argv, "-p", strconv.Itoa(h.sshPort))
@@ -138,7 +140,7 @@ func (h *hostFlags) reach(host string, words []string) []string {
 	return argv
 }
 
-// shellWord quotes a word for the shell by which sshd runs the command.
+// shellWord quotes word for the shell with which sshd runs the command.
 func shellWord(word string) string {
 	special := func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') &&
@@ -150,8 +152,8 @@ func shellWord(word string) string {
 	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
-// agentPath returns the path of hvdrun on the other hosts: that of --remote-hvdrun, else the path of this
-// program.
+// agentPath returns the path of hvdrun on the other hosts. It is the value of --remote-hvdrun or, without
+// that flag, the path of this program.
 func (h *hostFlags) agentPath() (string, error) {
 	if h.remoteHvdrun != "" {
 		return h.remoteHvdrun, nil
@@ -163,8 +165,9 @@ func (h *hostFlags) agentPath() (string, error) {
 	return path, nil
 }
 
-// storeAddresses returns the addresses of this host that other hosts may reach, with a port. The address of
-// the default route is the first: names that only ssh understands do not tell which route leads to a host.
+// storeAddresses returns the addresses, with the given port, at which other hosts may reach this host. The
+// address of the default route comes first. The route to each host may be unknown, because only ssh may
+// understand the host's name.
 func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
 	choice, err := netif.Parse(settings.NetworkInterfaces)
 	if err != nil {

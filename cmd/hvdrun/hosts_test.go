@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// fakeSSH creates a directory with a program ssh, which writes its arguments to the file notes, one per line.
-// It runs the last numWords arguments in a shell, as sshd would, but on this host.
+// fakeSSH creates a directory with a program named ssh. The program writes its arguments to the file notes,
+// one per line. Then it runs its last numWords arguments in a shell, as sshd would, but on this host.
 func fakeSSH(t *testing.T, numWords int) (dir, notes string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -31,14 +31,14 @@ exec sh -c "$*"
 	return dir, notes
 }
 
-// hvdrun starts its agent on each host by ssh with the words that the flags ask for, and passes variables to
-// the ranks.
+// TestHostsBySSH checks that hvdrun starts its agent on each host by ssh, with the arguments that the flags
+// ask for, and that variables arrive at the ranks.
 func TestHostsBySSH(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	// A shell would split this path if it were not quoted.
+	// This path must be quoted, because a shell would split it.
 	odd := filepath.Join(t.TempDir(), "it's hvdrun $HOME")
 	if err := os.Symlink(self, odd); err != nil {
 		t.Fatal(err)
@@ -76,7 +76,8 @@ func TestHostsBySSH(t *testing.T) {
 	}
 }
 
-// The agent's command has the host in place of {host}, or else as its last word.
+// TestHostsByAgent checks that the host replaces {host} in the command of --agent, or follows the command if
+// there is no {host}.
 func TestHostsByAgent(t *testing.T) {
 	dir := t.TempDir()
 	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
@@ -103,22 +104,24 @@ func TestHostsByAgent(t *testing.T) {
 	}
 }
 
-// Names of this host need no agent. If all ranks are on this host, the store is not reachable from others.
+// TestThisHostInTheList checks that a host name that means this host needs no agent. If all ranks are on this
+// host, the store must listen on loopback.
 func TestThisHostInTheList(t *testing.T) {
 	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c",
 		"echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")
 	if want := "<stdout>:localhost 127.0.0.1 127.0.0.1\n"; status != 0 || strings.Count(stdout, want) != 2 {
-		t.Errorf("got exit status %d, %q and %q, want %q of both", status, stdout, stderr, want)
+		t.Errorf("got exit status %d, %q and %q, want %q from both ranks", status, stdout, stderr, want)
 	}
 	if stdout, stderr, status = output(t, "-H", "localhost,127.0.0.1", "--network-interfaces", "lo", "sh",
 		"-c", "echo $HOROVOD_HOSTNAME $HOROVOD_CROSS_RANK"); status != 0 ||
 		!strings.Contains(stdout, "[0]<stdout>:localhost 0\n") ||
 		!strings.Contains(stdout, "[1]<stdout>:127.0.0.1 1\n") {
-		t.Errorf("got exit status %d, %q and %q, want both", status, stdout, stderr)
+		t.Errorf("got exit status %d, %q and %q, want both hosts", status, stdout, stderr)
 	}
 }
 
-// hvdrun warns if a flag that is only for other hosts is set and all ranks run on this host.
+// TestFlagsForOtherHostsAlone checks that hvdrun warns about a flag that applies only to other hosts if all
+// ranks run on this host.
 func TestFlagsForOtherHostsAlone(t *testing.T) {
 	for _, c := range []struct{ args, unused []string }{
 		{[]string{"--agent", "y"}, []string{"--agent"}},
@@ -166,7 +169,8 @@ func TestHostThatCannotBeUsed(t *testing.T) {
 	}
 }
 
-// The first address of the store is that of the default route, because other hosts most likely use it too.
+// TestStoreAddresses checks that the address of the default route is the first address of the store. It is
+// the address that other hosts most likely use to reach this host.
 func TestStoreAddresses(t *testing.T) {
 	for _, list := range [][]string{nil, {"lo"}} {
 		settings := config.Config{NetworkInterfaces: list}

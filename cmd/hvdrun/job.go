@@ -103,7 +103,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2} {
-		if !signal.Ignored(s) { // as under nohup
+		if !signal.Ignored(s) { // signals may be ignored, as under nohup
 			signal.Notify(signals, s)
 		}
 	}
@@ -124,7 +124,8 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	return err
 }
 
-// ranks returns the number of ranks: that of -np, else the number of slots of the hosts.
+// ranks returns the number of ranks: the value of -np or, without that flag, the number of slots of the
+// hosts.
 func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	if r.numProc == "" && hosts != nil {
 		if n := launch.Slots(hosts); n <= launch.MaxRanks {
@@ -144,7 +145,7 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	return np, nil
 }
 
-// settings returns the settings that the ranks will have, and prints the warnings about them.
+// settings returns the settings that the ranks will get, and prints the warnings about them.
 func (r *runner) settings() (config.Config, error) {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
 		Launcher: true})
@@ -157,9 +158,9 @@ func (r *runner) settings() (config.Config, error) {
 	return c, nil
 }
 
-// logger returns the logger of the servers in this process, which writes to standard error as the settings
-// for logs say. With --verbose it also logs the connections of clients. It ignores errors in settings, which
-// the method settings reports.
+// logger returns the logger for the servers in this process. It writes to standard error as the settings for
+// logs say. With --verbose it also logs the connections of clients. It ignores errors in settings, because
+// the method settings reports them.
 func (r *runner) logger() *zap.Logger {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
 		Launcher: true})
@@ -172,8 +173,8 @@ func (r *runner) logger() *zap.Logger {
 	return c.Logger(r.stderr)
 }
 
-// sidecarBinary returns the variable that tells ranks in Python of an hvdd beside hvdrun, if there is one,
-// all ranks are on this host and the setting has no value.
+// sidecarBinary returns the variable that tells ranks in Python the path of the hvdd beside hvdrun. It
+// returns none if there is no such hvdd, if ranks are on other hosts, or if the variable has a value already.
 func sidecarBinary(settings *config.Config, several bool) []string {
 	path := doctor.BesideSelf(config.SidecarProgram)
 	if path == "" || several || settings.Variable(config.SidecarBinaryVariable) != "" {
@@ -182,8 +183,8 @@ func sidecarBinary(settings *config.Config, several bool) []string {
 	return []string{config.SidecarBinaryVariable + "=" + path}
 }
 
-// timelineSignal returns the variable of the timeline signal if the settings file names one. It must be in
-// the environment of the ranks because package launch looks for it there too.
+// timelineSignal returns the variable with the timeline signal if the settings file names one. The variable
+// must be in the environment of the ranks, because package launch looks for it there.
 func timelineSignal(settings *config.Config) []string {
 	const name = "HVD_TIMELINE_SIGNAL"
 	if settings.Origin(name).Source != config.FromFile || settings.TimelineSignal == "" {
@@ -192,8 +193,8 @@ func timelineSignal(settings *config.Config) []string {
 	return []string{name + "=" + settings.TimelineSignal}
 }
 
-// logFormat returns the variable that makes ranks log for a terminal, if the format is auto and hvdrun's
-// standard error is a terminal: the standard error of the ranks is a pipe.
+// logFormat returns the variable that makes ranks log for a terminal if the format is auto and hvdrun's
+// standard error is a terminal. The ranks cannot see that, because their standard error is a pipe.
 func (r *runner) logFormat(settings *config.Config) []string {
 	if settings.LogFormat == "auto" && logs.IsTerminal(r.stderr) {
 		return []string{"HVD_LOG_FORMAT=console"}

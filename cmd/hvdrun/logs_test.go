@@ -12,7 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// If hvdrun's standard error is a terminal and no format is set, the ranks log in the console format.
+// TestLogFormat checks that ranks log in the console format if the format is auto and hvdrun's standard error
+// is a terminal.
 func TestLogFormat(t *testing.T) {
 	_, slave := testnet.Terminal(t)
 	for _, test := range []struct {
@@ -30,7 +31,8 @@ func TestLogFormat(t *testing.T) {
 	}
 }
 
-// The log format that hvdrun chooses is in the environment of the ranks.
+// TestLogFormatReachesTheRanks checks that the log format that hvdrun chooses is in the environment of the
+// ranks.
 func TestLogFormatReachesTheRanks(t *testing.T) {
 	master, slave := testnet.Terminal(t)
 	cmd := hvdrun(t, "-np", "1", "sh", "-c", "echo format=$HVD_LOG_FORMAT")
@@ -42,14 +44,15 @@ func TestLogFormatReachesTheRanks(t *testing.T) {
 	if err := slave.Close(); err != nil {
 		t.Fatal(err)
 	}
-	_, _ = io.Copy(io.Discard, master) // It ends with EIO when no process has the slave open.
+	_, _ = io.Copy(io.Discard, master) // ends with EIO when no process has the slave open
 	stdout, _, _ := output(t, "-np", "1", "sh", "-c", "echo format=$HVD_LOG_FORMAT")
 	if !strings.Contains(stdout, "format=\n") {
 		t.Errorf("in a pipe: got %q", stdout)
 	}
 }
 
-// hvdrun's own log follows the same settings as the ranks' logs, and --verbose lowers its level to info.
+// TestLogger checks that hvdrun's own log follows the settings for logs, and that --verbose lowers its level
+// to info.
 func TestLogger(t *testing.T) {
 	for _, test := range []struct {
 		env     []string

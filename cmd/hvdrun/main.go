@@ -1,4 +1,4 @@
-// Hvdrun starts the ranks of a job, on this host and on others, supervises them and reports how they ended.
+// Hvdrun starts the ranks of a job on this host and on others, supervises them, and reports how they ended.
 //
 //	hvdrun -np 4 python train.py
 //	hvdrun -H h1:4,h2:4 python train.py
@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// Exit statuses of hvdrun itself, besides those of the job.
+// Exit statuses that come from hvdrun itself and not from the job.
 const (
 	statusFailure = 1
 	statusUsage   = 2
@@ -40,11 +40,11 @@ func (e usageError) Unwrap() error { return e.error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// runner is the state of one run of hvdrun.
+// runner is the state of one execution of hvdrun.
 type runner struct {
 	env            []string
 	stdout, stderr io.Writer
-	status         int // exit status
+	status         int // the exit status
 
 	numProc     string
 	minNP       string
@@ -58,11 +58,11 @@ type runner struct {
 	metricsAddr string
 	checkBuild  bool
 
-	flags    []config.FlagValue // settings, in the order of the command line
-	extra    []string           // NAME=value for the ranks, which are not settings
+	flags    []config.FlagValue // settings in the order of the command line
+	extra    []string           // variables for the ranks, as NAME=value, that are not settings
 	warnings []string
 
-	asJSON, asMarkdown bool // of hvdrun config
+	asJSON, asMarkdown bool // flags of hvdrun config
 }
 
 // run runs hvdrun and returns its exit status.

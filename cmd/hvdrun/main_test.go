@@ -28,7 +28,8 @@ import (
 
 const deadline = time.Minute
 
-// TestMain makes the test binary hvdrun, its helper, its agent or a rank, depending on the first argument.
+// TestMain runs the tests. If the first argument of the test binary says so, it runs as hvdrun, as its helper
+// or agent, or as a rank instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -57,15 +58,14 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	// A shell may have started the tests in the background with SIGINT ignored, and hvdrun would inherit
-	// that.
+	// A shell may have started the tests in the background with SIGINT ignored. hvdrun would inherit that.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
 	}
 	os.Exit(m.Run())
 }
 
-// accuse is the program of a rank that reports rank 1 as failed, as the engine does.
+// accuse runs a rank that reports rank 1 as failed, as an engine does.
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -84,7 +84,7 @@ func accuse() error {
 	return errors.Join(err, kv.Close())
 }
 
-// hvdrun returns the command that runs this test binary as hvdrun. It is killed after a minute.
+// hvdrun returns a command that runs this test binary as hvdrun. The command is killed after deadline.
 func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
@@ -99,7 +99,7 @@ func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs hvdrun and returns what it printed and its exit status.
+// output runs hvdrun and returns its outputs and its exit status.
 func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
 	t.Helper()
 	cmd := hvdrun(t, args...)
@@ -112,6 +112,8 @@ func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
 	return out.String(), err.String(), cmd.ProcessState.ExitCode()
 }
 
+// TestWrongUsage checks that wrong command lines end with exit status 2 and one line of explanation, and
+// start nothing.
 func TestWrongUsage(t *testing.T) {
 	started := filepath.Join(t.TempDir(), "started")
 	touch := []string{"touch", started}
@@ -132,7 +134,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "-q"}, touch...), "'q'"},
 		{append([]string{"-np", "2", "-x", "=1"}, touch...), `-x: got "=1"`},
 		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...),
-			"HOROVOD_RANK is set by the launcher itself"},
+			"got HOROVOD_RANK, which the launcher itself sets"},
 		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...),
 			`--start-timeout: got "soon", want a number of seconds`},
 		{append([]string{"-np", "2", "--start-timeout="}, touch...),
@@ -175,7 +177,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-H", "h1", "--agent", " "}, touch...), "--agent: got an empty value"},
 		{append([]string{"-H", "h1", "--remote-hvdrun="}, touch...), "--remote-hvdrun: got an empty value"},
 		{append([]string{"-H", "h1", "--torch-store", "127.0.0.1:0"}, touch...),
-			`--torch-store: got "127.0.0.1:0", want an address of this host`},
+			`--torch-store: got "127.0.0.1:0", want an address at which other hosts`},
 		{append([]string{"-H", "h1", "--network-interfaces", "nothing0"}, touch...), "nothing0"},
 		{append([]string{"-np", "2", "--min-np", "2"}, touch...),
 			`--min-np and --max-np: got "2" and "", want both to be 2, the number of ranks: this version has no elastic jobs`},
@@ -220,11 +222,13 @@ func TestWrongUsage(t *testing.T) {
 	}
 }
 
+// TestFormsOfTheCommandLine checks that the different ways to write flags have the same effect, and that the
+// flags of the command are not taken for flags of hvdrun.
 func TestFormsOfTheCommandLine(t *testing.T) {
 	echo := []string{"sh", "-c", `echo "$A $*"`, "-np", "7", "--num_proc=8", "-v", "--", "x"}
 	for _, c := range []struct {
 		flags []string
-		want  string // the value of A
+		want  string // value of A at the ranks
 	}{
 		{[]string{"-np", "2"}, ""},
 		{[]string{"-np=2"}, ""},
@@ -246,7 +250,7 @@ func TestFormsOfTheCommandLine(t *testing.T) {
 			stdout, stderr, status := output(t, append(slices.Clone(c.flags), echo...)...)
 			lines := strings.Split(stdout, "\n")
 			slices.Sort(lines)
-			args := " 7 --num_proc=8 -v -- x" // The shell takes -np as its $0.
+			args := " 7 --num_proc=8 -v -- x" // the shell takes -np as its $0
 			want := []string{"", "[0]<stdout>:" + c.want + args, "[1]<stdout>:" + c.want + args}
 			if status != 0 || !slices.Equal(lines, want) {
 				t.Errorf("got exit status %d, %q and %q, want 0 and %q", status, stdout, stderr, want)
@@ -265,7 +269,7 @@ func TestStatusOfTheJob(t *testing.T) {
 		{[]string{"sh", "-c", "kill -9 $$"}, 137},
 		{[]string{"no-such-program"}, 127},
 		{[]string{os.TempDir()}, 126},
-		{[]string{"completion"}, 127}, // a command of the user's with this name, which does not exist
+		{[]string{"completion"}, 127}, // launches a command named completion, which does not exist
 		{[]string{"--", "completion"}, 127},
 		{[]string{"--", "help"}, 127},
 		{[]string{"config"}, 127},
@@ -346,7 +350,7 @@ func TestCompletion(t *testing.T) {
 		!strings.Contains(stdout, "--cache-capacity") {
 		t.Errorf("got exit status %d and %q, want the setting's flag", status, stdout)
 	}
-	// Neither completion nor a hint may suggest a flag that would be rejected.
+	// Neither completion nor a hint may suggest a flag that hvdrun would reject.
 	if stdout, _, status := output(t, "__complete", "--min"); status != 0 ||
 		strings.Contains(stdout, "--min-np") {
 		t.Errorf("got exit status %d and %q, want no flag that this version does not have", status, stdout)
@@ -357,8 +361,8 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// The root cause is the rank that the verdict in the store names, even if the rank that sent the verdict ends
-// first.
+// TestVerdictInTheStore checks that the root cause is the rank that the verdict in the store names, even if
+// the rank that sent the verdict ends first.
 func TestVerdictInTheStore(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -402,11 +406,12 @@ func TestInterrupt(t *testing.T) {
 	}
 	cmd.Wait()
 	if got := cmd.ProcessState.ExitCode(); got != 130 || bytes.Count(out, []byte("bye")) != 2 {
-		t.Errorf("got exit status %d and %q, want 130 and a bye of each", got, out)
+		t.Errorf("got exit status %d and %q, want 130 and a bye from each rank", got, out)
 	}
 }
 
-// If SIGHUP is ignored when hvdrun starts, as under nohup, hvdrun and its ranks ignore it.
+// TestIgnoredSignalsStayIgnored checks that hvdrun and its ranks ignore SIGHUP if it is ignored when hvdrun
+// starts, as under nohup.
 func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	cmd := hvdrun(t, "-np", "2", "sh", "-c", `kill -HUP $PPID $$; echo alive`)
 	shell, err := exec.LookPath("sh")
@@ -421,7 +426,7 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	}
 }
 
-// hvdrun that is started by a rank runs a job of its own.
+// TestJobInAJob checks that an hvdrun that a rank starts runs a job of its own.
 func TestJobInAJob(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -435,6 +440,7 @@ func TestJobInAJob(t *testing.T) {
 	}
 }
 
+// TestRewrite checks how the command line is converted for pflag.
 func TestRewrite(t *testing.T) {
 	flags := new(runner).command().Flags()
 	for _, c := range []struct{ in, want string }{
@@ -466,8 +472,8 @@ func TestRewrite(t *testing.T) {
 	}
 }
 
-// Every name of foreignFlags gets its hint. None is a flag of hvdrun, because such a flag would never get the
-// hint.
+// TestForeignFlags checks that each flag in foreignFlags gets its advice. None may be a flag of hvdrun too,
+// because its advice would never be given.
 func TestForeignFlags(t *testing.T) {
 	flags := new(runner).command().Flags()
 	for _, f := range foreignFlags {

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/metrics"
 )
 
-// serveMetrics serves the metrics of all ranks, which it requests from them when it is scraped, until stop is
-// called.
+// serveMetrics serves the metrics of all ranks until stop is called. It requests them from the ranks when it
+// is scraped.
 func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
@@ -32,19 +32,19 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	})
 	server, err := metrics.Serve(r.metricsAddr, job.Handler(), r.logger())
 	if err != nil {
-		_ = job.Close() // it has requested nothing
+		_ = job.Close() // nothing has been requested yet
 		return nil, fmt.Errorf("--metrics-addr: %w", err)
 	}
 	fmt.Fprintf(r.stderr, "hvdrun: metrics at http://%s/metrics\n", server.Addr())
 	return func() {
-		// The requests are cancelled first, so that scrapes waiting for them end at once. The errors do not
-		// matter.
+		// Requests to ranks are cancelled first, so that scrapes that wait for them end at once. The errors
+		// do not matter.
 		_ = job.Close()
 		_ = server.Close()
 	}, nil
 }
 
-// hostNames returns the names of the ranks' hosts, by rank.
+// hostNames returns for each rank the name of its host.
 func hostNames(hosts []launch.Host, np int) ([]string, error) {
 	if hosts == nil {
 		name, err := os.Hostname()

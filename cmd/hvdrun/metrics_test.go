@@ -33,16 +33,17 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ranksOfMetrics is a variable that says how each rank of a test answers.
+// ranksOfMetrics is an environment variable that says, for each rank of a test, how the rank answers
+// requests.
 const ranksOfMetrics = "RANKS_OF_METRICS"
 
-// TestMetricsRank is the program of a rank that answers requests for metrics. It is a test so that the test
-// binary can run it; in other runs of the tests it is skipped.
+// TestMetricsRank runs a rank that answers requests for metrics. It is a test so that other tests can run it
+// in the test binary. Otherwise it is skipped.
 func TestMetricsRank(t *testing.T) {
 	kinds := strings.Split(os.Getenv(ranksOfMetrics), ",")
 	rank, err := strconv.Atoi(os.Getenv("HOROVOD_RANK"))
 	if err != nil || rank >= len(kinds) {
-		t.Skip("it is a rank of other tests")
+		t.Skip("runs only as a rank of other tests")
 	}
 	key, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
@@ -77,14 +78,14 @@ func TestMetricsRank(t *testing.T) {
 			return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n")
 		}
 	case "silent":
-		select {} // The end of the job kills it.
+		select {} // killed at the end of the job
 	}
 	if err := joblink.New(kv, rank).Answer(t.Context(), answer); err != nil {
-		t.Log(err) // The job has ended.
+		t.Log(err) // the job has ended
 	}
 }
 
-// statsOf returns the statistics of a rank, with values for all metrics.
+// statsOf returns statistics of a rank that give every metric a value.
 func statsOf(rank int) trace.Stats {
 	var h trace.Histogram
 	h.Add(time.Millisecond)
@@ -104,7 +105,7 @@ func statsOf(rank int) trace.Stats {
 	return s
 }
 
-// metricsJob is a running job with its metrics address and its log.
+// metricsJob is a job that runs, with its metrics address and its log.
 type metricsJob struct {
 	*exec.Cmd
 	addr string
@@ -122,7 +123,8 @@ func (j *metricsJob) said() string {
 
 var metricsLine = regexp.MustCompile(`^hvdrun: metrics at http://(.*)/metrics$`)
 
-// startMetricsJob starts a job whose ranks answer as kinds say, and waits until it serves metrics.
+// startMetricsJob starts a job with a rank for each of kinds, which say how the ranks answer. It waits until
+// the job serves metrics.
 func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	t.Helper()
 	self, err := os.Executable()
@@ -131,7 +133,7 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	}
 	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self,
 		"-test.run=^TestMetricsRank$")
-	// The job has a context of its own, because Prometheus may take a while.
+	// The job has a context of its own, because Prometheus may take longer than the time limit of hvdrun.
 	j := &metricsJob{Cmd: exec.CommandContext(testnet.Context(t), short.Path, short.Args[1:]...)}
 	j.Env = append(short.Env, ranksOfMetrics+"="+strings.Join(kinds, ","))
 	pipe, err := j.StderrPipe()
@@ -160,7 +162,7 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	return j
 }
 
-// end interrupts the job, waits for it and checks its exit status.
+// end interrupts the job, waits for its end and checks its exit status.
 func (j *metricsJob) end(t *testing.T) {
 	t.Helper()
 	if err := j.Process.Signal(syscall.SIGINT); err != nil {
@@ -194,8 +196,9 @@ func scrape(ctx context.Context, addr string) (string, error) {
 	return string(text), err
 }
 
-// A real Prometheus, with the configuration and the rules of deploy/, scrapes a job in which some ranks
-// answer wrongly or not at all. The queries of the dashboard have results.
+// TestPrometheusScrapesTheJob runs a real Prometheus with the configuration and the rules in deploy/. It
+// scrapes a job in which some ranks give wrong answers or none. The metrics of the other ranks must arrive,
+// and the queries of the dashboard must have results.
 func TestPrometheusScrapesTheJob(t *testing.T) {
 	deploy := filepath.Join("..", "..", "deploy")
 	read := func(name string) string {
@@ -231,7 +234,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 	same := func(a, b map[string]float64) bool { return fmt.Sprint(a) == fmt.Sprint(b) }
 	up := map[string]float64{"0": 1, "1": 1, "2": 0, "3": 0, "4": 0}
-	// The first scrape may come before the ranks are ready.
+	// The first scrape may precede the time when the ranks are ready.
 	testnet.Eventually(t, "Prometheus has the ranks", func() bool {
 		if got := len(values("hvd_up", "rank")); got != 0 && got != len(up) {
 			t.Fatalf("got %d ranks, want %d", got, len(up))
@@ -253,7 +256,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	if got, want := values("hvd_rank_last_total", "late_rank"), map[string]float64{"2": 3}; !same(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
-	// A rate needs two scrapes, so the queries may have no result at first.
+	// A rate needs two scrapes, so some queries have no result at first.
 	for _, query := range testnet.Dashboard(t, filepath.Join(deploy, "grafana-dashboard.json")) {
 		testnet.Eventually(t, "Prometheus answers "+query, func() bool {
 			samples, err := prom.Query(query)
@@ -280,7 +283,8 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 }
 
-// Scrapes while a job ends get metrics or an error within bounded time, and hvdrun ends as usual.
+// TestScrapesWhileTheJobEnds checks that scrapes during the end of a job get metrics or an error in bounded
+// time, and that hvdrun ends normally.
 func TestScrapesWhileTheJobEnds(t *testing.T) {
 	job := startMetricsJob(t, "good", "impostor", "silent")
 	ctx := testnet.Context(t)
@@ -315,6 +319,8 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 	}
 }
 
+// TestMetricsAddr checks the errors for an address that is in use or malformed, and that hvdrun prints
+// nothing about metrics without the flag.
 func TestMetricsAddr(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -337,7 +343,7 @@ func TestMetricsAddr(t *testing.T) {
 				c.status, c.want)
 		}
 	}
-	// Without the flag hvdrun prints nothing about metrics.
+	// Without the flag hvdrun must print nothing about metrics.
 	if _, stderr, status := output(t, "-np", "1", "true"); status != 0 || stderr != "" {
 		t.Errorf("got exit status %d and %q", status, stderr)
 	}
@@ -356,6 +362,6 @@ func TestHostNames(t *testing.T) {
 		t.Errorf("got %v and error %v", got, err)
 	}
 	if _, err := hostNames(hosts, 5); err == nil {
-		t.Error("five ranks have found room on four slots")
+		t.Error("five ranks were placed on four slots")
 	}
 }

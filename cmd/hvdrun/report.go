@@ -17,26 +17,26 @@ import (
 )
 
 const (
-	// surveyTime is the time limit for the ranks' answers. With it a report is printed within 2 s of the
-	// signal.
+	// surveyTime is the time limit for the ranks' answers. It is short enough that a report is printed within
+	// 2 s after the signal.
 	surveyTime = 1500 * time.Millisecond
-	// maxReportLines caps the lines of a report that are printed.
+	// maxReportLines caps how many lines of a report are printed.
 	maxReportLines = 120
-	// maxFailureBytes caps the packed size of the dumps that are kept of ranks whose job has failed. Dumps
-	// beyond it are dropped.
+	// maxFailureBytes caps the total packed size of the dumps that ranks send when their job has failed.
+	// Dumps above it are dropped.
 	maxFailureBytes = 256 << 20
-	// maxReported caps the number of reported stalls that are remembered.
+	// maxReported caps how many reported stalls are remembered.
 	maxReported = 100_000
-	// stallCause is the prefix of the cause of a report that a stall has triggered.
+	// stallCause is the beginning of the reason for a report that a stall has triggered.
 	stallCause = "a stall: "
 )
 
-// reporter makes reports about the state of the ranks, for launch.Inquiry.
+// reporter makes reports about what the ranks are doing, for launch.Inquiry.
 type reporter struct {
 	ranks  *joblink.Launcher
 	size   int
-	dir    string        // folder for the dumps and the last report; empty for none
-	period time.Duration // least time between two reports that stalls trigger
+	dir    string        // folder for the dumps and the last report, or empty
+	period time.Duration // least time between two reports triggered by stalls
 
 	alarms chan string
 	cancel context.CancelFunc
@@ -44,31 +44,31 @@ type reporter struct {
 	mu        sync.Mutex
 	failures  map[int][]byte           // the last dump of each rank whose job has failed
 	kept      int                      // total length of failures
-	reported  map[stalled]map[int]wait // reported stalls, with the waits by rank
+	reported  map[stalled]map[int]wait // reported stalls, and for each the wait of each rank
 	lastStall time.Time
 }
 
-// stalled identifies a tensor in the report of a stall.
+// stalled identifies a tensor in a report of a stall.
 type stalled struct {
 	set  uint32
 	name string
 }
 
-// wait is the wait of one rank for a tensor. The name of the tensor cannot identify a stall, since names
-// recur in every step.
+// wait identifies the wait of one rank for a tensor. The name of the tensor is not enough to identify a
+// stall, because names recur in every step.
 type wait struct {
 	epoch     uint64
 	submitted time.Duration // by the rank's clock
-	seen      time.Time     // when a dump last had the wait
+	seen      time.Time     // when a dump last contained the wait
 }
 
-// is reports whether w is the wait for p in d, a snapshot of the same rank.
+// is reports whether w is the wait for p in d. d must be a snapshot of the same rank.
 func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
-// newReporter starts a reporter that receives messages of the ranks through the store of the job, until
-// close.
+// newReporter starts a reporter. Until close it receives messages from the ranks through the store of the
+// job.
 func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
 		size: size, dir: dir, period: period,
@@ -77,7 +77,7 @@ func newReporter(kv *store.HashStore, size int, dir string, period time.Duration
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	r.cancel = cancel
-	r.mu.Lock() // handleMessage uses r.ranks, which Listen returns
+	r.mu.Lock() // handleMessage uses r.ranks, which is set below
 	defer r.mu.Unlock()
 	var err error
 	r.ranks, err = joblink.Listen(kv, size, func(rank int, what string, body []byte) {
@@ -86,18 +86,18 @@ func newReporter(kv *store.HashStore, size int, dir string, period time.Duration
 	return r, err
 }
 
-// close stops receiving. It returns when all messages that have arrived are handled.
+// close stops receiving. It returns when all messages that were received are handled.
 func (r *reporter) close() {
 	r.cancel()
-	_ = r.ranks.Close() // the next report contains errors of r.ranks
+	_ = r.ranks.Close() // the next report shows errors of r.ranks
 }
 
 func (r *reporter) inquiry() *launch.Inquiry {
 	return &launch.Inquiry{Survey: r.survey, Alarms: r.alarms, Epilogue: r.epilogue}
 }
 
-// handleMessage handles a message that a rank sent without a request: of a stall or of a failed job. It may
-// block while it asks the ranks, as survey does.
+// handleMessage handles a message that a rank sent without being asked: about a stall or about a failed job.
+// It may block, because it may have to ask the ranks, as survey does.
 func (r *reporter) handleMessage(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case joblink.Stall:
@@ -125,9 +125,10 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 	}
 }
 
-// isNews reports whether a stall should trigger a report: it was not reported before, and the last report of
-// a stall is at least r.period ago. Rank 0 sends the message of a stall again each period. If a stall of the
-// same tensor was reported, isNews asks the ranks whether it is still the same one.
+// isNews reports whether the message about a stall should trigger a report. It should not if the last report
+// of a stall is less than r.period ago, or if the stall was reported before. Rank 0 repeats the message of a
+// stall in each period. If a stall of the same tensor was reported, isNews asks the ranks whether it is still
+// the same stall.
 func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	r.mu.Lock()
 	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
@@ -144,7 +145,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 		return false
 	case !known:
 		return true
-	case time.Since(seen) < r.period/2: // a stall has lasted for a period, so a dump has had this one
+	case time.Since(seen) < r.period/2: // a dump has shown it recently, so it is the same stall
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
@@ -154,8 +155,8 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	return r.newWait(s, dumps)
 }
 
-// newWait reports whether ranks wait for s, and no such wait has been reported. It also records which
-// reported waits continue.
+// newWait reports whether a rank waits for s and no current wait for s has been reported. It also records
+// which reported waits continue.
 func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -171,7 +172,7 @@ func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 				r.reported[key][d.Rank] = w
 			}
 			if key == s {
-				// A stall has lasted for a period. A shorter wait belongs to a later step: the stall has
+				// A stall has lasted for a period. A shorter wait belongs to a later step, so the stall has
 				// ended meanwhile.
 				waits, continues = waits || d.At-p.Submitted >= r.period/2, continues || same
 			}
@@ -180,7 +181,7 @@ func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	return waits && !continues
 }
 
-// markReported records the waits in the report of a stall. The caller holds mu.
+// markReported records the waits in dumps as reported by the report of a stall. The caller holds mu.
 func (r *reporter) markReported(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
@@ -198,7 +199,7 @@ func (r *reporter) markReported(dumps []*analysis.Snapshot) {
 	}
 }
 
-// survey asks all ranks and returns a report of their answers.
+// survey asks all ranks for their dumps and returns a report about them.
 func (r *reporter) survey(ctx context.Context, why string, known []string) string {
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
@@ -206,7 +207,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	answers, _, err := r.ranks.Ask(ctx, joblink.Dump)
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
-	if strings.HasPrefix(why, stallCause) { // only the report of a stall suppresses further ones
+	if strings.HasPrefix(why, stallCause) { // other reports do not suppress those of stalls
 		r.markReported(dumps)
 	}
 	r.mu.Unlock()
@@ -215,7 +216,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
-// epilogue returns a report of the dumps that ranks sent when their job failed; empty if they give no
+// epilogue returns a report about the dumps that ranks sent when their job failed, or "" if they give no
 // information. culprits are the ranks that caused the failure, if they are known.
 func (r *reporter) epilogue(known []string, culprits []int) string {
 	r.close()
@@ -231,8 +232,8 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 		r.size), f, dumps, r.ranks.Err())
 }
 
-// decode decodes the dumps of ranks. absent describes the ranks by rank: what is known of the process or, if
-// its dump cannot be read, the error.
+// decode decodes the dumps of ranks. For each rank whose dump is missing, absent says what known says about
+// its process. If the dump of a rank cannot be decoded, absent contains the error.
 func (r *reporter) decode(bodies map[int][]byte,
 	known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
@@ -257,8 +258,8 @@ func (r *reporter) decode(bodies map[int][]byte,
 	return dumps, absent
 }
 
-// text returns the report to print, at most maxReportLines lines of it, and writes the whole to the folder
-// for dumps. err is printed as a warning.
+// text returns the report to print, cut to maxReportLines lines. If there is a folder for dumps, it writes
+// the whole report there. err is printed as a warning.
 func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
 	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()
@@ -267,7 +268,8 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	}
 	lines := strings.SplitAfter(full, "\n")
 	if more := len(lines) - maxReportLines; more > 0 {
-		full = strings.Join(lines[:maxReportLines], "") + fmt.Sprintf("... and %d more lines\n", more)
+		full = strings.Join(lines[:maxReportLines], "") +
+			fmt.Sprintf("... (%d further lines are not shown)\n", more)
 	}
 	switch {
 	case err != nil:
@@ -278,7 +280,7 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	return rule + full + rule
 }
 
-// write writes a report, as text and JSON, and its dumps to the folder for dumps.
+// write writes a report, as text and as JSON, and its dumps to the folder for dumps.
 func (r *reporter) write(text string, f *analysis.Findings, dumps []*analysis.Snapshot) error {
 	found, err := json.MarshalIndent(f, "", " ")
 	if err != nil {

@@ -32,14 +32,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// dumpOf returns the dump of a rank that has run the allreduces grad/0 to grad/9. At 20 s, the time of the
-// dump, it has waited for 5 s for the allreduces named in waits.
+// dumpOf returns the dump of a rank that has run the allreduces grad/0 to grad/9. The dump is made at 20 s.
+// The rank has waited 5 s by then for each allreduce in waits.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
 	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
 }
 
-// dumpAt is like dumpOf, with the time of the dump and the time at which the rank submitted the requests that
-// wait.
+// dumpAt is like dumpOf, but the dump is made at time at, and the rank has submitted the allreduces that it
+// waits for at time submitted.
 func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...string) []byte {
 	r := recorder.New(100)
 	for i := range 10 {
@@ -61,11 +61,11 @@ func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...st
 	return text
 }
 
-// pretend is the program of a rank without an engine. It sends hvdrun what an engine would if all ranks but
+// pretend runs a rank without an engine. It sends to hvdrun what an engine would send if all ranks except
 // rank 1 waited for grad/7. do is one of
 //
-//	hang: ranks from 2 on do not answer; all ranks end at SIGQUIT and print that they got it
-//	stall: rank 0 reports the stall twice; all ranks answer, and end at a signal
+//	hang: ranks from 2 on do not answer; all ranks end on SIGQUIT and print that they got it
+//	stall: rank 0 reports the stall twice; all ranks answer, and end on a signal
 //	fail: ranks other than 1 send their dumps, and then rank 1 dies
 func pretend(do string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
@@ -124,7 +124,7 @@ func pretend(do string) error {
 		fmt.Println("ready")
 		fmt.Println("got", <-signals)
 	case "stall":
-		for r := range size { // hvdrun does not wait for ranks that start later.
+		for r := range size { // hvdrun does not wait for ranks that start later
 			if err := kv.Wait(ctx, "answers/"+strconv.Itoa(r)); err != nil {
 				return err
 			}
@@ -156,7 +156,7 @@ func pretend(do string) error {
 	return nil
 }
 
-// watched is an hvdrun whose ranks run pretend, and the lines that it prints.
+// watched is an hvdrun whose ranks run pretend, with the lines that it prints.
 type watched struct {
 	t     *testing.T
 	lines chan string
@@ -164,7 +164,7 @@ type watched struct {
 	wait  func() (status int)
 }
 
-// watch starts hvdrun with ranks that run pretend(do).
+// watch starts an hvdrun whose ranks run pretend(do).
 func watch(t *testing.T, do string, args ...string) *watched {
 	t.Helper()
 	self, err := os.Executable()
@@ -174,7 +174,7 @@ func watch(t *testing.T, do string, args ...string) *watched {
 	return watchCommand(t, append(args, self, "pretend", do)...)
 }
 
-// watchCommand starts hvdrun and reads its output.
+// watchCommand starts hvdrun with the given arguments and reads its output.
 func watchCommand(t *testing.T, args ...string) *watched {
 	t.Helper()
 	cmd := hvdrun(t, args...)
@@ -200,8 +200,8 @@ func watchCommand(t *testing.T, args ...string) *watched {
 	return w
 }
 
-// until returns the output up to the line that is the n-th with text in it. It fails the test if the output
-// ends before.
+// until returns the output up to the n-th line that contains text. It fails the test if the output ends
+// before that.
 func (w *watched) until(text string, n int) string {
 	w.t.Helper()
 	var b strings.Builder
@@ -217,11 +217,11 @@ func (w *watched) until(text string, n int) string {
 	return ""
 }
 
-// rule is the first and the last line of a report.
+// rule is the first line and the last line of a report.
 var rule = strings.Repeat("-", 72)
 
-// quit starts a job in which some ranks do not answer, sends SIGQUIT to hvdrun and returns its report. It
-// fails the test if hvdrun does not wait for those ranks for surveyTime.
+// quit starts a job in which some ranks do not answer, sends SIGQUIT to hvdrun and returns hvdrun's report.
+// It fails the test if hvdrun waits less than surveyTime for those ranks.
 func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	t.Helper()
 	w = watch(t, "hang", args...)
@@ -232,12 +232,13 @@ func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	}
 	report = w.until(rule, 2)
 	if took := time.Since(begun); took < surveyTime {
-		t.Errorf("it took %v, want what two ranks are waited for", took)
+		t.Errorf("the report took %v, want at least the time limit for the ranks' answers", took)
 	}
 	return w, report
 }
 
-// hvdrun waits for ranks that do not answer for surveyTime, so that it can report within 2 s.
+// TestSurveyTime checks that hvdrun waits exactly surveyTime for ranks that do not answer, and that this is
+// short enough to report within 2 s.
 func TestSurveyTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -247,7 +248,7 @@ func TestSurveyTime(t *testing.T) {
 		begun := time.Now()
 		text := r.survey(t.Context(), "SIGQUIT", nil)
 		if took := time.Since(begun); took != surveyTime || took > 1500*time.Millisecond {
-			t.Errorf("it took %v, want %v and half a second less than 2 s", took, surveyTime)
+			t.Errorf("the survey took %v, want %v, and at most 1.5 s", took, surveyTime)
 		}
 		if !strings.Contains(text, "hvdrun: SIGQUIT: 0 of 2 ranks answered, in 1.5s\n") {
 			t.Errorf("got %s", text)
@@ -255,8 +256,8 @@ func TestSurveyTime(t *testing.T) {
 	})
 }
 
-// SIGQUIT makes hvdrun print and write a report, also if some ranks do not answer. If a second SIGQUIT comes
-// within 5 s, hvdrun passes it on to the ranks.
+// TestQuitPrintsReport checks that SIGQUIT makes hvdrun print and write a report, even if some ranks do not
+// answer. hvdrun must forward a second SIGQUIT within 5 s to the ranks.
 func TestQuitPrintsReport(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "dumps")
 	w, report := quit(t, 4, "-np", "4", "--dump-dir", dir)
@@ -270,10 +271,10 @@ func TestQuitPrintsReport(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	// A process that waits for a signal may run for a moment.
+	// A process that waits for a signal may be running for a moment.
 	if !regexp.MustCompile(
 		`\nRank 2 did not answer: process \d+ is (sleeping|running)\.\nRank 3 did not answer: process \d+ is (sleeping|running)\.\n`).MatchString(report) {
-		t.Errorf("got %s, want what the processes of ranks 2 and 3 do", report)
+		t.Errorf("got %s, want the states of the processes of ranks 2 and 3", report)
 	}
 	left := map[string]string{"report.txt": "has not called", "report.json": `"waiting"`,
 		"rank0.json": `"why": "dump"`, "rank1.json": `"rank": 1`}
@@ -286,7 +287,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) != len(left) {
 		t.Errorf("got %v, error %v, want %d files", entries, err, len(left))
 	}
-	// The second SIGQUIT within 5 s goes to the ranks.
+	// A second SIGQUIT within 5 s is forwarded to the ranks.
 	if err := w.kill(unix.SIGQUIT); err != nil {
 		t.Fatal(err)
 	}
@@ -296,7 +297,7 @@ func TestQuitPrintsReport(t *testing.T) {
 	}
 }
 
-// A stall that rank 0 reports twice makes hvdrun print one report.
+// TestStallPrintsReport checks that hvdrun prints one report about a stall that rank 0 reports twice.
 func TestStallPrintsReport(t *testing.T) {
 	w := watch(t, "stall", "-np", "3")
 	report := w.until(rule, 2)
@@ -309,7 +310,7 @@ func TestStallPrintsReport(t *testing.T) {
 		}
 	}
 	if strings.Contains(report, "are in") {
-		t.Errorf("got %s, want no folder", report)
+		t.Errorf("got %s, want no line about a folder", report)
 	}
 	if err := w.kill(unix.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -324,7 +325,8 @@ func TestStallPrintsReport(t *testing.T) {
 	}
 }
 
-// If a job fails, hvdrun prints the root cause and then a report of what the ranks waited for.
+// TestFailurePrintsReport checks that hvdrun prints the root cause of a failure and then a report on what the
+// ranks waited for.
 func TestFailurePrintsReport(t *testing.T) {
 	w := watch(t, "fail", "-np", "3")
 	text := w.until(rule, 4)
@@ -346,17 +348,17 @@ func TestFailurePrintsReport(t *testing.T) {
 	}
 }
 
-// If no rank has sent a dump, hvdrun prints no second report. If the ranks do not use gohvd, SIGQUIT reports
-// what hvdrun knows of their processes.
+// TestReportsOfOtherPrograms runs ranks that do not use gohvd. After a failure hvdrun must print only the
+// root cause. On SIGQUIT it must report what it knows about their processes.
 func TestReportsOfOtherPrograms(t *testing.T) {
 	_, stderr, status := output(t, "-np", "2", "sh", "-c", "exit 3")
 	if status != 3 || strings.Count(stderr, rule) != 2 {
-		t.Errorf("got exit status %d and %s, want the root cause alone", status, stderr)
+		t.Errorf("got exit status %d and %s, want only the root cause", status, stderr)
 	}
 	w := watchCommand(t, "-np", "2", "--verbose", "sh", "-c",
 		`[ $HOROVOD_RANK = 0 ] || exit 0; echo process $$; kill -STOP $$`)
 	var said string
-	// The lines come in any order.
+	// The lines may come in any order.
 	for _, line := range []string{"rank 1: exit status 0", "rank 0: started as process ",
 		"<stdout>:process "} {
 		if !strings.Contains(said, line) {
@@ -381,7 +383,7 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // The second one kills the stopped process.
+	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second one kills the stopped process
 		if err := w.kill(s); err != nil {
 			t.Fatal(err)
 		}
@@ -389,7 +391,8 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	w.wait()
 }
 
-// hvdrun asks the ranks of other hosts too. Its report says that a process on another host has not ended.
+// TestQuitOnSeveralHosts checks that hvdrun also asks ranks on other hosts, and says of a process there only
+// that it has not ended.
 func TestQuitOnSeveralHosts(t *testing.T) {
 	w, report := quit(t, 4, "-H", "h1:2,h2:2", "--agent", "env AT={host}")
 	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered",
@@ -407,7 +410,8 @@ func TestQuitOnSeveralHosts(t *testing.T) {
 	}
 }
 
-// A job that ends while hvdrun asks its ranks does not wait for their answers.
+// TestJobEndsWhileRanksAreAsked checks that a job that ends while hvdrun asks its ranks does not wait for
+// their answers.
 func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w := watch(t, "hang", "-np", "3")
 	w.until("<stdout>:ready", 3)
@@ -419,7 +423,7 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	if status := w.wait(); status != 143 {
 		t.Errorf("got exit status %d, want 143", status)
 	}
-	w.until(rule, 2) // The report has what was known by then.
+	w.until(rule, 2) // the report says what was known by then
 }
 
 func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
@@ -431,8 +435,8 @@ func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period 
 	return r
 }
 
-// Each stall is reported once, one report at a time. A stall that the report of another one showed is not
-// reported again.
+// TestStallsAreReportedOnce checks that each stall is reported once, and that there is one report at a time.
+// If the report of one stall shows another stall too, that stall must not be reported again.
 func TestStallsAreReportedOnce(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -459,16 +463,16 @@ func TestStallsAreReportedOnce(t *testing.T) {
 			}
 		}
 	}
-	advancePeriod := func() { // lets more than a period pass
+	advancePeriod := func() { // makes the last report two periods old
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.lastStall = r.lastStall.Add(-2 * time.Hour)
 	}
 	sendStall("a")
 	expectAlarm("a stall: stalled a\x1b")
-	sendStall("b") // It comes less than a period after the last report.
+	sendStall("b") // less than a period after the last report
 	expectAlarm("")
-	// This report shows that b and c are waited for.
+	// This report shows that the ranks wait for b and c.
 	ctx, cancel := context.WithCancel(testnet.Context(t))
 	var wg sync.WaitGroup
 	for rank := range size {
@@ -492,7 +496,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	r.handleMessage(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.handleMessage(t.Context(), 0, "what", nil)
 	expectAlarm("")
-	// The alarm of e is still pending. The report of f does not wait for it and is dropped.
+	// The alarm for e is still pending. The message about f does not wait for it and is dropped.
 	sendStall("e")
 	advancePeriod()
 	sendStall("f")
@@ -500,8 +504,9 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	expectAlarm("")
 }
 
-// Names of tensors repeat in each step. A stall is reported also if there was one of the same name before, or
-// if a report after SIGQUIT has shown it. It is not reported again while it lasts.
+// TestEachStallIsReported checks that a stall is reported even if an earlier stall had the same name, because
+// names of tensors recur in each step, or if a report after SIGQUIT has shown it. It must not be reported
+// again while it lasts.
 func TestEachStallIsReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const (
@@ -515,7 +520,7 @@ func TestEachStallIsReported(t *testing.T) {
 		begun := time.Now()
 		var (
 			mu    sync.Mutex
-			since time.Duration // when ranks 0 and 2 began to wait; 0 if they do not wait
+			since time.Duration // when ranks 0 and 2 began to wait; 0 if they do not
 			mute  []int         // ranks that do not answer
 			asked int
 			wg    sync.WaitGroup
@@ -546,7 +551,8 @@ func TestEachStallIsReported(t *testing.T) {
 		}
 		begins := func() { set(func() { since = time.Since(begun) }) }
 		ends := func() { set(func() { since = 0 }) }
-		// expectReports sends the stalls of both names as rank 0 would, and checks the number of reports.
+		// expectReports sends the messages about both stalls, as rank 0 would, and checks how many reports
+		// follow.
 		expectReports := func(want int) {
 			t.Helper()
 			got := 0
@@ -559,7 +565,7 @@ func TestEachStallIsReported(t *testing.T) {
 					t.Fatal(err)
 				}
 				synctest.Wait()
-				time.Sleep(2 * surveyTime) // hvdrun may be waiting for a rank.
+				time.Sleep(2 * surveyTime) // hvdrun may be waiting for a rank
 				select {
 				case why := <-r.alarms:
 					r.survey(ctx, why, nil)
@@ -596,16 +602,16 @@ func TestEachStallIsReported(t *testing.T) {
 			ends()
 		}
 		time.Sleep(period)
-		expectReports(0) // The stall is over by now.
+		expectReports(0) // the stall has ended
 		time.Sleep(period)
 		begins()
-		expectReports(0) // A later step has waited only for a moment.
+		expectReports(0) // a later step has waited only for a moment
 		set(func() { mute = []int{2} })
 		time.Sleep(period)
 		expectReports(1)
 		time.Sleep(period)
 		expectReports(0)
-		// It remains one stall if others of the waiting ranks answer.
+		// It is still the same stall if other waiting ranks answer than before.
 		ends()
 		time.Sleep(period)
 		begins()
@@ -620,7 +626,7 @@ func TestEachStallIsReported(t *testing.T) {
 	})
 }
 
-// A stall is reported only once also if none of the waiting ranks answers.
+// TestStallOfSilentRanks checks that a stall is reported only once even if none of the waiting ranks answers.
 func TestStallOfSilentRanks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -636,12 +642,12 @@ func TestStallOfSilentRanks(t *testing.T) {
 			select {
 			case why := <-r.alarms:
 				if i > 0 {
-					t.Errorf("it is reported again: %s", why)
+					t.Errorf("the stall is reported again: %s", why)
 				}
 				r.survey(t.Context(), why, nil)
 			default:
 				if i == 0 {
-					t.Error("it is not reported")
+					t.Error("the stall is not reported")
 				}
 			}
 			time.Sleep(2 * time.Minute)
@@ -649,8 +655,8 @@ func TestStallOfSilentRanks(t *testing.T) {
 	})
 }
 
-// The dumps that ranks send at a failure are bounded in size. The report says so if a dump is malformed or is
-// of another rank.
+// TestDumpsOfFailures checks that the dumps that ranks send after a failure are bounded in size, and that the
+// report says so if a dump is malformed or comes from another rank.
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -660,17 +666,17 @@ func TestDumpsOfFailures(t *testing.T) {
 	r.handleMessage(t.Context(), 0, joblink.Failure, good)
 	r.handleMessage(t.Context(), 1, joblink.Failure, good)
 	r.handleMessage(t.Context(), 2, joblink.Failure, []byte("\x1f\x8bnothing"))
-	r.handleMessage(t.Context(), 4, joblink.Failure, good) // The job has no rank 4.
+	r.handleMessage(t.Context(), 4, joblink.Failure, good) // the job has no rank 4
 	if want := 2*len(good) + 9; r.kept != want || len(r.failures) != 3 {
 		t.Errorf("got %d bytes of %d ranks, want %d of 3", r.kept, len(r.failures), want)
 	}
 	r.handleMessage(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept+1))
 	if r.failures[3] != nil {
-		t.Error("more was kept than there is room for")
+		t.Error("a dump was kept that exceeds the limit")
 	}
 	r.handleMessage(t.Context(), 3, joblink.Failure, make([]byte, maxFailureBytes-r.kept))
 	if r.failures[3] == nil {
-		t.Error("what there is room for was not kept")
+		t.Error("a dump within the limit was not kept")
 	}
 	delete(r.failures, 3)
 	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
@@ -683,7 +689,7 @@ func TestDumpsOfFailures(t *testing.T) {
 			t.Errorf("got %s, want %q", got, want)
 		}
 	}
-	// Dumps that have arrived when the job ends count, even if the reporter has not read them yet.
+	// Dumps that have arrived when the job ends count even if the reporter has not handled them yet.
 	late := reporterOf(t, kv, 4, "", time.Hour)
 	ctx := testnet.Context(t)
 	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
@@ -696,16 +702,17 @@ func TestDumpsOfFailures(t *testing.T) {
 	}
 	late.mu.Unlock()
 	if got := late.epilogue(nil, nil); !strings.Contains(got, "from 4 of 4 ranks") {
-		t.Errorf("got %s, want the dumps of all", got)
+		t.Errorf("got %s, want the dumps of all ranks", got)
 	}
 	quiet := reporterOf(t, kv, 1, "", time.Hour)
 	quiet.handleMessage(t.Context(), 0, joblink.Failure, dumpOf(0, 1, ""))
 	if got := quiet.epilogue(nil, nil); got != "" {
-		t.Errorf("got %s of a rank that waits for nothing, want nothing", got)
+		t.Errorf("the rank waits for nothing: got %s, want no report", got)
 	}
 }
 
-// If the folder cannot be written or the store is gone, the report has a warning for each.
+// TestReportsInTrouble checks that the report has a warning if the folder cannot be written, and one if the
+// store is gone.
 func TestReportsInTrouble(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	file := filepath.Join(t.TempDir(), "file")
@@ -725,7 +732,7 @@ func TestReportsInTrouble(t *testing.T) {
 	r.close()
 }
 
-// A long report is cut on the terminal and whole in the files.
+// TestLongReportsAreCut checks that a long report is cut on the terminal but complete in the files.
 func TestLongReportsAreCut(t *testing.T) {
 	dir := t.TempDir()
 	r := &reporter{size: 1, dir: dir}
@@ -738,9 +745,9 @@ func TestLongReportsAreCut(t *testing.T) {
 		}
 	}
 	lines := strings.Split(r.text("title", f, nil, nil), "\n")
-	at := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "... and ") })
+	at := slices.IndexFunc(lines, func(l string) bool { return strings.HasPrefix(l, "... (") })
 	if len(lines) > maxReportLines+6 || at != maxReportLines+1 {
-		t.Errorf("got %d lines, that there are more at %d", len(lines), at)
+		t.Errorf("got %d lines, with the line about further lines at %d", len(lines), at)
 	}
 	full, err := os.ReadFile(filepath.Join(dir, "report.txt"))
 	if n := bytes.Count(full, []byte("\n")); err != nil || n <= maxReportLines {

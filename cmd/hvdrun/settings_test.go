@@ -27,7 +27,8 @@ func writeFile(t *testing.T, text string) string {
 	return path
 }
 
-// Every flag of a setting sets the variable of the setting in the ranks' environment.
+// TestSettingFlagsReachTheRanks checks that each flag of a setting sets the setting's variable in the
+// environment of the ranks.
 func TestSettingFlagsReachTheRanks(t *testing.T) {
 	for _, c := range []struct{ flag, want string }{
 		{"--gloo-timeout-seconds=7", "HOROVOD_GLOO_TIMEOUT_SECONDS=7"},
@@ -76,6 +77,8 @@ func TestSettingFlagsReachTheRanks(t *testing.T) {
 	}
 }
 
+// TestOrderOfFileAndFlags checks that the settings file overrides the flags before --config-file but not
+// those after it.
 func TestOrderOfFileAndFlags(t *testing.T) {
 	file := writeFile(t, "params:\n  cycle_time_ms: 1\n  cache_capacity: 1\n")
 	cmd := hvdrun(t, "-np", "1", "--tag-output=false",
@@ -90,6 +93,8 @@ func TestOrderOfFileAndFlags(t *testing.T) {
 	}
 }
 
+// TestWarnings checks the warnings about wrong variables and flags, and that the ranks get the names that
+// were warned about.
 func TestWarnings(t *testing.T) {
 	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x",
 		"HVD_TYPO=1",
@@ -149,7 +154,7 @@ func TestConfigCommand(t *testing.T) {
 		}
 	}
 	if strings.Contains(table, "HOROVOD_RANK") {
-		t.Error("shown is what the launcher sets for each rank")
+		t.Error("a setting is shown that the launcher sets for each rank")
 	}
 
 	var shown []struct{ Name, Value, Origin string }
@@ -191,7 +196,8 @@ func TestCheckBuild(t *testing.T) {
 	}
 }
 
-// --check-build lists PyTorch if there is an hvdd, or says why not. The doctor says the same.
+// TestCheckBuildFindsSidecar checks that --check-build lists PyTorch if there is an hvdd, or else says why
+// not, and that the doctor says the same.
 func TestCheckBuildFindsSidecar(t *testing.T) {
 	dir, none := t.TempDir(), t.TempDir()
 	program, plain := filepath.Join(dir, "hvdd"), filepath.Join(none, "plain")
@@ -219,7 +225,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 			t.Errorf("%+v: got %+v", c, lines["frameworks"])
 		}
 	}
-	// hvdd is found beside hvdrun, where it is installed.
+	// An hvdd beside hvdrun, where it is installed, is found too.
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -242,8 +248,8 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	}
 }
 
-// A flag that disables what this version does not have is accepted and has no effect. A flag that enables it
-// is refused.
+// TestFlagsForWhatHolds checks that a flag of horovodrun that turns off a missing feature is accepted and has
+// no effect. A flag that turns on the feature must be refused.
 func TestFlagsForWhatHolds(t *testing.T) {
 	flags := []string{
 		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather",
@@ -262,8 +268,8 @@ func TestFlagsForWhatHolds(t *testing.T) {
 	}
 }
 
-// Ranks start with the signal of the timeline ignored, whether the config file or -x sets it, so that it does
-// not kill a program that does not handle it.
+// TestTimelineSignal checks that ranks start with the timeline signal ignored, so that it does not kill a
+// program that does not handle it. The signal may be set by the settings file or by -x.
 func TestTimelineSignal(t *testing.T) {
 	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
 	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {
@@ -277,7 +283,7 @@ func TestTimelineSignal(t *testing.T) {
 	}
 }
 
-// horovodrun has all flags of horovodrun.
+// horovodrun lists all flags of horovodrun.
 const horovodrun = `
 version num-proc np check-build disable-cache start-timeout network-interfaces network-interface output-filename verbose
 config-file ssh-port ssh-identity-file fusion-threshold-mb cycle-time-ms cache-capacity hierarchical-allreduce
@@ -290,7 +296,8 @@ tcp binding-args num-nccl-streams thread-affinity gloo-timeout-seconds log-level
 log-without-timestamp prefix-output-with-timestamp prefix-timestamp log-hide-timestamp no-log-hide-timestamp hosts
 hostfile host-discovery-script gloo mpi jsrun`
 
-// Every flag of horovodrun either works or is rejected with a reason; none is unknown.
+// TestAllFlagsOfHorovodrunAreKnown checks that every flag of horovodrun either works or is rejected with a
+// reason, and that none is unknown.
 func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 	flags := new(runner).command().Flags()
 	known := strings.Fields(horovodrun)
@@ -309,18 +316,18 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 	for _, i := range config.Inerts() {
 		for _, name := range strings.Fields(i.Flags) {
 			if !slices.Contains(known, name) {
-				t.Errorf("--%s is not horovodrun's", name)
+				t.Errorf("--%s is not a flag of horovodrun", name)
 			}
 			if !strings.HasPrefix(name, "no-") && name != "disable-cache" {
 				refused(name, "1", i.Reason)
 				continue
 			}
 			if err := flags.Set(name, "true"); err != nil {
-				t.Errorf("--%s: got error %v, want what holds accepted", name, err)
+				t.Errorf("--%s: got error %v, want the flag accepted", name, err)
 			}
 			refused(name, "false", i.Reason)
 			if err := flags.Set(name, "x"); err == nil || !strings.Contains(err.Error(), "want no value") {
-				t.Errorf("--%s=x: got error %v, want no value wanted", name, err)
+				t.Errorf("--%s=x: got error %v, want an error that says so", name, err)
 			}
 		}
 	}
@@ -333,6 +340,6 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 		delete(shorthands, f.Shorthand)
 	})
 	if len(shorthands) > 0 {
-		t.Errorf("missing are %v", shorthands)
+		t.Errorf("the short flags %v are missing", shorthands)
 	}
 }

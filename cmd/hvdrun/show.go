@@ -11,17 +11,17 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// shownSetting is one line of the output of hvdrun config.
+// shownSetting is a line in the output of hvdrun config.
 type shownSetting struct {
 	Name   string `json:"name"`
-	Value  string `json:"value"` // empty if there is none
+	Value  string `json:"value"` // empty if the setting has no value
 	Origin string `json:"origin"`
 
-	otherwise string // the effect of having no value
+	otherwise string // what applies if the setting has no value
 }
 
-// showSettings prints the settings that the ranks would get, except those that the launcher sets for each
-// rank.
+// showSettings prints the settings that the ranks would get. It leaves out those that the launcher sets for
+// each rank.
 func (r *runner) showSettings(*cobra.Command, []string) error {
 	if r.asMarkdown {
 		_, err := io.WriteString(r.stdout, config.Page())

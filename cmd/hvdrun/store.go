@@ -34,11 +34,12 @@ func (r *runner) storeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   storeCommand + " --listen HOST:PORT [flags]",
 		Short: "Serve a store for ranks that another launcher starts",
-		Long: `Serve a store for ranks that another launcher starts, until SIGINT or SIGTERM. The address is printed when the store
-listens. The store keeps its contents in memory only.
+		Long: `Serve a store for ranks that another launcher starts, until SIGINT or SIGTERM. When the store listens, its address is
+printed. The store keeps its contents only in memory.
 
-Set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT in the environment of the ranks to this address. With --torch,
-set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and TORCHELASTIC_USE_AGENT_STORE=True.`,
+Set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT in the environment of the ranks to the host and the
+port of this address. With --torch, set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and also
+TORCHELASTIC_USE_AGENT_STORE=True.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.serveStore(cmd.Context(), &s) },
 
@@ -48,13 +49,13 @@ set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and TORCHELASTIC_
 	f.SortFlags = false
 	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 chooses a free port")
 	f.StringVar(&s.secretFile, "secret-file", "",
-		"`FILE` with the secret that clients must have, at least 16 bytes (HVD_SECRET_FILE of the ranks)")
-	f.BoolVar(&s.tls, "tls", false, "encrypt connections (HVD_TLS of the ranks); requires --secret-file")
+		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE)")
+	f.BoolVar(&s.tls, "tls", false, "encrypt connections (for the ranks: HVD_TLS); requires --secret-file")
 	f.BoolVar(&s.insecure, "insecure", false,
 		"serve without a secret even if other hosts can reach the address")
 	f.BoolVar(&s.torch, "torch", false, "use PyTorch's TCPStore protocol, which has no secret")
 	f.BoolVar(&s.torch21, "torch-2.1", false,
-		"treat old clients as those of PyTorch 2.1 instead of an older version")
+		"assume that old clients run PyTorch 2.1, and not an older version")
 	f.BoolVar(&r.verbose, "verbose", false, "log when clients connect and disconnect")
 	return cmd
 }
@@ -81,7 +82,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 			cfg.Secret = cfg.Secret.Encrypted()
 		}
 	case !s.insecure && !isLoopback(s.listen):
-		return usagef("--listen %s: other hosts can reach this address and there is no secret: give --secret-file, or --insecure to let any client change the store", s.listen)
+		return usagef("--listen %s: other hosts can reach this address and there is no secret: give --secret-file, or give --insecure to let any client change the store", s.listen)
 	}
 	hash := store.NewHashStore(store.Limits{})
 	defer hash.Close()
@@ -94,7 +95,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	return server.Close()
 }
 
-// server is the common interface of the two kinds of server.
+// server is the common interface of the servers for gohvd's and for PyTorch's protocol.
 type server interface {
 	io.Closer
 	Addr() string
@@ -107,11 +108,11 @@ func serveEither(s *storeFlags, hash *store.HashStore, cfg store.Config) (server
 	return store.Serve(s.listen, hash, cfg)
 }
 
-// isLoopback reports whether only this host can reach an address. It is true for a malformed address.
+// isLoopback reports whether only this host can reach addr. It returns true for a malformed address.
 func isLoopback(addr string) bool {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
-		return true // listening on it returns the error
+		return true // an attempt to listen reports the error
 	}
 	ip := net.ParseIP(host)
 	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// hvdrun store serves clients that know its secret until it gets a signal.
+// TestStoreAlone checks that hvdrun store serves clients that know its secret, until it gets a signal.
 func TestStoreAlone(t *testing.T) {
 	const text = "sixteen bytes or more"
 	file := filepath.Join(t.TempDir(), "secret")
@@ -75,12 +75,13 @@ func TestStoreAlone(t *testing.T) {
 			}
 			if conn, err := net.Dial("tcp", addr); err == nil {
 				conn.Close()
-				t.Error("somebody listens there still")
+				t.Error("the address still accepts connections")
 			}
 		})
 	}
 }
 
+// TestStoreAloneRefuses checks the errors for flags of hvdrun store that are wrong or contradict each other.
 func TestStoreAloneRefuses(t *testing.T) {
 	short := filepath.Join(t.TempDir(), "short")
 	if err := os.WriteFile(short, []byte("short"), 0o600); err != nil {

@@ -16,10 +16,10 @@ const timelineCommand = "timeline"
 
 const timelineLong = `Analyse the timelines of a job: which ranks were late, where the time went, and which settings could be changed.
 
-FILE is the timeline of rank 0: those of the other ranks (t.rank1.json, ... beside t.json) and older segments (t.1.json)
-are found beside it. FILE can also be the timeline of another rank, a folder, of which all files are read, or - for
-standard input. Files may be compressed by gzip. Timelines of Horovod are read too. A truncated or damaged file is used up
-to the damage, and reported.
+FILE is usually the timeline of rank 0, such as t.json. The timelines of the other ranks (t.rank1.json, ...) and older
+segments (t.1.json, ...) are found beside it. FILE can also be the timeline of another rank, a folder whose files are all
+read, or - for standard input. Files may be compressed by gzip. Timelines written by Horovod can be read too. A truncated
+or damaged file is reported, and used up to the damage.
 
 The exit status is 0 if every FILE could be read, 1 if not, and 2 for wrong usage.`
 
@@ -45,7 +45,7 @@ func (r *runner) timeline() *cobra.Command {
 	g := newGroup("Flags")
 	g.flags.BoolVar(&given.asJSON, "json", false, "print the report as a JSON object")
 	g.flags.StringVar(&given.merge, "merge", "",
-		"also write a Chrome trace of all ranks, by rank 0's clock, to `OUT.json`; compressed if the name ends in .gz")
+		"also write a Chrome trace of all ranks, with times of rank 0's clock, to `OUT.json`. If the name ends in .gz, compress it")
 	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
 		"HOROVOD_FUSION_THRESHOLD of the job in `MIB`, which timelines do not record")
 	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
@@ -68,7 +68,7 @@ func (r *runner) timeline() *cobra.Command {
 	return cmd
 }
 
-// defaultOf returns the default of a numeric setting; 0 if it has none.
+// defaultOf returns the default of a numeric setting, or 0 if it has none.
 func defaultOf(name string) int64 {
 	s, _ := config.Lookup(name)
 	n, err := strconv.ParseInt(s.Default, 10, 64)
@@ -78,7 +78,7 @@ func defaultOf(name string) int64 {
 	return n
 }
 
-// readTimelines prints the report of timelines, and merges the files if --merge is given.
+// readTimelines prints a report about timelines. If --merge is given, it also merges them into one file.
 func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error) {
 	if given.thresholdMB < 0 || given.thresholdMB > 1<<40 || given.capacity < 0 {
 		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",

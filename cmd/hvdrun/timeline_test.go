@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// putTimelines writes the timeline files of two ranks and returns their directory. The second rank is 5 ms
-// late in each of 10 steps of 100 ms.
+// putTimelines writes the timeline files of two ranks and returns their folder. The second rank is 5 ms late
+// in each of 10 steps, which take 100 ms.
 func putTimelines(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -75,6 +75,7 @@ func TestTimelineOfStandardInput(t *testing.T) {
 	}
 }
 
+// TestTimelineOfWhatIsNone checks the errors for files that are not timelines and for wrong flags.
 func TestTimelineOfWhatIsNone(t *testing.T) {
 	dir := putTimelines(t)
 	bad := filepath.Join(dir, "bad")
@@ -91,7 +92,7 @@ func TestTimelineOfWhatIsNone(t *testing.T) {
 			false},
 		{[]string{filepath.Join(dir, "none.json")}, 1, "no such file", false},
 		{[]string{dir + "/t.json", bad}, 1, bad + ": byte 0", true},
-		{[]string{dir}, 0, "", true}, // A folder may have other files too.
+		{[]string{dir}, 0, "", true}, // a folder may contain other files too
 		{nil, 2, "got no FILE, want rank 0's timeline", false},
 		{[]string{"--merge"}, 2, "flag needs an argument: --merge", false},
 		{[]string{"--cache-capacity", "-1", dir}, 2, "want 0 or more", false},

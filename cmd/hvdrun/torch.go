@@ -8,13 +8,13 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// torchStoreOff is the value of --torch-store for no TCPStore.
+// torchStoreOff is the value of --torch-store with which no TCPStore is served.
 const torchStoreOff = "off"
 
-// serveTorch serves a TCPStore to the ranks' torch.distributed, unless --torch-store is off, or the job has
-// several hosts and the flag was not given. The TCPStore is separate from the store of the job, since its
-// protocol cannot keep anybody out. For the same reason other hosts can reach it only if the user asked for
-// that. end closes it.
+// serveTorch serves a TCPStore for the ranks' torch.distributed. It does not if --torch-store is off, or if
+// the job has several hosts and the flag was not given. The TCPStore is separate from the store of the job,
+// because its protocol has no secret. For the same reason other hosts can reach it only if the user asked for
+// that. end closes the TCPStore.
 func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(), err error) {
 	if r.torchStore == torchStoreOff || several && !asked {
 		return netip.AddrPort{}, func() {}, nil
@@ -36,7 +36,7 @@ func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(
 	if several && (addr.Addr().IsLoopback() || addr.Addr().IsUnspecified()) {
 		end()
 		return netip.AddrPort{}, nil,
-			usagef("--torch-store: got %q, want an address of this host by which other hosts can reach it",
+			usagef("--torch-store: got %q, want an address at which other hosts can reach this host",
 				r.torchStore)
 	}
 	return addr, end, nil
