@@ -15,18 +15,18 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// rawBackend is a backend of all ranks of the job, used without names and negotiation. It owns the mesh and
-// the session that the backend runs on.
+// rawBackend is a backend between all ranks of the job that is used without names and negotiation. It owns
+// the mesh and the session that the backend uses.
 type rawBackend struct {
 	ops.Backend
 	ops.Registration
 	rank, size int
 	mesh       transport.Mesh
 	at         *place.Meeting
-	session    *rank.Session // nil in a job of one
+	session    *rank.Session // nil in a job with one rank
 }
 
-// close closes the backend and what it runs on. All ranks must have finished their operations.
+// close closes the backend, its mesh and its session. All ranks must have finished their operations.
 func (b *rawBackend) close() error {
 	var errs []error
 	if b.Backend != nil {
@@ -41,9 +41,8 @@ func (b *rawBackend) close() error {
 	return errors.Join(append(errs, b.at.Close())...)
 }
 
-// openRaw meets the other ranks under a separate job name, so that an engine of this process can be in the
-// job too. It opens the backend that the engine would choose: shared memory if the ranks have it, otherwise
-// TCP.
+// openRaw meets the other ranks under another job name, so that this process can also have an engine in the
+// job. It opens the backend that an engine would choose: shared memory if the ranks have it, otherwise TCP.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write the goldens again")
 
-// golden compares got with a file in testdata, or writes the file if -rewrite is set.
+// golden compares got with a file in testdata. If -rewrite is set, it writes got to the file first.
 func golden(t *testing.T, name, got string) {
 	t.Helper()
 	file := filepath.Join("testdata", name)
@@ -46,7 +46,7 @@ func sample() options {
 	}
 }
 
-// cluster calls f in parallel for the n ranks of a job and returns the errors of all.
+// cluster calls f concurrently for each of the n ranks of a job. It returns the errors of all calls, joined.
 func cluster(t *testing.T, n int, settings map[string]string,
 	f func(ctx context.Context, at jobPlace, rank int) error) error {
 	t.Helper()
@@ -69,8 +69,8 @@ func cluster(t *testing.T, n int, settings map[string]string,
 	return errors.Join(errs...)
 }
 
-// runs calls measure at n ranks, each with sample options after change, and returns what rank 0 prints. It
-// fails the test if another rank prints a result.
+// runs calls measure at n ranks, each with the options that sample returns after change. It returns what rank
+// 0 prints, and fails the test if another rank prints a result.
 func runs(t *testing.T, n int, settings map[string]string,
 	change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()
@@ -88,7 +88,7 @@ func runs(t *testing.T, n int, settings map[string]string,
 	return outs[0].String(), logs[0].String(), err
 }
 
-// table returns the rows of a CSV, each as a map from column name to field.
+// table returns the rows of a CSV. Each row maps column names to fields.
 func table(t *testing.T, out string) []map[string]string {
 	t.Helper()
 	var columns []string

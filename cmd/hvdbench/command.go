@@ -9,14 +9,14 @@ import (
 	"github.com/spf13/pflag"
 )
 
-const long = `hvdbench measures collective operations between the ranks of a job, with the flags and the table of nccl-tests.
-Run it under hvdrun, or without hvdrun as a job of one rank. The results of every case are verified first; the column
-#wrong counts the wrong elements.
+const long = `hvdbench measures collective operations between the ranks of a job. Its flags and its table are like those of
+nccl-tests. Run it under hvdrun. Without hvdrun it is a job with one rank. The results of every case are verified
+before and after the case is timed. The column #wrong shows how many elements were wrong.
 
-Sizes are bytes, with K, M or G for powers of 1024. GB is 10^9 bytes. algbw is bytes divided by the mean time. busbw is
-algbw times 2(n-1)/n for allreduce, (n-1)/n for allgather, reducescatter and alltoall, and 1 for broadcast.
+Sizes are in bytes. K, M and G stand for powers of 1024. GB is 10^9 bytes. algbw is bytes divided by the mean time.
+busbw is algbw times 2(n-1)/n for allreduce, (n-1)/n for allgather, reducescatter and alltoall, and 1 for broadcast.
 
-Out of place, package hvd allocates a new tensor for each result, which the time includes.
+Out of place, package hvd allocates a new tensor for each result. The time includes that.
 
 The exit status is 0 if all results are right, 1 if results are wrong or an operation failed, 2 for wrong usage, and
 128+n if signal n ended hvdbench.`
@@ -27,14 +27,14 @@ const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
   hvdrun -np 2 --tag-output=false hvdbench --format csv -b 1K -e 64M -f 4 >a.csv
   bench/plot.py a.csv b.csv -o out.svg    # in a checkout`
 
-// command is the values of the flags of one call of hvdbench.
+// command holds the values of the flags on a command line.
 type command struct {
 	options
-	in, out  bool // placements
+	in, out  bool // which placements to measure
 	blocking int
 }
 
-// value is a flag whose text is parsed by a function of options.go.
+// value is the value of a flag whose text is parsed by a function from options.go.
 type value[T any] struct {
 	to    *T
 	parse func(text string) (T, error)
@@ -54,8 +54,8 @@ func (v *value[T]) Set(text string) error {
 	return nil
 }
 
-// add adds a flag whose text is parsed by parse. It panics if the default cannot be parsed, which is a defect
-// that every test shows.
+// add adds a flag whose text is parsed by parse. It panics if the default value cannot be parsed. Every test
+// would show that.
 func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, parse func(string) (T, error),
 	usage string) {
 	v := &value[T]{to: to, parse: parse, kind: kind}
@@ -67,7 +67,7 @@ func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, par
 	f.VarP(v, name, short, usage)
 }
 
-// newCommand returns the command line, which calls measure with the options.
+// newCommand returns the command line. It calls measure with the options.
 func newCommand(measure func(ctx context.Context, o options) error) *cobra.Command {
 	c := &command{}
 	root := &cobra.Command{
@@ -97,7 +97,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f := root.Flags()
 	f.SortFlags = false
 	f.SetNormalizeFunc(func(_ *pflag.FlagSet, name string) pflag.NormalizedName {
-		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // nccl-tests has --warmup_iters
+		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // nccl-tests writes --warmup_iters
 	})
 	o := &c.options
 	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+
@@ -105,33 +105,33 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	add(f, &o.minBytes, "minbytes", "b", "SIZE", "32M", parseSize, "smallest size")
 	add(f, &o.maxBytes, "maxbytes", "e", "SIZE", "32M", parseSize, "largest size")
 	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize,
-		"bytes that are added to a size to get the next")
-	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "factor from a size to the next, instead of --stepbytes")
+		"bytes from one size to the next")
+	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "factor from one size to the next, instead of --stepbytes")
 	f.IntVarP(&o.iters, "iters", "n", 20, "timed calls of each case")
 	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "untimed calls before the timed ones")
 	f.Float64Var(&o.seconds, "seconds", 0,
-		"seconds for which each case is timed, with 20 to 20000 calls, instead of --iters")
+		"time each case for this many seconds, with 20 to 20000 calls, instead of --iters")
 	f.Float64Var(&o.maxSeconds, "max-seconds", 3,
-		"with --seconds, make fewer than 20 calls if they would take longer than this, but at least 5, or 3 above 64M")
-	f.IntVarP(&o.checks, "check", "c", 1, "how often each case is verified; 0 is never")
+		"with --seconds, make fewer than 20 calls if 20 would take longer than this; at least 5, or 3 above 64M")
+	f.IntVarP(&o.checks, "check", "c", 1, "how often each case is verified before it is timed, and once after; 0 turns both off")
 	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes,
 		"element types, separated by commas, or all; names of nccl-tests or of gohvd")
 	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,
 		"reductions, separated by commas, or all: sum, prod, min, max, avg")
 	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root of broadcasts, or all")
 	f.IntVarP(&c.blocking, "blocking", "z", 1,
-		"accepted because nccl-tests has it: every call waits for its end, so 1 is the only value")
+		"accepted because nccl-tests has it; 1 is the only value, because every call waits for its end")
 	f.IntVarP((*int)(&o.average), "average", "a", int(byKind),
-		"which of the ranks' times is the time of a call: 0 rank 0's, 1 the mean, 2 the least, "+
-			"3 the greatest; -1 is the greatest for broadcast, else the least with --touch, else the mean")
+		"how the ranks' times for a call are combined: 0 rank 0's time, 1 the mean, 2 the least, "+
+			"3 the greatest; -1 the greatest for broadcast, otherwise the least with --touch and the mean without")
 	f.BoolVar(&c.in, "in-place", true, "measure in place")
 	f.BoolVar(&c.out, "out-of-place", true, "measure out of place")
 	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
 	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
 	f.BoolVar(&o.touch, "touch", false,
-		"each rank writes its tensor before every call; the writing is not timed")
+		"each rank writes its tensor before every call; that is not timed")
 	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+
-		strings.Join(workloadNames, ", ")+" or `FILE`, which has lines of name, count, shape")
+		strings.Join(workloadNames, ", ")+" or those in `FILE`, with a line of name, count and shape for each")
 	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps over N tensors of BYTES each")
 	add(f, &o.modes, "mode", "", "MODES", "async", parseModes,
 		"how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
@@ -140,13 +140,13 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		"collective": root.ValidArgs} {
 		if err := root.RegisterFlagCompletionFunc(name,
 			cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
-			panic(err) // the name of a flag above is wrong
+			panic(err) // a name above is not a flag
 		}
 	}
 	return root
 }
 
-// complete sets the options that depend on several flags and checks all options.
+// complete sets the options that depend on several flags, and checks all options.
 func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 	for _, name := range args {
 		if f.Changed("collective") {
@@ -156,7 +156,7 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 			return err
 		}
 	}
-	// If one end of the range is given and is beyond the default of the other end, that end moves too.
+	// If the given end of the range is beyond the default of the other end, move the other end to it.
 	if !f.Changed("maxbytes") {
 		c.maxBytes = max(c.maxBytes, c.minBytes)
 		if f.Changed("minbytes") && !f.Changed("stepfactor") && !f.Changed("stepbytes") {
@@ -166,7 +166,7 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		c.minBytes = min(c.minBytes, c.maxBytes)
 	}
 	if c.blocking != 1 {
-		return fmt.Errorf("--blocking is %d, want 1: every call waits for its end; use --workload or --many for asynchronous operations", c.blocking)
+		return fmt.Errorf("--blocking is %d, want 1, because every call waits for its end: use --workload or --many for asynchronous operations", c.blocking)
 	}
 	if c.out {
 		c.placements = append(c.placements, false)

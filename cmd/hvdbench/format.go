@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// line has the results of one size, out of place and in place. Either may be nil.
+// line holds the results for one size, out of place and in place. One of them may be nil.
 type line struct{ out, in *result }
 
 func (l line) results() []*result {
@@ -21,17 +21,18 @@ func (l line) results() []*result {
 	return all
 }
 
-// formats are the values of --format: the table of nccl-tests followed by the median and the 99th percentile,
-// or CSV. bench/plot.py and bench/report.py read the CSV.
+// formats holds the values of --format. nccl is the table of nccl-tests, with the median and the 99th
+// percentile added. csv is read by bench/plot.py and bench/report.py.
 var formats = []string{"nccl", "csv"}
 
-// printer prints results as they arrive. It keeps the first error of the writer and prints nothing after it.
+// printer prints results as they arrive. After an error of the writer it prints nothing more. It keeps the
+// error.
 type printer struct {
 	w   io.Writer
 	csv bool
 	err error
 
-	busBW  float64 // sum over all results of the table
+	busBW  float64 // sum of the bus bandwidths in the table
 	numBus int
 }
 
@@ -58,12 +59,12 @@ func (p *printer) begin(title string) {
 		strings.Repeat(fmt.Sprintf(" %10s %10s", "(us)", "(us)"), 2))
 }
 
-// line prints the results of one size.
+// line prints the results for one size.
 func (p *printer) line(l line) {
 	if p.csv {
 		for _, r := range l.results() {
 			var record strings.Builder
-			w := csv.NewWriter(&record) // quotes the name of a workload's file
+			w := csv.NewWriter(&record) // quotes names of workload files
 			_ = w.Write(r.fields())     // a strings.Builder returns no error
 			w.Flush()
 			p.printf("%s", record.String())
@@ -100,11 +101,10 @@ func (p *printer) tableLine(l line) {
 	p.printf("\n")
 }
 
-// note prints a comment.
+// note prints text as a comment.
 func (p *printer) note(text string) { p.printf("# %s\n", text) }
 
-// end prints the end of the table: whether the results were right, and the average bus bandwidth. wrong is
-// the number of wrong elements.
+// end prints the end of the table: how many elements were wrong, and the average bus bandwidth.
 func (p *printer) end(wrong int64) {
 	if p.csv {
 		return
@@ -119,7 +119,7 @@ func (p *printer) end(wrong int64) {
 	}
 }
 
-// micros formats a time with two decimals, one or none, depending on its size.
+// micros formats a time in microseconds. Longer times have fewer decimals.
 func micros(us float64) string {
 	switch {
 	case us < 100:
@@ -137,7 +137,7 @@ var csvColumns = []string{
 	"busbw_GBps", "wrong",
 }
 
-// fields returns the values of csvColumns.
+// fields returns the values of r for csvColumns.
 func (r *result) fields() []string {
 	dt := "none"
 	if r.dt.Valid() {

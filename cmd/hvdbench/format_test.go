@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// lines returns result lines with invented times.
+// lines returns lines of results with made-up times.
 func lines() []line {
 	out := &result{
 		collective: "allreduce", path: "negotiated", memory: "slices", ranks: 2, bytes: 1 << 20,
@@ -50,8 +50,8 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// The nccl format has the columns of nccl-tests' table, so that scripts which read that table by columns can
-// read ours.
+// TestColumnsOfNCCL checks that the nccl format has the columns of nccl-tests' table, so that scripts that
+// read that table by columns can read the output of hvdbench too.
 func TestColumnsOfNCCL(t *testing.T) {
 	for l := range strings.Lines(show("nccl")) {
 		if strings.HasPrefix(l, "#") {

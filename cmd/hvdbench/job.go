@@ -11,16 +11,16 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// jobPlace is how this rank finds its job. The zero value uses the environment.
+// jobPlace says how this rank finds its job. With the zero value, the environment says it.
 type jobPlace struct {
-	settings map[string]string // override those of the environment, by name
-	store    store.Store       // where the ranks meet, instead of the launcher's
+	settings map[string]string // values by name, which override the environment
+	store    store.Store       // where the ranks meet, if not in the launcher's store
 }
 
-// leaveTimeout limits the shutdown after the benchmark was interrupted.
+// leaveTimeout is the time limit for the shutdown after an interruption.
 const leaveTimeout = 5 * time.Second
 
-// job is this rank's membership in a running job.
+// job is a job that this rank has joined.
 type job struct {
 	team    *team
 	engine  *hvd.Engine // nil if only the backend is measured
@@ -28,8 +28,8 @@ type job struct {
 	memory  memory
 }
 
-// join joins the job: with only a backend if raw is set, otherwise with an engine. All ranks must pass the
-// same raw.
+// join joins the job. If raw is set, the rank has only a backend, otherwise it has an engine. All ranks must
+// pass the same raw.
 func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	j := &job{}
 	err := j.open(ctx, at, raw)
@@ -66,8 +66,8 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 	return err
 }
 
-// leave leaves the job. Ranks that have finished leave together; an interrupted rank waits for the others at
-// most leaveTimeout.
+// leave leaves the job. Ranks that have finished leave together. A rank that was interrupted waits at most
+// leaveTimeout for the others.
 func (j *job) leave(ctx context.Context) error {
 	var errs []error
 	if j.backend != nil {

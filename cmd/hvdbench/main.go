@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// These are the exit statuses.
+// Exit statuses.
 const (
 	statusFailure = 1 // also if results are wrong
 	statusUsage   = 2
@@ -27,18 +27,18 @@ func main() {
 	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// usageError is an error in the command line.
+// usageError is an error in the user's command line.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// interruptError is the cause of a context that a signal cancelled.
+// interruptError is the cause of a context that was cancelled by a signal.
 type interruptError struct{ signal unix.Signal }
 
 func (e *interruptError) Error() string { return e.signal.String() }
 
-// interruptible returns a context that the first SIGINT or SIGTERM cancels, and a function that ends this. A
-// second signal kills the process.
+// interruptible returns a context that the first SIGINT or SIGTERM cancels. A second signal kills the
+// process. The returned function stops the handling of signals.
 func interruptible(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	signals := make(chan os.Signal, 1)
@@ -62,7 +62,7 @@ func interruptible(ctx context.Context) (context.Context, func()) {
 	}
 }
 
-// run runs the command line and returns the exit status.
+// run runs hvdbench and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	cmd := newCommand(func(ctx context.Context, o options) error {
 		return measure(ctx, o, jobPlace{}, streams{stdout, stderr})
@@ -76,7 +76,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if err == nil {
 		return 0
 	}
-	// An error after a signal is a consequence of the signal.
+	// After a signal, an error is only a consequence of the signal.
 	var interrupt *interruptError
 	if errors.As(context.Cause(ctx), &interrupt) {
 		fmt.Fprintf(stderr, "hvdbench: ended by signal: %v\n", interrupt)

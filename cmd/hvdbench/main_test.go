@@ -25,7 +25,8 @@ const deadline = time.Minute
 
 var hvdrunPath string
 
-// TestMain runs the test binary as hvdbench if the first argument says so. For the tests it builds hvdrun.
+// TestMain runs the tests, for which it builds hvdrun. If the first argument of the test binary says so, it
+// runs as hvdbench instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "hvdbench" {
 		status := run(os.Args[2:], os.Stdout, os.Stderr)
@@ -65,7 +66,7 @@ type writerFunc func(p []byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
-// prepare returns a command that runs hvdbench, under hvdrun if np is not 0.
+// prepare returns a command that runs hvdbench. If np is not 0, it runs hvdbench under hvdrun.
 func prepare(t *testing.T, np int, env []string,
 	args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
@@ -83,7 +84,7 @@ func prepare(t *testing.T, np int, env []string,
 	return cmd, stdout, stderr
 }
 
-// launch starts a command and kills it if it has not ended after a minute.
+// launch starts a command. If the command has not ended after deadline, launch kills it.
 func launch(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
 	if err := cmd.Start(); err != nil {
@@ -93,7 +94,7 @@ func launch(t *testing.T, cmd *exec.Cmd) {
 	t.Cleanup(func() { kill.Stop() })
 }
 
-// start prepares and launches a command.
+// start prepares a command and launches it.
 func start(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
 	cmd, stdout, stderr = prepare(t, np, env, args...)
@@ -111,7 +112,7 @@ func status(t *testing.T, cmd *exec.Cmd) int {
 	return cmd.ProcessState.ExitCode()
 }
 
-// parse returns the options of a command line.
+// parse returns the options that a command line gives.
 func parse(args ...string) (got options, err error) {
 	cmd := newCommand(func(_ context.Context, o options) error {
 		got = o
@@ -228,8 +229,8 @@ func TestTwoProcesses(t *testing.T) {
 	}
 }
 
-// script runs a script of bench, which needs only Python's standard library, and returns its standard output.
-// It skips the test if there is no python3.
+// script runs a script in bench, which needs only Python's standard library, and returns its standard output.
+// If there is no python3, it skips the test, or fails it in CI.
 func script(t *testing.T, env []string, args ...string) (stdout string, err error) {
 	t.Helper()
 	if _, err := exec.LookPath("python3"); err != nil {
@@ -255,8 +256,8 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// bench/peers/ours.py measures the same cases as the programs for the other libraries, and bench/report.py
-// reads its rows.
+// TestTheMatrixOfTheOtherLibraries checks that bench/peers/ours.py measures the same cases as the programs
+// for the other libraries, and that bench/report.py can read its rows.
 func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	dir := t.TempDir()
 	for _, name := range []string{"resnet50", "gpt2"} {
@@ -313,7 +314,8 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	}
 }
 
-// A signal ends a benchmark that would run for hours. The benchmark prints the end of its table first.
+// TestSignals checks that SIGINT and SIGTERM end a benchmark that would run for hours, and that it prints the
+// end of its table before.
 func TestSignals(t *testing.T) {
 	for _, np := range []int{0, 2} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
@@ -331,7 +333,7 @@ func TestSignals(t *testing.T) {
 			select {
 			case <-measuring:
 			case <-time.After(deadline):
-				t.Fatal("it measures nothing")
+				t.Fatal("the benchmark has not begun to measure")
 			}
 			if err := cmd.Process.Signal(sig); err != nil {
 				t.Fatal(err)

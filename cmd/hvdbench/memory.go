@@ -11,12 +11,13 @@ import (
 
 // memory allocates the benchmark's tensors and counts their bytes.
 type memory struct {
-	live int64 // bytes
+	live int64 // bytes of all tensors that are not freed
 }
 
-// alloc allocates a zeroed tensor, in the arena or as an ordinary slice. All of its pages are resident.
+// alloc allocates a tensor of zeros, in the arena or as an ordinary slice. All pages of the tensor are
+// resident.
 func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
-	// Without this check the Go runtime would end the process without an explanation.
+	// If the memory did not suffice, the Go runtime would end the process without an explanation.
 	var host unix.Sysinfo_t
 	if err := unix.Sysinfo(&host); err != nil {
 		return nil, fmt.Errorf("read the memory size of this host: %w", err)
@@ -34,7 +35,7 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 	return b, nil
 }
 
-// free frees a tensor, which no operation may use any more.
+// free frees a tensor. No operation may use the tensor any more.
 func (m *memory) free(b []byte, inArena bool) error {
 	m.live -= int64(len(b))
 	if inArena {
@@ -45,15 +46,15 @@ func (m *memory) free(b []byte, inArena bool) error {
 
 const pageBytes = 4096
 
-// touchPages writes a byte of every page, so that the pages are resident.
+// touchPages writes a byte in every page, so that the pages become resident.
 func touchPages(b []byte) {
 	for i := 0; i < len(b); i += pageBytes {
 		b[i] = 0
 	}
 }
 
-// touch writes every byte of b, as a training step does before its gradients are reduced. The pattern is
-// finite, true or small as elements of any type.
+// touch writes every byte of b, as a training step does before its gradients are reduced. As elements of any
+// type, the bytes of pattern are finite, true or small.
 func touch(b []byte, pattern uint64) {
 	words := tensor.View[int64](b)
 	for i := range words {
@@ -65,7 +66,7 @@ func touch(b []byte, pattern uint64) {
 }
 
 const (
-	// These are the patterns of touch.
+	// The patterns for touch.
 	touchNumbers = 0x3c003c003c003c00 // 1 in float16, 0.0078 in bfloat16 and float32
 	touchBools   = 0x0101010101010101
 )

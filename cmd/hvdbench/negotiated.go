@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// negotiated is the path that runs operations through package hvd.
+// negotiated is the path that runs operations with package hvd.
 type negotiated struct{ *hvd.Engine }
 
 func (negotiated) String() string { return "negotiated" }
@@ -36,7 +36,7 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
 	return t.step(p.Engine, mode, tensors, flats)
 }
 
-// ofType has the operations of package hvd for one element type.
+// ofType holds functions that prepare operations of package hvd on elements of one type.
 type ofType struct {
 	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
 	step    func(e *hvd.Engine, mode stepMode, tensors,
@@ -98,7 +98,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 	return a, nil
 }
 
-// stepTyped prepares a step on elements of type T.
+// stepTyped prepares a step that reduces tensors with elements of type T.
 func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))
@@ -144,8 +144,9 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
 	return nil, errUnsupported{fmt.Sprintf("package hvd has no mode %v", mode)}
 }
 
-// stepBuckets prepares a step that copies the tensors into buckets and starts the reduction of each bucket as
-// soon as it is full. Then it waits for the buckets in order and copies their contents back.
+// stepBuckets prepares a step that reduces tensors in buckets. The step copies the tensors into the buckets
+// and starts the reduction of each bucket when the bucket is full. Then it waits for the buckets in order and
+// copies their contents back.
 func stepBuckets[T tensor.Element](e *hvd.Engine, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	reduce := make([]*hvd.Handle[T], len(flats))

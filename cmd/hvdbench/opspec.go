@@ -8,26 +8,26 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// opSpec is one operation to measure.
+// opSpec describes an operation to measure.
 type opSpec struct {
 	kind message.Kind
 	dt   tensor.DType    // Invalid for a barrier
 	op   tensor.ReduceOp // NoReduce unless kind reduces
-	root int             // of a broadcast
-	// count is the number of elements as nccl-tests print it. For allreduce and broadcast it is the size of
+	root int             // the root of a broadcast
+	// count is the number of elements as nccl-tests prints it. For allreduce and broadcast it is the size of
 	// the tensor, for allgather the input of each rank, for reducescatter the output of each rank, and for
 	// alltoall what each rank sends to each other rank.
 	count   int64
 	inPlace bool
 }
 
-// kinds are the collectives that can be measured.
+// kinds lists the collectives that can be measured.
 var kinds = []message.Kind{
 	message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter, message.Alltoall,
 	message.Barrier,
 }
 
-// parts returns the ratio of the size of the whole tensor of n ranks to opSpec.count.
+// parts returns how many times as many elements as opSpec.count the whole tensor of n ranks has.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -38,11 +38,11 @@ func parts(kind message.Kind, n int) int64 {
 	return 1
 }
 
-// numBytes returns the size from which bandwidth is computed: the size of the whole tensor, or of all ranks'
-// parts together if each rank has a part.
+// numBytes returns the number of bytes from which bandwidth is computed. That is the size of the whole tensor
+// or, if each rank has a part, of all parts together.
 func (s opSpec) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
 
-// bufferBytes returns the size of the buffer that the operation needs.
+// bufferBytes returns the size of the buffer that the operation needs at each of n ranks.
 func (s opSpec) bufferBytes(n int) int64 {
 	if s.kind == message.Allgather && !s.inPlace {
 		return s.count * int64(s.dt.Size())
@@ -50,7 +50,7 @@ func (s opSpec) bufferBytes(n int) int64 {
 	return s.numBytes(n)
 }
 
-// busFactor returns busbw divided by algbw (nccl-tests, doc/PERFORMANCE.md).
+// busFactor returns the ratio of busbw to algbw, as nccl-tests defines it (doc/PERFORMANCE.md there).
 func busFactor(kind message.Kind, n int) float64 {
 	switch kind {
 	case message.Allreduce:
@@ -63,22 +63,22 @@ func busFactor(kind message.Kind, n int) float64 {
 	return 1
 }
 
-// action is a prepared operation: running it does nothing but the operation itself.
+// action is a prepared operation. Running it does nothing but the operation itself.
 type action struct {
 	run    func(ctx context.Context) error
 	result func() []byte // returns the result of the last run
 }
 
-// path is a way to run collectives. Every rank makes the same calls in the same order.
+// path is a way to run collectives. Every rank must make the same calls in the same order.
 type path interface {
 	Rank() int
 	Size() int
-	// String returns negotiated or raw.
+	// String returns "negotiated" or "raw".
 	String() string
-	// prepare prepares an operation on buf. The error is errUnsupported if this path does not have the
-	// operation.
+	// prepare prepares the operation s on buf. If this path does not have the operation, the error is
+	// errUnsupported.
 	prepare(s opSpec, name string, buf []byte) (*action, error)
-	// step prepares a step that sums tensors in place. flats are the buckets if mode is bucketed.
+	// step prepares a step that sums tensors in place. If mode is bucketed, flats are the buckets.
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
 }
 
@@ -88,18 +88,18 @@ type named struct {
 	buf  []byte
 }
 
-// errUnsupported is the error of a path that does not have an operation. The text is the reason.
+// errUnsupported is the error of a path that does not have an operation. The text says why.
 type errUnsupported struct{ text string }
 
 func (e errUnsupported) Error() string { return e.text }
 
-// team has what the ranks of a path need to run a benchmark together. None of it is timed.
+// team is what the ranks of a path use to run a benchmark together. None of it is timed.
 type team struct {
 	path
 	meet *action
 }
 
-// newTeam returns the team of a path.
+// newTeam returns a team that uses p.
 func newTeam(p path) (*team, error) {
 	t := &team{path: p}
 	var err error
@@ -109,10 +109,10 @@ func newTeam(p path) (*team, error) {
 	return t, nil
 }
 
-// barrier waits for all ranks.
+// barrier waits until all ranks have called it.
 func (t *team) barrier(ctx context.Context) error { return t.meet.run(ctx) }
 
-// gather returns the values of all ranks, by rank. All ranks must pass equally many.
+// gather returns the values of each rank, by rank. All ranks must pass the same number of values.
 func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) {
 	n := t.Size()
 	all := make([]float64, n*len(mine))

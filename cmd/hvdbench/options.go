@@ -10,31 +10,31 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// options are what is measured and how it is printed. Every rank must have the same.
+// options says what is measured and how it is printed. Every rank must have the same options.
 type options struct {
 	kind message.Kind
-	// minBytes to maxBytes are the sizes. The next size is stepFactor times as large if stepFactor is more
-	// than 1, otherwise stepBytes larger.
+	// Sizes from minBytes to maxBytes are measured. If stepFactor is greater than 1, the next size is
+	// stepFactor times the size before, otherwise it is greater by stepBytes.
 	minBytes, maxBytes, stepBytes int64
 	stepFactor                    int
 	iters, warmup                 int
-	// seconds and maxSeconds determine the number of calls if seconds is not 0 (see calls). Otherwise it is
-	// iters.
+	// If seconds is not 0, the number of calls follows from seconds and maxSeconds (see calls). Otherwise it
+	// is iters.
 	seconds, maxSeconds float64
-	checks              int // how often each case is verified; 0 is never
+	checks              int // how often each case is verified; 0 means never
 	types               []tensor.DType
 	ops                 []tensor.ReduceOp
-	roots               []int  // nil is all ranks
-	placements          []bool // true is in place; both are measured if both are there
+	roots               []int  // nil means all ranks
+	placements          []bool // true means in place; may have both
 	average             average
 
 	raw   bool // use only the backend, without negotiation
 	arena bool // allocate tensors in the shared arena
 	touch bool // each rank writes its buffer before every call
 
-	// workload is the name of a built-in list of gradients, or of a file with one; many is a number of equal
-	// tensors. If either is given, steps over these tensors are measured in each of modes, instead of a
-	// collective.
+	// workload is the name of a built-in list of gradients, or of a file with such a list. many describes
+	// tensors of equal size. If either is given, hvdbench measures no collective, but steps over these
+	// tensors in each of modes.
 	workload string
 	many     many
 	modes    []stepMode
@@ -42,14 +42,14 @@ type options struct {
 	format string // one of formats
 }
 
-// many is a number of tensors with the given number of bytes each.
+// many is a number of tensors that have the same number of bytes each.
 type many struct {
 	count int
 	bytes int64
 }
 
-// parseSize parses a number of bytes: digits, and one of the letters K, M, G and T for powers of 1024,
-// optionally followed by B or iB.
+// parseSize parses a number of bytes. The digits may be followed by K, M, G or T, for powers of 1024, and
+// then by B or iB.
 func parseSize(text string) (int64, error) {
 	digits, shift := strings.ToUpper(text), 0
 	for _, unit := range []string{"IB", "B"} {
@@ -77,7 +77,8 @@ func formatSize(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-// parseList parses words separated by commas, each with parse. "all" stands for the list all.
+// parseList parses words that are separated by commas, each with parse. The text "all" stands for the list
+// all.
 func parseList[T comparable](text string, all []T, parse func(word string) (T, error)) ([]T, error) {
 	if text == "all" {
 		return all, nil
@@ -93,7 +94,7 @@ func parseList[T comparable](text string, all []T, parse func(word string) (T, e
 	return list, nil
 }
 
-// parseOne returns the value that has the name word. The error lists the first name of each value.
+// parseOne returns the value that has the name word. An error lists the first name of each value.
 func parseOne[T any](word string, values []T, names func(T) []string) (T, error) {
 	var known []string
 	for _, v := range values {
@@ -106,7 +107,7 @@ func parseOne[T any](word string, values []T, names func(T) []string) (T, error)
 	return none, fmt.Errorf("got %q, want one of %s", word, strings.Join(known, ", "))
 }
 
-// ncclType returns nccl-tests' name of an element type.
+// ncclType returns the name of an element type in nccl-tests.
 func ncclType(dt tensor.DType) string {
 	switch dt {
 	case tensor.Invalid:
@@ -131,7 +132,7 @@ func parseTypes(text string) ([]tensor.DType, error) {
 
 var reductions = []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max, tensor.Average}
 
-// ncclOp returns nccl-tests' name of a reduction.
+// ncclOp returns the name of a reduction in nccl-tests.
 func ncclOp(op tensor.ReduceOp) string {
 	switch op {
 	case tensor.NoReduce:
@@ -164,7 +165,7 @@ func parseRoots(text string) ([]int, error) {
 	return []int{root}, nil
 }
 
-// parseMany parses N:BYTES.
+// parseMany parses a text of the form N:BYTES.
 func parseMany(text string) (many, error) {
 	count, size, _ := strings.Cut(text, ":")
 	n, err := strconv.Atoi(count)
@@ -175,7 +176,7 @@ func parseMany(text string) (many, error) {
 	return many{n, b}, nil
 }
 
-// mpiNames are the names of collectives in nccl-tests and MPI.
+// mpiNames maps collectives to their names in nccl-tests and MPI.
 var mpiNames = map[message.Kind]string{
 	message.Allreduce: "all_reduce", message.Allgather: "all_gather", message.Reducescatter: "reduce_scatter",
 	message.Alltoall: "all_to_all", message.Broadcast: "bcast", message.Barrier: "barrier",
@@ -194,10 +195,11 @@ func parseModes(text string) ([]stepMode, error) {
 	})
 }
 
-// maxLines limits the number of sizes.
+// maxLines is the maximum number of sizes.
 const maxLines = 100000
 
-// sizes returns the sizes to measure, at most maxLines+1 of them. check rejects more than maxLines.
+// sizes returns the sizes to measure. It stops after maxLines+1 sizes, because check rejects more than
+// maxLines.
 func (o *options) sizes() []int64 {
 	var all []int64
 	for n := o.minBytes; n <= o.maxBytes && len(all) <= maxLines; {

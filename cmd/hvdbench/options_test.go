@@ -83,7 +83,7 @@ func TestParseNames(t *testing.T) {
 		"many 4":         second(parseMany("4")),
 	} {
 		if err == nil {
-			t.Errorf("%s is no error", name)
+			t.Errorf("%s: got no error", name)
 		}
 	}
 }
@@ -99,7 +99,7 @@ func TestSizes(t *testing.T) {
 		{options{minBytes: 8, maxBytes: 100, stepFactor: 4}, []int64{8, 32}},
 		{options{minBytes: 8, maxBytes: 24, stepBytes: 8}, []int64{8, 16, 24}},
 		{options{minBytes: 8, maxBytes: 8}, []int64{8}},
-		// The size after 1<<62 would overflow.
+		// The next size after 1<<62 would overflow.
 		{options{minBytes: 1 << 62, maxBytes: 1<<63 - 1, stepFactor: 4}, []int64{1 << 62}},
 		{options{minBytes: 0, maxBytes: 4, stepBytes: 4}, []int64{0, 4}},
 	} {
@@ -110,7 +110,8 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// check refuses a list of sizes that is too long before it is built: this one would take 8 TiB.
+// TestSizesAreCountedBeforeTheyFillMemory checks that check refuses a list of sizes that is too long before
+// it is built. The whole list in this test would take 8 TiB.
 func TestSizesAreCountedBeforeTheyFillMemory(t *testing.T) {
 	o := sample()
 	o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 1, 1<<40, 0, 1

@@ -10,19 +10,19 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// pattern is a periodic sequence of elements: the input or the expected contents of a buffer.
+// pattern is a periodic sequence of elements. It describes the input or the expected contents of a buffer.
 type pattern struct {
 	dt     tensor.DType
 	period []byte // a whole number of elements
-	ulps   int    // the tolerance of floats, in units in the last place
+	ulps   int    // tolerance for floats, in units in the last place
 }
 
-// movedModulus is the period of values that are moved and not reduced, for any number of ranks. Each value is
-// exact in every type.
+// movedModulus is the period of values that are moved and not reduced, for any number of ranks. Each value
+// below it is exact in every type.
 const movedModulus = 101
 
-// modulus returns the period of values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as in the
-// harness of bench/peers, or less if a sum of n values would not be exact in the type.
+// modulus returns the period m of values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as in
+// the harness of bench/peers. It is less if a sum of n such values would not be exact in the type.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
 	switch dt {
@@ -36,20 +36,20 @@ func modulus(dt tensor.DType, n int) int {
 		exact = 127
 	}
 	m := min(101, max(2, exact/n))
-	for m%7 == 0 || m%13 == 0 { // otherwise values would not depend on the index, or on the rank
+	for m%7 == 0 || m%13 == 0 { // or the values would not depend on i or on r
 		m--
 	}
 	return m
 }
 
-// inputs are input values with a known result when n ranks reduce them with op.
+// inputs describes input values whose result is known if n ranks reduce them with op.
 type inputs struct {
 	dt tensor.DType
-	op tensor.ReduceOp // NoReduce if values are only moved
+	op tensor.ReduceOp // NoReduce if values are moved and not reduced
 	n  int
 }
 
-// period returns the number of elements after which the values repeat.
+// period returns after how many elements the values repeat.
 func (in inputs) period() int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -60,8 +60,8 @@ func (in inputs) period() int {
 	return modulus(in.dt, in.n)
 }
 
-// value returns element i of rank r. A product has one factor of 2, from one of the ranks, and otherwise
-// ones: it is small, and every rank matters.
+// value returns element i of rank r. For a product, one rank has a 2 and the others have ones. So the product
+// is small, and it is wrong if a rank is missing.
 func (in inputs) value(i, r int) int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -75,10 +75,10 @@ func (in inputs) value(i, r int) int {
 	return (7*i + 13*r) % in.period()
 }
 
-// moved returns element i of block r. Blocks must differ, and an alltoall has n*n of them. The first 101
-// blocks are as in the harness and differ in every element. Later blocks have other slopes: straight lines
-// modulo a prime meet once in a period, so that no two of the first 101*100 blocks agree in more than one
-// element of 101.
+// moved returns element i of block r. All blocks must differ, and an alltoall has n*n of them. The first 101
+// blocks are as in the harness and differ from each other in every element. Later blocks have other slopes:
+// two straight lines modulo a prime meet once in a period, so any two of the first 101*100 blocks agree in at
+// most one of 101 elements.
 func (in inputs) moved(i, r int) int {
 	const m = movedModulus
 	if in.dt == tensor.Bool {
@@ -96,12 +96,12 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// of returns the input of rank r. If nothing is reduced, r may be any number that identifies a block.
+// of returns the input of rank r. If values are moved, r may be any number that identifies a block.
 func (in inputs) of(r int) pattern {
 	return in.build(func(i int) float64 { return float64(in.value(i, r)) })
 }
 
-// reduced returns the result of the reduction.
+// reduced returns the result of the reduction over all ranks.
 func (in inputs) reduced() pattern {
 	p := in.build(func(i int) float64 {
 		acc := float64(in.value(i, 0))
@@ -124,12 +124,12 @@ func (in inputs) reduced() pattern {
 		return acc
 	})
 	if in.op.IsAverage() && in.dt.IsFloat() {
-		p.ulps = 2 // the factor 1/n is rounded, and then the product
+		p.ulps = 2 // 1/n is rounded, and then the product
 	}
 	return p
 }
 
-// build returns the pattern of the values of one period.
+// build returns the pattern of which one period has the given values.
 func (in inputs) build(value func(i int) float64) pattern {
 	p := pattern{dt: in.dt, period: make([]byte, in.period()*in.dt.Size())}
 	for i := range in.period() {
@@ -138,7 +138,7 @@ func (in inputs) build(value func(i int) float64) pattern {
 	return p
 }
 
-// put stores v as an element. Integer types truncate it.
+// put stores v in b as an element of type dt. Integer types truncate v.
 func put(b []byte, dt tensor.DType, v float64) {
 	switch dt {
 	case tensor.Uint8:
@@ -169,7 +169,7 @@ func put(b []byte, dt tensor.DType, v float64) {
 	}
 }
 
-// get returns an element as a float64, which is exact for all values of a pattern.
+// get returns an element as a float64. That is exact for all values of a pattern.
 func get(b []byte, dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -194,7 +194,7 @@ func get(b []byte, dt tensor.DType) float64 {
 	return float64(b[0])
 }
 
-// from returns the pattern that begins at element i of p.
+// from returns the pattern p without its first i elements.
 func (p pattern) from(i int64) pattern {
 	at := int(i%int64(len(p.period)/p.dt.Size())) * p.dt.Size()
 	p.period = append(bytes.Clone(p.period[at:]), p.period[:at]...)
@@ -204,11 +204,11 @@ func (p pattern) from(i int64) pattern {
 // fill fills buf with the pattern.
 func (p pattern) fill(buf []byte) {
 	for n := copy(buf, p.period); n < len(buf); {
-		n += copy(buf[n:], buf[:n]) // each copy but the last begins and ends at a period's boundary
+		n += copy(buf[n:], buf[:n]) // all copies except the last are whole periods
 	}
 }
 
-// wrong returns the number of elements of buf that differ from the pattern, and a description of the first.
+// wrong returns how many elements of buf differ from the pattern, and a description of the first of them.
 func (p pattern) wrong(buf []byte) (count int64, first string) {
 	size := p.dt.Size()
 	for at := 0; at < len(buf); at += len(p.period) {
@@ -230,7 +230,7 @@ func (p pattern) wrong(buf []byte) (count int64, first string) {
 	return count, first
 }
 
-// accepts reports whether got equals want within the tolerance.
+// accepts reports whether the element got equals want, within the tolerance of the pattern.
 func (p pattern) accepts(got, want []byte) bool {
 	if bytes.Equal(got, want) {
 		return true
@@ -239,11 +239,11 @@ func (p pattern) accepts(got, want []byte) bool {
 		return false
 	}
 	w := get(want, p.dt)
-	// The unit in the last place of w is at most |w| times the unit of 1.
+	// The unit in the last place of w is at most |w| times the distance from 1 to the next number.
 	return math.Abs(get(got, p.dt)-w) <= float64(p.ulps)*math.Abs(w)*unit(p.dt)
 }
 
-// unit returns the distance from 1 to the next greater number of the type.
+// unit returns the distance from 1 to the next greater number of type dt.
 func unit(dt tensor.DType) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -256,8 +256,8 @@ func unit(dt tensor.DType) float64 {
 	return 0x1p-52
 }
 
-// prepareInput fills buf with the input of rank r of n for s. It returns the expected result, one pattern per
-// block.
+// prepareInput fills buf with the input of rank r of n for s. It returns the expected result as a pattern for
+// each block.
 func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 	in := inputs{s.dt, s.op, n}
 	count := int(s.count) * s.dt.Size()
@@ -290,8 +290,8 @@ func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 	return want
 }
 
-// wrongBlocks compares equal blocks of buf with one pattern each. It returns the number of wrong elements and
-// a description of the first.
+// wrongBlocks divides buf into equal blocks and compares each with its pattern in want. It returns how many
+// elements are wrong, and a description of the first of them.
 func wrongBlocks(buf []byte, want []pattern) (count int64, first string) {
 	if len(want) == 0 {
 		return 0, ""

@@ -11,7 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Element i of rank r is (7i+13r) mod 101, as in the programs for the other libraries.
+// TestPatternIsTheHarness checks that element i of rank r is (7i+13r) mod 101, as in the programs for the
+// other libraries.
 func TestPatternIsTheHarness(t *testing.T) {
 	in := inputs{tensor.Float32, tensor.Sum, 4}
 	buf := make([]byte, 4*1000)
@@ -32,8 +33,8 @@ func TestPatternIsTheHarness(t *testing.T) {
 	}
 }
 
-// The expected result of a reduction is what the kernels compute from the inputs, for every type, reduction
-// and number of ranks.
+// TestReducedIsWhatTheKernelsGive checks that the expected result of a reduction equals what the kernels
+// compute from the inputs, for every type, reduction and number of ranks.
 func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, o := range reductions {
@@ -55,22 +56,23 @@ func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 				if wrong, first := in.reduced().wrong(acc); wrong != 0 {
 					t.Errorf("%v %v of %d: %d wrong: %s", o, dt, n, wrong, first)
 				}
-				// A rank that is left out or counted twice must be noticed. A minimum or maximum may be right
-				// nevertheless.
+				// The check must notice if a rank is counted twice. For a minimum or maximum the result may
+				// be right anyway.
 				if n == 1 || o == tensor.Min || o == tensor.Max {
 					continue
 				}
 				in.of(n - 1).fill(src)
 				reduce(acc, src)
 				if wrong, _ := in.reduced().wrong(acc); wrong == 0 {
-					t.Errorf("%v %v of %d: a rank that counts twice is not seen", o, dt, n)
+					t.Errorf("%v %v of %d: the check did not notice a rank that counts twice", o, dt, n)
 				}
 			}
 		}
 	}
 }
 
-// A block that comes from the wrong rank, to the wrong place, or not at all is noticed in every type.
+// TestMisroutedBlocksAreSeen checks that, for every type, the verification notices a block that comes from
+// the wrong rank, goes to the wrong place, or does not arrive.
 func TestMisroutedBlocksAreSeen(t *testing.T) {
 	const count = 32
 	for _, dt := range tensor.DTypes() {
@@ -90,10 +92,10 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 	}
 }
 
-// misroute checks that wrongBlocks accepts the right result of s at n ranks, and notices each of several
-// wrong routes of its blocks.
+// misroute checks that wrongBlocks accepts the right result of s at n ranks, and that it notices several
+// wrong routes of blocks.
 func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
-	// arg returns block b of a rank's argument. Blocks that have room for other ranks' data are 0.
+	// arg returns block b in the argument of a rank. Blocks that are only room for data of other ranks are 0.
 	arg := func(rank, b int) []byte {
 		switch {
 		case s.kind == message.Alltoall:
@@ -103,7 +105,7 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 		}
 		return block(rank)
 	}
-	// route returns the rank and the block of its argument that become block b of rank r's result.
+	// route returns where block b in the result of rank r comes from: a rank, and a block in its argument.
 	route := func(r, b int) (rank, block int) {
 		switch s.kind {
 		case message.Broadcast:
@@ -115,12 +117,12 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 	}
 	for _, r := range []int{0, 1, n / 2, n - 1} {
 		if s.kind == message.Broadcast && r == s.root {
-			continue // The root has its result before the broadcast.
+			continue // the root has its result before the broadcast
 		}
 		buf := make([]byte, s.bufferBytes(n))
 		want := prepareInput(s, r, n, buf)
-		// At least an eighth of the wrong elements must be noticed. It cannot be all of them, because half of
-		// the bools are right by chance.
+		// At least an eighth of the wrong elements must be noticed. Not all can be, because half of the bools
+		// are right by chance.
 		expect := func(what string, blocks int, from func(b int) (rank, block int)) {
 			t.Helper()
 			got := make([]byte, 0, len(buf))
@@ -146,7 +148,7 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 		expect("unchanged", n-1, func(b int) (int, int) { return r, b })
 		for b := range want {
 			if at := b * len(buf) / n; !bytes.Equal(buf[at:][:len(buf)/n], arg(r, b)) {
-				t.Errorf("%v of %v, rank %d of %d: the argument's block %d is another than this test has",
+				t.Errorf("%v of %v, rank %d of %d: block %d of the argument is not what this test expects",
 					s.kind, s.dt, r, n, b)
 			}
 		}
@@ -168,7 +170,7 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 	}
 }
 
-// All blocks of an alltoall of 64 ranks are different.
+// TestMovedBlocksDiffer checks that the blocks of an alltoall between 64 ranks all differ.
 func TestMovedBlocksDiffer(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		seen := make(map[string]int)
@@ -193,7 +195,7 @@ func TestWrongBytesAreCounted(t *testing.T) {
 		buf := make([]byte, 1001*dt.Size())
 		p.fill(buf)
 		if n, _ := p.wrong(buf); n != 0 {
-			t.Errorf("%v: %d wrong where none is", dt, n)
+			t.Errorf("%v: got %d wrong elements, want none", dt, n)
 		}
 		for _, at := range []int{0, 500, 1000} {
 			buf[at*dt.Size()] ^= 1
@@ -236,7 +238,7 @@ func TestFromBeginsLater(t *testing.T) {
 		part := make([]byte, 2*200)
 		p.from(i).fill(part)
 		if !bytes.Equal(part, whole[2*i:2*i+400]) {
-			t.Errorf("from element %d it is another pattern", i)
+			t.Errorf("from(%d) gives another pattern than p has there", i)
 		}
 	}
 }

@@ -9,10 +9,10 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// rawPath is the path that runs operations directly on the backend, without negotiation.
+// rawPath is the path that runs operations directly on a backend, without negotiation.
 type rawPath struct {
 	backend *rawBackend
-	// fusionBytes is the most that one fused operation holds, as in the engine.
+	// fusionBytes is the maximum size of a fused operation, as in the engine.
 	fusionBytes int64
 }
 
@@ -20,11 +20,11 @@ func (p *rawPath) Rank() int      { return p.backend.rank }
 func (p *rawPath) Size() int      { return p.backend.size }
 func (p *rawPath) String() string { return "raw" }
 
-// plan returns the algorithm that the backend chooses for s. The error is errUnsupported if the backend does
-// not support s.
+// plan returns the algorithm that the backend chooses for s. If the backend does not support s, the error is
+// errUnsupported.
 func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	if s.op.IsAverage() {
-		return 0, errUnsupported{"a backend has no averages, which the engine computes from sums"}
+		return 0, errUnsupported{"a backend has no averages; the engine computes them from sums"}
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
@@ -80,20 +80,20 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	}, nil
 }
 
-// barrier prepares an allreduce of one byte. A backend has no barrier: in the engine a barrier is only a
-// negotiation.
+// barrier prepares an allreduce of one byte in place of a barrier. A backend has no barrier, because in the
+// engine a barrier is only a negotiation.
 func (p *rawPath) barrier() (*action, error) {
 	return p.prepare(opSpec{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1,
 		inPlace: true}, "", make([]byte, 1))
 }
 
-// step prepares a step that reduces the tensors as the engine would after a negotiation that found all of
-// them ready, in their order. It fuses them if mode is not perTensor and the backend can fuse.
+// step prepares a step that reduces the tensors as the engine would if a negotiation had found all of them
+// ready, in their order. Unless mode is perTensor, it fuses them if the backend can.
 func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 	_ []named) (func(ctx context.Context) error, error) {
 	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
-		return nil, errUnsupported{"a backend has no buckets, which need negotiation"}
+		return nil, errUnsupported{"buckets need negotiation, which a backend does not have"}
 	}
 	most := p.fusionBytes
 	if mode == perTensor || !p.backend.Lists {
@@ -124,7 +124,7 @@ func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 	}, nil
 }
 
-// fuse groups consecutive tensors of at most most bytes together. A larger tensor is a group by itself.
+// fuse groups consecutive tensors, at most most bytes in each group. A larger tensor is a group by itself.
 func fuse(tensors []named, most int64) [][]ops.Tensor {
 	var groups [][]ops.Tensor
 	have := int64(0)

@@ -8,35 +8,35 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// unchecked is the value of result.wrong if no result was verified.
+// unchecked is the value of result.wrong if results were not verified.
 const unchecked = -1
 
-// result is the result of one case. Times are per call, in microseconds; bandwidths are in 10^9 bytes per
-// second, computed from the mean time.
+// result is the result of one case. Times are per call, in microseconds. Bandwidths are in 10^9 bytes per
+// second and are computed from the mean time.
 type result struct {
-	collective string // or workload and mode
-	path       string // negotiated or raw
-	memory     string // slices or arena
+	collective string // or name of the workload and mode
+	path       string // "negotiated" or "raw"
+	memory     string // "slices" or "arena"
 	touch      bool
 	ranks      int
 	bytes      int64
 	count      int64
 	dt         tensor.DType    // Invalid for a barrier
 	op         tensor.ReduceOp // NoReduce unless the collective reduces
-	root       int             // -1 unless the collective has one
+	root       int             // -1 unless it is a broadcast
 	placement  string
 	iters      int
 	mean, p50  float64
 	p99        float64
 	min, max   float64
-	// leastMean and greatestMean are the least and the greatest of the ranks' own means.
+	// leastMean is the least mean time of any rank, and greatestMean the greatest.
 	leastMean, greatestMean float64
 	algBW, busBW            float64
-	wrong                   int64 // number of wrong elements of all ranks, or unchecked
+	wrong                   int64 // number of wrong elements at all ranks, or unchecked
 }
 
-// setTimes sets the times and bandwidths from the times of all ranks' calls. factor is busbw divided by
-// algbw.
+// setTimes sets the times and bandwidths from the times that each rank measured for its calls. factor is the
+// ratio of busbw to algbw.
 func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
 	r.leastMean = math.Inf(1)
 	for _, times := range byRank {
@@ -51,7 +51,7 @@ func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
 	r.busBW = r.algBW * factor
 }
 
-// combine combines the ranks' times of each call into one time per call.
+// combine combines the times that the ranks measured for each call into one time per call.
 func combine(byRank [][]float64, how average) []float64 {
 	times := slices.Clone(byRank[0])
 	for i := range times {
@@ -72,15 +72,14 @@ func combine(byRank [][]float64, how average) []float64 {
 	return times
 }
 
-// average is how the times of all ranks for one call are combined, with nccl-tests' numbers.
+// average says how the ranks' times for one call are combined. Its values have the numbers of nccl-tests.
 type average int
 
-// byKind is the mean, but the longest for a broadcast, from which the root returns first, and the shortest if
-// buffers are touched: the last rank to arrive is the only one that has not waited for another.
+// Ways to combine the ranks' times.
 const (
-	// byKind stands for the mean, with two exceptions. For a broadcast it is the longest time, because the
-	// root returns first. If buffers are touched it is the shortest time: only the last rank to arrive has
-	// not waited for another.
+	// byKind stands for the mean, with two exceptions. For a broadcast it stands for the longest time,
+	// because the root returns first. If buffers are touched it stands for the shortest time, because only
+	// the last rank to arrive has not waited for another.
 	byKind average = iota - 1
 	ofRank0
 	ofMean
@@ -88,7 +87,7 @@ const (
 	ofMax
 )
 
-// resolve returns the value that byKind stands for; other values are unchanged.
+// resolve returns the value that byKind stands for. It returns other values unchanged.
 func (a average) resolve(kind message.Kind, touched bool) average {
 	switch {
 	case a != byKind:
@@ -124,7 +123,7 @@ func mean(values []float64) float64 {
 }
 
 // quantile returns the q-quantile of sorted values, interpolated between neighbours (definition 7 of Hyndman
-// and Fan, 1996). At 0.5 it is the median.
+// and Fan, 1996). For q = 0.5 it is the median.
 func quantile(sorted []float64, q float64) float64 {
 	at := q * float64(len(sorted)-1)
 	low := int(at)

@@ -53,7 +53,7 @@ func TestBusFactor(t *testing.T) {
 	}
 }
 
-// The number of calls is the same as in bench/peers/bench.h.
+// TestCallsFillTheTime checks that the number of calls follows the same rule as in bench/peers/bench.h.
 func TestCallsFillTheTime(t *testing.T) {
 	for _, c := range []struct {
 		seconds  float64

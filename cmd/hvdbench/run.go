@@ -13,26 +13,26 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// wrongError is the error of a benchmark with wrong results: count is the number of wrong elements.
+// wrongError is the error of a benchmark with wrong results. count is the number of wrong elements.
 type wrongError struct{ count int64 }
 
 func (e *wrongError) Error() string { return fmt.Sprintf("%d elements are wrong", e.count) }
 
-// streams are the standard output and error of a benchmark.
+// streams holds the standard output and the standard error of a benchmark.
 type streams struct{ out, err io.Writer }
 
 // measure runs the benchmark of o together with the other ranks of the job. Rank 0 prints the results on
-// s.out. The error is a *wrongError if results were wrong. If ctx ends, measure prints the results until
-// then.
+// s.out. If results were wrong, the error is a *wrongError. If ctx ends, measure prints the results that it
+// has.
 //
 // The rules of a measurement:
 //
-//  1. Every case is verified before and after it is timed, on all ranks, against values known by formula.
-//  2. Timed calls follow each other without a pause, on zeros: sums of zeros do not grow into infinities or
-//     denormals. A barrier precedes each broadcast, because a root could run ahead.
-//  3. Nothing but the operation happens between the two readings of the clock. The program prints, sends and
-//     allocates nothing in the loop around it.
-//  4. GB is 10^9 bytes, and busbw is as nccl-tests define it (doc/PERFORMANCE.md there; busFactor).
+//  1. Every case is verified before and after it is timed, at all ranks, against values from a formula.
+//  2. Timed calls follow each other without a pause. They run on zeros, because sums of zeros do not grow
+//     into infinities or denormals. A barrier precedes each broadcast, because a root could run ahead.
+//  3. Between the two readings of the clock nothing happens but the operation. The loop around it does not
+//     print, send or allocate anything.
+//  4. GB is 10^9 bytes. busbw is as nccl-tests defines it (doc/PERFORMANCE.md there; busFactor here).
 func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	j, err := join(ctx, at, o.raw)
 	if err != nil {
@@ -47,7 +47,7 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	return errors.Join(err, j.leave(ctx))
 }
 
-// benchmark is the state of one call of measure.
+// benchmark is the state of one call of the function measure.
 type benchmark struct {
 	options
 	job        *job
@@ -58,8 +58,8 @@ type benchmark struct {
 	wrong      int64
 }
 
-// agree returns an error unless all ranks have the same options. With different options they would wait for
-// each other's operations forever.
+// agree returns an error if ranks have different options. Such ranks would wait for each other's operations
+// for ever.
 func (b *benchmark) agree(ctx context.Context) error {
 	h := fnv.New32a()
 	fmt.Fprintf(h, "%+v", b.options)
@@ -76,7 +76,7 @@ func (b *benchmark) agree(ctx context.Context) error {
 	return nil
 }
 
-// all checks the options and runs all measurements.
+// all checks that the ranks have the same options, and runs all measurements.
 func (b *benchmark) all(ctx context.Context) error {
 	if err := b.agree(ctx); err != nil {
 		return err
@@ -95,7 +95,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	b.out.end(b.wrong)
 	if err == nil {
-		err = b.team.barrier(ctx) // no rank leaves while others still work
+		err = b.team.barrier(ctx) // so that no rank leaves while others still work
 	}
 	switch {
 	case err != nil:
@@ -108,7 +108,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	return nil
 }
 
-// add prints and counts the results of a line.
+// add prints the results of a line and counts them.
 func (b *benchmark) add(l line) {
 	for _, r := range l.results() {
 		b.numResults++
@@ -124,7 +124,7 @@ func (b *benchmark) skip(what string, err error) {
 	}
 }
 
-// sweep measures a collective over sizes, types, reductions and roots.
+// sweep measures a collective for each combination of sizes, types, reductions and roots.
 func (b *benchmark) sweep(ctx context.Context) error {
 	sizes, types, ops, roots := b.sizes(), b.types, b.ops, []int{-1}
 	switch {
@@ -139,13 +139,13 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	if !b.kind.Reduces() {
 		ops = []tensor.ReduceOp{tensor.NoReduce}
 	}
-	var none error // the error of the last case that does not exist
+	var none error // error of the last combination that does not exist
 	for _, dt := range types {
 		for _, op := range ops {
 			if b.kind.Reduces() {
 				if err := tensor.CheckReduce(op, dt); err != nil {
 					none = err
-					continue // "all" stands for the combinations that exist
+					continue // "all" stands only for combinations that exist
 				}
 			}
 			err := b.lines(ctx, opSpec{kind: b.kind, dt: dt, op: op}, roots, sizes)
@@ -165,8 +165,8 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	return nil
 }
 
-// lines measures s over roots and sizes, in each placement. The error is errUnsupported if no placement
-// exists.
+// lines measures s for each root and size, in each placement. If s exists in no placement, the error is
+// errUnsupported.
 func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []int64) error {
 	placements := b.placements
 	if s.kind == message.Barrier {
@@ -203,7 +203,7 @@ func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []in
 	return nil
 }
 
-// newResult returns a result with the description of the case and no measurements.
+// newResult returns a result that describes the case and has no measurements yet.
 func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
 	return &result{
 		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch,
@@ -238,12 +238,12 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 		}
 	}
 	if err := b.measure(ctx, w, r); err != nil {
-		return nil, err // an operation may still use the buffer
+		return nil, err // without freeing, as an operation may still use buf
 	}
 	return r, b.job.memory.free(buf, b.arena)
 }
 
-// count prints the wrong elements of this rank, and adds the wrong elements of all ranks to r.
+// count prints how many elements are wrong at this rank, and adds the wrong elements of all ranks to r.
 func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
 	if wrong > 0 {
 		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(),
@@ -259,13 +259,13 @@ func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first str
 
 // work is an operation to time.
 type work struct {
-	kind    message.Kind // determines how times are averaged and how busbw is computed
+	kind    message.Kind // determines how times are averaged and what busbw is
 	run     func(ctx context.Context) error
-	buffers [][]byte     // the buffers to touch
-	check   func() error // runs the operation once and verifies the result; may be nil
+	buffers [][]byte     // buffers to touch
+	check   func() error // runs the operation once and verifies it; may be nil
 }
 
-// measure times w at all ranks and sets r.
+// measure times w at all ranks and stores the times in r.
 func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	t := b.team
 	if w.check != nil {
@@ -288,7 +288,8 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 				return err
 			}
 		}
-		// Touching comes last, so that nothing moves the bytes out of the caches before the operation.
+		// Buffers are touched last, so that nothing drives their bytes out of the caches before the
+		// operation.
 		if b.touch {
 			for _, buf := range w.buffers {
 				touch(buf, pattern)
@@ -303,7 +304,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	if err := b.warmUp(ctx, r, how, before, w.run); err != nil {
 		return err
 	}
-	runtime.GC() // collects the garbage of the checks
+	runtime.GC() // collects garbage that the checks have left
 	times := make([]float64, r.iters)
 	if err := t.barrier(ctx); err != nil {
 		return err
@@ -322,8 +323,8 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	return nil
 }
 
-// warmUp makes the untimed calls and sets r.iters: to --iters, or to the number of calls that takes --seconds
-// if that is given.
+// warmUp makes the untimed calls and sets r.iters. r.iters is the value of --iters or, if --seconds is given,
+// the number of calls that takes that long.
 func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error,
 	run func(ctx context.Context) error) error {
 	n := b.warmup
@@ -345,7 +346,7 @@ func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before f
 	return nil
 }
 
-// warmUps returns the number of calls from which the number of calls for --seconds is estimated.
+// warmUps returns how many calls are made to estimate the number of calls for --seconds.
 func warmUps(numBytes int64) int {
 	switch {
 	case numBytes <= 64<<10:
@@ -358,9 +359,9 @@ func warmUps(numBytes int64) int {
 	return 1
 }
 
-// calls returns the number of timed calls if one takes the given microseconds. It is enough to fill seconds,
-// at least 20 and at most 20000. If 20 calls would take longer than maxSeconds, it is as many as fit, but at
-// least 5, or 3 above 64 MiB. bench/peers/bench.h has the same rule.
+// calls returns the number of timed calls if one call takes the given microseconds. The calls fill o.seconds,
+// but there are at least 20 and at most 20000. If 20 calls would take longer than o.maxSeconds, there are
+// only as many as fit, but at least 5, or 3 above 64 MiB. bench/peers/bench.h has the same rule.
 func (o *options) calls(numBytes int64, micros float64) int {
 	n := min(max(o.seconds*1e6/micros, 20), 20000)
 	if limit := o.maxSeconds * 1e6; n*micros > limit {
@@ -373,8 +374,7 @@ func (o *options) calls(numBytes int64, micros float64) int {
 	return int(n)
 }
 
-// loop calls run once for each of times and stores the duration, in microseconds. The time of before does not
-// count.
+// loop calls before and then run for each element of times. It stores how long run took, in microseconds.
 func loop(ctx context.Context, times []float64, before func() error,
 	run func(ctx context.Context) error) error {
 	for i := range times {

@@ -40,12 +40,12 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 					}
 					rows := table(t, out)
 					want := map[message.Kind]int{
-						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // A bool has no sum.
+						message.Allreduce: 2 * 5, message.Reducescatter: 2 * 5, // bools have no sum
 						message.Allgather: 2 * 3, message.Alltoall: 2 * 3, message.Broadcast: 2 * 3 * n,
 						message.Barrier: 1,
 					}[kind]
 					if kind != message.Barrier && !strings.Contains(path, "raw") {
-						want *= 2 // A raw backend has one placement or both.
+						want *= 2 // a raw backend has one placement or both
 					}
 					if len(rows) != want && !(strings.Contains(path, "raw") && len(rows) == 2*want) {
 						t.Errorf("%d rows, want %d:\n%s", len(rows), want, out)
@@ -92,7 +92,7 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 	for _, raw := range []bool{false, true} {
 		wantSteps := []string{"tiny_pertensor", "tiny_async", "tiny_grouped", "tiny_bucket25"}
 		if raw {
-			wantSteps = wantSteps[:3] // Buckets need the negotiation.
+			wantSteps = wantSteps[:3] // buckets need negotiation
 		}
 		for _, arena := range []bool{false, true} {
 			out, log, err := runs(t, 2, nil, func(o *options, _ int) {
@@ -125,11 +125,12 @@ func TestWorkloadsOnEveryPath(t *testing.T) {
 func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
 	out, log, err := runs(t, 2, nil, func(o *options, _ int) { o.seconds, o.placements = 1e-9, []bool{true} })
 	if rows := table(t, out); err != nil || len(rows) != 1 || rows[0]["iters"] != "20" {
-		t.Errorf("a nanosecond's calls, which are the least, 20: error %v and\n%s%s", err, out, log)
+		t.Errorf("--seconds 1e-9, want 20 calls: error %v and\n%s%s", err, out, log)
 	}
 }
 
-// Tensors that do not fit the memory are an error and do not kill the process.
+// TestMoreThanTheMemory checks that tensors that do not fit in the memory cause an error and do not kill the
+// process.
 func TestMoreThanTheMemory(t *testing.T) {
 	for _, arena := range []bool{false, true} {
 		_, _, err := runs(t, 1, nil, func(o *options, _ int) {
@@ -146,6 +147,8 @@ func TestMoreThanTheMemory(t *testing.T) {
 	}
 }
 
+// TestRanksMustMeasureTheSame checks that ranks with different options get an error instead of waiting for
+// each other.
 func TestRanksMustMeasureTheSame(t *testing.T) {
 	_, _, err := runs(t, 2, nil, func(o *options, rank int) { o.maxBytes += int64(rank) })
 	if err == nil || !strings.Contains(err.Error(), "rank 1 has other options") {
@@ -153,6 +156,8 @@ func TestRanksMustMeasureTheSame(t *testing.T) {
 	}
 }
 
+// TestWhatABackendHasNot checks that --raw fails for a reduction that backends do not have, or leaves it out
+// if other reductions are given too.
 func TestWhatABackendHasNot(t *testing.T) {
 	_, _, err := runs(t, 2, nil, func(o *options, _ int) {
 		o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average}, []bool{true}
@@ -161,7 +166,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 	if !errors.As(err, &absent) || !strings.Contains(err.Error(), "no averages") {
 		t.Errorf("got error %v", err)
 	}
-	// The backend has neither placement.
+	// The backend supports averages in neither placement, so the benchmark must fail.
 	_, _, err = runs(t, 2, nil, func(o *options, _ int) {
 		o.raw, o.ops = true, []tensor.ReduceOp{tensor.Average}
 	})
@@ -193,7 +198,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 	}
 }
 
-// corrupted is a path whose results have one wrong byte at one rank.
+// corrupted is a path that makes one byte of the results at one rank wrong.
 type corrupted struct {
 	path
 	after *int // number of correct operations before the first wrong one
@@ -227,12 +232,12 @@ func (p corrupted) spoil(b []byte) {
 	}
 }
 
-// One wrong element is noticed also at a rank that does not print the result, whether it is wrong from the
-// first call on or later.
+// TestAWrongByteIsSeen checks that one wrong element is noticed, even at a rank that does not print the
+// result. It may be wrong from the first call on, or only in later calls.
 func TestAWrongByteIsSeen(t *testing.T) {
 	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast,
 		message.Reducescatter, message.Alltoall, message.Join} {
-		for _, after := range []int{0, 4} { // With 4, the check before the loop passes.
+		for _, after := range []int{0, 4} { // with 4, the verification before the timed calls passes
 			var out strings.Builder
 			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 				o := sample()
@@ -265,13 +270,13 @@ func TestAWrongByteIsSeen(t *testing.T) {
 				t.Error(err)
 			}
 			if !strings.Contains(out.String(), "FAILED") {
-				t.Errorf("%v: rank 0 does not say so:\n%s", kind, out.String())
+				t.Errorf("%v: rank 0 does not print FAILED:\n%s", kind, out.String())
 			}
 		}
 	}
 }
 
-// loop allocates nothing and measures a positive time for each call.
+// TestTheLoopAllocatesNothing checks that loop allocates nothing and measures a positive time for each call.
 func TestTheLoopAllocatesNothing(t *testing.T) {
 	times := make([]float64, 100)
 	nothing := func(context.Context) error { return nil }
@@ -284,7 +289,8 @@ func TestTheLoopAllocatesNothing(t *testing.T) {
 	}
 }
 
-// loop measures the call without the preparation before it.
+// TestTheLoopDoesNotTimeWhatComesBefore checks that the times that loop measures do not include the function
+// before.
 func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		times := make([]float64, 5)
@@ -297,7 +303,7 @@ func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	})
 }
 
-// An interrupted benchmark prints the rows that it has and leaves the job.
+// TestInterrupted checks that a benchmark that is interrupted prints the rows that it has and leaves the job.
 func TestInterrupted(t *testing.T) {
 	var out strings.Builder
 	err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
@@ -308,7 +314,7 @@ func TestInterrupted(t *testing.T) {
 		s := streams{io.Discard, io.Discard}
 		if rank == 0 {
 			s.out = writerFunc(func(p []byte) (int, error) {
-				// The row of 2000 bytes has not been printed yet.
+				// At this time the row of 2000 bytes has not been printed.
 				if strings.Contains(string(p), ",1000,250,") {
 					cancel()
 				}

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// gradients are the tensors of a workload at this rank.
+// gradients holds the tensors of a workload at this rank.
 type gradients struct {
 	workload
 	dt      tensor.DType
@@ -18,7 +18,7 @@ type gradients struct {
 	memory  *memory
 }
 
-// allocate allocates the tensors of w, zeroed.
+// allocate allocates the tensors of w and fills them with zeros.
 func (m *memory) allocate(w workload, dt tensor.DType, inArena bool) (*gradients, error) {
 	g := &gradients{workload: w, dt: dt, arena: inArena, memory: m}
 	for _, t := range w.gradients {
@@ -42,7 +42,7 @@ func (g *gradients) free() error {
 
 func (g *gradients) numBytes() int64 { return g.numElems() * int64(g.dt.Size()) }
 
-// buckets allocates the buckets of g.
+// buckets allocates buckets for the tensors of g.
 func (g *gradients) buckets() (*gradients, error) {
 	first := buckets(g.tensors)
 	w := workload{name: g.name + ".buckets"}
@@ -56,7 +56,7 @@ func (g *gradients) buckets() (*gradients, error) {
 	return g.memory.allocate(w, g.dt, g.arena)
 }
 
-// step prepares a step. free frees the memory that run needs.
+// step prepares a step. The returned free frees the memory that run uses.
 func (g *gradients) step(p path,
 	mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
 	free = func() error { return nil }
@@ -75,7 +75,8 @@ func (g *gradients) step(p path,
 	return run, free, nil
 }
 
-// fill fills each tensor with the input of rank r of n, and returns the expected result of a step.
+// fill fills each tensor with the input of rank r of n, and returns the result that each must have after a
+// step.
 func (g *gradients) fill(r, n int) (want pattern) {
 	in := inputs{g.dt, tensor.Sum, n}
 	for _, t := range g.tensors {
@@ -84,7 +85,7 @@ func (g *gradients) fill(r, n int) (want pattern) {
 	return in.reduced()
 }
 
-// wrong returns the number of elements that differ from want, and a description of the first.
+// wrong returns how many elements differ from want, and a description of the first of them.
 func (g *gradients) wrong(want pattern) (count int64, first string) {
 	for _, t := range g.tensors {
 		n, text := want.wrong(t.buf)
@@ -96,7 +97,7 @@ func (g *gradients) wrong(want pattern) (count int64, first string) {
 	return count, first
 }
 
-// buffers returns the memory of the tensors.
+// buffers returns the memory of all tensors.
 func (g *gradients) buffers() [][]byte {
 	var all [][]byte
 	for _, t := range g.tensors {
@@ -168,7 +169,7 @@ func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 	return nil
 }
 
-// checkStep runs a step on values with a known result, and counts the wrong elements of all ranks.
+// checkStep runs a step on values with a known result, and counts the wrong elements at all ranks.
 func (b *benchmark) checkStep(ctx context.Context, g *gradients, run func(ctx context.Context) error,
 	r *result) error {
 	want := g.fill(b.team.Rank(), b.team.Size())

@@ -16,17 +16,17 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// stepMode is how the gradients of a step are reduced.
+// stepMode says how the gradients of a step are reduced.
 type stepMode uint8
 
 const (
-	// perTensor reduces one tensor after the other, and waits for each.
+	// perTensor reduces one tensor after the other, and waits for each before it starts the next.
 	perTensor stepMode = iota
-	// asynchronous starts all reductions and then waits for all.
+	// asynchronous starts the reductions of all tensors and then waits for all.
 	asynchronous
 	// grouped submits all tensors as one group.
 	grouped
-	// bucketed copies the tensors into buckets of 25 MiB, reduces the buckets and copies the results back.
+	// bucketed copies the tensors into buckets of 25 MiB, reduces the buckets, and copies the results back.
 	bucketed
 )
 
@@ -34,19 +34,19 @@ var modeNames = [...]string{"pertensor", "async", "grouped", "bucket25"}
 
 func (m stepMode) String() string { return modeNames[m] }
 
-// shapes are lists of a model's parameters in the order in which it registers them: ResNet-50 and GPT-2
-// small.
+// shapes holds the parameters of ResNet-50 and of GPT-2 small, in the order in which the model registers
+// them.
 //
 //go:embed shapes/*.txt
 var shapes embed.FS
 
-// gradient is one tensor of a workload.
+// gradient is a tensor of a workload.
 type gradient struct {
 	name     string
 	numElems int64
 }
 
-// workload is the gradients that a training step reduces, in that order.
+// workload holds the gradients that a training step reduces, in the order in which they are ready.
 type workload struct {
 	name      string
 	gradients []gradient
@@ -60,10 +60,10 @@ func (w workload) numElems() int64 {
 	return sum
 }
 
-// maxGradients limits the number of tensors that are read from a file.
+// maxGradients is the maximum number of tensors in a file.
 const maxGradients = 1 << 20
 
-// readWorkload reads a list with a line "name elements shape" for each parameter; # begins a comment. It
+// readWorkload reads a list with a line "name elements shape" for each parameter. # begins a comment. It
 // returns the parameters in reverse order, because the gradient of the last parameter is ready first.
 func readWorkload(name string, r io.Reader) (workload, error) {
 	w := workload{name: name}
@@ -108,7 +108,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 	return w, nil
 }
 
-// elemsOf returns the number of elements of a shape written as 64x3x7x7.
+// elemsOf returns the number of elements of a shape that is written as in 64x3x7x7.
 func elemsOf(text string) (int64, error) {
 	var shape tensor.Shape
 	for d := range strings.SplitSeq(text, "x") {
@@ -121,10 +121,10 @@ func elemsOf(text string) (int64, error) {
 	return shape.NumElems()
 }
 
-// workloadNames are the names of the built-in workloads.
+// workloadNames lists the built-in workloads.
 var workloadNames = []string{"resnet50", "gpt2"}
 
-// openWorkload reads a built-in list, or the file of that name.
+// openWorkload reads the built-in list with this name, or else the file with this name.
 func openWorkload(name string) (workload, error) {
 	var f fs.File
 	var err error
@@ -132,7 +132,7 @@ func openWorkload(name string) (workload, error) {
 		f, err = shapes.Open("shapes/" + name + ".txt")
 	} else {
 		if f, err = os.Open(name); errors.Is(err, fs.ErrNotExist) {
-			err = fmt.Errorf("%w, and it is none of the built-in %s", err, strings.Join(workloadNames, ", "))
+			err = fmt.Errorf("%w, and the built-in workloads are %s", err, strings.Join(workloadNames, ", "))
 		}
 		name = strings.TrimSuffix(filepath.Base(name), ".txt")
 	}
@@ -143,7 +143,7 @@ func openWorkload(name string) (workload, error) {
 	return readWorkload(name, f)
 }
 
-// manyTensors returns a workload of m.count equal tensors.
+// manyTensors returns a workload of m.count tensors with m.bytes bytes each.
 func manyTensors(m many, dt tensor.DType) (workload, error) {
 	size := int64(dt.Size())
 	if m.bytes%size != 0 {
@@ -157,11 +157,11 @@ func manyTensors(m many, dt tensor.DType) (workload, error) {
 	return w, nil
 }
 
-// bucketBytes is the greatest size of a bucket. A larger tensor is a bucket by itself.
+// bucketBytes is the maximum size of a bucket. A larger tensor is a bucket by itself.
 const bucketBytes = 25 << 20
 
-// buckets returns the index of the first tensor of each bucket, followed by the number of tensors. Buckets
-// are filled greedily.
+// buckets divides tensors into buckets, and puts as many consecutive tensors into each as fit. It returns the
+// index of the first tensor of each bucket, followed by the number of tensors.
 func buckets(tensors []named) []int {
 	var first []int
 	have := 0

@@ -52,13 +52,15 @@ func TestWorkloadFiles(t *testing.T) {
 		}
 	}
 	if _, err := openWorkload("resnet51"); err == nil || !strings.Contains(err.Error(), "resnet50, gpt2") {
-		t.Errorf("got error %v, want one that names what there is", err)
+		t.Errorf("got error %v, want one that names the built-in workloads", err)
 	}
 	if _, err := manyTensors(many{3, 6}, tensor.Float32); err == nil {
-		t.Error("6 bytes are taken for floats")
+		t.Error("tensors of 6 bytes were accepted as float32")
 	}
 }
 
+// TestBuckets checks where buckets begin, with tensors that fit together in a bucket and a tensor that is
+// larger than a bucket.
 func TestBuckets(t *testing.T) {
 	var tensors []named
 	for _, mib := range []int{10, 10, 6, 30, 1, 24, 1} {
@@ -69,6 +71,7 @@ func TestBuckets(t *testing.T) {
 	}
 }
 
+// FuzzReadWorkload checks that any list is refused or gives at least one tensor and no negative size.
 func FuzzReadWorkload(f *testing.F) {
 	f.Add("a 12 3x4 # comment\nb 5\n")
 	f.Add("a -1\na 99999999999999999999 1x1\n")
