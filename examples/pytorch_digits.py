@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""A network of one hidden layer learns handwritten digits, data-parallel, as examples/digits does in Go.
+"""Trains a network with one hidden layer on handwritten digits, data-parallel, as examples/digits does in Go.
 
     hvdrun -np 4 python3 examples/pytorch_digits.py
 
-Every rank computes the gradient of its share of each batch. DistributedOptimizer sums them while backward is still at work.
-At the end every rank prints its result; the hash of the weights is the same on all.
+Every rank computes the gradient of its share of each batch. DistributedOptimizer sums the gradients of all ranks while
+backward still computes further gradients. At the end every rank prints its result. The hash of the weights is the same
+at all ranks.
 """
 
 import argparse
@@ -31,7 +32,8 @@ except ModuleNotFoundError as error:
 
 
 def load_images(seed):
-    """Gives pixels (n, 64) in 0..1 and digits (n,) to train with, and to test with: four fifths and the rest."""
+    """Returns pixels (n, 64) in 0..1 and digits (n,) of four fifths of the images, for training, and of the rest, for
+    testing."""
     with gzip.open(HERE / "digits" / "optdigits.csv.gz", "rt") as f:
         rows = torch.tensor([[int(field) for field in row] for row in csv.reader(f)])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
@@ -41,10 +43,10 @@ def load_images(seed):
 
 
 def train(epochs, batch, rate, seed):
-    """Returns the trained model and the share of the test images that it recognises."""
+    """Trains a model and returns it, with the share of the test images that it recognises."""
     pixels, digits, test_pixels, test_digits = load_images(seed)
-    # Each rank draws other weights, then all take those of rank 0: what a program must do that starts from a checkpoint
-    # which only one rank can read.
+    # Each rank draws different weights. Then all ranks take the weights of rank 0, as in a program that starts from a
+    # checkpoint that only one rank can read.
     torch.manual_seed(seed + hvd.rank())
     model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -58,8 +60,8 @@ def train(epochs, batch, rate, seed):
         for images in torch.randperm(len(pixels), generator=shuffle).split(batch):
             mine = images[hvd.rank() :: hvd.size()]
             optimizer.zero_grad()
-            # The loss is divided by the size of the whole batch: the shares of the ranks may differ in size, and then
-            # the mean of their means is not the mean of the batch.
+            # The loss is divided by the size of the whole batch. The shares of the ranks may differ in size, and then
+            # the mean of the ranks' means would not be the mean of the batch.
             loss = functional.cross_entropy(model(pixels[mine]), digits[mine], reduction="sum") / len(images)
             loss.backward()
             optimizer.step()
@@ -76,7 +78,7 @@ def train(epochs, batch, rate, seed):
 
 
 def weights_sha256(model):
-    """Gives the SHA-256 of the bits of all weights, as hexadecimal digits."""
+    """Returns the SHA-256 of the bits of all weights, as hexadecimal digits."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         values = parameter.detach().flatten().tolist()
@@ -85,15 +87,15 @@ def weights_sha256(model):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="learns handwritten digits, data-parallel")
+    parser = argparse.ArgumentParser(description="Train a network on handwritten digits, data-parallel.")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
-    parser.add_argument("--batch", type=int, default=64, help="images in a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=64, help="images in a step, of all ranks together")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=1, help="seed of the split, the weights and the order of the images")
     o = parser.parse_args()
 
     hvd.init()
-    # The ranks share the cores.
+    # The ranks of a host share its cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
     began = time.monotonic()
     model, accuracy = train(o.epochs, o.batch, o.rate, o.seed)

@@ -17,12 +17,12 @@ import (
 func main() {
 	o := defaults()
 	flag.IntVar(&o.epochs, "epochs", o.epochs, "passes over the training images")
-	flag.IntVar(&o.batch, "batch", o.batch, "images in a step, over all ranks")
+	flag.IntVar(&o.batch, "batch", o.batch, "images in a step, of all ranks together")
 	flag.Float64Var(&o.rate, "rate", o.rate, "learning rate")
 	flag.Uint64Var(&o.seed, "seed", o.seed, "seed of the split, the weights and the order of the images")
 	flag.IntVar(&o.slowRank, "slow-rank", o.slowRank,
-		"rank that is slow, to see what the timeline says of it; -1 is none")
-	flag.DurationVar(&o.slow, "slow", o.slow, "how much longer it takes for each step")
+		"rank that is made slow, to see it in the timeline; -1 for none")
+	flag.DurationVar(&o.slow, "slow", o.slow, "how much longer the slow rank takes for each step")
 	flag.Parse()
 	if flag.NArg() > 0 || o.epochs < 0 || o.batch < 1 || o.slow < 0 {
 		fmt.Fprintln(os.Stderr,
@@ -51,8 +51,8 @@ func run(ctx context.Context, o options) error {
 	} else if errors.Is(err, context.Canceled) {
 		err = fmt.Errorf("digits: interrupted: %w", err)
 	}
-	// The timeout is for interrupts: the other ranks are interrupted too and may not take part in the
-	// shutdown.
+	// The timeout matters after an interrupt: the other ranks are interrupted too, and may not take part in
+	// the shutdown.
 	end, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	return errors.Join(err, on.Shutdown(end))

@@ -10,8 +10,8 @@ import (
 
 const hidden = 48
 
-// model is a perceptron with one hidden layer: 64 pixels, tanh, 10 classes, softmax. The same type stores its
-// gradient.
+// model is a perceptron with one hidden layer: 64 pixels, tanh, 10 classes, softmax. The gradient of a model
+// has the same type.
 type model struct {
 	w1 []float32 // hidden x pixels
 	b1 []float32
@@ -19,7 +19,7 @@ type model struct {
 	b2 []float32
 }
 
-// parameter is a named part of a model.
+// parameter is a part of a model, with its name.
 type parameter struct {
 	name   string
 	values []float32
@@ -32,13 +32,13 @@ func newModel() *model {
 	}
 }
 
-// parameters returns the parts in the order in which backpropagation finishes their gradients: last layer
-// first.
+// parameters returns the parts of m, last layer first. That is the order in which backpropagation finishes
+// their gradients.
 func (m *model) parameters() []parameter {
 	return []parameter{{"fc2.bias", m.b2}, {"fc2.weight", m.w2}, {"fc1.bias", m.b1}, {"fc1.weight", m.w1}}
 }
 
-// initialize sets random weights (Glorot and Bengio, 2010) and clears the biases.
+// initialize sets the weights to random values (Glorot and Bengio, 2010) and the biases to 0.
 func (m *model) initialize(seed uint64) {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	draw := func(w []float32, in, out int) {
@@ -53,7 +53,7 @@ func (m *model) initialize(seed uint64) {
 	clear(m.b2)
 }
 
-// forward computes the hidden layer and the probabilities of the classes.
+// forward computes the hidden layer h and the probabilities p of the classes from the pixels x.
 func (m *model) forward(x *[pixels]float32, h *[hidden]float32, p *[classes]float32) {
 	for i := range h {
 		sum := m.b1[i]
@@ -110,7 +110,7 @@ func (m *model) gradient(img *image, weight float32, g *model) float64 {
 	return loss
 }
 
-// guess returns the most probable digit.
+// guess returns the digit that is most probable for img.
 func (m *model) guess(img *image) int {
 	var h [hidden]float32
 	var p [classes]float32

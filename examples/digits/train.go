@@ -11,13 +11,13 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// options are the settings of a training.
+// options holds the settings of a training.
 type options struct {
 	epochs int
-	batch  int // images in a step, over all ranks
+	batch  int // images in a step, of all ranks together
 	rate   float64
 	seed   uint64
-	// slowRank is a rank that takes slow longer for each step; -1 is none.
+	// slowRank is a rank that takes longer for each step, by the time slow. -1 means no rank.
 	slowRank int
 	slow     time.Duration
 }
@@ -26,11 +26,11 @@ func defaults() options {
 	return options{epochs: 20, batch: 64, rate: 0.1, seed: 1, slowRank: -1, slow: 5 * time.Millisecond}
 }
 
-// momentum is the momentum of the stochastic gradient descent.
+// momentum is the momentum in the stochastic gradient descent.
 const momentum = 0.9
 
-// train trains a model together with the other ranks of the job of on, and returns it with its accuracy on
-// the test images. Rank 0 writes its progress.
+// train trains a model together with the other ranks of the job. It returns the model and its accuracy on the
+// test images. Rank 0 writes the progress to progress.
 func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
 	trainSet, testSet, err := loadImages(o.seed)
 	if err != nil {
@@ -38,8 +38,8 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	}
 	rank, size := on.Rank(), on.Size()
 	m, g, velocity := newModel(), newModel(), newModel()
-	// Each rank draws different weights, and then all take the weights of rank 0, as in a program that starts
-	// from a checkpoint that only one rank can read.
+	// Each rank draws different weights. Then all ranks take the weights of rank 0, as in a program that
+	// starts from a checkpoint that only one rank can read.
 	m.initialize(o.seed + uint64(rank))
 	for _, p := range m.parameters() {
 		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name),
@@ -86,7 +86,7 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	return m, accuracy, err
 }
 
-// delay waits for d, to simulate a rank with a slow disk or a shared processor.
+// delay waits for d. It simulates a rank with a slow disk or a shared processor.
 func delay(ctx context.Context, d time.Duration) error {
 	select {
 	case <-time.After(d):
@@ -96,8 +96,8 @@ func delay(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// sum replaces g by the sum of all ranks' gradients. All parts are in flight at the same time, and parts that
-// are ready together are fused.
+// sum replaces g by the sum of the gradients of all ranks. All parts are in flight at the same time, and
+// parts that are ready together are fused.
 func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	parts := g.parameters()
 	handles := make([]*hvd.Handle[float32], len(parts))
@@ -129,7 +129,7 @@ func step(m, g, velocity *model, rate float32) {
 	}
 }
 
-// test returns the share of images that m recognises. Each rank evaluates a part of them.
+// test returns the share of the images that m recognises. Each rank evaluates a part of the images.
 func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
 	var right int64
 	for i := on.Rank(); i < len(images); i += on.Size() {

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// trainOn trains on n ranks in this process and returns the model and the accuracy of each rank.
+// trainOn trains on n ranks in this process. It returns the model and the accuracy at each rank.
 func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
@@ -46,8 +46,8 @@ func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	return models, accuracies
 }
 
-// The number of ranks does not change what the model learns: with the same global batch the weights agree to
-// 1e-4 of their norm. The weights of the ranks of a job are equal bit by bit.
+// TestSameWeightsOnAnyNumberOfRanks trains with the same global batch on 1, 2 and 4 ranks. The weights must
+// agree to 1e-4 of their norm. The weights of the ranks of one job must be equal bit by bit.
 func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 	o := defaults()
 	alone, accuracy := trainOn(t, 1, o)
@@ -81,7 +81,7 @@ func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 	}
 }
 
-// The gradient agrees with finite differences of the loss.
+// TestGradient checks that the gradient agrees with finite differences of the loss.
 func TestGradient(t *testing.T) {
 	images, _, err := loadImages(1)
 	if err != nil {
@@ -108,6 +108,7 @@ func TestGradient(t *testing.T) {
 	}
 }
 
+// TestData checks the number of images, their values, and that the seed determines their order.
 func TestData(t *testing.T) {
 	train, test, err := loadImages(1)
 	if err != nil {
@@ -133,10 +134,11 @@ func TestData(t *testing.T) {
 	again, _, _ := loadImages(1)
 	other, _, _ := loadImages(2)
 	if again[0] != train[0] || other[0] == train[0] {
-		t.Error("the order does not follow the seed")
+		t.Error("the seed does not determine the order")
 	}
 }
 
+// TestProgressIsALinePerEpoch checks that rank 0 writes one line of progress for each epoch.
 func TestProgressIsALinePerEpoch(t *testing.T) {
 	ctx := t.Context()
 	e, err := hvd.New(ctx)
