@@ -18,7 +18,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// deadline is the time limit of the collective part of a test.
+// deadline is how long the ranks of a test may take. After it, their context ends and the stacks are logged.
 const deadline = 3 * time.Minute
 
 // run starts n ranks and calls f once for each of them. The ranks meet in a store that only they use and are
@@ -69,7 +69,7 @@ func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), op
 	})
 }
 
-// runModes calls run for two and three ranks in both modes of negotiation.
+// runModes calls run with two ranks and with three ranks, in both modes of negotiation.
 func runModes(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engine), settings ...string) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{2, 3} {

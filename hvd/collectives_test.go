@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// kind describes how a test makes and combines elements of type T.
+// kind says how a test makes elements of type T and with which reduction it combines them.
 type kind[T hvd.Element] struct {
 	of      func(v int) T // converts v, exactly if v is small
 	op      hvd.ReduceOp
@@ -21,7 +21,7 @@ func add2(a, b int) int { return a + b }
 
 func numbers[T number]() kind[T] { return kind[T]{func(v int) T { return T(v) }, hvd.Sum, add2} }
 
-// element returns a small value that depends on the rank and on the index.
+// element returns a small value for element i of the tensor of a rank.
 func element(rank, i int) int { return (rank*5 + i*3 + 1) % 7 }
 
 func (k kind[T]) fill(n, rank int) []T {
@@ -503,7 +503,7 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 // waiter waits for an operation in flight and returns an error if its result is wrong.
 type waiter func(ctx context.Context) error
 
-// expect returns a waiter that waits for h and compares the result with want.
+// expect returns a waiter that waits for h and returns an error if the result is not want.
 func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	return func(ctx context.Context) error {
 		if err != nil {

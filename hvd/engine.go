@@ -102,7 +102,7 @@ func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	return e, nil
 }
 
-// collect applies opts in order.
+// collect applies opts in their order and returns the resulting options.
 func collect(opts []InitOption) rank.Options {
 	o := new(initOptions)
 	for _, opt := range opts {
@@ -123,7 +123,8 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// Shutdown takes this rank out of the job, as the package-level Shutdown does for the rank of the process.
+// Shutdown takes this rank out of the job. It does for this engine what the package-level Shutdown does for
+// the engine that Init started.
 func (e *Engine) Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {

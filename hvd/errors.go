@@ -47,6 +47,7 @@ type (
 	// NoMemoryError says that shared memory cannot be allocated. Its fields are What, the purpose; NeedBytes,
 	// the number of bytes; and Err, which names the limit that was reached if it is known.
 	NoMemoryError = shmem.NoMemoryError
-	// OpError adds the operation, Op, and the tensor, Tensor, to the cause of a failure, Err.
+	// OpError adds to an error the operation and the tensor that it is about. Its fields are Op, the
+	// operation; Tensor, the name; and Err, the error.
 	OpError = engine.OpError
 )

@@ -298,7 +298,7 @@ func TestLargeGroup(t *testing.T) {
 						xs[i][0] = 1
 					}
 				}
-				// The average and the adaptive sum of equal tensors are that tensor.
+				// The average of equal tensors is that tensor, and so is their adaptive sum.
 				want := make([][]float32, len(xs))
 				for i := range xs {
 					want[i] = slices.Clone(xs[i])

@@ -28,7 +28,7 @@ type operation struct {
 	held interface{ Release() }
 }
 
-// Flags of a handle.
+// Bits of operation.flags.
 const (
 	doneAsked uint32 = 1 << iota // the program has called Done and holds its channel
 	doneSeen                     // the program has observed that the operation is done, and held is released
@@ -39,14 +39,14 @@ const (
 // needs the channel. They never have one.
 type signal struct{ c chan struct{} }
 
-// closedSignal is the signal of all operations that are done.
+// closedSignal is the signal of every operation that is done. Its channel is closed.
 var closedSignal = func() *signal {
 	s := &signal{make(chan struct{})}
 	close(s.c)
 	return s
 }()
 
-// complete ends the operation with err.
+// complete makes the operation done, with the error err, and notifies those who wait for it.
 func (o *operation) complete(err error) {
 	if err != nil && o.engine != nil {
 		err = o.engine.abandoned.explain(err)
@@ -89,7 +89,7 @@ func (o *operation) start() {
 	}
 }
 
-// started returns the handle of an operation that the caller does not wait for yet.
+// started returns h without waiting for its operation, and makes the engine notice the operation.
 func started[H interface{ start() }](h H, err error) (H, error) {
 	if err == nil {
 		h.start()
@@ -110,7 +110,7 @@ func (o *operation) Poll() bool {
 
 func (o *operation) ended() bool { return o.signal.Load() == closedSignal }
 
-// flush makes the engine notice the queued operations now.
+// flush makes the engine notice the queued operations at once.
 func (o *operation) flush() {
 	if o.engine != nil {
 		o.engine.rank.Engine.Flush()

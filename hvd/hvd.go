@@ -57,7 +57,7 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 )
 
-// process holds the Engine of the package-level functions.
+// process holds the Engine that the package-level functions use.
 var process struct {
 	mu     sync.Mutex
 	engine *Engine       // nil before Init and after Shutdown
@@ -93,7 +93,7 @@ func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing boo
 	}
 }
 
-// end sets process.engine and lets the next Init or Shutdown begin.
+// end sets process.engine to e and lets the next Init or Shutdown begin.
 func end(e *Engine) {
 	process.mu.Lock()
 	defer process.mu.Unlock()
@@ -164,7 +164,7 @@ func panicked(p any) engine.Departure {
 // IsInitialized reports whether Init has succeeded and no Shutdown has completed since.
 func IsInitialized() bool { return current() != nil }
 
-// current returns the Engine of the process, or nil before Init and after Shutdown.
+// current returns the Engine that Init started, or nil before Init and after Shutdown.
 func current() *Engine {
 	process.mu.Lock()
 	defer process.mu.Unlock()

@@ -75,7 +75,7 @@ func TestInitLeavesNothing(t *testing.T) {
 	runtime.KeepAlive(last) // as in every earlier round
 }
 
-// work runs a few operations of several kinds.
+// work adds and removes a process set, runs operations of every kind, and joins.
 func work(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	static := e.ProcessSets()[1]
 	set := add(ctx, t, e, 1, 2)

@@ -28,7 +28,7 @@ type part struct {
 	odd  bool // this is the last rank
 }
 
-// pick returns odd at the odd rank and most at all others.
+// pick returns odd at the odd rank, and most at every other rank.
 func pick[T any](p *part, most, odd T) T {
 	if p.odd {
 		return odd
@@ -66,7 +66,7 @@ func (p *part) alltoall(n int, more ...hvd.Option) error {
 	return err
 }
 
-// typed returns a call that uses int64 at the odd rank and float32 at the others.
+// typed returns a call whose tensor has type int64 at the odd rank and float32 at the others.
 func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) error {
 	return func(p *part) error {
 		if p.odd {
@@ -119,7 +119,7 @@ var contradictions = []contradiction{
 		return err
 	}), `hvd: reducescatter %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
 
-	// Check 2: operations.
+	// Check 2: the operations differ.
 	{"operations: allreduce and broadcast", func(p *part) error {
 		if p.odd {
 			return p.broadcast(4, 0)
@@ -139,7 +139,7 @@ var contradictions = []contradiction{
 		return p.reducescatter(4)
 	}, `hvd: tensor %q: mismatched operations: MOST called reducescatter, ODD called barrier`},
 
-	// Check 3: shapes.
+	// Check 3: the shapes differ.
 	{"shapes of an allreduce", func(p *part) error { return p.allreduce(pick(p, 4, 5)) },
 		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 	{"shapes of an allreduce, as many elements", func(p *part) error {
@@ -152,7 +152,7 @@ var contradictions = []contradiction{
 	{"shapes of a reducescatter", func(p *part) error { return p.reducescatter(pick(p, 4, 5)) },
 		`hvd: reducescatter %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 
-	// Check 4: scale factors.
+	// Check 4: the scale factors differ.
 	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
 	{"postscale of an adasum", func(p *part) error {
@@ -190,7 +190,7 @@ var contradictions = []contradiction{
 	{"scalar reducescatter everywhere", func(p *part) error { return p.reducescatter(1, hvd.Shape()) },
 		`hvd: reducescatter %q: a scalar has no first dimension: ALL sent float32[]`},
 
-	// Check 8: dimensions beyond the first.
+	// Check 8: the dimensions after the first differ.
 	{"dimensions of an allgather", func(p *part) error {
 		return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...))
 	},
@@ -208,11 +208,11 @@ var contradictions = []contradiction{
 	},
 		`hvd: alltoall %q: mismatched shapes beyond the first dimension: MOST sent float32[* 3], ODD sent float32[* 0]`},
 
-	// Check 12: root ranks.
+	// Check 12: the root ranks differ.
 	{"roots", func(p *part) error { return p.broadcast(1, pick(p, 0, 1)) },
 		`hvd: broadcast %q: mismatched root ranks: MOST named root 0, ODD named root 1`},
 
-	// Horovod does not check compression.
+	// The compressions differ. Horovod does not check that.
 	{"compressions", func(p *part) error {
 		if p.odd {
 			return p.allreduce(1, hvd.CompressFP16())
@@ -250,7 +250,7 @@ var contradictions = []contradiction{
 // errJoined stands for the result of the odd rank if it has joined: it submits nothing and gets no error.
 var errJoined = errors.New("this rank has joined")
 
-// joined calls do at all ranks except the odd one, which joins instead.
+// joined calls do at all ranks except the odd rank, which does not call do. Then all ranks join.
 func (p *part) joined(do func() error, opts ...hvd.Option) error {
 	err := errJoined
 	if !p.odd {

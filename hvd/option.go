@@ -36,7 +36,7 @@ type ReduceOp uint8
 // String returns the name of op, such as "sum".
 func (op ReduceOp) String() string { return tensor.ReduceOp(op).String() }
 
-// The reductions. Sums and products of integers wrap around.
+// The reductions. Sums and products of integers wrap around on overflow.
 const (
 	// Average is the sum divided by the number of ranks, truncated toward zero for integers.
 	Average = ReduceOp(tensor.Average)
@@ -77,7 +77,7 @@ type Option struct {
 // until the program has observed that the operation is done (see the package comment).
 func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 
-// Op chooses the reduction of an allreduce or reducescatter. The default is Average.
+// Op chooses the reduction of an allreduce or of a reducescatter. The default is Average.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
 // InPlace makes the result overwrite the argument, which saves memory and mostly also a copy. The argument of
@@ -91,7 +91,8 @@ func InPlace() Option { return Option{kind: rank.OptInPlace} }
 // alltoall.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
-// Shapes sets the dimensions of each tensor of a group, as Shape does for one.
+// Shapes sets the dimensions of each tensor of a group, in the order of the tensors, as Shape does for a
+// single tensor.
 func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
 
 // Prescale multiplies the argument by f before the reduction. It computes in float32 for float32 and the
@@ -141,7 +142,7 @@ type call struct {
 	shapes [][]int     // if nil, every tensor has one dimension
 }
 
-// prepare applies the options of an operation on elements of type dt.
+// prepare makes a call of the operation kind on elements of type dt, and applies opts to it.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
@@ -207,7 +208,7 @@ func (c *call) take(o *Option, group bool) error {
 	return nil
 }
 
-// locate finds the engine and the process set of the call.
+// locate sets the engine and the process set of the call.
 func (c *call) locate() error {
 	switch {
 	case c.over != nil && c.engine == nil:

@@ -7,8 +7,8 @@ import (
 	"sync"
 )
 
-// Pending is an operation in flight, without the type of its result. It is a *Handle, a *GroupHandle, a
-// *JoinHandle, or a change of the process sets.
+// Pending is an operation in flight, without the type of its result. Its dynamic type is *Handle,
+// *GroupHandle, *JoinHandle, or an unexported type for a change of the process sets.
 type Pending interface {
 	// Name returns the name of the tensor or group.
 	Name() string
@@ -65,7 +65,7 @@ func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	}
 }
 
-// remove records that o is done.
+// remove forgets the waits for o, because o is done.
 func (a *abandonedWaits) remove(o *operation) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -103,7 +103,7 @@ func (a *abandonedWaits) describe() string {
 	return text
 }
 
-// jobOver reports whether err says that the job is over.
+// jobOver reports whether err means that the job has ended for this rank.
 func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }

@@ -67,8 +67,8 @@ func (e *Engine) ProcessSets() []*ProcessSet {
 // Init.
 func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets() }
 
-// GlobalProcessSet returns the set of all ranks, on which operations run unless Over is given. Like all
-// queries it panics before Init.
+// GlobalProcessSet returns the set of all ranks. Operations run on it unless Over is given. Like all queries
+// it panics before Init.
 func GlobalProcessSet() *ProcessSet {
 	e := mustCurrent("GlobalProcessSet")
 	return e.setOf(e.rank.Global)

@@ -131,7 +131,7 @@ func (w *world) beforeEnqueue() []refusal {
 	return cases
 }
 
-// ofOptions returns calls with options that contradict the operation, the tensor or each other.
+// ofOptions returns calls whose options contradict the operation, the tensor or each other.
 func (w *world) ofOptions() []refusal {
 	e, ctx := w.e, w.ctx
 	allreduce := func(title, want string, opts ...hvd.Option) refusal {

@@ -36,7 +36,7 @@ func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	return s
 }
 
-// done implements the Done callback of the entry.
+// done implements the Done callback of the entry. It passes the result to the owner of the slot.
 func (s *slot) done(err error) { s.of.finished(err) }
 
 // free returns s to its pool. The operation of s must be done. A slot that was not submitted because the call
