@@ -23,7 +23,7 @@ const Unset = -1
 // TimelineDynamic is the value of Timeline with which no timeline starts when the job starts.
 const TimelineDynamic = "DYNAMIC"
 
-// Config holds the value of every setting.
+// Config holds the values of all settings of a process.
 type Config struct {
 	// Rank and Size are the rank of this process and the size of the job. If both are Unset, the job has one
 	// rank.
@@ -40,7 +40,7 @@ type Config struct {
 	// HostID identifies the memory of this host: ranks with the same HostID may share memory. If it is empty,
 	// an ID is derived from properties of the host.
 	HostID string
-	// SharedMemory selects the jobs whose tensors go through shared memory.
+	// SharedMemory says which jobs move tensors through shared memory.
 	SharedMemory SharedMemory
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
@@ -160,7 +160,7 @@ type FlagValue struct {
 	Name, Value string
 }
 
-// SharedMemory selects the jobs whose tensors go through shared memory.
+// SharedMemory says which jobs move tensors through shared memory.
 type SharedMemory uint8
 
 const (
@@ -171,11 +171,11 @@ const (
 	SharedIfPossible
 	// SharedAlways selects shared memory for every job. A job on several hosts fails.
 	SharedAlways
-	// SharedNever selects shared memory for no job.
+	// SharedNever selects TCP for every job.
 	SharedNever
 )
 
-// Defaults returns the configuration in which every setting has its default.
+// Defaults returns a configuration in which every setting has its default value.
 func Defaults() Config {
 	c := Config{
 		Rank: Unset, Size: Unset,

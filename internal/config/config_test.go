@@ -23,7 +23,7 @@ func load(env map[string]string) (config.Config, error) {
 	return config.Load(config.Sources{Environ: environ(env)})
 }
 
-// setting returns the row of the table with this name.
+// setting returns the row for the setting name. It fails the test if there is none.
 func setting(t *testing.T, name string) config.Setting {
 	t.Helper()
 	s, ok := config.Lookup(name)
@@ -322,7 +322,7 @@ func TestWithoutEffect(t *testing.T) {
 		if i.Reason == "" || seen[i.Name] {
 			t.Errorf("%s has no reason, or is in the table twice", i.Name)
 		}
-		if i.Name == "" { // only flags
+		if i.Name == "" { // the row has only flags
 			continue
 		}
 		i.Name = strings.Replace(i.Name, "*", "OTHER", 1)

@@ -45,7 +45,7 @@ func readBounded(path string) ([]byte, error) {
 type fileParser struct {
 	path     string
 	values   map[string]value
-	lines    map[string]int // line number of each key
+	lines    map[string]int // for each key, the line where it is set
 	warnings []warning
 }
 

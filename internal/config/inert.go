@@ -13,12 +13,12 @@ type Inert struct {
 	Name string
 	// Key is the key in Horovod's settings file, or empty.
 	Key string
-	// Default is Horovod's default. A variable or key with this value causes no warning.
+	// Default is Horovod's default value. A variable or key with this value causes no warning.
 	Default string
 	// Flags holds the flags of horovodrun, separated by spaces. hvdrun accepts flags that begin with no- or
 	// disable-, because they only turn a feature off. It rejects the others.
 	Flags string
-	// Reason is a text that says why the setting has no effect.
+	// Reason says why the setting has no effect.
 	Reason string
 }
 

@@ -10,7 +10,7 @@ import (
 // loader collects values from the sources. It begins with the source that all others override.
 type loader struct {
 	src      Sources
-	environ  map[string]string // without empty values
+	environ  map[string]string // variables whose value is not empty
 	given    map[string]value
 	warnings []warning
 	shown    []string // names that a launcher has printed warnings about

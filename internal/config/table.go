@@ -26,7 +26,7 @@ type Setting struct {
 	Raise string
 	// Section is the heading above the setting in the help and on the page.
 	Section string
-	// Scope says which ranks must have the same value.
+	// Scope says where the value of the setting must be the same.
 	Scope Scope
 	// Secret is set if the value must not be printed.
 	Secret bool
@@ -35,7 +35,7 @@ type Setting struct {
 	form *form // of values in the file and in flags; nil: as in the environment
 }
 
-// Flag is a flag of hvdrun for a setting.
+// Flag is a flag of hvdrun that sets a setting.
 type Flag struct {
 	// Name is the name of the flag, without leading dashes.
 	Name string
@@ -48,7 +48,7 @@ type Flag struct {
 	Instead string
 }
 
-// Scope says which ranks must have the same value of a setting.
+// Scope says whether the value of a setting must be the same at all ranks, and who sets it.
 type Scope int
 
 const (
@@ -597,7 +597,7 @@ func (s Setting) FromFlag(f Flag, text string) (string, error) {
 	return "", fmt.Errorf("want no value")
 }
 
-// fromForm converts a value in the form of the file to the form of the environment.
+// fromForm converts text, which has the form of the settings file, to the form of the environment.
 func (s Setting) fromForm(text string) (string, error) {
 	if s.form == nil {
 		return text, s.check(text)

@@ -4,7 +4,7 @@ import "runtime/debug"
 
 const module = "github.com/gohvd/gohvd"
 
-// release is the version of a release. The linker sets it: -X
+// release is the version of gohvd in a release, and empty in other builds. The linker sets it with -X
 // github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 

@@ -11,7 +11,7 @@ import (
 
 // TestUnknownVersion checks that the version is (devel) if the build does not know it.
 func TestUnknownVersion(t *testing.T) {
-	// A test binary has no version of its module.
+	// The build of a test binary records no version for its module.
 	if v := config.Version(); v != "(devel)" || !strings.HasPrefix(config.VersionText(), v) {
 		t.Errorf("got %q and %q", v, config.VersionText())
 	}
