@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// Status is the severity of a Line.
+// Status says how severe the finding of a Line is.
 type Status string
 
 // The severities. If one Line is Fail, hvdrun doctor ends with exit status 1.
@@ -29,7 +29,7 @@ const (
 
 // Line is a finding. Its keys in JSON are stable.
 type Line struct {
-	// Section is the heading of the line, and Name is the subject of the check.
+	// Section is the heading under which the line is printed. Name says what was checked.
 	Section string `json:"section"`
 	Name    string `json:"name"`
 	Status  Status `json:"status"`
@@ -116,7 +116,7 @@ func fail(name, fix, format string, args ...any) Line {
 	return Line{Name: name, Status: Fail, Text: fmt.Sprintf(format, args...), Fix: fix}
 }
 
-// Checks returns all checks, in the order of their sections.
+// Checks returns all checks. Checks of the same section follow each other.
 func Checks() []Check {
 	return []Check{
 		{"build", "build", built},

@@ -26,7 +26,7 @@ func memory(_ context.Context, s *System) []Line {
 	if !known1 || !known2 {
 		return []Line{warn("", "mount /proc", "/proc/meminfo: no MemTotal or MemAvailable")}
 	}
-	// The unit of the file is KiB.
+	// The file gives sizes in KiB.
 	found := fmt.Sprintf("%s available of %s", bytesText(available<<10), bytesText(total<<10))
 	if available<<10 < lowBytes {
 		return []Line{warn("", "stop other programs on this host, or start fewer ranks", "%s", found)}

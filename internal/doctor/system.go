@@ -30,7 +30,7 @@ type System struct {
 	Environ []string
 	// Build describes how this program was built.
 	Build Build
-	// SIMD is kernel.Level, and Arch is runtime.GOARCH.
+	// SIMD is the result of kernel.Level, and Arch is runtime.GOARCH.
 	SIMD, Arch string
 	// Affinity is the number of processors that this process may run on. GOMAXPROCS is the number of threads
 	// that may run Go code at the same time.
@@ -53,7 +53,7 @@ type System struct {
 	Interfaces func() ([]Interface, error)
 	Hostname   func() (string, error)
 	LookupHost func(ctx context.Context, name string) ([]string, error)
-	// LookPath is exec.LookPath.
+	// LookPath finds a program, as exec.LookPath does.
 	LookPath func(name string) (string, error)
 	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
 	// ranks whose environment does not name another hvdd.
