@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// AgentArg is the first argument of a process that must run AgentMain.
+// AgentArg is the first argument of a process whose main must call AgentMain.
 const AgentArg = "__hvdrun-host-agent"
 
 const (
@@ -34,9 +34,9 @@ const (
 	killWait = 2 * time.Second
 )
 
-// agent runs the ranks of one host for a launcher.
+// agent runs the ranks on one host for a launcher.
 type agent struct {
-	environ []string // environment of this host
+	environ []string // environment of this process
 	family  *family  // children of this process
 	session *session
 
@@ -58,7 +58,7 @@ type agent struct {
 	prepared, begun, lost chan struct{}
 }
 
-// member is the helper of one rank.
+// member is a helper that the agent has started for a rank.
 type member struct {
 	helper  int      // process ID
 	orders  *os.File // pipe to the helper; closing it ends the rank

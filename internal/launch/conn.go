@@ -53,7 +53,7 @@ type agentConn struct {
 	lost error
 }
 
-// connect starts the agents of all hosts, and the goroutines that serve the connections to them.
+// connect starts the agents of all hosts, and for each agent a goroutine that serves the connection to it.
 func (j *job) connect() {
 	commands := newBatch()
 	jobs, err := j.hostJobs()

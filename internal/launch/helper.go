@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// HelperArg is the first argument of a process that must run HelperMain.
+// HelperArg is the first argument of a process whose main must call HelperMain.
 const HelperArg = "__hvdrun-rank-helper"
 
 // The helper's file descriptors besides 0, 1 and 2. It shares 0, 1 and 2 with the rank.
@@ -28,7 +28,7 @@ const (
 	reportFD = 4 // carries the helper's reports, as JSON
 )
 
-// shell is the interpreter of scripts that do not name one.
+// shell runs scripts that do not name an interpreter.
 const shell = "/bin/sh"
 
 // report is a message about a rank. The helper first sends PID or Errno. If the command ran, it then sends
@@ -75,7 +75,8 @@ type helper struct {
 // order of the launcher. When the launcher orders it, or ends for any reason, HelperMain kills everything. It
 // returns when no descendant is left.
 func HelperMain(args, env []string) int {
-	// The command's parent-death signal is tied to the thread that starts it (prctl(2)).
+	// If the thread that starts the command ends, the command gets its parent-death signal (prctl(2)). So
+	// this goroutine must keep its thread.
 	runtime.LockOSThread()
 	if len(args) < 2 {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)

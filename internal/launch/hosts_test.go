@@ -313,7 +313,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
-	// From now on the two ends send only pings.
+	// From now on the launcher and the agents send only pings to each other.
 	awaitPings := func(file string, n int64) {
 		t.Helper()
 		size := func() int64 {

@@ -39,7 +39,7 @@ func (j *job) handleQuit() bool {
 	return true
 }
 
-// survey starts a survey, unless one is in progress.
+// survey starts a survey for the reason why. If a survey is in progress, it does nothing.
 func (j *job) survey(why string) {
 	if j.surveying {
 		j.verbosef("%s: ignored, because the ranks are already being asked for a report", why)

@@ -53,7 +53,7 @@ const (
 	statusSignal        = 128 // plus the signal's number
 )
 
-// Options describes the job to run. A duration of 0 means its default.
+// Options describes the job to run. If a duration is 0, its default applies.
 type Options struct {
 	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
@@ -170,7 +170,7 @@ func newCommandError(command string, err error) *CommandError {
 	return &CommandError{Command: command, Status: status, Err: err}
 }
 
-// Result describes how the job ended.
+// Result says how the job ended.
 type Result struct {
 	// Status is the exit status for the launcher. If a rank failed, it is the status of the root cause (128+n
 	// for signal n). If signal n ended the job before any rank failed, it is 128+n. Otherwise it is 0.
@@ -186,7 +186,7 @@ type Result struct {
 	Verdict *joblink.Verdict
 }
 
-// Exit describes how one rank ended.
+// Exit says how a rank ended.
 type Exit struct {
 	// Host is the host on which the rank ran.
 	Host string
@@ -398,7 +398,8 @@ type rank struct {
 	gone  bool // the helper has ended too
 }
 
-// makeRanks creates the state of the ranks, their output files, and the connections to their hosts.
+// makeRanks creates the state of each rank, the output files of the ranks, and the connections to their
+// hosts.
 func (j *job) makeRanks() error {
 	for _, h := range j.o.Hosts[:j.hosts] {
 		c := &agentConn{host: h.Name, local: IsThisHost(h.Name), orders: make(chan order, maxOrders)}

@@ -6,7 +6,8 @@ import "bytes"
 // pieces.
 const maxLineBytes = 64 << 10
 
-// splitter splits a stream of bytes into lines. A line ends with \n, \r\n or, as in progress bars, \r.
+// splitter splits a stream of bytes into lines. A line ends with \n, \r\n or \r, with which progress bars end
+// their lines.
 type splitter struct {
 	// line is called for each line. text is the line without its end, and is valid only during the call. end
 	// is '\n' for \n and \r\n, '\r' for \r, and 0 for a piece of a line that was too long and for a last line

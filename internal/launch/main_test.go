@@ -87,7 +87,7 @@ func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	return v, err
 }
 
-// launcher runs a job by launch.Run, as hvdrun does, and returns the exit status.
+// launcher runs a job with launch.Run, as hvdrun does. It returns the exit status.
 func launcher(text string) int {
 	var s spec
 	if err := json.Unmarshal([]byte(text), &s); err != nil {

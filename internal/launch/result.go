@@ -78,7 +78,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	return roots, 1 // the roots ended with status 0, but earlier than the others expected
 }
 
-// named reports whether verdict v, which may be nil, names rank r.
+// named reports whether v names rank r. v may be nil.
 func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
@@ -91,7 +91,7 @@ func (r Result) culprits() []int {
 	return r.Roots
 }
 
-// describe returns a clause that says how the rank ended.
+// describe says how the rank ended, in a clause such as "exit status 3".
 func (e Exit) describe() string {
 	switch {
 	case e.Why != "":

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// phase is the state of the job, from its start to its forced end.
+// phase is a stage in the life of a job, from its start to its forced end.
 type phase int
 
 const (
@@ -29,7 +29,7 @@ const (
 	givenUp                  // the remaining processes cannot be killed
 )
 
-// reaction is the supervisor's reaction to the end of a rank's command.
+// reaction says how the supervisor reacts when the command of a rank has ended.
 type reaction int
 
 const (
@@ -37,7 +37,7 @@ const (
 	failJob                 // the job has failed: the other ranks must end, or are killed
 )
 
-// policy decides the reaction to the end of a rank's command.
+// policy decides how the supervisor reacts when the command of a rank has ended.
 type policy func(rank int, e Exit) reaction
 
 // endAll implements the policy that a rank that fails ends the job.
@@ -94,7 +94,7 @@ type job struct {
 	quitAt    time.Time     // when SIGQUIT last started a survey
 }
 
-// run runs the job on its hosts.
+// run starts the job on its hosts, supervises it and returns its result.
 func (j *job) run(ctx context.Context) (Result, error) {
 	j.console = newConsole(j.o.Stdout, j.o.Stderr)
 	if err := j.makeRanks(); err != nil {
@@ -162,7 +162,7 @@ func (j *job) supervise(ctx context.Context) {
 	}
 }
 
-// handleReport records a report about a rank and acts on it.
+// handleReport updates the state of rank k from the report p and acts on the change.
 func (j *job) handleReport(k *rank, p *report) {
 	switch {
 	case k.gone:

@@ -58,8 +58,8 @@ const (
 type order struct {
 	Job    *hostJob       `json:",omitempty"`
 	Begin  bool           `json:",omitempty"`
-	Signal syscall.Signal `json:",omitempty"` // to send to the process group of each rank
-	Force  bool           `json:",omitempty"` // kill the helpers
+	Signal syscall.Signal `json:",omitempty"` // to be sent to the process group of each rank
+	Force  bool           `json:",omitempty"` // orders the agent to kill the helpers
 }
 
 // hostJob tells an agent what to run.
@@ -67,7 +67,7 @@ type hostJob struct {
 	Dir     words   // at most one word: the working directory, if not the agent's own
 	Command words   // command of all ranks
 	Env     words   // variables of all ranks, in addition to the host's own environment
-	Ranks   []words // variables of each rank, in addition
+	Ranks   []words // for each rank, further variables
 	// Stores holds addresses of the job's store, the best first. The agent tries them and gives the ranks the
 	// first that works. If Stores is empty, Ranks contains the address. Secret holds one word, the text of
 	// the store's secret. TLS is as in Options.
@@ -175,7 +175,7 @@ func readHello(r io.Reader) error {
 	return nil
 }
 
-// link is one end of the connection between launcher and agent.
+// link is one end of the connection between the launcher and an agent.
 type link struct {
 	in    io.ReadCloser
 	out   io.WriteCloser
