@@ -26,7 +26,7 @@ func newGroup(title string) group {
 	return g
 }
 
-// jobFlags returns the flags that are not settings.
+// jobFlags returns the group of the flags of a job that do not belong to settings.
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
@@ -54,7 +54,7 @@ func (r *runner) jobFlags() group {
 	return g
 }
 
-// settingFlags returns the flags of the table of settings, grouped by section.
+// settingFlags returns the flags in the table of settings, as a group for each section.
 func (r *runner) settingFlags() []group {
 	var groups []group
 	for _, s := range config.Settings() {
@@ -85,7 +85,7 @@ func usage(s config.Setting, i int) string {
 	}
 }
 
-// showFlags returns the flags that only hvdrun config has.
+// showFlags returns the group of the flags that only hvdrun config has.
 func (r *runner) showFlags() group {
 	g := newGroup("Output")
 	g.flags.BoolVar(&r.asJSON, "json", false, "print the settings as JSON")
@@ -165,7 +165,7 @@ func (f *exportFlag) Set(text string) error {
 	return nil
 }
 
-// flagError rewrites the errors of pflag as messages for the user.
+// flagError turns an error from pflag into a message for the user.
 func flagError(cmd *cobra.Command, err error) error {
 	var (
 		absent  *absentError

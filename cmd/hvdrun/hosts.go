@@ -28,7 +28,7 @@ type hostFlags struct {
 	sshOptions []string
 }
 
-// hostPlace is the placeholder for the host in the words of --agent.
+// hostPlace stands for the name of the host in the command of --agent.
 const hostPlace = "{host}"
 
 func (h *hostFlags) group() group {

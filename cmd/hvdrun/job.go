@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// launch runs the job.
+// launch starts the servers that a job needs, runs command as the ranks of the job, and sets the exit status.
 func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if r.checkBuild {
 		return doctor.Here(r.env).WriteBuild(r.stdout)

@@ -60,7 +60,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	return cmd
 }
 
-// serveStore serves a store until SIGINT or SIGTERM.
+// serveStore serves a store until hvdrun gets SIGINT or SIGTERM.
 func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
