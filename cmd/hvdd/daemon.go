@@ -139,7 +139,7 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 	}
 }
 
-// clients is a source of clients.
+// clients yields the connections of the clients that a sidecar serves.
 type clients interface {
 	// serve passes the clients to the server, which serves them. It returns when no more clients can come.
 	serve(*sidecar.Server, *zap.Logger) error

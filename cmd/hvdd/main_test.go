@@ -71,7 +71,7 @@ func start(t *testing.T, how string, files []*os.File, env []string, args ...str
 	return p
 }
 
-// status waits until p has ended and returns its exit status.
+// status waits until p has ended. It returns the exit status of p.
 func (p *process) status() int {
 	p.t.Helper()
 	select {
