@@ -42,7 +42,7 @@ func (p *printer) printf(format string, args ...any) {
 	}
 }
 
-// begin prints the heading.
+// begin prints the heading of the output, which shows title.
 func (p *printer) begin(title string) {
 	p.printf("# %s\n", title)
 	if p.csv {

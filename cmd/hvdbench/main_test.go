@@ -102,7 +102,7 @@ func start(t *testing.T, np int, env []string, args ...string) (cmd *exec.Cmd, s
 	return cmd, stdout, stderr
 }
 
-// status waits for a command and returns its exit status.
+// status waits until a command that was started has ended, and returns its exit status.
 func status(t *testing.T, cmd *exec.Cmd) int {
 	t.Helper()
 	var exit *exec.ExitError

@@ -82,7 +82,7 @@ type path interface {
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
 }
 
-// named is a tensor of a workload.
+// named is a tensor of a workload with its name.
 type named struct {
 	name string
 	buf  []byte

@@ -13,7 +13,7 @@ import (
 // pattern is a periodic sequence of elements. It describes the input or the expected contents of a buffer.
 type pattern struct {
 	dt     tensor.DType
-	period []byte // a whole number of elements
+	period []byte // the elements of one period
 	ulps   int    // tolerance for floats, in units in the last place
 }
 
@@ -201,7 +201,7 @@ func (p pattern) from(i int64) pattern {
 	return p
 }
 
-// fill fills buf with the pattern.
+// fill fills buf with p, from the beginning of a period on.
 func (p pattern) fill(buf []byte) {
 	for n := copy(buf, p.period); n < len(buf); {
 		n += copy(buf[n:], buf[:n]) // all copies except the last are whole periods

@@ -212,7 +212,7 @@ func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.Redu
 	}
 }
 
-// shoot measures one operation.
+// shoot measures the operation s and returns its result.
 func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	n := b.team.Size()
 	buf, err := b.job.memory.alloc(s.bufferBytes(n), b.arena)
