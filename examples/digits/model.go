@@ -83,7 +83,8 @@ func (m *model) forward(x *[pixels]float32, h *[hidden]float32, p *[classes]floa
 	}
 }
 
-// gradient adds weight times the gradient of the cross entropy of img to g, and returns the cross entropy.
+// gradient computes the cross entropy of m on img and returns it. It adds the gradient of the cross entropy,
+// times weight, to g.
 func (m *model) gradient(img *image, weight float32, g *model) float64 {
 	var h, dh [hidden]float32
 	var p [classes]float32
@@ -124,7 +125,7 @@ func (m *model) guess(img *image) int {
 	return best
 }
 
-// hash returns the SHA-256 of the bits of all weights.
+// hash returns the SHA-256 of the bits of all weights, as hexadecimal digits.
 func (m *model) hash() string {
 	s := sha256.New()
 	var b [4]byte
