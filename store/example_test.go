@@ -42,6 +42,6 @@ func ExampleServe() {
 	fmt.Printf("%+v\n", cfg.Secret)
 	// Output:
 	// hello <nil>
-	// store: a secret of 9 bytes, want 16 to 4096
+	// store: the secret has 9 bytes, want 16 to 4096
 	// a secret
 }

@@ -93,7 +93,7 @@ func TestStoreAloneRefuses(t *testing.T) {
 	}{
 		{[]string{"--listen", "0.0.0.0:0"}, "other hosts can reach this address and there is no secret"},
 		{[]string{"--listen", ":0", "--torch"}, "other hosts can reach this address"},
-		{[]string{"--secret-file", short}, "a secret of 5 bytes, want 16"},
+		{[]string{"--secret-file", short}, "the secret has 5 bytes, want 16"},
 		{[]string{"--secret-file", short + ".not"}, "no such file"},
 		{[]string{"--torch", "--secret-file", short}, "exclude each other"},
 		{[]string{"--tls"}, "--tls needs --secret-file"},

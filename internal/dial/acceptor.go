@@ -12,12 +12,12 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// A Handler serves a connection until it ends, and returns why: io.EOF if the peer left regularly. ctx ends
-// when the connection must be closed. The caller of the Handler closes it.
+// A Handler serves a connection until the connection ends, and returns the reason: io.EOF if the peer closed
+// it in order. ctx ends when the Handler must stop. The caller of the Handler closes conn.
 type Handler func(ctx context.Context, conn net.Conn) error
 
-// Acceptor accepts connections until Close. Each has a goroutine, their number is bounded, and Close ends
-// all.
+// Acceptor accepts connections until Close, and serves each in its own goroutine. The number of connections
+// is bounded. Close closes them all.
 type Acceptor struct {
 	name   string
 	most   int
@@ -34,9 +34,9 @@ type Acceptor struct {
 	conns map[net.Conn]struct{}
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and passes connections to handle, at most
-// most at a time. Errors are logged, and floods of them are shortened (logs.Quiet); name says in the log
-// whose connections these are. log may be nil.
+// Serve listens on addr, as host:port where port 0 means any free port, and calls handle for each connection.
+// It serves at most most connections at a time and closes further ones. It logs errors, at a limited rate
+// (logs.Quiet). name is the subject of these log lines, such as "store". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {
@@ -78,8 +78,8 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// The usual cause is that the process has no free file descriptor. Connections that end free
-			// some.
+			// The usual cause is that the process has no free file descriptor. The retry succeeds once a
+			// connection has ended.
 			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)
 			continue
@@ -94,8 +94,8 @@ func (a *Acceptor) accept() {
 		}
 		a.mu.Unlock()
 		if full {
-			a.log.Warn(a.name+" refused a client, because it has too many",
-				zap.Stringer("client", conn.RemoteAddr()), zap.Int("clients", a.most))
+			a.log.Warn(a.name+" refused a client, because the maximum number of clients is connected",
+				zap.Stringer("client", conn.RemoteAddr()), zap.Int("maximum", a.most))
 		}
 	}
 }

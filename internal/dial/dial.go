@@ -1,9 +1,10 @@
-// Package dial begins connections: it dials and retries, accepts, exchanges greetings, and cuts what follows
-// into frames.
+// Package dial opens connections: it dials and retries, accepts, and exchanges greetings. It also splits the
+// stream of bytes into frames.
 //
-// The end that dials proves that it knows the secret of the job, if there is one (package secret, which may
-// encrypt what follows), and sends a greeting. The end that accepts answers with one. A greeting is four
-// bytes of magic that name the protocol, and its version, four bytes, big-endian.
+// First, if the job has a secret, the dialing and the accepting end prove that they know it (package secret,
+// which may also encrypt the connection). Then the dialing end sends a greeting, and the accepting end
+// answers with one. A greeting is four bytes of magic that name the protocol, followed by the version of the
+// protocol in four bytes, big-endian.
 package dial
 
 import (
@@ -19,26 +20,27 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// keepAlive finds a vanished peer in about 15 s on an idle connection.
+// keepAlive detects in about 15 s that the peer of an idle connection has vanished.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
 
-// Listen listens on addr, host:port with port 0 for any free one.
+// Listen listens on addr, as host:port. Port 0 means any free port.
 func Listen(addr string) (net.Listener, error) {
 	lc := net.ListenConfig{KeepAliveConfig: keepAlive}
 	return lc.Listen(context.Background(), "tcp", addr)
 }
 
-// Backoff computes the waits between attempts to dial: 10 ms, doubling up to 1 s.
+// Backoff computes the pauses between attempts: 10 ms at first, then twice the previous pause, up to 1 s. The
+// zero Backoff is ready to use.
 type Backoff time.Duration
 
-// Next returns the next wait.
+// Next returns the next pause.
 func (b *Backoff) Next() time.Duration {
 	*b = min(max(2**b, Backoff(10*time.Millisecond)), Backoff(time.Second))
 	return time.Duration(*b)
 }
 
-// MayRecover reports whether dialing or greeting a peer failed in a way that may pass: the peer is starting
-// or stopping, or the network or its names are not available yet.
+// MayRecover reports whether err, from dialing or greeting a peer, may go away by itself: the peer is
+// starting or stopping, or the network or name resolution is not available yet.
 func MayRecover(err error) bool {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
 		return true
@@ -57,13 +59,13 @@ func MayRecover(err error) bool {
 	return false
 }
 
-// IsExhausted reports whether err says that this process, or its host, has no file descriptor left. Waiting
-// for a peer does not help then.
+// IsExhausted reports whether err says that this process or its host has no free file descriptor. Waiting for
+// a peer does not help then.
 func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
-// limitError is the error of a process that has reached its limit of file descriptors.
+// limitError is an error with the limit of file descriptors that caused it.
 type limitError struct {
 	err   error
 	limit uint64
@@ -75,8 +77,8 @@ func (e *limitError) Error() string {
 
 func (e *limitError) Unwrap() error { return e.err }
 
-// ExplainLimit adds the limit of file descriptors to an error that says that this process has none left. It
-// returns other errors unchanged.
+// ExplainLimit adds the limit of file descriptors to err if err says that this process has reached it.
+// Otherwise it returns err unchanged.
 func ExplainLimit(err error) error {
 	var limit syscall.Rlimit
 	if _, explained := errors.AsType[*limitError](err); explained || !errors.Is(err, syscall.EMFILE) ||
@@ -86,8 +88,8 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls try until it succeeds, fails in a way that does not pass, or ctx ends; then the error wraps
-// ctx.Err() and the last reason.
+// Retry calls try until it succeeds, fails with an error that cannot recover (MayRecover), or ctx ends. If
+// ctx ends, the error wraps ctx.Err() and the error of the last attempt.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
@@ -105,8 +107,8 @@ func Retry(ctx context.Context, try func() error) error {
 		case !MayRecover(err):
 			return err
 		}
-		// If the deadline of ctx passes, try may report a timeout before ctx.Err does. last keeps the real
-		// cause.
+		// At the deadline of ctx, try may report a timeout before ctx.Err does. Such a timeout does not
+		// replace last, which has the real cause.
 		ne, ok := errors.AsType[net.Error](err)
 		deadline, bounded := ctx.Deadline()
 		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
@@ -116,7 +118,7 @@ func Retry(ctx context.Context, try func() error) error {
 	}
 }
 
-// Pause waits for d, or until ctx ends or done is closed.
+// Pause waits for d, or until ctx ends or done is closed if that is earlier.
 func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -129,13 +131,13 @@ func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 
 const greetingBytes = 8
 
-// Greeting returns the greeting to send. magic has four bytes.
+// Greeting returns the greeting to send. magic must be four bytes long.
 func Greeting(magic string, version uint32) []byte {
 	return binary.BigEndian.AppendUint32([]byte(magic), version)
 }
 
-// ReadGreeting reads the greeting of a peer and returns its version. An error means that the peer speaks
-// another protocol.
+// ReadGreeting reads the peer's greeting and returns the version in it. If the peer speaks another protocol,
+// it returns an error.
 func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	var g [greetingBytes]byte
 	if _, err := io.ReadFull(r, g[:]); err != nil {
@@ -150,24 +152,24 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	return binary.BigEndian.Uint32(g[4:]), nil
 }
 
-// dialTimeout bounds one attempt to dial a peer and to get its greeting.
+// dialTimeout bounds one attempt to connect to a peer and read its greeting.
 const dialTimeout = 5 * time.Second
 
-// VersionError says that a peer speaks the right protocol in a version that this process does not.
+// VersionError is the error if the peer speaks another version of the protocol than this process.
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {
 	return fmt.Sprintf("the peer speaks version %d of the protocol, want %d", e.Got, e.Want)
 }
 
-// Connect connects to addr, host:port.
+// Connect connects to addr, as host:port, over TCP with keep-alives.
 func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	d := net.Dialer{KeepAliveConfig: keepAlive}
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// Greet connects to addr, proves the secret of the job, and exchanges greetings. The connection, encrypted if
-// s is, has no deadline afterwards.
+// Greet connects to addr, proves the secret of the job and exchanges greetings. The returned connection has
+// no deadline. It is encrypted if s is.
 func Greet(ctx context.Context, addr string, s secret.Secret, magic string,
 	version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)

@@ -7,28 +7,30 @@ import (
 	"slices"
 )
 
-// A frame is a length, four bytes, big-endian, and as many bytes.
+// A frame is the length of its body, four bytes, big-endian, followed by the body.
 
 const (
 	// FrameHeaderBytes is the size of the length in bytes.
 	FrameHeaderBytes = 4
-	// frameStep is the most bytes that are allocated for a frame before any byte of its body has arrived.
+	// frameStep is the maximum number of bytes that are allocated for a body before any byte of it has
+	// arrived.
 	frameStep = 4 << 10
 )
 
-// NewFrame returns a frame without a body, with capacity for a body of the given size. The caller appends the
+// NewFrame returns a frame with an empty body and room for capacity bytes of body. The caller appends the
 // body and then calls SealFrame.
 func NewFrame(capacity int) []byte { return make([]byte, FrameHeaderBytes, FrameHeaderBytes+capacity) }
 
-// SealFrame writes the length into the header of a frame whose body is complete, and returns the frame.
+// SealFrame writes the length of the body into the header of frame, whose body is complete, and returns
+// frame.
 func SealFrame(frame []byte) []byte {
 	binary.BigEndian.PutUint32(frame, uint32(len(frame)-FrameHeaderBytes))
 	return frame
 }
 
-// ReadFrame reads the body of one frame. It is an error if the body is longer than limit bytes. Memory is
-// allocated as bytes arrive: 4 KiB first, then twice the bytes that have arrived. At the end of the stream
-// the error is io.EOF between frames and io.ErrUnexpectedEOF within a frame.
+// ReadFrame reads one frame and returns its body. It returns an error if the body is longer than limit bytes.
+// It allocates memory as bytes arrive: 4 KiB first, then twice the bytes that have arrived. If the stream
+// ends between frames the error is io.EOF, and within a frame it is io.ErrUnexpectedEOF.
 func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	var head [FrameHeaderBytes]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -41,8 +43,8 @@ func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	return ReadBytes(r, nil, int(n))
 }
 
-// ReadBytes reads n bytes into buf, or into new memory if buf is too small. New memory is allocated as bytes
-// arrive. If the stream ends before n bytes have arrived, the error is io.ErrUnexpectedEOF.
+// ReadBytes reads n bytes into buf, or into new memory if buf is too small, and returns them. It allocates
+// memory as bytes arrive. If the stream ends before n bytes have arrived, the error is io.ErrUnexpectedEOF.
 func ReadBytes(r io.Reader, buf []byte, n int) ([]byte, error) {
 	if buf = buf[:0]; buf == nil {
 		buf = make([]byte, 0, min(n, frameStep))

@@ -7,13 +7,13 @@ import (
 	"sync"
 )
 
-// ErrEvicted is the error of a connection that a Limiter closed.
+// ErrEvicted is the error of a connection that a Limiter has closed.
 var ErrEvicted = errors.New(
 	"closed before its handshake ended, because too many newer connections are in their handshake")
 
-// Limiter bounds the connections that have not proved their identity yet. If there is one too many it closes
-// the oldest: a peer that can prove itself does so at once, so the oldest most likely cannot, and a
-// peer of the job would retry.
+// Limiter bounds the number of connections whose peer has not proved its identity yet. A connection beyond
+// the bound makes the Limiter close the oldest one. A peer of the job proves its identity at once, so the
+// oldest peer is most likely a stranger. If it belongs to the job after all, it dials again.
 type Limiter struct {
 	most int
 
@@ -21,25 +21,25 @@ type Limiter struct {
 	slots list.List // elements are *Slot, oldest first
 }
 
-// NewLimiter makes a Limiter for most connections, at least one.
+// NewLimiter makes a Limiter for at most most connections. most must be at least one.
 func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
 
-// Grow raises the bound to most, if that is more.
+// Grow raises the bound to most. A smaller most changes nothing.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.most = max(l.most, most)
 }
 
-// Slot is the slot of one connection in a Limiter.
+// Slot is one connection's slot in a Limiter.
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
-	at   *list.Element // nil after the slot was released or evicted
+	at   *list.Element // nil after release or eviction
 }
 
-// Acquire gives conn a slot. If there are too many connections it closes the one that has had a slot for the
-// longest time. The caller must release the slot.
+// Acquire gives conn a slot. If no slot is free, it first closes the connection that has had its slot for
+// longest, and takes that slot away. The caller must call Release on the result.
 func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -53,7 +53,8 @@ func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	return s
 }
 
-// Release frees the slot, and reports whether the connection still had it. It is called once.
+// Release frees the slot. It reports whether the connection still had the slot, which is false if the Limiter
+// has closed the connection. The caller calls it once.
 func (s *Slot) Release() bool {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()

@@ -1,32 +1,35 @@
-// Package secret implements the secret of a job and the mutual challenge-response by which the two ends of a
-// connection prove that they know it, before anything else is sent.
+// Package secret implements the secret of a job, and a mutual challenge-response with which the two ends of a
+// connection prove to each other that they know the secret. The proof comes before anything else on the
+// connection.
 //
 //	client: "GHVA", version u8, 0 u8, 0 u16, nonce [32]
 //	server: "GHVA", version u8, status u8, 0 u16, nonce [32], HMAC(server) [32]
 //	client: HMAC(client) [32]
 //
-// The HMACs are SHA-256 with the secret as key, over the role, the purpose and both nonces. So a proof is
-// valid for one connection, in one direction, for one protocol. The secret itself is never sent. A process
-// without a secret sends none of this, and if only one end has a secret neither takes the other for a process
-// of its job.
+// The HMACs are HMAC-SHA256 with a key derived from the secret, over the role (client or server), the purpose
+// (the protocol that follows) and both nonces. So a proof is valid only for one connection, one direction and
+// one protocol. The secret itself is never sent. A process without a secret skips this exchange. If only one
+// end has a secret, the connection fails at both ends, because they do not belong to the same job.
 //
 // # TLS
 //
-// The data after a proof is neither encrypted nor authenticated, unless the secret is [Secret.Encrypted].
-// Then all of the above happens inside TLS 1.3. No certificates are distributed, because every launcher
-// already has a way to give processes a secret. Each process derives the job's Ed25519 key from the secret
-// (HKDF-SHA256), makes a certificate at its start that this key signs, and accepts from the peer, client or
-// server, only a certificate of exactly this key. So the certificates of a job are of use only in that job,
-// whatever names, times and authorities they contain, and
+// By default, the data after the proof is neither encrypted nor authenticated. With [Secret.Encrypted], the
+// proof and the data are sent inside TLS 1.3. No certificates have to be distributed, because the launcher
+// gives the secret to every process anyway. Each process derives the Ed25519 key of the job from the secret
+// (HKDF-SHA256). When it starts, it makes a certificate that this key signs. From a peer, client or server,
+// it accepts only a certificate with exactly this key. Names, times and issuers in a certificate are ignored,
+// so a certificate is of use only within its job. This gives:
 //
-//   - an eavesdropper learns only how much is sent and when. Each connection has a key exchange of its own, so recorded
-//     traffic stays secret even if the secret becomes known later;
-//   - changing, dropping or inserting bytes ends the connection. What was read before is what was sent;
-//   - a process that has the secret can play either end, as without TLS. The secret should be random: anybody who reaches a
-//     server gets something to test guesses against, again as without TLS.
+//   - An eavesdropper learns only how much is sent, and when. Each connection has its own key exchange, so
+//     recorded traffic stays secret even if the secret becomes known later.
+//   - Changing, dropping or inserting bytes in transit ends the connection. All bytes read before that are
+//     bytes that the peer sent.
+//   - A process that has the secret can play either end, as without TLS. The secret should be random, because
+//     anybody who can connect to a server gets data against which guesses of the secret can be tested, also
+//     as without TLS.
 //
-// The proof inside names the protocol, and keeps one code path for both kinds. If one end encrypts and the
-// other does not, the error is ErrMixed.
+// The proof is exchanged inside TLS too, because it names the protocol, and so that both kinds of connections
+// share one code path. If one end encrypts and the other does not, the error is ErrMixed.
 package secret
 
 import (
@@ -43,21 +46,21 @@ import (
 	"strings"
 )
 
-// Magic begins what a client with a secret sends.
+// Magic is the start of the first message of a client that has a secret.
 const Magic = "GHVA"
 
-// Bounds on the text of a secret.
+// MinBytes and MaxBytes bound the length of the text of a secret.
 const (
 	MinBytes = 16
 	MaxBytes = 4096
 )
 
 var (
-	// ErrWrong is the error of a connection to a process that has another secret.
+	// ErrWrong is the error if the peer has another secret.
 	ErrWrong = errors.New("the peer has another secret, so it does not belong to this job")
-	// ErrNone is the error of a connection to a process that has none.
+	// ErrNone is the error if this process has a secret and the peer has none.
 	ErrNone = errors.New("the peer has no secret, so it does not belong to this job")
-	// ErrNeeded is the error of a connection from a process without a secret to one that has one.
+	// ErrNeeded is the error if the peer has a secret and this process has none.
 	ErrNeeded = errors.New("the peer requires the secret of its job, but this process has none")
 )
 
@@ -68,22 +71,22 @@ const (
 	headBytes  = 8
 )
 
-// Statuses in a server's answer.
+// Status codes in a server's answer.
 const (
 	statusChallenge = 0
-	// A server sends the other statuses without a nonce and without TLS.
-	statusNeeded = 1 // the client began without a proof
-	statusMixed  = 2 // only one of client and server encrypts
+	// A server sends statusNeeded and statusMixed without a nonce and without TLS.
+	statusNeeded = 1 // the client did not start with a proof
+	statusMixed  = 2 // only one end encrypts
 )
 
-// Secret is the secret of a job. The zero Secret is none: then nothing is proven. It prints as a word, so
-// that it gets into no log.
+// Secret is the secret of a job. The zero Secret means that the job has no secret, and nothing is proven.
+// String never returns the secret itself, so that no log contains it.
 type Secret struct {
 	key *[sha256.Size]byte
 	tls *tls.Config // nil if connections are not encrypted
 }
 
-// New makes a random secret. text is what other processes Parse.
+// New makes a random secret. Other processes pass text to Parse to get the same secret.
 func New() (s Secret, text string) {
 	var b [32]byte
 	rand.Read(b[:]) // never fails
@@ -95,21 +98,21 @@ func New() (s Secret, text string) {
 	return s, text
 }
 
-// Parse makes the secret of a text of MinBytes to MaxBytes, without the white space around it. Its error does
-// not contain the text.
+// Parse makes a secret from a text of MinBytes to MaxBytes. It ignores white space around the text. Its error
+// does not contain the text.
 func Parse(text string) (Secret, error) {
 	text = strings.TrimSpace(text)
 	if len(text) < MinBytes || len(text) > MaxBytes {
-		return Secret{}, fmt.Errorf("a secret of %d bytes, want %d to %d", len(text), MinBytes, MaxBytes)
+		return Secret{}, fmt.Errorf("the secret has %d bytes, want %d to %d", len(text), MinBytes, MaxBytes)
 	}
 	key := sha256.Sum256([]byte("gohvd secret\x00" + text))
 	return Secret{key: &key}, nil
 }
 
-// IsZero reports whether s is no secret.
+// IsZero reports whether the job has no secret.
 func (s Secret) IsZero() bool { return s.key == nil }
 
-// IsEncrypted reports whether connections are encrypted.
+// IsEncrypted reports whether connections with this secret are encrypted.
 func (s Secret) IsEncrypted() bool { return s.tls != nil }
 
 func (s Secret) String() string {
@@ -119,13 +122,13 @@ func (s Secret) String() string {
 	return "a secret"
 }
 
-// GoString returns String, so that %#v shows nothing either.
+// GoString returns String, so that %#v does not print the secret either.
 func (s Secret) GoString() string { return s.String() }
 
-// Dial proves the secret to the server at the far side of conn, and makes the server prove it too. purpose
-// names the protocol that follows, which must use the connection that Dial returns: conn itself, or TLS over
-// it. The caller sets deadlines and closes; on either connection that affects conn. After an error conn is
-// still open.
+// Dial proves to the server at the other end of conn that this process knows the secret, and makes the server
+// prove it too. purpose names the protocol that follows. The caller must use the returned connection for that
+// protocol: it is conn itself, or TLS over conn. The caller sets deadlines on either of the two connections
+// and closes either, because both calls reach conn. After an error, conn is still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
 	if err == nil {
@@ -137,12 +140,13 @@ func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// Accept does the server's part of Dial. It reads no byte of what follows. Its error wraps io.EOF if the
-// client has sent nothing.
+// Accept makes the client at the other end of conn prove that it knows the secret, and proves it to the
+// client. It is the server's counterpart of Dial. It reads no byte of the protocol that follows. Its error
+// wraps io.EOF if the client closed the connection without sending anything.
 func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Server)
 	if err != nil {
-		over = conn // TLS was not established, so the refusal is sent in plain
+		over = conn // there is no TLS session, so the refusal is sent in plain
 	} else {
 		err = s.accept(over, purpose)
 	}
@@ -153,8 +157,8 @@ func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// refuse tells a client that began in the wrong way, in case it can report that. The connection is closed in
-// any case.
+// refuse tells the client why it is refused, if the client started without a proof or if only one end
+// encrypts. Errors of the write are ignored, because the connection is closed anyway.
 func refuse(w io.Writer, err error) {
 	switch {
 	case errors.Is(err, ErrMixed):
@@ -214,11 +218,12 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	return nil
 }
 
-// proof returns the proof that a role, client or server, knows the secret, over the nonces of both.
+// proof returns the HMAC that the given role, "client" or "server", sends. client and server are the nonces
+// of the two ends.
 func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + role), []byte(purpose), client, server} {
-		// The length before each part ensures that no two lists of parts give the same bytes.
+		// The length before each part ensures that different lists of parts give different bytes.
 		h.Write([]byte{byte(len(part))})
 		h.Write(part)
 	}
@@ -227,11 +232,13 @@ func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 
 func head(status byte) []byte { return append([]byte(Magic), version, status, 0, 0) }
 
-// readHead reads the first bytes that the peer sends, over a connection that is encrypted if required.
+// readHead reads and checks the first 8 bytes that the peer sends. If s encrypts, r is the TLS connection.
 func readHead(r io.Reader) error {
 	var h [headBytes]byte
 	if _, err := io.ReadFull(r, h[:4]); err != nil {
-		return err // io.EOF: a client that only probed the port, or a server that is not gohvd's
+		// The error is io.EOF if the peer is a client that only probed the port, or a server of another
+		// program.
+		return err
 	}
 	if string(h[:4]) != Magic {
 		return notOurs(h[:4])
@@ -247,12 +254,12 @@ func readHead(r io.Reader) error {
 	case h[5] == statusMixed:
 		return fmt.Errorf("%w (the peer has)", ErrMixed)
 	case h[5] != statusChallenge:
-		return fmt.Errorf("unknown status %d of the peer", h[5])
+		return fmt.Errorf("the peer sent the unknown status %d", h[5])
 	}
 	return nil
 }
 
-// notOurs returns the error of a connection whose peer began with something other than a proof.
+// notOurs returns the error for a peer whose first bytes are not Magic.
 func notOurs(first []byte) error {
 	if bytes.HasPrefix(first, []byte(clientHello)) {
 		return fmt.Errorf("%w (the peer has)", ErrMixed)
@@ -260,9 +267,9 @@ func notOurs(first []byte) error {
 	return fmt.Errorf("%w: its first bytes are %q", ErrNone, first)
 }
 
-// Foreign returns what the first bytes of a connection, at least four, say about the peer if a protocol
-// without a secret was expected: that it has a secret, or encrypts. It is nil if they are none of this
-// package's.
+// Foreign examines the first bytes, at least four, that a peer sent to a process without a secret. It returns
+// ErrNeeded if they are the start of a proof, an error that wraps ErrMixed if they are the start of TLS, and
+// nil otherwise.
 func Foreign(first []byte) error {
 	switch err := notOurs(first); {
 	case bytes.HasPrefix(first, []byte(Magic)):
@@ -273,8 +280,8 @@ func Foreign(first []byte) error {
 	return nil
 }
 
-// readFull reads as io.ReadFull does, in the middle of a proof. If the connection ends, its error says what
-// the reason may be.
+// readFull reads all of b from the middle of a proof. If the connection ends before b is full, the error says
+// that the secrets may differ.
 func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err

@@ -17,29 +17,30 @@ import (
 	"time"
 )
 
-// ErrMixed is the error of a connection of which one end encrypts and the other does not.
+// ErrMixed is the error if one end of a connection encrypts and the other does not.
 var ErrMixed = errors.New(
 	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
 
-// maxHandshakeBytes bounds what the peer may send before it has shown its certificate. A handshake takes
-// some 2 KiB.
+// maxHandshakeBytes bounds the bytes that a peer may send before its certificate is verified. A handshake
+// takes about 2 KiB.
 const maxHandshakeBytes = 16 << 10
 
-// Encrypted returns s with TLS on the connections that it dials and accepts; both ends must use it. The zero
-// Secret stays as it is.
+// Encrypted returns a copy of s that uses TLS on the connections that it dials and accepts. The peer must do
+// the same. The zero Secret stays unencrypted.
 func (s Secret) Encrypted() Secret {
 	if s.IsZero() || s.tls != nil {
 		return s
 	}
 	cfg, err := s.mint()
 	if err != nil {
-		panic("secret: " + err.Error()) // fails only by a bug in mint
+		panic("secret: " + err.Error()) // only a bug in mint makes it fail
 	}
 	s.tls = cfg
 	return s
 }
 
-// mint derives the key of the job and makes a certificate of it. The configuration is for either end.
+// mint derives the key of the job from the secret, makes a certificate that the key signs, and returns a
+// configuration for either end.
 func (s Secret) mint() (*tls.Config, error) {
 	seed, err := hkdf.Key(sha256.New, s.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
 	if err != nil {
@@ -47,8 +48,8 @@ func (s Secret) mint() (*tls.Config, error) {
 	}
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
-	// No process checks the times, because the clocks of hosts may differ. RFC 5280 gives this NotAfter for a
-	// certificate without an end.
+	// No process checks the times, because the clocks of hosts may differ. RFC 5280 defines this NotAfter for
+	// a certificate that does not expire.
 	form := &x509.Certificate{
 		SerialNumber: big.NewInt(1),
 		Subject:      pkix.Name{CommonName: "gohvd job"},
@@ -64,8 +65,8 @@ func (s Secret) mint() (*tls.Config, error) {
 		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
 		MinVersion:   tls.VersionTLS13,
 		ClientAuth:   tls.RequireAnyClientCert,
-		// crypto/tls checks neither chain nor name: VerifyConnection, which each handshake calls, requires
-		// the key of the job.
+		// crypto/tls checks neither chain nor name. Each handshake calls VerifyConnection, which requires the
+		// key of the job.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(state tls.ConnectionState) error {
 			if !public.Equal(state.PeerCertificates[0].PublicKey) {
@@ -73,15 +74,15 @@ func (s Secret) mint() (*tls.Config, error) {
 			}
 			return nil
 		},
-		// Without tickets each connection has a key exchange of its own, and the server sends nothing after
-		// the handshake that a client might never read.
+		// Without session tickets, each connection has its own key exchange, and the server sends nothing
+		// after the handshake that a client might never read.
 		SessionTicketsDisabled: true,
-		// Tensors are sent in large pieces, which small first records would only slow down.
+		// Tensors are sent in large pieces. Small first records would only slow them down.
 		DynamicRecordSizingDisabled: true,
 	}, nil
 }
 
-// open begins TLS on conn if s encrypts; end is crypto/tls's Client or Server.
+// open starts TLS on conn if s encrypts. end is tls.Client or tls.Server.
 func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (net.Conn, error) {
 	if s.tls == nil {
 		return conn, nil
@@ -95,18 +96,19 @@ func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (
 	return encrypted{tc}, nil
 }
 
-// encrypted closes without a closing alert. TLS would send one and wait for room for it, but Close must not
-// wait. Nothing is lost, because no protocol here takes the end of a stream for an answer.
+// encrypted is a TLS connection that Close ends without a closing alert. tls.Conn.Close would send the alert
+// and wait for room in the send buffer, but our Close must not wait. Nothing is lost, because no protocol
+// here treats the end of the stream as a message.
 type encrypted struct{ *tls.Conn }
 
 func (c encrypted) Close() error { return c.NetConn().Close() }
 
-// opening is a connection in its handshake. What the peer sends in it is bounded, and counted to tell an
-// end that has sent nothing.
+// opening is a connection during its TLS handshake. It bounds the bytes that the peer may send, and counts
+// them so that explain can tell whether the peer sent anything.
 type opening struct {
 	net.Conn
 	received int
-	done     bool // set before other goroutines call Read
+	done     bool // set before any other goroutine calls Read
 }
 
 func (o *opening) Read(p []byte) (int, error) {
@@ -122,16 +124,17 @@ func (o *opening) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// explain returns the error of a handshake that failed with err.
+// explain converts err, the error of a failed handshake, to one that says what is wrong with the peer.
 func (o *opening) explain(err error) error {
 	record, notTLS := errors.AsType[tls.RecordHeaderError](err)
 	alert, isOp := errors.AsType[*net.OpError](err)
 	switch {
 	case notTLS && bytes.HasPrefix(record.RecordHeader[:], []byte(Magic)):
 		return fmt.Errorf("%w (this process has)", ErrMixed)
-	case notTLS && record.Conn != nil: // the peer's first bytes are no TLS record
+	case notTLS && record.Conn != nil: // the peer's first bytes are not a TLS record
 		return notOurs(record.RecordHeader[:4])
-	case isOp && alert.Op == "remote error": // usually the peer rejects the key of this process's certificate
+	// Usually the peer rejects the key of this process's certificate.
+	case isOp && alert.Op == "remote error":
 		return fmt.Errorf("%w: TLS handshake: %w", ErrWrong, err)
 	case o.received > 0 && errors.Is(err, io.EOF):
 		err = io.ErrUnexpectedEOF
@@ -139,6 +142,6 @@ func (o *opening) explain(err error) error {
 	return fmt.Errorf("TLS handshake: %w", err)
 }
 
-// clientHello is the beginning of what a client that encrypts sends: a handshake record of some version 3
-// (RFC 8446, section 5.1).
+// clientHello is the start of the first message of a client that encrypts: a handshake record with major
+// version 3 (RFC 8446, section 5.1).
 const clientHello = "\x16\x03"
