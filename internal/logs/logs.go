@@ -1,14 +1,14 @@
-// Package logs makes the loggers of ranks, of hvdd and of hvdrun (config.Config.Logger). Its page for users
-// is docs/logging.md.
+// Package logs makes the loggers of ranks, hvdd and hvdrun (config.Config.Logger). docs/logging.md describes
+// the log for users.
 //
 // Invariants:
 //
-//  1. At most 20 lines of a level and message are written per minute (zap's sampler). The next line that is
-//     written has the number of lines that were dropped.
-//  2. Text from a peer or a client cannot make an entry longer than a bounded line, nor end the line.
-//  3. Entries at Trace are complete: none is dropped, and texts in the fields of the call are not
+//  1. At most 20 lines with the same level and message are written per minute (zap's sampler). The next line
+//     that is written says how many lines were dropped.
+//  2. Text from a peer or a client cannot make a line longer than a fixed bound, nor start a new line.
+//  3. Entries at level Trace are complete: no entry is dropped, and texts in the fields of the call are not
 //     shortened.
-//  4. Logging blocks only on the write to the file: there is no goroutine and no queue.
+//  4. Logging blocks only on the write to the file. There is no goroutine and no queue.
 package logs
 
 import (
@@ -21,21 +21,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// New returns a logger that writes entries of at least the given level to w: as text (format console), as
-// JSON (format json) or, for any other format, as text if w is a terminal and else as JSON. Other code may
-// write to w too, since each line is one Write. Sync of the logger writes the number of dropped lines.
+// New returns a logger that writes entries of at least the given level to w. Format "console" writes text and
+// "json" writes JSON; any other format writes text if w is a terminal, else JSON. Other code may write to w
+// too, since the logger writes each line with one call to Write. Sync of the logger writes how many lines
+// were dropped since the last line.
 func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Logger {
-	// The struct hides the Sync method of w, which fails for a pipe.
+	// The struct hides the Sync method of w, which returns an error if w is a pipe.
 	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
 	core := zapcore.NewCore(newEncoder(isConsole(w, format), withTime), sink, level)
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 
-// Trace is the level below debug, for entries on each cycle of the negotiation.
+// Trace is the level below debug. It is for entries in each cycle of the negotiation.
 const Trace = zapcore.DebugLevel - 1
 
-// Level returns the level of a value of HOROVOD_LOG_LEVEL. For a word that config does not accept it is
-// warning.
+// Level returns the level for a value of HOROVOD_LOG_LEVEL. For any other word it returns the warning level.
 func Level(word string) zapcore.Level {
 	switch word {
 	case "trace":
@@ -52,8 +52,8 @@ func Level(word string) zapcore.Level {
 	return zapcore.WarnLevel
 }
 
-// withTrace returns an encoder that encodes Trace, which zap does not know, as word, and other levels as
-// others does.
+// withTrace returns an encoder of levels. It encodes Trace, which zap does not know, as word, and passes all
+// other levels to others.
 func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
 		if l == Trace {
@@ -78,7 +78,7 @@ func isConsole(w io.Writer, format string) bool {
 	return format == "console" || format != "json" && IsTerminal(w)
 }
 
-// newEncoder returns an encoder of entries as text or as JSON. Both write durations with their unit.
+// newEncoder returns an encoder that writes entries as text or as JSON. In both forms, durations have a unit.
 func newEncoder(console, withTime bool) zapcore.Encoder {
 	if console {
 		c := zap.NewDevelopmentEncoderConfig()

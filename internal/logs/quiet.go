@@ -11,18 +11,18 @@ import (
 )
 
 const (
-	// tick is the interval in which at most perTick lines of a level and message are written.
+	// In each period of length tick, at most perTick lines with the same level and message are written.
 	tick    = time.Minute
 	perTick = 20
-	// leftOut is the field with the number of lines that the sampler has dropped.
+	// leftOut is the name of the field that says how many lines the sampler has dropped.
 	leftOut = "left_out"
 )
 
-// Quiet returns log with zap's sampler, for messages that may come in floods and must not fill disks. It
-// writes at most 20 lines per minute of each level and message. The next line that is written, or Sync, has
-// the number of dropped lines (left_out), of all messages together. Lines at Trace are never dropped. Texts
-// have a bounded length, and characters that are not printable are escaped. If log is nil, the result writes
-// nothing. A logger that is the result of Quiet is returned unchanged.
+// Quiet returns log with zap's sampler, so that floods of messages do not fill disks. It writes at most 20
+// lines per minute with the same level and message. The next line that is written, or else Sync, says in
+// field left_out how many lines of all messages were dropped. Lines at level Trace are never dropped. Long
+// texts are shortened, and unprintable characters are escaped. If log is nil, the result writes nothing. If
+// log is already a result of Quiet, it is returned unchanged.
 func Quiet(log *zap.Logger) *zap.Logger {
 	if log == nil {
 		return zap.NewNop()
@@ -48,8 +48,8 @@ type sampled struct{ zapcore.Core }
 // With implements zapcore.Core.
 func (s sampled) With(fields []zapcore.Field) zapcore.Core { return sampled{s.Core.With(fields)} }
 
-// core shortens and escapes texts, and adds the number of lines that were dropped before. Loggers derived by
-// With share the counter.
+// core shortens and escapes texts, and adds to each line the number of lines that were dropped before it.
+// Loggers derived by With share the counter.
 type core struct {
 	zapcore.Core
 	dropped *atomic.Int64
@@ -68,8 +68,8 @@ func (c *core) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.Checked
 	return ce
 }
 
-// Write implements zapcore.Core. It calls Check of the core below again, because that core may be a tee of
-// several, of which only some write the entry.
+// Write implements zapcore.Core. It calls Check of the wrapped core again, because that core may be a tee of
+// several cores of which only some accept the entry.
 func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	e.Message = plain(e.Message)
 	shorten := cut
@@ -90,7 +90,8 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	return failed.err
 }
 
-// Sync writes the number of dropped lines if no line has had it yet, and flushes the core below.
+// Sync writes a line with the number of dropped lines, if there are any that no line has reported yet. Then
+// it flushes the wrapped core.
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {
@@ -100,7 +101,7 @@ func (c *core) Sync() error {
 	return errors.Join(err, c.Core.Sync())
 }
 
-// failure collects the errors that zap reports for a line that could not be written.
+// failure collects the errors that zap reports if a line cannot be written.
 type failure struct{ err error }
 
 // Write implements zapcore.WriteSyncer.

@@ -10,18 +10,18 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// maxTextBytes is the longest message, and the longest text in a field. The name of a tensor may have 4096
-// bytes.
+// maxTextBytes is the maximum length of a message and of a text in a field. Longer texts occur: the name of a
+// tensor may have 4096 bytes.
 const maxTextBytes = 1 << 10
 
-// plain returns a message, shortened to maxTextBytes, in which characters that are not printable are escaped
-// as by strconv.Quote: ends of lines, control characters of terminals, and invalid UTF-8.
+// plain returns a message shortened to maxTextBytes. It escapes unprintable characters as strconv.Quote does:
+// line ends, control characters of terminals, and invalid UTF-8.
 func plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
-// unquoted reports whether r is not printable and an encoder of fields, which quotes texts as JSON, would not
-// escape it.
+// unquoted reports whether r is unprintable and is not escaped by zap's encoders, which quote the texts of
+// fields as JSON.
 func unquoted(r rune) bool { return r >= 0x7f && unprintable(r) }
 
 func escape(text string, which func(rune) bool) string {
@@ -42,7 +42,7 @@ func escape(text string, which func(rune) bool) string {
 	return b.String()
 }
 
-// cut shortens a text that is longer than maxTextBytes, and appends its length.
+// cut shortens text to maxTextBytes, if it is longer, and appends the original length.
 func cut(text string) string {
 	if len(text) <= maxTextBytes {
 		return text
@@ -54,8 +54,8 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded returns fields with their texts shortened, and escaped where the encoder does not do that. It does
-// not change the slice of the caller.
+// bounded returns fields with their texts shortened by shorten, and with the characters escaped that the
+// encoder does not escape. It does not modify the given slice.
 func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
@@ -76,7 +76,7 @@ func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Fiel
 	return fields
 }
 
-// textOf returns the text of a field that holds a string or an error; ok is false for other fields.
+// textOf returns the text of a field that holds a string or an error. For other fields, ok is false.
 func textOf(f zapcore.Field) (text string, ok bool) {
 	switch f.Type {
 	case zapcore.StringType:

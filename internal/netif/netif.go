@@ -1,8 +1,8 @@
-// Package netif finds the address of this host at which the other hosts of a job reach it.
+// Package netif finds the address at which the other hosts of a job reach this host.
 //
-// Interfaces are identified by their addresses, since the hosts of a job may have different names for the
-// same network. A [Choice] says which interfaces may be used; without one it is the interface of the route to
-// the rendezvous.
+// Users identify interfaces by name or by address, since the same network may have different interface names
+// on different hosts. A [Choice] says which interfaces may be used. Without a choice, the route to the
+// rendezvous selects the interface.
 package netif
 
 import (
@@ -14,13 +14,13 @@ import (
 	"strings"
 )
 
-// Choice is a choice of interfaces. The zero Choice means that none was made: the route decides.
+// Choice is a choice of interfaces. The zero Choice permits all interfaces, and the route selects one.
 type Choice struct{ items []item }
 
-// item is the name of an interface, or a network that contains an address of the interface.
+// item selects interfaces, either by name or by a network that contains one of their addresses.
 type item struct {
 	name    string
-	network netip.Prefix // valid if name is empty
+	network netip.Prefix // valid only if name is empty
 }
 
 func (i item) has(name string, a netip.Addr) bool {
@@ -30,11 +30,11 @@ func (i item) has(name string, a netip.Addr) bool {
 	return i.network.Contains(a)
 }
 
-// maxName is the longest name of an interface (IFNAMSIZ without the terminating zero).
+// maxName is the maximum length of an interface name (IFNAMSIZ without the terminating zero).
 const maxName = 15
 
-// Parse parses a list whose items are names of interfaces, networks such as 10.0.0.0/8, and addresses. It
-// ignores empty items, and white space around items.
+// Parse parses a list whose items are interface names, networks such as 10.0.0.0/8, or addresses. It ignores
+// empty items, and white space around items.
 func Parse(list []string) (Choice, error) {
 	var c Choice
 	for _, text := range list {
@@ -81,14 +81,14 @@ func (c Choice) String() string {
 	return strings.Join(words, ",")
 }
 
-// own is an address of an interface that is up.
+// own is an address of this host and the name of the interface that has it. The interface is up.
 type own struct {
 	name string
 	addr netip.Addr
 }
 
-// list returns the addresses of this host, including loopback but not link-local ones, which other hosts
-// cannot dial. They are grouped by interface.
+// list returns the addresses of this host, grouped by interface. It includes loopback addresses. It excludes
+// link-local addresses, which other hosts cannot dial, and interfaces that are down.
 func list() (all []own, err error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -114,9 +114,9 @@ func list() (all []own, err error) {
 	return all, nil
 }
 
-// Addresses returns the addresses of this host that c permits, in the order of c. If c is zero, they are all
-// addresses except loopback, in the order of the host. It is an error if c is not zero and permits no address
-// of this host.
+// Addresses returns the addresses of this host that c permits, in the order of c's items. If c is zero, it
+// returns all addresses except loopback, in the order in which the system lists them. If c is not zero and
+// permits no address of this host, Addresses returns an error.
 func (c Choice) Addresses() ([]netip.Addr, error) {
 	all, err := list()
 	if err != nil {
@@ -157,9 +157,9 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 	return addrs
 }
 
-// Towards returns the address of this host for ranks that meet at target, host:port: the source address of
-// the route to target, if c permits it, else the first address that c permits, preferably of the same family
-// as target's. It sends nothing except look-ups of names.
+// Towards returns an address of this host for ranks that meet at target, as host:port. It is the source
+// address of the route to target if c permits that address. Otherwise it is the first address that c permits,
+// preferably one with the IP version of target's address. Towards sends no packets except to resolve names.
 func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
 	local, remote, err := Route(ctx, target)
 	if err != nil || c.IsZero() {
@@ -177,17 +177,17 @@ func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) 
 	return addrs[0], nil
 }
 
-// Any returns an address of this host for ranks whose rendezvous is not known: the first that c permits. If c
-// is zero, it is the source address of the default route, else the first address that is not loopback, else
-// loopback.
+// Any returns an address of this host for ranks that do not know their rendezvous yet. It is the first
+// address that c permits. If c is zero, it is the source address of the default route, else the first address
+// that is not loopback, else 127.0.0.1.
 func (c Choice) Any() (netip.Addr, error) {
 	addrs, err := c.Addresses()
 	if err != nil {
 		return netip.Addr{}, err
 	}
 	if c.IsZero() {
-		// These networks are reserved for documentation (RFC 5737 and 3849), so no route but the default one
-		// leads to them. Route sends nothing.
+		// These addresses are reserved for documentation (RFC 5737 and 3849), so only the default route leads
+		// to them. Route sends them nothing.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
 			if local, _, err := Route(context.Background(), far); err == nil &&
 				slices.Contains(addrs, local) {
@@ -201,9 +201,9 @@ func (c Choice) Any() (netip.Addr, error) {
 	return addrs[0], nil
 }
 
-// Route returns the source address of the route from this host to target, host:port, and the address of
-// target. It connects a datagram socket, which sends nothing and only looks up the route and the address of
-// the name. The latter may block until ctx ends.
+// Route returns the source address of the route from this host to target, as host:port, and the address of
+// target. It resolves the host name, which may block until ctx ends, and connects a datagram socket, which
+// looks up the route without sending a packet.
 func Route(ctx context.Context, target string) (local, remote netip.Addr, err error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "udp", target)
@@ -220,7 +220,7 @@ func Route(ctx context.Context, target string) (local, remote netip.Addr, err er
 	return from.AddrPort().Addr().Unmap(), to.AddrPort().Addr().Unmap(), nil
 }
 
-// IsOwn reports whether a is an address of this host, on which it can listen.
+// IsOwn reports whether a is an address of this host, so that a process here can listen on it.
 func IsOwn(a netip.Addr) (bool, error) {
 	all, err := list()
 	if err != nil {
