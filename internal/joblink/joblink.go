@@ -1,16 +1,19 @@
 // Package joblink connects the ranks of a job with their launcher while the job runs. The launcher asks all
-// ranks questions, and ranks send it reports, such as which rank has failed.
+// ranks questions. The ranks send it answers, and reports that it has not asked for, such as which rank has
+// failed.
 //
-// The connections are those to the launcher's store, which every rank has for as long as the job runs,
-// whichever rank dies. Only the launcher writes the list of questions, which every rank watches. Answers and
+// Both use the launcher's store. Every rank is connected to it for as long as the job runs, no matter which
+// ranks die. The launcher writes the list of open questions, and every rank watches that list. Answers and
 // reports are queues that the launcher reads.
 //
-//  1. A rank has one waiting call, whatever is asked. Questions do not wait for each other, and each gets
-//     only its own answers.
-//  2. Only the first answer of a rank counts. The launcher drops an answer for which nobody waits any more.
-//  3. There is one verdict for an epoch: the first that arrives. A verdict of a later epoch replaces it.
+//  1. A rank needs only one waiting call for all questions. Questions do not wait for each other, and each
+//     gets only its own answers.
+//  2. Only the first answer of a rank to a question counts. The launcher drops an answer if nobody waits for
+//     it any more.
+//  3. An epoch has one verdict: the first that arrives. A verdict of a later epoch replaces it.
 //
-// Every rank has the secret of the job and is trusted: a rank could answer in the name of another.
+// Every rank has the secret of the job and is trusted: a rank could send an answer in the name of another
+// rank.
 package joblink
 
 import (
@@ -28,58 +31,59 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Questions of the launcher.
+// Questions that the launcher asks.
 const (
-	// Dump asks for the flight recorder's dump.
+	// Dump asks for the dump of the rank's flight recorder.
 	Dump = "dump"
-	// Metrics asks for the counters.
+	// Metrics asks for the rank's counters.
 	Metrics = "metrics"
 )
 
-// Kinds of reports, which ranks send without a question.
+// Kinds of reports, which ranks send without being asked.
 const (
-	// Stall is a text of rank 0: tensors have waited for longer than the warning time.
+	// Stall is a report of rank 0. Its text says that tensors have waited for longer than the warning time.
 	Stall = "stall"
-	// Failure is the dump of a rank whose job has failed, in the form of an answer to Dump.
+	// Failure is a report of a rank whose job has failed. It has the form of an answer to Dump.
 	Failure = "failure"
-	// verdict is a Verdict.
+	// verdict is a report that contains a Verdict.
 	verdict = "verdict"
 )
 
 const (
-	// MaxBodyBytes bounds an answer or a report.
+	// MaxBodyBytes bounds the body of an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
-	// MaxReasonBytes bounds Verdict.Reason. ReportVerdict shortens a longer one.
+	// MaxReasonBytes bounds Verdict.Reason. ReportVerdict shortens a longer reason.
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
-	// maxReports bounds the reports that the launcher has not taken yet: some of each rank of the largest
-	// job.
+	// maxReports bounds each queue of messages that the launcher has not read yet. There is room for several
+	// reports of each rank of the largest job.
 	maxReports = 16 << 10
 )
 
 // Keys in the store.
 const (
-	keyQuestions = "joblink/questions" // the open questions; the key exists if a launcher listens
+	keyQuestions = "joblink/questions" // the open questions; the key exists only if a launcher listens
 	keyAnswers   = "joblink/answers"   // a queue of answers and verdicts
 	keyReports   = "joblink/reports"   // a queue of reports
 )
 
-// ErrNoLauncher is the error of Report if no launcher listens, as with hvdrun store.
+// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens, as in a job under hvdrun
+// store.
 var ErrNoLauncher = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
 type Link interface {
-	// Report sends the launcher a report of at most MaxBodyBytes. It does not wait until the launcher has
-	// read it.
+	// Report sends a report of at most MaxBodyBytes to the launcher. It does not wait until the launcher has
+	// read the report.
 	Report(ctx context.Context, what string, body []byte) error
 	// ReportVerdict tells the launcher which ranks have failed.
 	ReportVerdict(ctx context.Context, v Verdict) error
 	// HasListener reports whether a launcher listens.
 	HasListener(ctx context.Context) (bool, error)
-	// Answer answers the questions of the launcher until ctx ends, which is no error, or the connection is
-	// lost. It calls handle for one question at a time. If handle returns nil or more than MaxBodyBytes, the
-	// rank has nothing to say.
+	// Answer answers the launcher's questions until ctx ends, which gives no error, or until the connection
+	// is lost. It calls handle for one question at a time. If handle returns nil or more than MaxBodyBytes,
+	// Answer tells the launcher that this rank has no answer.
 	Answer(ctx context.Context, handle func(what string) []byte) error
 }
 
@@ -87,19 +91,20 @@ type Link interface {
 type Verdict struct {
 	// Epoch is the epoch that failed.
 	Epoch uint64 `json:"epoch"`
-	// Ranks are the ranks that failed, at least one.
+	// Ranks are the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
-	// Reason is a text for people, at most MaxReasonBytes of UTF-8.
+	// Reason explains the failure to people, in at most MaxReasonBytes of UTF-8.
 	Reason string `json:"reason"`
 }
 
-// question is one of the list.
+// question is an element of the list of open questions.
 type question struct {
 	ID   uint64 `json:"id"`
 	What string `json:"what"`
 }
 
-// New returns the link of a rank over a client of the launcher's store, which the caller keeps.
+// New returns the link of a rank. kv is a client of the launcher's store; the caller stays responsible for
+// closing it.
 func New(kv store.Store, rank int) Link { return &link{kv, rank} }
 
 type link struct {
@@ -153,7 +158,7 @@ func (l *link) send(ctx context.Context, queue string, m message) error {
 	}
 	n, err := l.kv.QueueLen(ctx, queue)
 	if err == nil && n >= maxReports {
-		err = fmt.Errorf("the launcher has not read %d reports, want fewer than %d", n, maxReports)
+		err = fmt.Errorf("%d reports wait for the launcher to read them, want fewer than %d", n, maxReports)
 	}
 	if err != nil {
 		return err
@@ -197,7 +202,7 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 		}
 	}
 	// The answer is too long, or the store has no room for it. An answer without a body tells the launcher
-	// that this rank has none.
+	// that this rank has no answer.
 	m.Has, m.body = false, nil
 	if text, err = m.encode(); err != nil {
 		return err
@@ -208,7 +213,8 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 	return err
 }
 
-// unlessOver returns err, or nil if ctx has ended: then the call was only cut short.
+// unlessOver returns nil if ctx has ended, because then the call has only been cut short. Otherwise it
+// returns err.
 func unlessOver(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil
@@ -222,7 +228,7 @@ type Launcher struct {
 	ranks  int
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	ended  chan struct{} // closed when the launcher has stopped reading answers; err has the reason
+	ended  chan struct{} // closed when the launcher has stopped reading answers; err says why
 
 	mu      sync.Mutex
 	err     error
@@ -232,16 +238,16 @@ type Launcher struct {
 	decided chan struct{} // closed when verdict is set
 }
 
-// inquiry is a question that waits for answers.
+// inquiry is a question whose answers the launcher waits for.
 type inquiry struct {
 	question
-	pending map[int]bool // ranks that have not answered
+	pending map[int]bool // the ranks that have not answered yet
 	answers map[int][]byte
 	done    chan struct{} // closed when pending is empty
 }
 
-// Listen receives from the ranks of a job, at its store, until Close. One goroutine calls handle with
-// the reports of the ranks, except answers and verdicts. handle may call Ask.
+// Listen receives answers, verdicts and reports from the ranks of a job through the store kv, until Close.
+// One goroutine calls handle with each report, but not with answers and verdicts. handle may call Ask.
 func Listen(kv *store.HashStore, ranks int,
 	handle func(rank int, what string, body []byte)) (*Launcher, error) {
 	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{})}
@@ -258,14 +264,16 @@ func Listen(kv *store.HashStore, ranks int,
 	return l, nil
 }
 
-// Close delivers what has come so far, and returns what went wrong with the store.
+// Close stops receiving. It first processes the messages that are already in the queues, and returns the
+// store's error if there was one.
 func (l *Launcher) Close() error {
 	l.cancel()
 	l.wg.Wait()
 	return l.Err()
 }
 
-// Err returns why the launcher can receive no more, or nil if it can or was closed.
+// Err returns the error that keeps the launcher from receiving messages. It is nil while the launcher
+// receives, and after Close without an error.
 func (l *Launcher) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -280,7 +288,8 @@ func (l *Launcher) note(err error) {
 	}
 }
 
-// read takes from a queue until ctx ends, and then what is left in it. It drops malformed messages.
+// read calls take with each message of a queue until ctx ends, and then with the messages left in the queue.
+// It drops malformed messages.
 func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
 	for {
 		b, err := l.kv.Pop(ctx, queue)
@@ -327,7 +336,7 @@ func (l *Launcher) take(m message) {
 	}
 }
 
-// Verdict waits for the verdict of the survivors.
+// Verdict waits until a rank has reported a verdict, and returns it.
 func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	select {
 	case <-l.decided:
@@ -344,11 +353,11 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	return l.verdict, nil
 }
 
-// Ask asks all ranks and waits until they have answered or ctx ends. missing are the ranks, ascending, that
-// have not answered or had nothing to say. The error is the store's; the end of ctx is no error. The answers
-// so far are returned with it.
+// Ask sends a question to all ranks and waits until they have answered or ctx ends. missing has the ranks, in
+// ascending order, that have not answered or have no answer. err is an error of the store; the end of ctx is
+// not an error. The answers received so far are returned with an error too.
 //
-// It takes the memory of the answers, at most MaxBodyBytes each.
+// Ask holds all answers in memory, each of at most MaxBodyBytes.
 func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
 	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
 	for r := range l.ranks {
@@ -382,7 +391,8 @@ func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte
 	return q.answers, missing, err
 }
 
-// publish writes the list of open questions. The caller has locked l, or is the only user of l.
+// publish writes the list of open questions to the store. The caller holds l.mu, or no other goroutine uses l
+// yet.
 func (l *Launcher) publish() error {
 	list := []question{}
 	for _, q := range l.open {
@@ -416,8 +426,8 @@ func decodeVerdict(text []byte) (Verdict, error) {
 	return v, nil
 }
 
-// message is an answer to a question or, with number 0, a report. It is encoded as a line of JSON followed by
-// the body.
+// message is an answer to a question or, if Question is 0, a report. It is encoded as a line of JSON followed
+// by the body.
 type message struct {
 	Rank     int    `json:"rank"`
 	Question uint64 `json:"question"`
@@ -447,7 +457,7 @@ func decodeMessage(b []byte) (m message, err error) {
 		return m, fmt.Errorf("malformed message: %w", err)
 	}
 	if m.Rank < 0 || !m.Has && len(body) > 0 {
-		return m, fmt.Errorf("malformed message of rank %d with %d bytes", m.Rank, len(body))
+		return m, fmt.Errorf("malformed message: got rank %d and a body of %d bytes, has=%t", m.Rank, len(body), m.Has)
 	}
 	m.body = body
 	return m, nil

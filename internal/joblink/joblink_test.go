@@ -301,7 +301,7 @@ func TestReports(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "has not read 16384 reports")
+	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 reports wait")
 }
 
 // The first verdict of an epoch counts. A verdict of a later epoch replaces it.
