@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Bounds on lists of hosts: of a list's text, of the hosts that it stands for, of a name, and of the tasks on
-// a host.
+// Bounds on lists of hosts: MaxListBytes on the text of a list, MaxHosts on the number of names in it,
+// maxNameBytes on a name, and maxTasks on the tasks of one host.
 const (
 	MaxListBytes = 1 << 20
 	MaxHosts     = 1 << 16
@@ -17,13 +17,13 @@ const (
 	maxTasks     = 1 << 16
 )
 
-// ExpandHosts expands a host list of Slurm, such as "node[01-03,7],gpu-[1-2]-x": names separated by commas,
-// in which brackets hold numbers and ranges of numbers. A range keeps the leading zeros of its first number.
-// If a name has several brackets the last one changes fastest. The names come in the order of the list and
-// may repeat.
+// ExpandHosts expands a host list of Slurm, such as "node[01-03,7],gpu-[1-2]-x". A list is names separated by
+// commas, in which brackets hold numbers and ranges of numbers. A range keeps the leading zeros of its first
+// number. If a name has several brackets, the numbers in the last one change fastest. The names are returned
+// in the order of the list and may repeat.
 //
-// A list may have MaxListBytes bytes and expand to MaxHosts names of 255 bytes; more is an error before
-// memory is allocated.
+// A list may have up to MaxListBytes bytes and expand to up to MaxHosts names of up to 255 bytes. If it
+// exceeds a bound, ExpandHosts returns an error before it allocates memory for the names.
 func ExpandHosts(list string) ([]string, error) {
 	hosts, err := expandHosts(list)
 	if err != nil {
@@ -53,7 +53,7 @@ func expandHosts(list string) (hosts []string, err error) {
 	}
 }
 
-// cutHost splits a list at the first comma outside of brackets.
+// cutHost splits list at the first comma outside of brackets. more reports whether there is such a comma.
 func cutHost(list string) (item, rest string, more bool, err error) {
 	open := false
 	for i, c := range []byte(list) {
@@ -76,19 +76,20 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	return list, "", false, nil
 }
 
-// expandHost expands one item of a list, whose brackets match, to at most the given number of names.
+// expandHost expands one item of a list, whose brackets match. It returns an error if the item has more than
+// most names.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
-		return nil, errors.New("an empty name")
+		return nil, errors.New("got an empty name")
 	}
-	// parts has the alternatives of each bracket, with the literal text before it. The number and the length
-	// of the names are known before memory is allocated for them.
+	// Each part has the alternatives for one bracket, each with the literal text before the bracket. So the
+	// number and the length of the names are known before memory is allocated for them.
 	var parts [][]string
 	count, length := 1, 0
 	for item != "" {
 		literal, rest, bracket := strings.Cut(item, "[")
 		if i := strings.IndexFunc(literal, notInNames); i >= 0 {
-			return nil, fmt.Errorf("%q in a name", literal[i:i+1])
+			return nil, fmt.Errorf("got %q, which is not allowed in a name", literal[i:i+1])
 		}
 		part := []string{literal}
 		item = ""
@@ -114,7 +115,7 @@ func expandHost(item string, most int) ([]string, error) {
 			return nil, tooMany()
 		}
 		if length > maxNameBytes {
-			return nil, fmt.Errorf("a name of more than %d bytes", maxNameBytes)
+			return nil, fmt.Errorf("got a name of more than %d bytes", maxNameBytes)
 		}
 	}
 	names := make([]string, count)
@@ -134,9 +135,9 @@ func notInNames(c rune) bool {
 		strings.ContainsRune("-._", c))
 }
 
-func tooMany() error { return fmt.Errorf("more than %d hosts", MaxHosts) }
+func tooMany() error { return fmt.Errorf("got more than %d hosts", MaxHosts) }
 
-// expandNumbers expands the inside of a bracket to at most the given number of numbers.
+// expandNumbers expands the text inside a bracket. It returns an error if there are more than most numbers.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
 		first, last, isRange := strings.Cut(part, "-")
@@ -163,16 +164,18 @@ func expandNumbers(inside string, most int) (numbers []string, err error) {
 	return numbers, nil
 }
 
-// hostNumber parses a number in a bracket. A limit of 18 digits leaves room to count beyond it.
+// hostNumber parses a number in a bracket. At most 18 digits are allowed, so that counting past the number
+// cannot overflow.
 func hostNumber(s, part string) (uint64, error) {
 	if s == "" || len(s) > 18 || strings.Trim(s, "0123456789") != "" {
-		return 0, fmt.Errorf("%s in brackets, want a number or a range of numbers", quote(part))
+		return 0, fmt.Errorf("got %s in brackets, want a number or a range of numbers", quote(part))
 	}
 	return strconv.ParseUint(s, 10, 64)
 }
 
-// ExpandTasks expands Slurm's number of tasks on each host of a step, such as "2(x3),1": 2 on each of the
-// first three hosts, 1 on the fourth. It returns at most MaxHosts numbers.
+// ExpandTasks expands Slurm's list of the number of tasks on each host of a step. For example, "2(x3),1"
+// means 2 tasks on each of the first three hosts and 1 on the fourth. A list for more than MaxHosts hosts is
+// an error.
 func ExpandTasks(list string) ([]int, error) {
 	tasks, err := expandTasks(list)
 	if err != nil {
@@ -195,14 +198,14 @@ func expandTasks(list string) (tasks []int, err error) {
 		if repeated {
 			inside, closed := strings.CutSuffix(times, ")")
 			if !closed {
-				return nil, fmt.Errorf("%s, want a number as in 2 or 2(x3)", quote(part))
+				return nil, fmt.Errorf("got %s, want a number as in 2 or 2(x3)", quote(part))
 			}
 			if hosts, err = decimal(inside, MaxHosts); err != nil {
 				return nil, err
 			}
 		}
 		if n == 0 || hosts == 0 {
-			return nil, fmt.Errorf("%s, want 1 task or more on 1 host or more", quote(part))
+			return nil, fmt.Errorf("got %s, want at least 1 task on at least 1 host", quote(part))
 		}
 		if hosts > MaxHosts-len(tasks) {
 			return nil, tooMany()
@@ -212,16 +215,16 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal parses a number from 0 to most that consists of digits only.
+// decimal parses a number from 0 to most. It accepts only digits.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {
-		return 0, fmt.Errorf("%s, want a number from 0 to %d", quote(s), most)
+		return 0, fmt.Errorf("got %s, want a number from 0 to %d", quote(s), most)
 	}
 	return n, nil
 }
 
-// quote quotes text from another program, shortened if it is long.
+// quote returns s in quotes, cut after 200 bytes. s comes from another program.
 func quote(s string) string {
 	if len(s) > 200 {
 		return strconv.Quote(s[:200]) + "..."

@@ -23,9 +23,9 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ID is the unique id of a job: the address of a store that one process serves for the job, and the job's
-// key. Anybody who has it can join the job, so treat it as a secret: String is for handing it to the ranks,
-// not for logs.
+// ID is the unique id of a job. It contains the address of a store that one process serves for the job, and
+// the job's key. Anybody who has the id can join the job, so treat it as a secret: pass the result of String
+// to the ranks, but do not log it.
 //
 //	0    magic "GHVI", version u32
 //	8    key [32]
@@ -46,10 +46,10 @@ const (
 	flagEncrypt = 1
 )
 
-// idText is strict, so that one id has one text.
+// idText is strict, so that every id has exactly one text.
 var idText = base64.RawURLEncoding.Strict()
 
-// newID makes an id with a key for a store at addr.
+// newID makes an id from a key and the address of a store.
 func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	ip := addr.Addr().Unmap()
 	switch {
@@ -82,19 +82,19 @@ func (id *ID) seal() {
 	copy(id[idSum:], sum[:])
 }
 
-// String returns the text of id: 171 letters, digits, '-' and '_'.
+// String returns the id as text: 171 letters, digits, '-' and '_'.
 func (id ID) String() string { return idText.EncodeToString(id[:]) }
 
-// ParseID parses the text of an id, with or without surrounding white space. Its error does not contain the
-// text.
+// ParseID parses the text of an id. It ignores surrounding white space. Its error does not contain the text.
 func ParseID(text string) (ID, error) {
 	text = strings.TrimSpace(text)
 	if want := idText.EncodedLen(len(ID{})); len(text) != want {
-		return ID{}, fmt.Errorf("place: parse id: %d characters, want %d", len(text), want)
+		return ID{}, fmt.Errorf("place: parse id: got %d characters, want %d", len(text), want)
 	}
 	b, err := idText.DecodeString(text)
-	if err != nil || len(b) != len(ID{}) { // base64 skips line breaks in the text, so b may be too short
-		return ID{}, errors.New("place: parse id: not base64")
+	// DecodeString skips line breaks, so b may be too short.
+	if err != nil || len(b) != len(ID{}) {
+		return ID{}, errors.New("place: parse id: the text is not base64")
 	}
 	id := ID(b)
 	if _, err := id.open(); err != nil {
@@ -103,7 +103,7 @@ func ParseID(text string) (ID, error) {
 	return id, nil
 }
 
-// idStore is the store that an id names.
+// idStore describes the store that an id names.
 type idStore struct {
 	addr    string        // host:port
 	key     secret.Secret // encrypted if encrypt is set
@@ -153,15 +153,16 @@ func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
 	return s, err
 }
 
-// metKey is the key in the store of an id by which rank 0 says that all ranks have met.
+// metKey is the key that rank 0 sets in the store of an id when all ranks have met.
 const metKey = "gohvd/met"
 
-// lateTime is how long the store of an id is served after all ranks have met, so that a late process gets an
-// answer.
+// lateTime is how long the store of an id is still served after all ranks have met, so that a late process
+// gets an answer.
 const lateTime = 30 * time.Second
 
-// NewID serves a store on a free port of listenHost for the ranks of one job, and returns the id by which
-// they find it. The store ends 30 s after all ranks have met, or when ctx ends; served is closed then.
+// NewID serves a store for the ranks of one job, on a free port of listenHost, and returns the id by which
+// the ranks find the store. The store is served until 30 s after all ranks have met, or until ctx ends. Then
+// served is closed.
 func NewID(ctx context.Context, listenHost string, encrypt bool,
 	log *zap.Logger) (id ID, served <-chan struct{}, err error) {
 	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
@@ -207,12 +208,13 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 	return id, done, nil
 }
 
-// OpenIDs connects to the store of a job by its ids, which all ranks give in the same order. With one id all
-// ranks use the same store. With several, which different processes serve, the ranks are divided among them:
-// rank 0 uses the first and publishes the address of its root in all of them.
+// OpenIDs connects to the store of a job by one or several ids. All ranks must pass the same ids in the same
+// order. With one id, all ranks use the same store. With several ids, different processes serve the stores,
+// and the ranks are divided among the stores. Rank 0 uses the first store and publishes the address of its
+// root in all of them.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
-		return nil, fmt.Errorf("place: got %d ids, want 1 to %d, which is one per rank", len(ids), size)
+		return nil, fmt.Errorf("place: got %d ids, want 1 to %d, at most one per rank", len(ids), size)
 	}
 	stores, names := make([]idStore, len(ids)), sha256.New()
 	for i, id := range ids {
@@ -235,7 +237,8 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		Terms: map[string]string{"the list of unique ids": hex.EncodeToString(names.Sum(nil)[:8])},
 	}
 	if rank != 0 {
-		own := 0 // a rank that is out of range connects too, so that Join can report it to the others
+		// A rank that is out of range connects too, so that Join can report it to the others.
+		own := 0
 		if rank > 0 && rank < size {
 			own = rank * len(ids) / size
 		}
@@ -247,7 +250,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	return p, nil
 }
 
-// dialIDs sets p.Store to the stores of ids.
+// dialIDs connects to the given stores and sets p.Store.
 func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	var all spread
 	for _, s := range stores {
@@ -269,7 +272,7 @@ func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	return nil
 }
 
-// spread are the stores of a job's ids.
+// spread is the list of the stores of a job's ids.
 type spread []store.Store
 
 func (s spread) set(ctx context.Context, key string, value []byte) error {
@@ -280,8 +283,8 @@ func (s spread) set(ctx context.Context, key string, value []byte) error {
 	return errors.Join(errs...)
 }
 
-// rootSpreader is the store of the first id at rank 0. It copies a root that is published there to the stores
-// of the other ids.
+// rootSpreader is the store of the first id at rank 0. It copies the root's address, when rank 0 publishes it
+// there, to the stores of the other ids.
 type rootSpreader struct {
 	store.Store
 	others spread

@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 )
 
-// Kind is a kind of launcher, by the name that users know.
+// Kind is a kind of launcher. Its value is the name that users know.
 type Kind string
 
-// Kinds, in the order in which they are asked for.
+// Kinds of launchers, in the order in which Detect looks for them.
 const (
 	Hvdrun     Kind = "hvdrun"
 	Alone      Kind = "HVD_SIZE=1"
@@ -23,53 +23,55 @@ const (
 	Torchrun   Kind = "torchrun"
 	Slurm      Kind = "Slurm"
 	Kubernetes Kind = "Kubernetes"
-	// Plain is RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT without a launcher that is known.
+	// Plain means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, but by no known launcher.
 	Plain Kind = "plain environment"
 )
 
-// Env is the place of this process in its job according to a launcher. Numbers that are not known are -1.
+// Env is the place of this process in its job, according to its launcher. Unknown numbers are -1.
 type Env struct {
 	Kind       Kind
 	Rank, Size int
-	// LocalRank and LocalSize count the ranks on this host, CrossRank and CrossSize the hosts of the ranks
-	// with this local rank.
+	// LocalRank and LocalSize number and count the ranks on this host. CrossRank and CrossSize number and
+	// count the hosts that have a rank with this local rank.
 	LocalRank, LocalSize, CrossRank, CrossSize int
-	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the launcher's
-	// environment has none; MPICH's is in Place.JobID.
+	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the environment does
+	// not have it. With MPICH it is in Place.JobID.
 	JobID string
 
 	met atomic.Bool
 
-	// Each kind sets only some of these fields.
-	host  string // host of rank 0 or of the launcher's store
+	// Each kind of launcher sets only some of the following fields.
+	host  string // host of rank 0's store or of the launcher's store
 	port  int    // port of rank 0's store or of the launcher's store, 0 if unknown
-	dir   string // directory of the job on this host
+	dir   string // directory of the job on this host; Open MPI only
 	pmiFD int
-	// agentStore says that torchrun serves its store itself. Otherwise rank 0 serves it.
+	// agentStore is set if torchrun's agent serves the TCPStore. Otherwise rank 0 serves it.
 	agentStore bool
 	node       int // number of this host in the job, -1 if unknown
-	// loopback says that this rank, and as far as is known all others, were told to meet on a loopback
-	// address.
+	// loopback is set if the address at which the ranks meet is a loopback address. This rank, and as far as
+	// it knows all others, are on this host then.
 	loopback bool
 }
 
-// Line is the finding of Detect about one kind of launcher.
+// Line is what Detect found about one kind of launcher.
 type Line struct {
 	Kind Kind
-	// Matched is true for at most one Line, whose Env Detect returns.
+	// Matched is set if Detect returns the Env of this kind. At most one Line has it set.
 	Matched bool
-	// Why is the reason in words, with the variables that decided.
+	// Why is the reason in words, with the variables that it is based on.
 	Why string
-	// Suspect says that the launcher has started a job of several ranks, but not this process as one of them.
+	// Suspect is set if the launcher seems to have started a job of several ranks, but not this process as
+	// one of them.
 	Suspect bool
 }
 
-// String formats the line for people.
+// String returns the line as text for people.
 func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
-// Detect finds the launcher of this process. getenv works like os.Getenv; an empty variable counts as not
-// set. Env is nil if no kind matches. Detect returns a Line for each kind, in order, also with an error,
-// which says that the first kind that matches contradicts itself.
+// Detect finds the launcher of this process. getenv returns the value of an environment variable, like
+// os.Getenv. An empty variable counts as not set. Env is nil if no kind matches. If the variables of the
+// first kind that matches contradict each other, Detect returns an error. In all cases it returns one Line
+// for each kind, in order.
 func Detect(getenv func(string) string) (*Env, []Line, error) {
 	kinds := []struct {
 		kind Kind
@@ -128,10 +130,10 @@ func (e *Env) place() string {
 	return s
 }
 
-// OneHost reports whether all ranks are known to be on this host.
+// OneHost reports whether all ranks of the job are known to be on this host.
 func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 
-// variables reads the environment for one kind of launcher. It keeps the first error.
+// variables reads the environment for one kind of launcher, and keeps the first error.
 type variables struct {
 	getenv  func(string) string
 	err     error
@@ -144,7 +146,7 @@ func (v *variables) fail(format string, args ...any) {
 	}
 }
 
-// firstSet returns the first of the variables that is set.
+// firstSet returns the first of the given variables that is set.
 func (v *variables) firstSet(names ...string) (name string, ok bool) {
 	for _, name := range names {
 		if v.getenv(name) != "" {
@@ -154,7 +156,8 @@ func (v *variables) firstSet(names ...string) (name string, ok bool) {
 	return "", false
 }
 
-// number returns the value of a variable, 0 or more, or -1 if it is not set.
+// number returns the value of a variable, which must be a number of at least 0. It returns -1 if the variable
+// is not set or not such a number.
 func (v *variables) number(name string) int {
 	text := v.getenv(name)
 	if text == "" {
@@ -168,7 +171,8 @@ func (v *variables) number(name string) int {
 	return int(n)
 }
 
-// pair returns a rank and its size, or -1 and -1 if neither is set.
+// pair returns the values of a variable with a rank and a variable with the size. It returns -1 and -1 if
+// neither is set.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	if _, ok := v.firstSet(rankName, sizeName); !ok {
 		return -1, -1
@@ -185,16 +189,16 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part returns a pair whose size does not exceed the size of the job.
+// part returns a pair like pair. The size must not exceed the size of the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
-		v.fail("%s is %d, in a job of %d ranks", sizeName, size, e.Size)
+		v.fail("%s is %d, but the job has only %d ranks", sizeName, size, e.Size)
 	}
 	return rank, size
 }
 
-// newEnv returns a place of which only rank and size are known.
+// newEnv returns an Env with a rank and a size. Everything else is unknown, except in a job of one rank.
 func newEnv(rank, size int) *Env {
 	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1,
 		node: -1}
@@ -204,14 +208,16 @@ func newEnv(rank, size int) *Env {
 	return e
 }
 
-// deriveCross sets the cross rank if all ranks are on one host: then there is no other host.
+// deriveCross sets the cross rank, if it is unknown, in a job with all ranks on one host. The cross size is 1
+// then.
 func (e *Env) deriveCross() {
 	if e.OneHost() && e.CrossRank < 0 {
 		e.CrossRank, e.CrossSize = 0, 1
 	}
 }
 
-// mpi returns the place of a process of MPI.
+// mpi returns the Env of a process whose launcher sets rank, size, local rank and local size. Its arguments
+// are the names of the variables.
 func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
 	e := newEnv(v.pair(rank, size))
 	if r, n := v.part(localRank, localSize, e); r >= 0 {
@@ -257,13 +263,14 @@ func findOpenMPI(v *variables) (*Env, string) {
 	}
 	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
 		"OMPI_COMM_WORLD_LOCAL_SIZE")
-	// Open MPI 5.x names a job like prterun-host-pid@1, and 4.x numbers it.
+	// Open MPI 5.x names jobs, for example prterun-host-pid@1. Open MPI 4.x numbers them.
 	e.JobID = v.getenv("PMIX_NAMESPACE")
 	if e.JobID == "" {
 		e.JobID = v.getenv("OMPI_MCA_ess_base_jobid")
 	}
-	// Both variables have the directory of this mpirun on this host, which only its user can read and which
-	// mpirun removes at the end. The directory in OMPI_FILE_LOCATION vanishes when the first rank ends.
+	// Each of these variables has the directory of this mpirun on this host. Only the user can read it, and
+	// mpirun removes it at the end. OMPI_FILE_LOCATION is not used, because its directory vanishes when the
+	// first rank ends.
 	if dir, ok := v.firstSet("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
 		e.dir = v.getenv(dir)
 	}
@@ -290,8 +297,8 @@ func findTorchrun(v *variables) (*Env, string) {
 		v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", why, quote(v.getenv(why)))
 	}
 	e := v.mpi("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-	// GROUP_RANK numbers the agents, which are usually one per host. If several agents share a host,
-	// LOCAL_WORLD_SIZE is smaller than the number of ranks there.
+	// GROUP_RANK numbers the agents of torchrun. There is usually one agent per host. If several agents share
+	// a host, LOCAL_WORLD_SIZE is smaller than the number of ranks on the host.
 	if r, n := v.part("GROUP_RANK", "GROUP_WORLD_SIZE", e); r >= 0 {
 		e.CrossRank, e.CrossSize = r, n
 	}
@@ -301,17 +308,17 @@ func findTorchrun(v *variables) (*Env, string) {
 		run = "none" // torchrun's own name for a run without an id
 	}
 	e.JobID = run + "/" + strconv.Itoa(restarts)
-	// PyTorch compares it with exactly this.
+	// PyTorch compares the variable with exactly this text.
 	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
 	v.master(e)
 	return e, why
 }
 
-// master reads where rank 0 is, by PyTorch's convention.
+// master reads the address of rank 0 from MASTER_ADDR and MASTER_PORT, as PyTorch does.
 func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
-		return // these settings take precedence, and one rank needs no address
+		return // these settings take precedence, and a single rank needs no address
 	}
 	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool {
 		return v.getenv(name) != ""
@@ -332,8 +339,8 @@ func findPlain(v *variables) (*Env, string) {
 		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
 	}
 	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
-	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks follow from the
-	// hosts of all ranks.
+	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks are derived later,
+	// from the hosts of all ranks.
 	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
 		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
 	}
@@ -344,7 +351,8 @@ func findPlain(v *variables) (*Env, string) {
 	return e, why
 }
 
-// firstSpecialStep begins the numbers of Slurm's steps that run no tasks: scripts and the like (slurm.h).
+// firstSpecialStep is the first of the step numbers that Slurm uses for steps without tasks, such as batch
+// scripts (slurm.h).
 const firstSpecialStep = 0xfffffff0
 
 func findSlurm(v *variables) (*Env, string) {
@@ -364,7 +372,7 @@ func findSlurm(v *variables) (*Env, string) {
 	if err != nil {
 		v.fail("SLURM_STEP_ID is %s, want a number", quote(id))
 	}
-	// In a step both variables have the number of tasks of the step.
+	// In a step, both variables contain the number of tasks of the step.
 	sizeName, ok := v.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 	if !ok {
 		sizeName = "SLURM_NTASKS"
@@ -383,8 +391,8 @@ func findSlurm(v *variables) (*Env, string) {
 	return e, "SLURM_STEP_ID"
 }
 
-// slurmAllocation describes the allocation of a process outside of a step. If it has several tasks, the
-// process may be meant to be one of them.
+// slurmAllocation describes the allocation in which a process runs that is not part of a step. If the
+// allocation has several tasks, it sets v.suspect, because the process may be meant to be one of them.
 func (v *variables) slurmAllocation() string {
 	text := v.getenv("SLURM_NTASKS")
 	if n, err := strconv.Atoi(text); err != nil || n < 2 {
@@ -394,19 +402,20 @@ func (v *variables) slurmAllocation() string {
 	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
-// Where the ranks of a step of Slurm meet if the user chooses no port: ports below those that Linux gives out
-// by itself, from 32768 on.
+// Ports at which the ranks of a step of Slurm meet if the user chooses no port. They are below 32768, where
+// the range begins from which Linux picks free ports.
 const (
 	slurmPortFirst = 20000
 	slurmPortCount = 10000
 )
 
-// slurmPort returns different ports for the steps of one job and for the steps of jobs with similar numbers.
+// slurmPort returns a port for a step of a job. Steps of one job, and steps of jobs with similar numbers, get
+// different ports.
 func slurmPort(job, step uint64) int {
 	return slurmPortFirst + int((job%slurmPortCount*97+step)%slurmPortCount)
 }
 
-// slurmHosts finds the first host of the step, and the place of this process on its host.
+// slurmHosts finds the first host of the step, and the local rank and cross rank of this process.
 func (v *variables) slurmHosts(e *Env) {
 	list := v.getenv("SLURM_STEP_NODELIST")
 	if list == "" {
@@ -436,7 +445,7 @@ func (v *variables) slurmHosts(e *Env) {
 		return
 	}
 	e.LocalRank, e.LocalSize = local, tasks[e.node]
-	// Hosts with fewer tasks have no rank with this local rank.
+	// Hosts with fewer tasks have no rank with this local rank, so they do not count.
 	e.CrossRank, e.CrossSize = 0, 0
 	for i, n := range tasks {
 		if n > local {
@@ -448,11 +457,11 @@ func (v *variables) slurmHosts(e *Env) {
 	}
 }
 
-// slurmTasks returns the number of tasks on each host of the step, or nil if it is not known.
+// slurmTasks returns the number of tasks on each host of the step, or nil if the numbers are unknown.
 func (v *variables) slurmTasks(hosts, size int) []int {
 	if _, ok := v.firstSet("SLURM_STEP_TASKS_PER_NODE"); !ok {
-		// This is the number that the user requested. A step may have fewer tasks on a host, so the number is
-		// used only if the sum is right.
+		// SLURM_NTASKS_PER_NODE is what the user requested. A step may have fewer tasks on a host, so the
+		// number is used only if it gives the right sum.
 		if n := v.number("SLURM_NTASKS_PER_NODE"); n > 0 && n <= size && n*hosts == size {
 			return slices.Repeat([]int{n}, hosts)
 		}
@@ -475,7 +484,7 @@ func (v *variables) slurmTasks(hosts, size int) []int {
 	return tasks
 }
 
-// KubernetesPort is the port at which the pods of a job meet if the user chooses none.
+// KubernetesPort is the port at which the pods of a job meet if the user chooses no port.
 const KubernetesPort = 29550
 
 func findKubernetes(v *variables) (*Env, string) {
@@ -495,8 +504,8 @@ func findKubernetes(v *variables) (*Env, string) {
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.port = KubernetesPort
-	// The controller of indexed jobs names the host of a pod <job>-<index>. With setHostnameAsFQDN a domain
-	// follows.
+	// The controller of indexed jobs gives a pod the host name <job>-<index>. With setHostnameAsFQDN, a
+	// domain follows it.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
@@ -513,10 +522,11 @@ func findKubernetes(v *variables) (*Env, string) {
 	return e, "JOB_COMPLETION_INDEX"
 }
 
-// atMaster reports whether rank 0 publishes the address of its store at MASTER_ADDR:MASTER_PORT.
+// atMaster reports whether rank 0 publishes the address of its own store in a TCPStore at
+// MASTER_ADDR:MASTER_PORT.
 func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
-// Where says in words where the ranks meet.
+// Where describes in words where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
 	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {

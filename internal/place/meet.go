@@ -25,51 +25,55 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// ErrNoSecret is the error of a job whose launcher has no private channel for a secret, and whose user gave
-// none.
+// ErrNoSecret is the error if the user gave no secret and the launcher has no private channel through which
+// rank 0 could pass one to the other ranks.
 var ErrNoSecret = errors.New(
 	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
 
-// ErrMet is the error of a second Meet: what the launcher provides for it can be used only once.
+// ErrMet is the error of a second call to Meet. What the launcher provides for meeting can be used only once.
 var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
 
-// MeetOptions say how ranks meet. The zero value works if the launcher provides everything.
+// MeetOptions says how the ranks meet. The zero value works if the launcher provides everything.
 type MeetOptions struct {
-	// Secret is the secret that the user gave, the same at all ranks. Without one, rank 0 makes a secret if
-	// the launcher has a private way to hand it to the others.
+	// Secret is the secret that the user gave, the same at all ranks. If it is zero and the launcher has a
+	// private channel, rank 0 makes a secret and passes it to the others.
 	Secret secret.Secret
-	// Insecure lets the ranks meet without a secret if there is no such way.
+	// Insecure permits a job without a secret if there is no such channel.
 	Insecure bool
-	// Encrypt makes connections under a secret that rank 0 makes encrypted (secret.Secret.Encrypted).
-	// Connections under Secret are encrypted if Secret says so itself. All ranks must agree.
+	// Encrypt makes connections encrypted if rank 0 makes the secret (secret.Secret.Encrypted). If the user
+	// gave Secret, Secret itself says whether connections are encrypted. Encrypt must be the same at all
+	// ranks.
 	Encrypt bool
-	// Host is the name or address of the host of rank 0, instead of what the launcher says, if the ranks are
-	// on several hosts. The others dial Host and Port, so Port must be given unless the launcher has one.
-	// With MPICH rank 0 hands Host to the others; with hvdrun it has no effect.
+	// Host is the name or address of the host of rank 0, in place of what the launcher says. It is used only
+	// if the ranks are on several hosts. The other ranks dial Host and Port, so Port is needed too, unless
+	// the launcher provides one. With MPICH, rank 0 tells the others Host. With hvdrun, Host has no effect.
 	Host string
-	// Port is the port at which rank 0 serves, instead of the launcher's or the default; 0 chooses those. In
-	// a plain environment it replaces MASTER_PORT. It does not move the TCPStore of torchrun or the store of
-	// hvdrun.
+	// Port is the port on which rank 0 serves its store. 0 means the launcher's port or the default. In a
+	// plain environment Port replaces MASTER_PORT. It has no effect on the port of torchrun's TCPStore and of
+	// hvdrun's store.
 	Port int
-	// Interfaces are the network interfaces that the user has chosen. If the ranks are on several hosts rank
-	// 0 listens on the first chosen address at which the others reach it. It listens on all interfaces if
-	// none is chosen, or if the name that the others dial leads to another address. If rank 0 tells the
-	// others an address, and Host is empty, it is the first chosen one. On one host it listens on loopback.
+	// Interfaces are the network interfaces that the user has chosen.
+	//
+	// If the ranks are on several hosts, rank 0 listens on the first chosen address at which the others reach
+	// it. It listens on all interfaces if none is chosen, or if the name that the others dial resolves to no
+	// chosen address. If rank 0 announces an address to the others, and Host is empty, it announces the first
+	// chosen address. If all ranks are on one host, rank 0 listens on loopback.
 	Interfaces netif.Choice
-	// Log is the log of the servers; it may be nil.
+	// Log is the log of the servers. It may be nil.
 	Log *zap.Logger
 
-	// resolver, if not nil, replaces the system's lookup of host names, for tests. A *net.DNSError is retried
-	// until ctx ends.
+	// resolver replaces the system's lookup of host names in tests. It may be nil. If it returns a
+	// *net.DNSError, the lookup is repeated until ctx ends.
 	resolver func(ctx context.Context, host string) (addr string, err error)
 }
 
-// Meet brings the ranks to a store, except hvdrun's (see Dial). Each rank calls it once. It returns at rank 0
-// as soon as the others can find the store, and at the others when they have. It waits until ctx ends.
+// Meet connects the ranks to one store. It does this for all launchers except hvdrun (see Dial for that).
+// Each rank calls it once. At rank 0 it returns as soon as the others can find the store. At the other ranks
+// it returns when they are connected. It fails when ctx ends.
 //
-// With PMI the ranks talk to the launcher on the one connection that each process has for that, so a program
-// that meets in this way cannot call MPI_Init as well.
+// A process has only one connection to a launcher that speaks PMI, and Meet uses it. So a program that meets
+// through PMI cannot call MPI_Init as well.
 func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 	err := ErrMet
 	m := &Place{Rank: e.Rank, Size: e.Size, JobID: e.JobID}
@@ -77,7 +81,7 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 		err = e.meet(ctx, o, m)
 	}
 	if err != nil {
-		// The caller needs the cause, not an error of this clean-up.
+		// The caller needs the cause of the failure, not an error of this clean-up.
 		_ = m.Close()
 		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size,
 			e.Kind, err)
@@ -90,15 +94,16 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 		o.Port = e.port
 	}
 	if !o.Secret.IsZero() || o.Insecure {
-		// Other ranks may be on other hosts: older versions of Kubeflow give rank 0 the name localhost, and
-		// give the other ranks the name of its host.
+		// The user's choice permits ranks on other hosts, so a loopback name does not prove that there are
+		// none. Older versions of Kubeflow give rank 0 the name localhost, and give the other ranks the name
+		// of rank 0's host.
 		e.loopback = false
 	}
 	switch {
 	case e.Size == 1:
 		return m.single(o)
 	case e.Kind == Hvdrun:
-		return errors.New("Meet does not connect to the store of hvdrun, want Dial")
+		return errors.New("Meet does not connect to the store of hvdrun: use Dial")
 	case e.atMaster():
 		return e.meetAtMaster(ctx, o, m)
 	case o.Host != "" && e.Kind != PMI:
@@ -115,7 +120,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// single makes m the place of a job of one rank.
+// single makes m the place of a job with one rank.
 func (m *Place) single(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -123,15 +128,15 @@ func (m *Place) single(o MeetOptions) error {
 	return nil
 }
 
-// jobKey is the key by which rank 0 says which job its store belongs to: a store on a fixed port may be that
-// of another job.
+// jobKey is the key under which rank 0 says which job its store belongs to. The other ranks check it, because
+// the store on a fixed port may belong to another job.
 const jobKey = "place/job"
 
 func (e *Env) jobValue(m *Place) string {
 	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
 }
 
-// serve serves a store at host:port, which rank 0 uses directly.
+// serve serves a store at host:port. Rank 0 itself uses the store directly.
 func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 	port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
@@ -152,7 +157,7 @@ func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 	return server, nil
 }
 
-// dial connects to the store of rank 0.
+// dial connects to the store of rank 0 and checks that it belongs to this job.
 func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	if err := e.connect(ctx, o, m, host, port); err != nil {
 		return err
@@ -201,7 +206,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt meets at an address that all ranks know beforehand.
+// meetAt meets at a host and a port that all ranks know beforehand.
 func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
@@ -226,11 +231,11 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) 
 
 const loopback = "127.0.0.1"
 
-// lookupTime bounds how long rank 0 retries the lookup of its own address: the name of a pod may appear
-// shortly after the pod. The other ranks retry until they succeed.
+// lookupTime bounds how long rank 0 retries the lookup of its own name, because the DNS name of a pod may
+// appear shortly after the pod starts. The other ranks retry until they succeed.
 const lookupTime = 2 * time.Second
 
-// listenHost returns the address on which rank 0 listens for ranks that dial host. Empty means all
+// listenHost returns the address on which rank 0 listens for ranks that dial host. An empty result means all
 // interfaces.
 func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
 	if e.OneHost() {
@@ -263,7 +268,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	return "", nil
 }
 
-// addresses returns the addresses of a host as this host knows them.
+// addresses returns the addresses of a host, as this host resolves its name.
 func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
 	if o.resolver != nil {
 		text, err := o.resolver(ctx, host)
@@ -280,13 +285,14 @@ func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr,
 	return addrs, err
 }
 
-// Words in place of a secret, shorter than any.
+// Words that rank 0 sends in place of a secret. They are shorter than any secret.
 const (
-	wordGiven = "given" // the user has given a secret to every rank
+	wordGiven = "given" // the user gave every rank the secret
 	wordNone  = "none"
 )
 
-// ownSecret returns the secret of rank 0, and the word by which rank 0 tells the others about it.
+// ownSecret returns the secret of rank 0, and the word that tells the others how to get it: wordGiven, or the
+// text of the secret.
 func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
@@ -295,7 +301,7 @@ func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	return o.encrypted(s), word
 }
 
-// encrypted applies Encrypt to a secret that rank 0 has made.
+// encrypted returns s, a secret that rank 0 has made, with encryption if Encrypt is set.
 func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	if o.Encrypt {
 		return s.Encrypted()
@@ -303,7 +309,7 @@ func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	return s
 }
 
-// secretFor returns the secret that follows from the word of rank 0.
+// secretFor returns the secret for the word that rank 0 has sent.
 func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
@@ -319,8 +325,8 @@ func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	return o.encrypted(s), err
 }
 
-// announce serves a store on a free port, and returns its address and the secret in the form that
-// parseAnnouncement reads.
+// announce serves a store, on a free port unless o.Port is set. It returns the address of the store and the
+// secret, in the form that parseAnnouncement reads.
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
 	m.Secret, word = o.ownSecret()
@@ -361,7 +367,7 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	return host, nil
 }
 
-// dialAnnounced connects to the store that announce has described.
+// dialAnnounced connects to the store that text describes. text is the result of announce at rank 0.
 func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text string) error {
 	host, port, word, err := parseAnnouncement(text)
 	if err != nil {
@@ -373,25 +379,26 @@ func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text s
 	return e.dial(ctx, o, m, host, port)
 }
 
-// parseAnnouncement parses host:port,word. Its errors do not contain the word, which may be a secret.
+// parseAnnouncement parses host:port,word. Its errors do not contain the word, because it may be a secret.
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
-		return "", 0, "", fmt.Errorf("malformed announcement of rank 0: got %d bytes, want host:port,secret",
+		return "", 0, "", fmt.Errorf("malformed announcement from rank 0: got %d bytes, want host:port,secret",
 			len(text))
 	}
 	host, portText, err := net.SplitHostPort(at)
 	if err != nil || host == "" {
 		return "", 0, "", errors.New(
-			"malformed announcement of rank 0: got no address, want host:port,secret")
+			"malformed announcement from rank 0: got no address, want host:port,secret")
 	}
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return "", 0, "", errors.New("malformed announcement of rank 0: got no port, want host:port,secret")
+		return "", 0, "", errors.New("malformed announcement from rank 0: got no port, want host:port,secret")
 	}
 	return host, port, word, nil
 }
 
-// meetByFile meets by a file, for ranks on one host that have a directory for their job.
+// meetByFile meets through a file. All ranks must be on one host, and the launcher must have a directory for
+// the job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
 		return fmt.Errorf("only %d of %d ranks are on this host, and Open MPI does not say on which host rank 0 is: set "+
@@ -401,7 +408,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory",
 			e.dir)
 	}
-	// Jobs that this job spawns share the directory, so the name of the file contains the job.
+	// Jobs that this job spawns use the same directory, so the name of the file contains the name of the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
 	if e.Rank != 0 {
 		text, err := waitPrivate(ctx, path)
@@ -424,7 +431,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 // pmiKey is the key under which rank 0 publishes its announcement.
 const pmiKey = "gohvd-meet"
 
-// meetByPMI meets by the key-value space that the launcher has for the ranks.
+// meetByPMI meets through the launcher's key-value space for the ranks.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher gave this process no connection to the launcher")
@@ -461,8 +468,8 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	return p.finalize()
 }
 
-// torchSecretKey is the key under which rank 0 says how the others get the secret: a word, or the path of a
-// file. The secret itself is not stored there, because anybody who reaches a TCPStore can read it.
+// torchSecretKey is the key under which rank 0 says how the others get the secret. The value is a word or the
+// path of a file. It is never the secret itself, because anybody who can connect to the TCPStore can read it.
 const torchSecretKey = "secret"
 
 // meetAtTorch meets at the TCPStore of torchrun's agent.
@@ -496,7 +503,8 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.adoptTorchSecret(o, m, string(word))
 }
 
-// adoptTorchSecret sets the secret at a rank other than 0 to the one that rank 0 has announced.
+// adoptTorchSecret sets the secret at a rank other than 0. word is what rank 0 has announced: a word, or the
+// path of the file with the secret.
 func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error) {
 	if filepath.IsAbs(word) {
 		if !e.OneHost() {
@@ -507,7 +515,7 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 			return err
 		}
 	} else if word != wordGiven && word != wordNone {
-		return fmt.Errorf("malformed secret announcement of rank 0: got %d bytes, want a word or the path of a file", len(word))
+		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want given, none or the path of a file", len(word))
 	}
 	if word == wordNone && !o.Insecure {
 		return ErrNoSecret
@@ -516,7 +524,8 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 	return err
 }
 
-// torchSecret sets the secret of rank 0, and returns what to tell the others.
+// torchSecret sets the secret at rank 0, and returns what rank 0 tells the others about it, for
+// adoptTorchSecret.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
@@ -535,19 +544,21 @@ func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 }
 
 const (
-	// masterPlace is the key of the TCPStore at MASTER_ADDR:MASTER_PORT under which rank 0 publishes its own
-	// store, as port,word with the word of torchSecret.
+	// masterPlace is the key under which rank 0 publishes the port of its own store in the TCPStore at
+	// MASTER_ADDR:MASTER_PORT. The value is port,word, where word is the result of torchSecret.
 	masterPlace = "place"
-	// masterClaim counts the jobs that meet there, by the ranks 0.
+	// masterClaim is the key in that TCPStore of a counter, which each rank 0 that meets there increments. A
+	// value above 1 shows that a second job uses the port.
 	masterClaim = "claim"
 	// masterFreeKey is the key that rank 0 sets in its own store once it has closed MASTER_PORT.
 	masterFreeKey = "place/master-free"
 )
 
-// meetAtMaster meets at MASTER_ADDR:MASTER_PORT, where by PyTorch's convention rank 0 serves a TCPStore.
-// PyTorch in the same process may have served one already, or may serve one later. So the ranks learn only
-// there how to reach a store of rank 0 at another port. Rank 0 tells them at PyTorch's store if that exists,
-// else at one of its own, which it closes when all ranks have met and before any other rank goes on.
+// meetAtMaster meets at MASTER_ADDR:MASTER_PORT, where rank 0 serves a TCPStore by PyTorch's convention.
+// PyTorch in the same process may serve that TCPStore already, or may want to serve it later. So the ranks
+// use it only to learn the port of another store that rank 0 serves. If PyTorch's TCPStore exists, rank 0
+// publishes the port there. Otherwise rank 0 serves a TCPStore itself, and closes it when all ranks have met,
+// before any other rank continues.
 func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
@@ -579,7 +590,7 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	portText, word, _ := strings.Cut(string(text), ",")
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return fmt.Errorf("malformed announcement of rank 0 in the TCPStore at %s: got no port, want port,secret", master)
+		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want port,secret", master)
 	}
 	if err := e.adoptTorchSecret(o, m, word); err != nil {
 		return err
@@ -588,12 +599,13 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.dial(ctx, o, m, host, port)
 }
 
-// atMasterStore returns the part of that TCPStore that belongs to gohvd.
+// atMasterStore returns the view of s, the TCPStore at MASTER_ADDR:MASTER_PORT, in which the keys of this
+// package are.
 func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// publishAtMaster does the part of rank 0 in meetAtMaster.
+// publishAtMaster implements meetAtMaster at rank 0.
 func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
@@ -617,15 +629,17 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	}
 	m.removeWhenMet(release)
 	s := e.atMasterStore(master)
-	// A compare-and-set would not do: older servers of PyTorch do not wake the ranks that wait for its key.
+	// A compare-and-set would not work here, because older servers of PyTorch do not wake ranks that wait for
+	// its key.
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
-	} else if n != 1 { // another job may have the same secret, so the secret does not catch this
+		// The secret does not detect this, because the other job may have the same secret.
+	} else if n != 1 {
 		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
 	}
 	m.removeWhenMet(func() error {
-		// PyTorch's store outlives this meeting, and these processes may meet there again, so the keys must
-		// go.
+		// PyTorch's store outlives this meeting, and the same processes may meet there again, so the keys
+		// must be removed.
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
 		_, err := s.Delete(ctx, masterPlace)
@@ -639,7 +653,8 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	return nil
 }
 
-// masterStore returns a TCPStore that it serves on a port, or the one that is served there already.
+// masterStore serves a TCPStore on the port and returns it. If a TCPStore is served there already, it returns
+// a client of that one. release closes what masterStore has opened.
 func masterStore(ctx context.Context, o MeetOptions, listen string,
 	port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})

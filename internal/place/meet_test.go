@@ -541,7 +541,7 @@ func TestTorchrunsStore(t *testing.T) {
 
 	// Another user of the store may have written these values.
 	for word, part := range map[string]string{
-		"0123456789abcdef0123456789abcdef": "want a word or the path",
+		"0123456789abcdef0123456789abcdef": "want given, none or the path",
 		"/nonexistent/file":                "no such file",
 		wordGiven:                          "but this rank was not",
 	} {

@@ -23,47 +23,50 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Config says how a rank finds where its job meets. At most one of Store, Method and ID is given. If none is,
-// the settings decide (HVD_INIT_METHOD, HVD_UNIQUE_ID), and if they do not place this process in a job, the
-// launcher in the environment. Without a launcher the process is a job of one.
+// Config says how a rank finds the place where its job meets. At most one of Store, Method and ID may be
+// given. If none is given, the settings HVD_INIT_METHOD and HVD_UNIQUE_ID decide. If they are not set, and no
+// other settings place this process in a job, the launcher that Detect finds decides. Without a launcher the
+// process is a job of one rank.
 type Config struct {
 	Settings config.Config
-	// Store belongs to the program, which closes it.
+	// Store is a store of the program. The program closes it.
 	Store store.Store
-	// Method is the URL of an init method. Rank and size come from the settings if they have them, else from
-	// the URL.
+	// Method is the URL of an init method. Rank and size come from the settings if they are set there, else
+	// from the URL.
 	Method string
-	// Methods are init methods of the program, by the scheme of their URLs.
+	// Methods are init methods of the program, in addition to the built-in ones.
 	Methods Methods
 	// ID makes the ranks meet by unique ids.
 	ID  *ByID
 	Log *zap.Logger // may be nil
 }
 
-// ByID says which ranks meet by which ids.
+// ByID gives the unique ids by which the ranks meet, and the rank of this process.
 type ByID struct {
 	IDs        []ID
 	Rank, Size int
 }
 
-// Meeting is the result of Open: where the ranks have met, and what follows for this rank.
+// Meeting is the result of Open: the place where the ranks have met, and what it implies for this rank.
 type Meeting struct {
-	// Place has the store, nil if there is one rank, and the secret, also if the settings give it.
+	// Place has the store, which is nil in a job of one rank, and the secret, even if the secret comes from
+	// the settings.
 	*Place
-	// Settings are the given settings with the place of this process in the job. Size is at least 1.
+	// Settings are the given settings, completed with the rank, size and job of this process. Size is at
+	// least 1.
 	Settings config.Config
 	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string
-	// Once says that the means of the launcher are used up. A process that may have to meet again keeps the
-	// Meeting. The store lives until rank 0 closes it.
+	// Once is set if what the launcher provides for meeting can be used only once. If the process may have to
+	// meet again, it keeps the Meeting and calls Again. The store lives until rank 0 closes it.
 	Once bool
 
-	launcher store.Store // equal to Store if that is hvdrun's
-	again    bool        // whether another Meeting has the same Place
+	launcher store.Store // equal to Store if hvdrun serves it, else nil
+	again    bool        // another Meeting has the same Place and closes it
 }
 
-// Open finds the place where the ranks meet. It waits until the store is reachable, ctx ends, or something
-// contradicts itself. After an error nothing is left open.
+// Open finds the place where the ranks meet and connects to it. It waits until the store is reachable, and
+// fails if ctx ends or if the inputs contradict each other. After an error nothing is left open.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
 	if cfg.Log == nil {
@@ -75,8 +78,8 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	return m, nil
 }
 
-// Again returns the same Meeting for settings that do not place this process, as in an Init after a Shutdown.
-// Its Close does nothing.
+// Again returns a Meeting at the same place, for an Init after a Shutdown. set are the settings of that Init,
+// which do not place this process in a job themselves. Close of the result does nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
 	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
 	from := &m.Settings
@@ -86,8 +89,8 @@ func (m *Meeting) Again(set config.Config) *Meeting {
 	return a
 }
 
-// Close closes the store, unless it belongs to the program. If this rank serves the store, that ends it for
-// all ranks.
+// Close closes the store, unless the store belongs to the program. If this rank serves the store, Close ends
+// the store for all ranks.
 func (m *Meeting) Close() error {
 	if m.again {
 		return nil
@@ -140,7 +143,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	return m.checkSecret()
 }
 
-// bySettings sets the way to meet from the settings, if they have one.
+// bySettings sets cfg.Method or cfg.ID from the settings, if the settings have an init method or a unique id.
 func (m *Meeting) bySettings(cfg *Config) error {
 	set := &m.Settings
 	switch {
@@ -170,7 +173,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	return nil
 }
 
-// placeByLauncher sets the place of this process from the launcher, if there is one.
+// placeByLauncher takes the rank and size of this process from the launcher, if there is one.
 func (m *Meeting) placeByLauncher() error {
 	env, _, err := Detect(m.Settings.Variable)
 	if err == nil && env != nil {
@@ -179,7 +182,8 @@ func (m *Meeting) placeByLauncher() error {
 	return err
 }
 
-// take sets the place of this process from what a launcher says. Settings for a part of it take precedence.
+// take copies what a launcher says about the place of this process into the settings. Local and cross ranks
+// that the settings have already stay.
 func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
@@ -196,7 +200,7 @@ func (m *Meeting) take(env *Env) {
 	}
 }
 
-// place sets the place of this process. It is an error if the settings say something else.
+// place sets the rank and size of this process. It returns an error if the settings have other values.
 func (m *Meeting) place(rank, size int) error {
 	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
 		return fmt.Errorf("HOROVOD_RANK and HOROVOD_SIZE say rank %d of %d, but the init method or unique id says rank %d of %d: "+
@@ -206,7 +210,8 @@ func (m *Meeting) place(rank, size int) error {
 	return nil
 }
 
-// checkSecret refuses a job that would be open to the network.
+// checkSecret returns an error if the job would accept connections from the network without a secret and
+// without the user's consent, or if TLS is set without a secret.
 func (m *Meeting) checkSecret() error {
 	ip, err := netip.ParseAddr(m.Listen)
 	if err != nil {
@@ -222,7 +227,8 @@ func (m *Meeting) checkSecret() error {
 	return nil
 }
 
-// choose listens on the interface that the user has chosen, or else on loopback.
+// choose makes the rank listen on the interface that the user has chosen. If the user has chosen none, it
+// listens on loopback.
 func (m *Meeting) choose(choice netif.Choice) error {
 	if choice.IsZero() {
 		return nil
@@ -232,11 +238,12 @@ func (m *Meeting) choose(choice netif.Choice) error {
 	return err
 }
 
-// byLauncher meets at the store of hvdrun, or of another program that sets its variables.
+// byLauncher meets at the store of hvdrun, or of another program that sets hvdrun's variables.
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
-	err := dial.Retry(ctx, func() (err error) { // DNS may not know the name yet
+	// It retries because DNS may not know the name yet.
+	err := dial.Retry(ctx, func() (err error) {
 		listen, err = choice.Towards(ctx, address)
 		return err
 	})
@@ -245,7 +252,8 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
-		return err // checked before the first connection
+		// The check comes before the first connection.
+		return err
 	}
 	p, err := Dial(ctx, address, m.Secret)
 	if err != nil {
@@ -256,7 +264,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
-// meetAt makes p the Place, with the secret of the settings if p has none.
+// meetAt sets the Place to p. If p has no secret, it gets the secret of the settings.
 func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
@@ -264,10 +272,10 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher returns the store if it is hvdrun's, and nil otherwise. joblink uses it.
+// Launcher returns the store if hvdrun serves it, else nil. Package joblink uses it.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
-// byEnvironment meets in the way of the launcher that has started this process.
+// byEnvironment finds the launcher that has started this process and meets in the way of that launcher.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
 	env, lines, err := Detect(set.Variable)
@@ -340,13 +348,14 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	return err
 }
 
-// byID meets at the store of the process that made the id.
+// byID meets at the store of the process that made the unique id.
 func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	id := cfg.ID
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	for _, id := range id.IDs { // checked before the first connection
+	// This is checked before the first connection.
+	for _, id := range id.IDs {
 		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
 			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS")
 		}
@@ -362,24 +371,25 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	return err
 }
 
-// counted is the value of nearKey/RANK after that rank has been counted.
+// counted is the value of the key nearKey/RANK after RANK was added to the count in nearKey.
 const counted = "counted"
 
-// Keys by which the ranks agree on addresses.
+// Keys with which the ranks agree on the addresses to listen on.
 const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
-	hostKey     = "host"  // address by which others reach that host
-	missingKey  = "lack"  // ranks that are missing; rank 0 sets it before it closes the store
+	hostKey     = "host"  // address at which ranks on other hosts reach that host
+	missingKey  = "lack"  // which ranks are missing; rank 0 sets it before it closes the store
 	readKey     = "heard" // number of ranks that have read missingKey
 )
 
-// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is where this rank
-// reaches the store, or empty if it serves the store.
+// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is the address at
+// which this rank reaches the store. It is empty if this rank serves the store.
 //
-// A rank on another host than the store listens on the interface that leads to the store. A rank on the host
-// of the store sees only loopback, at which others cannot dial it. It listens on the address by which a rank
-// of another host has reached the store. If there is no other host it listens on loopback.
+// If the store is on another host, the rank listens on the interface that leads to the store. If the store is
+// on the rank's own host, the rank sees only a loopback address, which other hosts cannot dial. Then it waits
+// until a rank on another host tells the address at which it has reached the store, and listens on that
+// address. If all ranks are on one host, they listen on loopback.
 func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) error {
 	if !choice.IsZero() {
 		return m.choose(choice)
@@ -395,7 +405,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return s.Set(ctx, hostKey, []byte(remote.String()))
 		}
 	}
-	// The store may outlive a failed attempt, so each rank is counted only once.
+	// The store may outlive a failed attempt to meet. The compare-and-set ensures that each rank is counted
+	// only once.
 	var near int64
 	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
 	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
@@ -425,7 +436,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	if err != nil {
 		return err
 	}
-	if !own { // the other ranks reach this host through network address translation
+	// The other ranks reach this host through network address translation.
+	if !own {
 		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
 			return err
 		}
@@ -434,12 +446,14 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	return nil
 }
 
-// awaitHost waits for the address of the host. If it does not come, the error names the ranks that are
-// missing. If rank 0 serves the store, which ends with it, it first tells the others which ranks are missing.
+// awaitHost waits for the address of the store's host, which another rank sets. If the address does not
+// arrive in time, the error names the missing ranks. If this rank serves the store (serves), the store is
+// about to end, so it first tells the other ranks which ranks are missing.
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
-	// The messages about missing ranks follow the end of the caller's context.
+	// The calls below exchange the list of missing ranks after ctx has ended, so they use a context that does
+	// not end with it.
 	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	var watcher sync.WaitGroup
@@ -450,7 +464,8 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 			cancel()
 			last, done := context.WithTimeout(ctx, time.Second)
 			defer done()
-			_, _ = s.Add(last, readKey, 1) // rank 0 waits at most 1 s for this count
+			// Rank 0 waits for this count, for at most 1 s.
+			_, _ = s.Add(last, readKey, 1)
 		}
 	})
 	host, err := s.Get(waiting, hostKey)
@@ -467,7 +482,7 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	var missing []int
 	nobody := []byte("nobody")
 	for r := range m.Settings.Size {
-		// This compare-and-set only reads, because no rank has the value nobody.
+		// This compare-and-set only reads, because the value is never "nobody".
 		if value, _, err := s.CompareAndSet(ctx, fmt.Sprintf("%s/%d", nearKey, r), nobody,
 			nobody); err == nil && string(value) != counted {
 			missing = append(missing, r)
@@ -486,14 +501,14 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	return nil, fmt.Errorf("%s did not connect: %w", text, err)
 }
 
-// maxJob bounds the length of a job's name (HVD_JOB_ID).
+// maxJob bounds the length of the name of a job (HVD_JOB_ID).
 const maxJob = 64
 
-// short shortens the name of a job to its end, which is where launchers put the part that differs between
-// jobs.
+// short returns the last maxJob bytes of the name of a job. Launchers put the part that differs between jobs
+// at the end.
 func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
 
-// HostID returns the identity of the memory of this host.
+// HostID returns a text that identifies the memory of this host. Ranks with the same text can share memory.
 func HostID(set *config.Config) (string, error) {
 	if set.HostID != "" {
 		return topo.HostID(set.HostID, "", "", ""), nil

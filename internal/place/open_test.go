@@ -262,7 +262,7 @@ func TestBySettings(t *testing.T) {
 		"both": {map[string]string{"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "x"},
 			"HVD_INIT_METHOD and HVD_UNIQUE_ID are set"},
 		"no id": {map[string]string{"HVD_UNIQUE_ID": "private"},
-			"HVD_UNIQUE_ID: place: parse id: 7 characters, want 171"},
+			"HVD_UNIQUE_ID: place: parse id: got 7 characters, want 171"},
 		"no rank": {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String()},
 			"nothing says which rank this is"},
 		"half": {map[string]string{"HVD_UNIQUE_ID": newIDs(t, 1, false)[0].String(), "RANK": "1"},

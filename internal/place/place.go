@@ -1,12 +1,12 @@
-// Package place finds where the ranks of a job meet, and which of them this process is. [Open] does so by
-// what the program, the settings or the launcher say: it asks the launcher that has started the process
-// ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]), or the store of a unique id
+// Package place finds out where the ranks of a job meet, and which rank this process is. [Open] follows what
+// the program, the settings or the launcher say. It asks the launcher that has started the process ([Detect],
+// [Env.Meet]), opens the URL of an init method ([Methods]), or connects to the store of a unique id
 // ([OpenIDs]). It also finds the address of this host on which the rank must listen.
 //
-// [Detect] checks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
+// [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
 // programs that set Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun,
-// Slurm, Kubernetes, and last the plain variables of PyTorch. So mpirun wins over the Slurm or Kubernetes in
-// which it runs.
+// Slurm, Kubernetes, and last the plain variables of PyTorch. So if mpirun runs inside a job of Slurm or
+// Kubernetes, mpirun wins.
 //
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
@@ -20,8 +20,8 @@
 //	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
 //	            MASTER_ADDR:MASTER_PORT
 //
-// A secret that the user gives replaces one that rank 0 would make. If the user has to give one and does not,
-// Meet fails with ErrNoSecret unless it is told to go without.
+// If the user gives a secret, rank 0 makes none. If the user has to give one and does not, Meet fails with
+// ErrNoSecret, unless MeetOptions.Insecure permits a job without a secret.
 //
 // If variables contradict each other, the error names them with their values. A contradiction never makes the
 // process rank 0 of 1: several such processes would train separately, and nobody would notice.
@@ -37,33 +37,36 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Place is where the ranks of a job meet, as seen by one of them.
+// Place is where the ranks of a job meet, from the point of view of one rank.
 type Place struct {
-	// Store is where rank 0 publishes the root of the rendezvous. All ranks have the same store, or one with
-	// a copy of that root.
+	// Store is where rank 0 publishes the address of its root, at which the ranks check in. All ranks have
+	// the same store, or stores to which rank 0 copies that address.
 	Store      store.Store
 	Rank, Size int
-	// Addr is the address at which this rank reaches the store, host:port. It is empty at the rank that
-	// serves it.
+	// Addr is the address, host:port, at which this rank reaches the store. It is empty at the rank that
+	// serves the store.
 	Addr string
-	// NoAddr says that the store has no address, like a file.
+	// NoAddr is set if the store has no network address, for example if it is a file.
 	NoAddr bool
-	// Secret is the secret of the job, the same at all ranks, if the place provides it. Zero is no secret.
+	// Secret is the secret of the job, if the place provides one. It is the same at all ranks. A zero Secret
+	// means that there is none.
 	Secret secret.Secret
-	// JobID is the name of the job, if the place provides it: the same at all ranks, and different for other
-	// jobs.
+	// JobID is the name of the job, if the place provides one. It is the same at all ranks and differs
+	// between jobs.
 	JobID string
-	// Terms are values, by name, that must be the same at all ranks because of the way in which they meet.
+	// Terms are further values that must be the same at all ranks, because of the way in which the ranks
+	// meet. The keys are names for error messages.
 	Terms map[string]string
 
 	mu      sync.Mutex
-	closers []func() error                    // called by Close, the last one first
-	atMet   []func(ctx context.Context) error // called by Met in this order
+	closers []func() error                    // called in reverse order by Close
+	atMet   []func(ctx context.Context) error // called in this order by Met
 }
 
-// Met removes what rank 0 has left for the others to find, such as the file with the secret, and frees a port
-// that another program uses afterwards; the other ranks wait until rank 0 has done that. Each rank calls it
-// when all ranks have met. Further calls do nothing. Close removes what is left if Met was not called.
+// Met cleans up after the meeting: it removes what rank 0 has left for the others to find, such as the file
+// with the secret, and frees a port that another program uses afterwards. At the other ranks Met waits until
+// rank 0 has freed the port. Each rank calls Met when all ranks have met. Further calls do nothing. If Met
+// was not called, Close removes what is left.
 func (p *Place) Met(ctx context.Context) error {
 	p.mu.Lock()
 	todo := p.atMet
@@ -76,8 +79,8 @@ func (p *Place) Met(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// Close closes the store and what was opened for it. If rank 0 serves the store, its Close ends the store for
-// all ranks, so it must come after everything that the others do there. Further calls do nothing.
+// Close closes the store and the resources opened for it. If this rank serves the store, Close ends the store
+// for all ranks, so it must come after all use of the store by the other ranks. Further calls do nothing.
 func (p *Place) Close() error {
 	p.mu.Lock()
 	todo := p.closers
@@ -94,7 +97,7 @@ func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
 
 func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
 
-// removeWhenMet registers how to remove what this rank has left for the others.
+// removeWhenMet makes Met, or else Close, call remove, which removes what this rank has left for the others.
 func (p *Place) removeWhenMet(remove func() error) {
 	remove = sync.OnceValue(remove)
 	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }},

@@ -13,11 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxPMILine bounds a line of the protocol. Values have up to 1024 bytes with MPICH.
+// maxPMILine bounds the length of a line. With MPICH, a value in it has at most 1024 bytes.
 const maxPMILine = 8 << 10
 
-// pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec: lines of words, the first of
-// them cmd=NAME, each answered by one line. See MPICH, src/pmi, simple_pmi.c.
+// pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec. A request is one line of
+// words, of which the first is cmd=NAME, and the answer is one line too. See MPICH, src/pmi, simple_pmi.c.
 type pmi struct {
 	ctx   context.Context
 	fd    int
@@ -25,14 +25,14 @@ type pmi struct {
 	in    *bufio.Reader
 	stop  func() bool
 	space string // the name of the job's key-value space
-	// maxKey and maxValue bound a key and a value.
+	// maxKey and maxValue bound the length of a key and of a value.
 	maxKey, maxValue int
 }
 
-// startPMI begins to talk on fd, which is PMI_FD. All calls end with ctx.
+// startPMI opens the protocol on fd, the number in PMI_FD. All calls fail when ctx ends.
 //
-// fd is never closed, so that its number cannot come to mean another file. After close it is shut down, so
-// further use of it is an error.
+// fd is never closed, so that its number is not reused for another file. After close the socket is shut down,
+// so further use of fd fails.
 func startPMI(ctx context.Context, fd int) (*pmi, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -78,11 +78,11 @@ func (p *pmi) start() error {
 	return nil
 }
 
-// put sets key to value, which contain no white space. Other ranks see it after a barrier.
+// put sets key to value. Neither may contain white space. Other ranks see the value after a barrier.
 func (p *pmi) put(key, value string) error {
-	// The launcher's bounds include the zero byte at the end of the text.
+	// The launcher's bounds include the zero byte that ends a C string.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
-		return fmt.Errorf("pmi: put: key of %d bytes and value of %d, want less than %d and %d", len(key),
+		return fmt.Errorf("pmi: put: the key has %d bytes and the value %d, want less than %d and %d", len(key),
 			len(value),
 			p.maxKey, p.maxValue)
 	}
@@ -90,7 +90,7 @@ func (p *pmi) put(key, value string) error {
 	return err
 }
 
-// barrier waits for all ranks.
+// barrier waits until all ranks have called it.
 func (p *pmi) barrier() error {
 	_, err := p.call("cmd=barrier_in", "barrier_out")
 	return err
@@ -108,8 +108,8 @@ func (p *pmi) get(key string) (string, error) {
 	return value, nil
 }
 
-// finalize tells the launcher that this process is done. The launcher takes a process that ends without it
-// for crashed.
+// finalize tells the launcher that this process is done. If a process ends without it, the launcher considers
+// the process crashed.
 func (p *pmi) finalize() error {
 	_, err := p.call("cmd=finalize", "finalize_ack")
 	return err
@@ -117,12 +117,13 @@ func (p *pmi) finalize() error {
 
 func (p *pmi) close() {
 	p.stop()
-	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR) // fails if the launcher has closed its end, which is harmless
+	// Shutdown fails if the launcher has closed its end, which is harmless.
+	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR)
 	p.conn.Close()
 }
 
-// call sends a request and reads the answer, whose cmd is want. Errors contain the name of a request but none
-// of its contents or the answer's, which may be a secret.
+// call sends a request and reads the answer, in which cmd must be want. Errors contain the name of the
+// request, but no contents of the request or the answer, because these may be a secret.
 func (p *pmi) call(request, want string) (map[string]string, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
 	answer, err := p.exchange(request)
@@ -157,7 +158,7 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	return parsePMI(string(line)), nil
 }
 
-// parsePMI splits a line into words. A word without = has an empty value.
+// parsePMI splits a line into words, name=value. The value of a word without = is empty.
 func parsePMI(line string) map[string]string {
 	words := make(map[string]string)
 	for word := range strings.FieldsSeq(line) {

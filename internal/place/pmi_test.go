@@ -176,12 +176,12 @@ func TestPMIRefuses(t *testing.T) {
 			[]string{"pmi: get", "not_found"}},
 		{"get", "cmd=get_result rc=0\n", 1, []string{"no value for gohvd-meet"}},
 		{"get", "cmd=get_result rc=0 value=secretsecretsecret\n", 1,
-			[]string{"announcement of rank 0: got 18 bytes"}},
+			[]string{"announcement from rank 0: got 18 bytes"}},
 		{"get", "cmd=get_result rc=0 value=:1,secretsecretsecret\n", 1,
-			[]string{"announcement of rank 0: got no address"}},
+			[]string{"announcement from rank 0: got no address"}},
 		{"get", "cmd=get_result rc=0 value=h:0,secretsecretsecret\n", 1,
-			[]string{"announcement of rank 0: got no port"}},
-		{"get", "cmd=get_result rc=0 value=h:1,secret\n", 1, []string{"a secret of 6 bytes"}},
+			[]string{"announcement from rank 0: got no port"}},
+		{"get", "cmd=get_result rc=0 value=h:1,secret\n", 1, []string{"the secret has 6 bytes"}},
 		{"finalize", "cmd=finalize_nack\n", 0, []string{"pmi: finalize"}},
 	} {
 		answers := goodPMI("")

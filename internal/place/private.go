@@ -17,16 +17,16 @@ import (
 )
 
 const (
-	// maxPrivateBytes bounds what is read of a private file.
+	// maxPrivateBytes bounds the size of a private file that is read.
 	maxPrivateBytes = 4 << 10
-	// privatePeriod is how often a file that is not there yet is looked for.
+	// privatePeriod is the time between two looks for a file that does not exist yet.
 	privatePeriod = 10 * time.Millisecond
 )
 
-// writePrivate writes a file that only this user can read and that is complete as soon as it exists. Its
-// directory must exist.
+// writePrivate writes a file that only this user can read. The file has its complete contents as soon as it
+// exists. Its directory must exist.
 func writePrivate(path, text string) error {
-	// CreateTemp makes a new file, of mode 0600.
+	// CreateTemp makes a new file with mode 0600.
 	f, err := os.CreateTemp(filepath.Dir(path), ".gohvd-*")
 	if err != nil {
 		return err
@@ -42,10 +42,11 @@ func writePrivate(path, text string) error {
 	return nil
 }
 
-// readPrivate reads such a file. It must belong to this user, and nobody else may read or write it: another
-// user who could have written it knows its contents.
+// readPrivate reads a file that writePrivate has written. The file must belong to this user, and other users
+// must not have permission to read or write it: another user who could read or write the file could know its
+// contents.
 func readPrivate(path string) (text string, err error) {
-	// O_NONBLOCK keeps open from waiting for the other end of a named pipe.
+	// O_NONBLOCK keeps open from blocking if the path is a named pipe without a writer.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return "", err
@@ -72,7 +73,7 @@ func readPrivate(path string) (text string, err error) {
 	return string(b), nil
 }
 
-// waitPrivate waits until the file exists, or ctx ends, and then reads it as readPrivate does.
+// waitPrivate waits until the file exists or ctx ends. Then it reads the file as readPrivate does.
 func waitPrivate(ctx context.Context, path string) (text string, err error) {
 	for {
 		text, err = readPrivate(path)
@@ -86,7 +87,7 @@ func waitPrivate(ctx context.Context, path string) (text string, err error) {
 	}
 }
 
-// remove removes a file, which the launcher may have removed before.
+// remove removes a file. It is not an error if the launcher has removed the file already.
 func remove(path string) error {
 	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -94,7 +95,7 @@ func remove(path string) error {
 	return nil
 }
 
-// fileName converts s to a part of a file name.
+// fileName converts s to a text that can be part of a file name.
 func fileName(s string) string {
 	return strings.Map(func(r rune) rune {
 		if notInNames(r) {

@@ -19,35 +19,36 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// MethodOptions are what an init method needs beside its URL.
+// MethodOptions are inputs of an init method besides its URL.
 type MethodOptions struct {
-	// Rank and Size are -1 if the URL or the environment has them.
+	// Rank and Size are -1 if the URL or the environment gives them.
 	Rank, Size int
-	// Getenv reads the environment, like os.Getenv.
+	// Getenv returns the value of an environment variable, like os.Getenv.
 	Getenv func(name string) string
-	// Secret is the secret of the job, for stores of gohvd. Zero is no secret.
+	// Secret is the secret of the job, which stores of gohvd use. A zero Secret means that there is none.
 	Secret secret.Secret
-	// Log may be nil.
+	// Log is the log of the servers. It may be nil.
 	Log *zap.Logger
 }
 
-// A Method opens the store that a URL names. The query of u has rank and world_size if they are known.
+// A Method opens the store that u names. The query of u has the parameters rank and world_size if they are
+// known.
 type Method func(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 
-// Methods are init methods by the scheme of their URLs.
+// Methods maps the scheme of a URL to the init method for such URLs.
 type Methods map[string]Method
 
-// NewMethods returns the built-in methods, which are those of PyTorch:
+// NewMethods returns the built-in methods, which are the same as PyTorch's:
 //
 //	env://                                   uses MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as tcp://
 //	tcp://host:port?rank=R&world_size=N      rank 0 serves a store at this address, the others are its clients
 //	file:///path?rank=R&world_size=N         a file that all ranks can access and that does not exist yet
 //
-// If TORCHELASTIC_USE_AGENT_STORE is True, the store at MASTER_ADDR is torchrun's, and no rank serves one.
-// Callers may add methods.
+// If env:// is used and TORCHELASTIC_USE_AGENT_STORE is True, torchrun serves the store at MASTER_ADDR, and
+// no rank does. Callers may add methods.
 func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "file": fileMethod} }
 
-// MethodError says why an init method cannot be used.
+// MethodError is the error if an init method cannot be used.
 type MethodError struct {
 	Scheme string // empty if the URL has none
 	Err    error
@@ -62,7 +63,7 @@ func (e *MethodError) Error() string {
 
 func (e *MethodError) Unwrap() error { return e.Err }
 
-// Open opens the store of a job by the URL of an init method.
+// Open opens the store of a job with the init method that the URL names.
 func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Place, error) {
 	u, err := url.Parse(rawURL)
 	if err != nil {
@@ -80,7 +81,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	}
 	if o.Rank >= 0 || o.Size >= 0 {
 		if q.Has("rank") || q.Has("world_size") {
-			return fail(fmt.Errorf("rank or world size is given twice: in %q and beside the URL", rawURL))
+			return fail(fmt.Errorf("rank or world size is given twice: in the URL %q and outside of it", rawURL))
 		}
 		if o.Rank >= 0 {
 			q.Set("rank", strconv.Itoa(o.Rank))
@@ -100,7 +101,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	return p, nil
 }
 
-// placeOf reads rank and world_size from a query.
+// placeOf reads the parameters rank and world_size of a query.
 func placeOf(q url.Values) (rank, size int, err error) {
 	number := func(name, what string) int {
 		text := q.Get(name)
@@ -136,21 +137,22 @@ func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	return meetAt(ctx, u.Host, rank, size, o)
 }
 
-// New returns the place of a rank in a store without an address. The Place closes the store.
+// New returns the place of a rank in a store that has no network address. Closing the Place closes s.
 func New(s store.Store, rank, size int) *Place {
 	p := placeAt(s, rank, size, "")
 	p.NoAddr = true
 	return p
 }
 
-// placeAt returns the place of a rank that reaches a store at addr. The Place closes the store.
+// placeAt returns the place of a rank that reaches the store s at addr. Closing the Place closes s.
 func placeAt(s store.Store, rank, size int, addr string) *Place {
 	p := &Place{Store: s, Rank: rank, Size: size, Addr: addr}
 	p.onClose(s.Close)
 	return p
 }
 
-// Dial connects to the store of a launcher. It does not know rank and size.
+// Dial connects to the store of a launcher. Rank and Size of the result are -1, since the store does not say
+// them.
 func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
 	if err != nil {
@@ -161,7 +163,7 @@ func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	return p, nil
 }
 
-// meetAt serves a store at an address, as rank 0, or connects to it.
+// meetAt serves a store at addr if rank is 0. Otherwise it connects to that store.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
