@@ -14,16 +14,16 @@ import (
 )
 
 const (
-	// maxTriedBytes bounds the text of a rank's failure in Agree. maxTriedRanks bounds how many failed ranks
-	// of a host are named.
+	// maxTriedBytes bounds the text with which a rank describes its failure in Agree. maxTriedRanks bounds
+	// how many failed ranks of a host are named.
 	maxTriedBytes = 512
 	maxTriedRanks = 100
 )
 
-// errStopped ends a rank's try in Agree when another rank of its host fails.
+// errStopped ends a rank's try in Agree because another rank of the host has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
-// agreement is what a rank learns about the try of its host.
+// agreement is what a rank has learned about Agree at the other ranks of its host.
 type agreement struct {
 	stopped chan struct{} // closed when another rank has failed
 	done    chan struct{} // closed when failed is set
@@ -34,7 +34,7 @@ func newAgreement() *agreement {
 	return &agreement{stopped: make(chan struct{}), done: make(chan struct{})}
 }
 
-// handle processes an answer of the root. One goroutine calls it.
+// handle processes an answer of the root. Only one goroutine calls it.
 func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	to := a.stopped
 	if answer.GetKind() == rendezvouspb.Answer_TRIED {
@@ -55,13 +55,14 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	return nil
 }
 
-// Agree makes all ranks of this rank's host (Record.HostID) try something that takes all of them, such as
-// sharing memory. It returns at each of them which ranks failed, and how. When a rank fails, the ctx of the
-// other tries ends, so that they do not wait for it. A failure that may pass, such as a refused connection,
-// counts only if no rank failed in another way, because then another rank is the cause.
+// Agree runs try at all ranks of this rank's host (Record.HostID). try is something that needs all of them,
+// such as sharing memory. Agree returns the same result at each of them: which ranks failed, and why. When
+// one rank fails, the context of the other tries ends, so that they do not wait for that rank. Failures that
+// may pass, such as a refused connection, are usually caused by another failure. They count only if no rank
+// has failed for another reason.
 //
-// All ranks of the host call it, once, before Ready. If a rank fails for good, or ctx ends, there is no
-// outcome: the error is a *FailedError, or that of ctx.
+// All ranks of the host must call Agree once, before Ready. If a rank fails for good, or ctx ends, there is
+// no result, and the error is a *FailedError or the error of ctx.
 func (s *Session) Agree(ctx context.Context,
 	try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
@@ -93,7 +94,7 @@ func (s *Session) Agree(ctx context.Context,
 	return nil, fmt.Errorf("rendezvous: waiting for the ranks of this host to agree: %w", context.Cause(ctx))
 }
 
-// tried tells the root how the try of this rank has ended.
+// tried tells the root how this rank's try has ended.
 func (s *Session) tried(err error) {
 	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED}
 	switch {
@@ -105,19 +106,20 @@ func (s *Session) tried(err error) {
 	_ = sendStatus(s.member.conn, status) // listen returns the error of a broken connection
 }
 
-// mayPass reports whether a try may have failed because the try of another rank had ended.
+// mayPass reports whether err may be a consequence of the end of another rank's try.
 func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
 
-// isConsequence reports whether a try that was told to stop failed because of that. A rank with a failure of
-// its own may be told to stop before it has reported the failure, because its peers notice that it has closed
-// its connections.
+// isConsequence reports whether err, the error of a try that was told to stop, was caused by the stop. Other
+// errors are failures of the rank itself. A rank can have one although it was told to stop: its peers may
+// notice that it has closed its connections, and report that before it reports its own failure.
 func isConsequence(err error) bool {
 	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) ||
 		err != nil && mayPass(err)
 }
 
-// noteTried records how the try of a rank has ended. The first failure on a host stops its other ranks. They
-// get the outcome when all have reported. r is locked and complete.
+// noteTried records how the try of a rank has ended. At the first failure on a host, it tells the host's
+// other ranks to stop. When all ranks of the host have reported, it sends them the result. r.mu is held, and
+// r is complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	host := r.records[rank].HostID
 	reports := r.tried[host]
@@ -169,7 +171,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 	return false
 }
 
-// sendTried sends a rank an answer about the try of its host. r is locked.
+// sendTried sends a rank an answer about the tries of its host. r.mu is held.
 func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
 		if frame, err := appendMessage(nil, a); err == nil { // no error, because all texts are UTF-8

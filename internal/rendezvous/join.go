@@ -17,85 +17,90 @@ import (
 
 // Bounds on what a rank says about itself.
 const (
-	MaxNameBytes = 256     // every text of a Record, JoinConfig.Job
+	MaxNameBytes = 256     // every text of a Record, and JoinConfig.Job
 	MaxSize      = 1 << 16 // JoinConfig.Size
-	// MaxCapabilitiesBytes bounds the names and texts of Record.Capabilities.
+	// MaxCapabilitiesBytes bounds the total length of the names and texts in Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
-	// MaxTermsBytes bounds the names and values of JoinConfig.Terms.
+	// MaxTermsBytes bounds the total length of the names and values in JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
-	// maxEpoch leaves room for later epochs. A greater LastEpoch comes from a bug or from a hostile peer.
+	// maxEpoch bounds LastEpoch, so that there is room for later epochs. A greater value comes from a bug or
+	// a hostile peer.
 	maxEpoch = 1 << 62
 )
 
-// Record is what one rank tells all others about itself.
+// Record is what a rank tells all other ranks about itself.
 type Record struct {
-	Addr   string // host:port at which it accepts data connections
-	Host   string // the name of its host, for messages
-	HostID string // the identity of its host: equal for ranks that can share memory
+	Addr   string // where the rank accepts data connections, host:port
+	Host   string // name of the rank's host, for people
+	HostID string // identity of the rank's host, equal for ranks that can share memory
 	PID    int
-	// Capabilities say why the rank cannot serve a backend, by the name of the backend. The text is empty if
-	// the rank can serve it. A backend that is not in the map does not exist in the build of the rank.
+	// Capabilities maps the name of each backend in the rank's build to the reason why the rank cannot use
+	// that backend. An empty reason means that the rank can use it.
 	Capabilities map[string]string
-	// Device is the accelerator that the rank uses, a name that is unique on its host, or empty. Ranks of one
-	// host with the same device form no epoch, unless all of them have SharesDevice.
+	// Device is the accelerator that the rank uses. The name is unique on the rank's host, and empty if the
+	// rank uses none. If ranks of one host have the same device, no epoch is formed, unless all of them have
+	// SharesDevice set.
 	Device       string
 	SharesDevice bool
-	// Memory is the rank's offer to share memory with the ranks of its host. Zero is none.
+	// Memory is the rank's offer to share memory with the ranks of its host. The zero Memory is no offer.
 	Memory Memory
 }
 
-// Memory is a rank's offer to share memory (shm.Offer).
+// Memory is a rank's offer to share memory, in the form of shm.Offer.
 type Memory struct {
 	UID            uint32
 	Token          []byte
 	Socket, Reason string
 }
 
-// String names the process in errors.
+// String returns a description of the process for errors.
 func (r Record) String() string { return fmt.Sprintf("pid %d on host %q at %s", r.PID, r.Host, r.Addr) }
 
 // JoinConfig configures Join.
 type JoinConfig struct {
 	Store store.Store // may be nil if Size is 1
-	Job   string      // 1 to MaxNameBytes bytes; the same at all ranks of a job
+	Job   string      // 1 to MaxNameBytes bytes, the same at all ranks of the job
 	Rank  topo.Rank
 	Size  int
-	// LastEpoch is the greatest epoch in which this process has been, 0 if none.
+	// LastEpoch is the greatest epoch to which this process has belonged, or 0 if there is none.
 	LastEpoch uint64
-	// ListenHost is the address on which rank 0 opens the root: one that the other hosts can dial, not a
-	// wildcard. Default 127.0.0.1. Other ranks do not use it.
+	// ListenHost is the address on which rank 0 opens the root. Other hosts must be able to dial it, so it
+	// must not be a wildcard. The default is 127.0.0.1. Other ranks do not use it.
 	ListenHost string
-	// Secret is the secret of the job. A rank without it cannot join. Zero is none.
+	// Secret is the secret of the job. A rank without it cannot join. A zero Secret means that the job has
+	// none.
 	Secret secret.Secret
-	// Terms are values, by name, that must be the same at all ranks. Ranks that differ form no epoch, and the
-	// error names the terms that differ.
+	// Terms are values, by name, that must be the same at all ranks. If they differ, no epoch is formed, and
+	// the error names the terms that differ.
 	Terms map[string]string
 	Self  Record // must not change until Join has returned
-	// RingAbove is used by rank 0: in a job of more ranks the root gives each rank only the records of its
-	// neighbours, and Session.Gather learns the rest from them. Default 128, at least 2.
+	// RingAbove is the number of ranks above which a job is large. In a large job, the root gives each rank
+	// only the records of its two neighbours, and Session.Gather gets the others. The default is 128, the
+	// minimum 2. Only rank 0 uses it.
 	RingAbove int
 	Log       *zap.Logger // may be nil
 
 	suspicion time.Duration // 0 means suspicionTime
 }
 
-// Session is the part of a rank in an epoch.
+// Session is a rank's membership in an epoch.
 type Session struct {
 	Epoch uint64 // greater than the LastEpoch of every rank
-	// Records are the records of the ranks, by rank, equal on all ranks. In a large job
-	// (JoinConfig.RingAbove) this rank has only its own and those of the ranks before and after it until
-	// Gather has returned.
+	// Records has the records of all ranks, indexed by rank and equal at all ranks. In a large job
+	// (JoinConfig.RingAbove), only this rank's record and those of its two neighbours are set until Gather
+	// has returned.
 	Records []Record
 
 	rank   topo.Rank
 	ring   bool    // whether Gather is needed
-	root   *root   // set at rank 0, unless the job has size 1
-	member *member // set unless the job has size 1
+	root   *root   // set only at rank 0 of a job of more than one rank
+	member *member // set only in a job of more than one rank
 }
 
-// Close ends the root of rank 0; until then it listens, to tell latecomers that the epoch is complete. Tables
-// in flight are delivered first, for at most 5 s. Close waits for goroutines. If a rank closes before all are
-// Ready, the others take it for failed. Later calls return the result of the first.
+// Close leaves the rendezvous and waits for its goroutines. At rank 0 it closes the root. Until then the root
+// listens, to tell latecomers that the epoch is complete. Close first delivers tables that are in flight,
+// which takes at most 5 s. If a rank calls Close before all ranks are ready, the others consider it failed.
+// Further calls return the result of the first.
 func (s *Session) Close() error {
 	var err error
 	if s.root != nil {
@@ -107,27 +112,27 @@ func (s *Session) Close() error {
 	return err
 }
 
-// Reason is why an epoch was not formed with this rank.
+// Reason is why no epoch was formed with this rank.
 type Reason uint8
 
-// The reasons. All but Late and GaveUp say that ranks contradict each other: starting again with the same
-// configuration will not help.
+// Reasons. All except Late, GaveUp and RootFailed say that ranks contradict each other, so a new start with
+// the same configuration does not help.
 const (
 	NoReason Reason = iota
 	SizeMismatch
-	DuplicateRank // two processes have the same rank, for example 0
+	DuplicateRank // or a second rank 0
 	RankOutOfRange
 	WrongJob
 	TermsDiffer
 	DuplicateDevice
 	Late       // the epoch was complete, and no newer one was formed in time
-	GaveUp     // rank 0's ctx ended before all ranks had joined
-	RootFailed // rank 0 could not go on
+	GaveUp     // ctx of rank 0 ended before all ranks had joined
+	RootFailed // rank 0 had an error of its own
 )
 
-// RefusedError is the error of Join if the ranks found each other but formed no epoch, or formed it without
-// this rank. All ranks that had joined have the same error, with two exceptions: only the latecomer gets
-// Late, and rank 0 has an error of its own with GaveUp and RootFailed.
+// RefusedError is the error of Join if the ranks found each other, but formed no epoch or formed it without
+// this rank. All ranks that have joined get the same error, with two exceptions: only a latecomer gets Late,
+// and with GaveUp and RootFailed rank 0 itself returns the original error.
 type RefusedError struct {
 	Reason Reason
 	Text   string
@@ -135,18 +140,18 @@ type RefusedError struct {
 
 func (e *RefusedError) Error() string { return e.Text }
 
-// Join meets the other ranks of the job and returns when all Size of them have joined.
+// Join meets the other ranks of the job and returns when all Size ranks have joined.
 //
-// It does not return without them before ctx ends, so give ctx a deadline. The error then says what was
-// missing: at rank 0 the ranks, at the others the store, the root or the other ranks. Contradictions between
-// ranks (two sizes, two ranks with one number, a rank out of range, another job, other terms) end it at once
-// at all ranks with the same *RefusedError. Rank 0 keeps answering for at most 2 s before it returns that, so
-// that ranks that are still on their way get it too. A process that finds the epoch complete waits for the
-// next one, see the package comment.
+// If ranks are missing, Join waits until ctx ends, so give ctx a deadline. Then the error says what was
+// missing: at rank 0 the missing ranks, at the others the store, the root or the missing ranks. If ranks
+// contradict each other (different sizes, two ranks with one number, a rank out of range, another job,
+// different terms), Join fails at once, at all ranks with the same *RefusedError. In that case, rank 0 first
+// answers for up to 2 s, so that ranks that arrive late get the error too. A process that finds the epoch
+// complete waits for the next epoch (see the package comment).
 //
-// Every rank except 0 watches one key and opens one connection. Rank 0 sends each of them all records, Size²
-// in total, or in a large job two: Gather learns the others. A job of size 1 uses neither store nor network,
-// and its epoch is LastEpoch+1.
+// Every rank except 0 watches one key and opens one connection. Rank 0 sends each rank all records, Size² in
+// total. In a large job it sends each rank two records, and Gather gets the others. A job of size 1 uses
+// neither store nor network, and its epoch is LastEpoch+1.
 func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -183,7 +188,7 @@ func join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	case outOfRange == nil:
 		return joinRoot(ctx, cfg)
 	}
-	// The other ranks would wait for the rank whose number is wrong, so the root has to learn of it.
+	// The other ranks would wait for the rank whose number is wrong, so this process tells the root.
 	cfg.Log.Error("rendezvous: cannot join, telling rank 0", zap.Error(outOfRange))
 	_, err := joinRoot(ctx, cfg)
 	if refused, ok := errors.AsType[*RefusedError](err); ok && refused.Reason != Late {
@@ -217,7 +222,8 @@ func (cfg *JoinConfig) check() error {
 	return cfg.Self.check()
 }
 
-// checkTexts checks names and texts that travel as protobuf.
+// checkTexts checks that names and texts are valid UTF-8, as protobuf requires, and have at most most bytes
+// together.
 func checkTexts(what string, texts map[string]string, most int) error {
 	n := 0
 	for name, text := range texts {
@@ -256,7 +262,7 @@ func (r *Record) check() error {
 		m.Reason))
 }
 
-// checkName checks a string that is sent as protobuf, which requires UTF-8.
+// checkName checks that a string is not too long, and that it is valid UTF-8, as protobuf requires.
 func checkName(what, name string) error {
 	if len(name) > MaxNameBytes {
 		return fmt.Errorf("%s has %d bytes, want at most %d", what, len(name), MaxNameBytes)

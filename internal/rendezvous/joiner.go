@@ -11,16 +11,16 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// errNewerRoot ends an attempt to join a root because the store has a newer one.
+// errNewerRoot is the error of an attempt to join a root that ended because the store has a newer root.
 var errNewerRoot = errors.New("the store has a newer root")
 
-// joinRoot implements Join for every rank except 0: it asks one published root after the other until one
-// accepts it.
+// joinRoot implements Join for every rank except 0. It asks the published root. If that fails, it waits for
+// the next published root, until one accepts this rank.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (
-		seen []byte // the newest value of the root key that was tried without success
-		why  error  // why that failed
+		seen []byte // the newest value of the root key that has failed
+		why  error  // why seen has failed
 	)
 	for {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
@@ -40,7 +40,7 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		}
 		if complete, ok := errors.AsType[*completeError](err); ok {
 			if cfg.LastEpoch < complete.epoch {
-				// This process is a latecomer or a replacement. Only a newer root can take it in.
+				// This process is a latecomer or a replacement. Only a newer root can accept it.
 				err = &RefusedError{Late, fmt.Sprintf("epoch %d is complete at root %s without this process",
 					complete.epoch, root.GetAddr())}
 				cfg.Log.Warn("rendezvous: the epoch is complete without this process, waiting for a newer root",
@@ -61,11 +61,11 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// askUntilNewer asks root, which was published as value, again while it cannot be reached, until it answers
-// or the store has a newer one.
+// askUntilNewer asks the root that was published as value. If it cannot reach the root it asks again, until
+// the root answers or the store has a newer root.
 func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // ends when there is a newer root
-	var lost error                            // why the store was lost; read once watched is closed
+	var lost error                            // why the store was lost; valid once watched is closed
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
@@ -88,7 +88,8 @@ func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, val
 		}
 		if newest.Err() == nil {
 			last = err
-			// A rank that waits at the root does not need the store. A rank that cannot reach the root does.
+			// A rank that waits at the root does not need the store. A rank that cannot reach the root needs
+			// it, to find a newer root.
 			dial.Pause(newest, wait.Next(), watched)
 			select {
 			case <-watched:

@@ -17,26 +17,27 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// The root protocol. After the greetings a rank sends one JoinRequest and gets one Answer, a table at once
-// followed by records. Behind the table it sends Statuses, and gets Answers: how the try of its host goes
-// (Agree), and last that all ranks are ready, or which have failed. Each message is a protobuf in a frame.
+// The root protocol: after the greetings, a rank sends one JoinRequest and gets one Answer. If that Answer is
+// a table, records follow it. After the table, the rank sends Statuses and gets further Answers: results of
+// Agree, and as the last one that all ranks are ready, or which ranks have failed. Each message is a protobuf
+// in a frame.
 const (
 	rootMagic   = "GHVB"
 	rootVersion = 3
 
 	tokenBytes = 16
 
-	// Each bound has 256 bytes for the field headers and numbers of a message.
+	// Each bound includes 256 bytes for the field headers and numbers of a message.
 	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
-	maxTermsBytes       = 2 * MaxTermsBytes // including headers
+	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
-	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // an answer of kind TRIED is the longest
+	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // bounds TRIED, which is the longest answer
 	maxStatusBytes      = maxTextBytes + 256
-	maxFailedRanks      = 1000 // number of failed ranks that an answer names
+	maxFailedRanks      = 1000 // number of failed ranks that an answer can name
 )
 
-// newToken returns random bytes.
+// newToken returns tokenBytes random bytes.
 func newToken() []byte {
 	token := make([]byte, tokenBytes)
 	rand.Read(token) // never fails
@@ -79,7 +80,7 @@ func decodeRecord(body []byte) (Record, error) {
 	return recordFromProto(&m)
 }
 
-// decodeRoot reads the value of a root key.
+// decodeRoot decodes and checks the value of the root key.
 func decodeRoot(value []byte) (*rendezvouspb.Root, error) {
 	var m rendezvouspb.Root
 	if err := proto.Unmarshal(value, &m); err != nil {
@@ -94,7 +95,7 @@ func decodeRoot(value []byte) (*rendezvouspb.Root, error) {
 	return &m, nil
 }
 
-// joinRequest is a checked JoinRequest. Rank and size may be any number.
+// joinRequest is a decoded and checked JoinRequest. Its rank and size are not checked and may be any numbers.
 type joinRequest struct {
 	*rendezvouspb.JoinRequest
 	record Record
@@ -125,13 +126,14 @@ func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 		Text: cut(e.Text, maxTextBytes)}
 }
 
-// cut shortens text to at most the given number of bytes, so that it fits into a message.
+// cut shortens text to at most most bytes, so that it fits into a message.
 func cut(text string, most int) string {
 	text = strings.ToValidUTF8(text, "?")
-	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may split a character
+	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may have split a character
 }
 
-// errStale and completeError, like *RefusedError, are answers of a root that does not admit the rank.
+// errStale is the answer STALE of a root that does not admit this rank. *completeError and *RefusedError are
+// the other such answers.
 var errStale = errors.New(
 	"the root at this address is not the published one, or has already answered this process")
 
@@ -139,23 +141,25 @@ type completeError struct{ epoch uint64 }
 
 func (e *completeError) Error() string { return fmt.Sprintf("epoch %d is complete", e.epoch) }
 
-// client asks roots to let cfg's rank join. Its nonce names this call of Join.
+// client asks roots to let the rank of cfg join. nonce identifies this call of Join.
 type client struct {
 	cfg   *JoinConfig
 	nonce []byte
 }
 
-// tableGrace is how long a rank that waits at a root goes on after a newer one was published. The old root
-// may have formed its epoch and been closed since, with the table still in flight; if this rank left now all
-// others would miss it. If the host of the old root has vanished, nothing comes.
+// tableGrace is how long a rank that waits at a root stays there after a newer root was published. The old
+// root may have completed its epoch and then been closed, with the table still in flight. If this rank left
+// at once, all others would miss it. If the host of the old root has vanished, no table arrives, and the rank
+// leaves after tableGrace.
 const tableGrace = 2 * time.Second
 
-// missingGrace is how long a rank whose time has ended waits for the root to name the ranks that are missing.
+// missingGrace is how long a rank whose ctx has ended still waits for the root to say which ranks are
+// missing.
 const missingGrace = time.Second
 
-// ask asks the root to let this rank join and waits until the epoch is formed, ctx ends, or the connection
-// breaks. The end of newest, which ends no later than ctx, means that there is a newer root. The error is a
-// *RefusedError, a *completeError, errStale, that of newest, or says what broke.
+// ask asks the root to let this rank join. It waits until the epoch is complete, ctx ends, or the connection
+// breaks. newest ends when there is a newer root, and at the latest when ctx ends. The error is a
+// *RefusedError, a *completeError, errStale, the error of newest, or says what broke.
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {
@@ -165,7 +169,7 @@ func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Ses
 	return s, nil
 }
 
-// isAnswer reports whether err is the answer of a root.
+// isAnswer reports whether err stands for an answer of a root.
 func isAnswer(err error) bool {
 	_, refused := errors.AsType[*RefusedError](err)
 	_, complete := errors.AsType[*completeError](err)
@@ -210,7 +214,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 			return
 		}
 		conn.SetDeadline(time.Now().Add(missingGrace))
-		// The root answers a TIMEOUT with the ranks that are missing.
+		// The root answers a TIMEOUT with the missing ranks.
 		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT})
 	})
 	ended := sync.OnceFunc(func() {
@@ -244,7 +248,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 	case rendezvouspb.Answer_REFUSED:
 		return nil, &RefusedError{Reason(a.GetReason()), a.GetText()}
 	default:
-		return nil, fmt.Errorf("unknown answer %d of the root", a.GetKind())
+		return nil, fmt.Errorf("the root sent an unknown answer of kind %d", a.GetKind())
 	}
 }
 

@@ -25,15 +25,16 @@ import (
 
 // Bounds of a root.
 const (
-	maxHandshakes    = 1024 // connections whose request has not arrived
+	maxHandshakes    = 1024 // connections that have not sent their request yet
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	// After the first report, suspicionTime is the time in which a dead rank's connection should end.
+	// suspicionTime is how long the root waits, after the first report of a failure, for the connection of a
+	// dead rank to end.
 	suspicionTime = 300 * time.Millisecond
-	probeTimeout  = 5 * time.Second // limit for an older root to answer a new rank 0
-	windDown      = 2 * time.Second // how long a failed root keeps answering
-	maxAnswered   = 4096            // processes remembered as having been answered
-	maxAnswers    = 4               // answers that a caller gets
+	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
+	windDown      = 2 * time.Second // how long a failed root still answers
+	maxAnswered   = 4096            // number of answered processes that the root remembers
+	maxAnswers    = 4               // maximum number of answers to a caller
 )
 
 type rootState uint8
@@ -44,7 +45,7 @@ const (
 	failed
 )
 
-// root is the part of rank 0 in the rendezvous: a listener, a goroutine per connection, and the state of the
+// root is rank 0's side of the rendezvous: a listener, a goroutine per connection, and the state of the
 // epoch.
 type root struct {
 	cfg        *JoinConfig
@@ -66,41 +67,41 @@ type root struct {
 	mu        sync.Mutex
 	state     rootState
 	callers   map[*caller]struct{} // all connections
-	members   []*caller            // by rank, nil if the rank is missing; rank 0's is set once complete
+	members   []*caller            // by rank, nil for missing ranks; element 0 is set once complete
 	missing   int
-	gaveUp    map[int]bool  // missing ranks that had joined and gave up at their deadline
-	lastEpoch uint64        // greatest of all ranks that have ever joined this root
+	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
+	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
 	epoch     uint64        // once complete
 	records   []Record      // once complete
-	own       net.Conn      // once complete: rank 0's end of its connection as a member
-	ring      bool          // once complete: members get the records of their neighbours only
-	table     []byte        // once complete, unless ring: frames for the members
+	own       net.Conn      // once complete: rank 0's end of its own connection as a member
+	ring      bool          // once complete: members get only the records of their neighbours
+	table     []byte        // once complete, unless ring: the frames that all members get
 	failure   *RefusedError // once failed
-	// answered has the nonces of processes: once failed, of those that were sent the failure; once complete,
-	// of the latecomers that are in the log.
+	// answered has the nonces of processes. In a failed root they are the processes that were sent the
+	// failure. In a complete root they are the latecomers that were logged.
 	answered      map[process][]byte
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
 	ready         map[int]bool           // once complete: the ranks that are ready
-	// tried is set once complete: how the tries of the ranks have ended, by host.
+	// tried has, once complete, how the tries of ranks (Session.Agree) have ended, by host and rank.
 	tried   map[string]map[int]*rendezvouspb.Status
-	reports []report // once complete: failures that live ranks have reported
+	reports []report // once complete: failures that ranks have reported
 }
 
 // caller is a connection to the root.
 type caller struct {
 	conn net.Conn
-	slot *dial.Slot   // held until its request has arrived
-	over net.Conn     // carries all messages: conn, or its encrypted form if the secret is encrypted
+	slot *dial.Slot   // held until the request has arrived
+	over net.Conn     // carries all messages: conn, or TLS over conn if the secret is encrypted
 	q    *joinRequest // nil until it has been read
-	// out has what to send. It is closed after the last answer, which finished says. No caller gets more than
-	// maxAnswers, so sending to out does not block.
+	// out has the answers to send. It is closed after the last answer, and finished is set then. A caller
+	// gets at most maxAnswers answers, so that sending to out does not block.
 	out      chan []byte
-	finished bool  // Guarded by root.mu
-	refused  bool  // the answer is the failure. Guarded by root.mu
-	left     error // why it left while forming. Guarded by root.mu
+	finished bool  // guarded by root.mu
+	refused  bool  // whether the answer is the failure; guarded by root.mu
+	left     error // why the caller left a forming root; guarded by root.mu
 }
 
-// process identifies the process behind a request, across calls of Join.
+// process identifies the process that sent a request. It is the same in all its calls of Join.
 type process struct {
 	rank topo.Rank
 	host string
@@ -118,15 +119,15 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		return nil, err
 	}
 	if err := r.form(ctx); err != nil {
-		r.close() // the listener's error would only hide err
+		r.close() // the error of the listener would only hide err
 		return nil, err
 	}
 	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r,
 		member: newMember(r.own, bufio.NewReader(r.own))}, nil
 }
 
-// openRoot starts to answer. Nobody knows the address yet, except that rank 0 itself may find it in the store
-// if an older root had the same port.
+// openRoot opens a listener and starts to answer. No process knows the address yet, with one exception: if an
+// older root had the same port, rank 0 itself may find the address in the store.
 func openRoot(cfg *JoinConfig) (*root, error) {
 	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
 	if err != nil {
@@ -156,7 +157,8 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	return r, nil
 }
 
-// closeOnce closes everything except answers in flight, and waits for those.
+// closeOnce closes everything except connections with an answer in flight, and waits until these answers are
+// sent.
 func (r *root) closeOnce() error {
 	r.stop()
 	err := r.ln.Close()
@@ -209,14 +211,14 @@ func (r *root) form(ctx context.Context) error {
 			if ctx.Err() == nil {
 				return r.giveUp(err)
 			}
-			continue // the store call ended because ctx did
+			continue // the call to the store failed because ctx ended
 		case <-ctx.Done():
 			return r.giveUp(fmt.Errorf("waiting for %s: %w", r.missingRanks(), ctx.Err()))
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
 			if failure.Reason == RootFailed {
-				return failure // the listener accepts no connection, so no rank is left to answer
+				return failure // the listener accepts no connections any more, so no rank can be answered
 			}
 			r.log.Error("rendezvous: root failed", zap.Error(failure))
 			t := time.NewTimer(windDown)
@@ -233,7 +235,7 @@ func (r *root) form(ctx context.Context) error {
 				return r.giveUp(err)
 			}
 		}
-		// During the call to the store a rank may have left, or joined with a still greater epoch.
+		// While this goroutine called the store, a rank may have left, or joined with an even greater epoch.
 		if ok, err := r.complete(epoch); err != nil {
 			return r.giveUp(err)
 		} else if ok {
@@ -243,8 +245,8 @@ func (r *root) form(ctx context.Context) error {
 	}
 }
 
-// draw takes a number greater than above from the counter of the job. The numbers are results of Add, so no
-// two are equal.
+// draw gets a number greater than above from the counter of the job. No number is drawn twice, because each
+// is a result of Add.
 func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	delta := int64(1)
 	for {
@@ -259,7 +261,7 @@ func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	}
 }
 
-// publish makes value the root of the job, after no older root is in its way.
+// publish stores value as the root of the job, once no older root prevents that (outlive).
 func (r *root) publish(ctx context.Context, value []byte) error {
 	c := &client{cfg: r.cfg, nonce: newToken()}
 	var expected []byte
@@ -277,9 +279,10 @@ func (r *root) publish(ctx context.Context, value []byte) error {
 	}
 }
 
-// outlive returns nil when the root that was published as value is no obstacle: it is gone, or belongs to an
-// epoch that this process knows. It waits until the root of a running epoch is gone, and fails if the root is
-// forming, because then there are two rank 0.
+// outlive deals with an older root, which was published as value. It returns nil if this process may replace
+// that root: the root does not answer, or has an epoch that this process knows. If the epoch of the older
+// root is still running, outlive waits until the root is gone. If the older root is forming, outlive returns
+// an error, because then the job has two ranks 0.
 func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	old, err := decodeRoot(value)
 	if err != nil {
@@ -287,7 +290,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		return nil
 	}
 	var wait dial.Backoff
-	var late *completeError // the newest answer of a running root, nil before one arrives
+	var late *completeError // the newest answer of a running root, nil before the first one
 	for {
 		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
 		s, err := c.ask(pctx, pctx, old)
@@ -298,7 +301,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		running, ok := errors.AsType[*completeError](err)
 		switch {
 		case err == nil:
-			// the nonce is new
+			// The nonce is new, so this process cannot have joined it.
 			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr())
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
@@ -308,7 +311,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 			late = running
 		case ctx.Err() != nil && late == nil:
 			return err
-		case ctx.Err() != nil: // the probe was cut off, so the older answer holds
+		case ctx.Err() != nil: // the probe was cut off, so the previous answer still holds
 		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
 			return err
 		default:
@@ -321,15 +324,15 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	}
 }
 
-// lateError returns the error of a rank 0 that waited for the end of a running epoch.
+// lateError returns the error of a rank 0 that has waited for the end of a running epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
 	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
 		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
 		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
 }
 
-// watch fails the root when another one replaces it. It returns an error if the store is lost, because then
-// nobody can find the root any more.
+// watch fails the root when another root replaces it in the store. It returns an error if the store is lost,
+// because then no rank can find the root any more.
 func (r *root) watch(ctx context.Context, value []byte) error {
 	newer, err := r.cfg.Store.Watch(ctx, r.cfg.rootKey(), value)
 	if err != nil {
@@ -359,7 +362,8 @@ func (r *root) missingRanks() string {
 	return r.awaited()
 }
 
-// awaited names the ranks that have not joined, without those that joined and gave up waiting. r is locked.
+// awaited returns the ranks that are waited for, as text: the ranks that have never joined. If there are
+// none, it returns the ranks that joined and then gave up. r.mu is held.
 func (r *root) awaited() string {
 	var missing, absent []int
 	for rank := 1; rank < len(r.members); rank++ {
@@ -377,8 +381,8 @@ func (r *root) awaited() string {
 	return topo.FormatRanks(absent)
 }
 
-// disagreement returns an error that names every term that differs between the ranks, all of which have
-// joined. r is locked.
+// disagreement returns an error that names every term that differs between the ranks, or nil. All ranks have
+// joined, and r.mu is held.
 func (r *root) disagreement() *RefusedError {
 	terms := make([]map[string]string, len(r.members))
 	terms[0] = r.cfg.Terms
@@ -421,7 +425,8 @@ func (r *root) disagreement() *RefusedError {
 		strings.Join(differ, "; ")}
 }
 
-// complete ends forming with epoch, if all ranks are there and it is greater than every epoch they have seen.
+// complete completes the epoch with the given number. It returns false and does nothing if a rank is missing
+// or has seen an epoch that is not smaller. If ranks contradict each other, it fails the root.
 func (r *root) complete(epoch uint64) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -443,14 +448,15 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	}
 	r.epoch, r.records, r.ring = epoch, records, len(records) > max(r.cfg.RingAbove, 2)
 	if !r.ring {
-		r.table = r.tableOf(0) // the same for all members
+		r.table = r.tableOf(0) // the same for all ranks
 	}
 	r.decide(complete)
 	r.admitSelf()
 	return true, nil
 }
 
-// admitSelf makes rank 0 a member like the others, over a pipe; r.own is its end. r is locked and complete.
+// admitSelf makes rank 0 a member of its own root, over a pipe. r.own is rank 0's end of the pipe. r.mu is
+// held, and r is complete.
 func (r *root) admitSelf() {
 	var conn net.Conn
 	r.own, conn = net.Pipe()
@@ -458,7 +464,7 @@ func (r *root) admitSelf() {
 		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // ends with the Session, whose methods return the error
+		_ = r.converse(g) // ends when the Session does; the calls of the Session return the error
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)
@@ -466,12 +472,12 @@ func (r *root) admitSelf() {
 	})
 }
 
-// tableOf returns what a member gets when the epoch is complete.
+// tableOf returns the frames that a member gets when the epoch is complete.
 func (r *root) tableOf(rank int) []byte {
 	if r.table != nil {
 		return r.table
 	}
-	// Encoding cannot fail: all texts are UTF-8.
+	// Encoding cannot fail, because all texts are UTF-8.
 	table, _ := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: r.epoch,
 		Ring: r.ring})
 	for _, i := range sentWith(rank, len(r.records), r.ring) {
@@ -480,7 +486,8 @@ func (r *root) tableOf(rank int) []byte {
 	return table
 }
 
-// deviceTwice finds the first two ranks that use one device and do not both share it.
+// deviceTwice looks for two ranks that use the same device and do not both share it. It returns an error with
+// the first such ranks, or nil.
 func deviceTwice(records []Record) *RefusedError {
 	type device struct{ host, name string }
 	owner := make(map[device]int)
@@ -500,7 +507,8 @@ func deviceTwice(records []Record) *RefusedError {
 	return nil
 }
 
-// giveUp fails the root because rank 0 cannot go on, and returns err.
+// giveUp fails the root because rank 0 cannot continue, and returns the reason: err, completed with the limit
+// of file descriptors if err is about that.
 func (r *root) giveUp(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -512,7 +520,8 @@ func (r *root) giveUp(err error) error {
 	return err
 }
 
-// fail ends forming without an epoch, if it has not ended yet. r is locked.
+// fail ends the state forming without an epoch. If the root is not forming any more, it does nothing. r.mu is
+// held.
 func (r *root) fail(why *RefusedError) {
 	if r.state != forming {
 		return
@@ -522,7 +531,7 @@ func (r *root) fail(why *RefusedError) {
 	r.signal()
 }
 
-// decide sets the final state and sends it to the members. r is locked.
+// decide sets the final state and sends it to the members. r.mu is held.
 func (r *root) decide(s rootState) {
 	r.state = s
 	for rank, m := range r.members {
@@ -560,7 +569,7 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		// This loop acquires the slots, so that their order is the order of the connections.
+		// This loop acquires the slots itself, so that their order is the order of the connections.
 		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)}
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
@@ -581,7 +590,7 @@ func (r *root) accept() {
 	}
 }
 
-// serve reads the request of g and answers it. The error is for the log.
+// serve reads the request of g and answers it. The caller logs the error.
 func (r *root) serve(g *caller) error {
 	err := r.handshake(g)
 	if !g.slot.Release() {
@@ -589,7 +598,7 @@ func (r *root) serve(g *caller) error {
 	}
 	if err != nil {
 		if errors.Is(err, io.EOF) {
-			return nil // a probe of the port
+			return nil // the peer only probed the port
 		}
 		return err
 	}
@@ -599,13 +608,13 @@ func (r *root) serve(g *caller) error {
 	return r.converse(g)
 }
 
-// converse receives statuses from a member and sends it answers, until it has its last answer.
+// converse receives statuses from a member and sends it answers, until the member has its last answer.
 func (r *root) converse(g *caller) error {
 	var receiving sync.WaitGroup
 	receiving.Go(func() { r.receive(g) })
 	err := r.sendAnswers(g)
-	// The rank closes the connection when it has its last answer. If the root closed it first, with statuses
-	// unread, the kernel would reset the connection and the answer could be lost.
+	// The rank closes the connection when it has its last answer. If the root closed the connection first,
+	// with statuses unread, the kernel would reset the connection and the answer could be lost.
 	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
 	receiving.Wait()
 	r.mu.Lock()
@@ -613,7 +622,7 @@ func (r *root) converse(g *caller) error {
 	return errors.Join(err, g.left)
 }
 
-// sendAnswers sends g the answers of out until it is closed.
+// sendAnswers sends g the answers in out, until out is closed.
 func (r *root) sendAnswers(g *caller) (err error) {
 	for answer := range g.out {
 		if err != nil {
@@ -659,7 +668,8 @@ func (r *root) handshake(g *caller) error {
 	return nil
 }
 
-// admit answers the request of g, or makes g a member, whose answer has to wait.
+// admit answers the request of g or makes g a member, which gets its answer later. It reports whether g is a
+// member.
 func (r *root) admit(g *caller) (member bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -679,7 +689,7 @@ func (r *root) admit(g *caller) (member bool) {
 	case r.state == forming:
 	case r.state == complete && rank > 0 && rank < len(r.members) &&
 		bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
-		// This is the same call of Join, after its connection broke before the table arrived.
+		// This is a call of Join whose connection broke before the table arrived, and which asks again.
 		if old := r.members[rank]; !old.finished {
 			old.conn.Close()
 			close(old.out)
@@ -699,7 +709,8 @@ func (r *root) admit(g *caller) (member bool) {
 		return false
 	}
 	if old := r.members[rank]; old != nil {
-		old.conn.Close() // the same call of Join has dialed again, so its first connection is broken
+		// The same call of Join has dialed again, so its first connection is broken.
+		old.conn.Close()
 		close(old.out)
 		old.finished = true
 	} else {
@@ -716,7 +727,8 @@ func (r *root) admit(g *caller) (member bool) {
 	return true
 }
 
-// contradiction returns what in q contradicts what is known of this job. r is locked and forming.
+// contradiction returns an error if q contradicts what is known of this job, else nil. r.mu is held, and r is
+// forming.
 func (r *root) contradiction(q *joinRequest) *RefusedError {
 	rank, size := q.GetRank(), q.GetSize()
 	refused := func(why Reason, format string, args ...any) *RefusedError {
@@ -739,13 +751,13 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict answers g, which was not waiting, for a root that is no longer forming. r is locked.
+// verdict answers g if r is complete or failed and g is not a member. r.mu is held.
 func (r *root) verdict(g *caller) {
 	nonce, known := r.answered[g.q.process()]
 	switch {
 	case r.state == failed && known && !bytes.Equal(nonce, g.q.GetNonce()):
-		// The process has had the failure and joins again. If the nonce were the same, its answer would be
-		// lost.
+		// The process has got the failure already and joins again. If the nonce were the same, this would be
+		// the same call of Join, which has not received the failure.
 		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
 		return
 	case r.state == failed:
@@ -761,15 +773,15 @@ func (r *root) verdict(g *caller) {
 	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
 }
 
-// outcome answers g with the failure. r is locked and failed.
+// outcome answers g with the failure. r.mu is held, and r is failed.
 func (r *root) outcome(g *caller) {
 	g.refused = true
-	// This precedes the answer, because the process may join again as soon as it has the answer.
+	// This comes before the answer, because the process may join again as soon as it has the answer.
 	r.remember(g.q)
 	r.answer(g, refusalAnswer(r.failure))
 }
 
-// answer sends g its last answer. r is locked.
+// answer sends g its last answer. r.mu is held.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	if frame, err := appendMessage(nil, a); err == nil { // never fails: all texts are UTF-8
 		g.out <- frame
@@ -778,7 +790,7 @@ func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	g.finished = true
 }
 
-// noteAnswered counts the rank of g if it has got its answer and that was the failure.
+// noteAnswered counts the rank of g if the answer that g has got was the failure.
 func (r *root) noteAnswered(g *caller) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -795,7 +807,7 @@ func (r *root) noteAnswered(g *caller) {
 	}
 }
 
-// remember adds the process behind q to those that have got the failure. r is locked.
+// remember adds the process that sent q to r.answered. r.mu is held.
 func (r *root) remember(q *joinRequest) {
 	if len(r.answered) < maxAnswered {
 		r.answered[q.process()] = q.GetNonce()

@@ -21,14 +21,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// FailedError says that ranks failed after the epoch was complete and before all ranks were ready. It is the
-// same at all ranks.
+// FailedError is the error if ranks failed after the epoch was complete and before all ranks were ready. It
+// is the same at all ranks.
 type FailedError struct {
 	Epoch uint64
-	// Ranks are the ranks that failed, at least one. If it is unknown which of two ranks failed, Ranks has
-	// both.
+	// Ranks are the ranks that failed, at least one. If one rank of two failed and it is unknown which, Ranks
+	// has both.
 	Ranks []topo.Rank
-	// Reason is what was observed, or what the rank reported.
+	// Reason is what was observed, or what the failed rank reported.
 	Reason string
 }
 
@@ -44,7 +44,7 @@ func (e *FailedError) Error() string {
 	return fmt.Sprintf("%s failed: %s", strings.Join(names, " or "), e.Reason)
 }
 
-// outcome is whether all ranks of an epoch have become ready.
+// outcome is the result of the start of an epoch: whether all ranks have become ready.
 type outcome struct {
 	done chan struct{} // closed once err is set
 	err  *FailedError  // nil if all ranks have become ready
@@ -66,7 +66,8 @@ func (o *outcome) end(err *FailedError) {
 	close(o.done)
 }
 
-// wait waits until the start has ended. The error is a *FailedError, or that of ctx.
+// wait waits until the start has ended. It returns nil if all ranks are ready. Otherwise the error is a
+// *FailedError, or the error of ctx.
 func (s *Session) wait(ctx context.Context) error {
 	o := &s.member.start
 	select {
@@ -84,8 +85,8 @@ func (s *Session) wait(ctx context.Context) error {
 	return &why
 }
 
-// Watch derives a context that ends when a rank has failed before all were ready. Its cause is the
-// *FailedError. The caller must call stop when it does not need the context any more.
+// Watch derives a context that ends if a rank fails before all ranks are ready. Its cause is the
+// *FailedError. The caller must call stop when it no longer needs the context.
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
@@ -107,26 +108,29 @@ func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func
 	}
 }
 
-// Ready says that this rank is connected with all others, and waits until every rank has said so. The error
-// is a *FailedError, the same at all ranks, or that of ctx. If a rank dies later, the connections of the
-// engine notice.
+// Ready tells the root that this rank is connected to all others, and waits until every rank has done so. The
+// error is a *FailedError, the same at all ranks, or the error of ctx. If a rank dies later, the engine's
+// connections detect that.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.member == nil {
 		return nil
 	}
-	// If the connection is broken, listen ends with the reason, which wait returns.
+	// If the connection is broken, listen ends with the reason, and wait returns that.
 	_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
 	return s.wait(ctx)
 }
 
-// failWait bounds how long Fail waits for the root.
+// failWait bounds how long Fail waits for the root's answer.
 const failWait = 2 * time.Second
 
-// Fail tells the others that this rank cannot go on because of err, and returns why the epoch has failed for
-// all: err, if this rank is the only cause, else a *FailedError. suspects are the ranks that may be the
-// cause: this rank if it is, and none if that cannot be told. If the epoch has failed before, err does not
-// count. A rank that has died is the cause whatever the others say. The connections to the other ranks should
-// stay until Fail has returned. After all ranks were ready it returns err.
+// Fail tells the other ranks that this rank cannot continue because of err, and returns the reason for which
+// the epoch has failed. That is err if this rank is the only cause, else a *FailedError. If all ranks were
+// ready already, Fail returns err.
+//
+// suspects are the ranks that may be the cause: this rank if it is the cause itself, and none if the cause is
+// unknown. If the epoch has failed already, err does not count. If a rank has died, that rank is the cause,
+// whatever the others report. The caller should keep its connections to the other ranks open until Fail has
+// returned.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.member == nil {
 		return err
@@ -146,7 +150,8 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	return why
 }
 
-// member is the connection of a rank to the root of its epoch, from the table until all are ready.
+// member is a rank's connection to the root of its epoch. It is used from the table until all ranks are
+// ready.
 type member struct {
 	conn  net.Conn
 	start outcome
@@ -159,20 +164,20 @@ func newMember(conn net.Conn, in *bufio.Reader) *member {
 	return m
 }
 
-// close waits for listen.
+// close closes the connection and waits until listen has ended.
 func (m *member) close() {
-	_ = m.conn.Close() // ends listen, which closes the connection as well
+	_ = m.conn.Close() // ends listen, which closes the connection too
 	<-m.start.done
 }
 
-// listen receives from the root how the start ends, and closes the connection.
+// listen receives answers of the root until one says how the start has ended. Then it closes the connection.
 func (m *member) listen(in *bufio.Reader) {
 	err := m.receive(in)
 	failed, answered := errors.AsType[*FailedError](err)
 	if err != nil && !answered {
 		failed = newFailure(0, hungUp(err))
 	}
-	_ = m.conn.Close() // nothing more will arrive, so its error does not matter
+	_ = m.conn.Close() // no more data can arrive, so the error does not matter
 	m.start.end(failed)
 }
 
@@ -196,7 +201,7 @@ func (m *member) receive(in *bufio.Reader) error {
 				return err
 			}
 		default:
-			return fmt.Errorf("unknown answer %v of the root", a)
+			return fmt.Errorf("the root sent an unknown answer: %v", a)
 		}
 	}
 }
@@ -210,7 +215,7 @@ func readAnswer(in io.Reader) (*rendezvouspb.Answer, error) {
 	return a, err
 }
 
-// readStatus reads what a member sends after its request.
+// readStatus reads a message that a member sends after its request.
 func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	s := new(rendezvouspb.Status)
 	body, err := dial.ReadFrame(in, maxStatusBytes)
@@ -227,7 +232,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	return s, err
 }
 
-// hungUp returns the reason of a failure if the connection of a rank has ended with err.
+// hungUp returns the reason of the failure of a rank whose connection has ended with err.
 func hungUp(err error) string {
 	const text = "the process hung up during Init"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
@@ -256,17 +261,17 @@ func startAnswer(why *FailedError) *rendezvouspb.Answer {
 	return a
 }
 
-// report is the account of a rank of its failure.
+// report is what a rank has reported about a failure.
 type report struct {
 	rank     int
 	suspects []topo.Rank
 	text     string
 }
 
-// suspectsItself reports whether the rank says that it is the cause.
+// suspectsItself reports whether the rank has named itself as the only suspect.
 func (p *report) suspectsItself() bool { return len(p.suspects) == 1 && int(p.suspects[0]) == p.rank }
 
-// receive receives statuses from a member until its connection ends.
+// receive handles statuses of a member until its connection ends.
 func (r *root) receive(g *caller) {
 	for {
 		s, err := readStatus(g.over)
@@ -274,7 +279,7 @@ func (r *root) receive(g *caller) {
 		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
 			err = fmt.Errorf("reading a status: got %v before all ranks have joined", s.GetKind())
 		}
-		if !g.finished { // a caller that has its last answer has nothing more to say
+		if !g.finished { // a caller that has its last answer is ignored
 			r.handleStatus(g, s, err)
 		}
 		r.mu.Unlock()
@@ -284,7 +289,8 @@ func (r *root) receive(g *caller) {
 	}
 }
 
-// handleStatus processes one status of g, or the end of its connection. r is locked, and g is a member.
+// handleStatus processes a status of g or, if err is not nil, the end of its connection. r.mu is held, and g
+// is a member.
 func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
 	switch {
@@ -317,16 +323,16 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-// noteReady ends the start if rank is the last. r is locked.
+// noteReady records that rank is ready. If it is the last rank, the start ends. r.mu is held.
 func (r *root) noteReady(rank int) {
 	if r.ready[rank] = true; len(r.ready) == len(r.members) {
 		r.conclude(nil)
 	}
 }
 
-// noteReport records that a rank cannot go on; only its first report counts. After the first report of all
-// the root waits a little: if the cause is a death, the connection of that rank ends. r is locked and
-// complete.
+// noteReport records that a rank cannot continue. Only the first report of each rank counts. After the very
+// first report, the root waits for a short time, because if a rank has died, the end of its connection shows
+// that. r.mu is held, and r is complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
 		return q.rank == p.rank
@@ -351,8 +357,8 @@ func (r *root) noteReport(p report) {
 	})
 }
 
-// judge finds the cause of a failure without a death: a rank that blames itself, else the suspects of the
-// first report, else the ranks that have reported nothing. r is locked.
+// judge decides which ranks have caused a failure if no rank has died: a rank that has named itself, else the
+// suspects of the first report, else the ranks that are not ready and have reported nothing. r.mu is held.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {
@@ -380,8 +386,8 @@ func (r *root) judge() *FailedError {
 	return why
 }
 
-// conclude ends the start, if it has not ended, and tells all members; why is nil if all are ready. r is
-// locked and complete.
+// conclude ends the start, unless it has ended, and tells all members. why is nil if all ranks are ready.
+// r.mu is held, and r is complete.
 func (r *root) conclude(why *FailedError) {
 	if r.start.ended() {
 		return

@@ -14,12 +14,13 @@ import (
 const (
 	// ringAbove is the default of JoinConfig.RingAbove.
 	ringAbove = 128
-	// tableLane is the lane of the mesh on which the records go round. No process set has so great a number.
+	// tableLane is the lane of the mesh on which the ranks pass the records. No process set has such a great
+	// number.
 	tableLane = transport.Lane(math.MaxUint32)
 )
 
-// sentWith returns the ranks whose records the root sends to rank with the table: all, or its neighbours in
-// the ring.
+// sentWith returns the ranks whose records the root sends to rank together with the table: all ranks, or only
+// the two neighbours of rank if ring is set.
 func sentWith(rank, size int, ring bool) []int {
 	if ring {
 		return []int{(rank + size - 1) % size, (rank + 1) % size}
@@ -31,17 +32,19 @@ func sentWith(rank, size int, ring bool) []int {
 	return all
 }
 
-// Gather completes Records in a large job, and returns at once in others. All ranks call it after Join. The
-// records go round in a ring: each rank sends its own to the next one and passes size-2 others on, in size-1
-// steps. mesh reaches the neighbours, whose records Join has provided; Gather releases its lane of the mesh.
-// If a rank dies the error is a *transport.PeerError, at first at its neighbours. They should tell the others
-// by Fail, because the calls of the others wait until then, or until ctx ends.
+// Gather completes Records in a large job. In other jobs it does nothing. All ranks call it after Join. The
+// ranks form a ring, in which each sends its own record to the next rank and passes on size-2 records of
+// others, in size-1 steps. mesh must reach the two neighbours, whose records Join has provided. Gather
+// releases its lane of the mesh.
+//
+// If a rank dies, the error is a *transport.PeerError. At first only the neighbours of the dead rank get it.
+// They should call Fail, because the calls at all other ranks wait until then, or until ctx ends.
 func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 	if !s.ring {
 		return nil
 	}
 	defer mesh.Release(tableLane)
-	// A Conn takes no context, so the end of ctx has to abort the lane.
+	// A Conn does not take a context, so the end of ctx has to abort the lane.
 	defer context.AfterFunc(ctx, func() { mesh.Abort(tableLane, context.Cause(ctx)) })()
 	records, err := s.gather(ctx, mesh)
 	if err != nil {
