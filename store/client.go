@@ -16,39 +16,41 @@ import (
 
 const (
 	pingInterval = 5 * time.Second
-	// serverSilence is how long a client trusts a server that answers no ping.
+	// serverSilence is how long a client waits for data from the server, which answers pings, before it gives
+	// up.
 	serverSilence = 20 * time.Second
-	// clientSilence is how long a server keeps a client that sends none. It is longer because a client may be
-	// stopped for a while, by a debugger for instance.
+	// clientSilence is how long a server waits for data from a client before it closes the connection. It is
+	// longer than serverSilence, because a client may be stopped for a while, for example by a debugger.
 	clientSilence = time.Minute
 )
 
-// Client is a Store served by a Server. All calls share one connection: requests are numbered, and a waiting
-// call does not delay others.
+// Client is a Store that a Server serves. All calls share one connection. Requests are numbered, so that a
+// waiting call does not delay other calls.
 //
-// When the connection breaks, or the server is silent for 20 s, the Client is dead: pending and later calls
-// fail with the reason, and it is unknown whether a pending change was made. It does not reconnect, because a
-// restarted server has lost all values.
+// If the connection breaks, or the server is silent for 20 s, the Client fails for good: pending and later
+// calls return the reason, and it is unknown whether a pending change was made. The Client does not
+// reconnect, because a restarted server has lost all values.
 type Client struct {
 	addr string
 	conn net.Conn
 	wg   sync.WaitGroup
 
-	requests chan []byte   // frames for the writer
-	cancels  chan struct{} // capacity 1; has an element if cancelled is not empty
+	requests chan []byte   // frames to send
+	cancels  chan struct{} // capacity 1: cancelled is not empty
 	done     chan struct{} // closed when err is set
 
 	mu        sync.Mutex
 	lastID    uint64
 	pending   map[uint64]chan<- reply
-	cancelled []uint64 // ids for the writer to cancel
-	err       error    // the error that ended the connection
+	cancelled []uint64 // numbers of the requests for which a cancellation is to be sent
+	err       error    // why the connection has ended
 }
 
 var _ Store = (*Client)(nil)
 
-// Dial connects to the server at addr, host:port. It retries while the server cannot be reached, until ctx
-// ends; the error then wraps ctx.Err() and the last reason. ctx bounds only Dial.
+// Dial connects to the server at addr, as host:port. If the server cannot be reached, Dial retries until ctx
+// ends. Then its error wraps ctx.Err() and the error of the last attempt. ctx bounds only Dial, not later
+// calls.
 func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
 	return connect(ctx, addr, cfg, pingInterval, serverSilence)
 }
@@ -58,7 +60,7 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	http := false
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
-		// Horovod's rendezvous server sends nothing before it has a request, so Greet only times out there.
+		// Horovod's rendezvous server sends nothing until it has a request, so Greet can only time out there.
 		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) &&
 			speaksHTTP(addr) {
 			http, err = true, errHTTP
@@ -66,7 +68,7 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 		return err
 	})
 	if http {
-		err = errHTTP // replaces the error of ctx if that has ended as well
+		err = errHTTP // replaces the error of ctx, which may have ended too
 	}
 	if err != nil {
 		return nil, fmt.Errorf("store: dial %s: %w", addr, err)
@@ -85,10 +87,10 @@ var errHTTP = errors.New(
 	"the server is an HTTP server such as Horovod's rendezvous server, not a store of gohvd: " +
 		"start the ranks with hvdrun instead of horovodrun, or set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT to the address of a store that hvdrun store serves")
 
-// httpTimeout bounds speaksHTTP.
+// httpTimeout bounds the duration of speaksHTTP.
 const httpTimeout = 2 * time.Second
 
-// speaksHTTP reports whether a server answers an HTTP request with HTTP.
+// speaksHTTP reports whether the server at addr answers an HTTP request with HTTP.
 func speaksHTTP(addr string) bool {
 	conn, err := net.DialTimeout("tcp", addr, httpTimeout)
 	if err != nil {
@@ -167,7 +169,7 @@ func (s *Client) NumKeys(ctx context.Context) (int64, error) {
 	return r.number, err
 }
 
-// MultiGet implements Store. A reply has at most 32 MiB.
+// MultiGet implements Store. The values may have at most 32 MiB together.
 func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error) {
 	r, err := s.call(ctx, request{op: opMultiGet, keys: keys})
 	if err == nil && len(r.values) != len(keys) {
@@ -177,7 +179,7 @@ func (s *Client) MultiGet(ctx context.Context, keys ...string) ([][]byte, error)
 	return r.values, err
 }
 
-// MultiSet implements Store. A request has at most 32 MiB.
+// MultiSet implements Store. The keys and values may have at most 32 MiB together.
 func (s *Client) MultiSet(ctx context.Context, keys []string, values [][]byte) error {
 	if err := CheckPairs(keys, values); err != nil {
 		return Error("multi-set", first(keys), s.addr, err)
@@ -210,7 +212,7 @@ func (s *Client) QueueLen(ctx context.Context, key string) (int64, error) {
 	return r.number, err
 }
 
-// Close implements Store. The contents stay at the server, and other clients are not affected.
+// Close implements Store. The values stay at the server, and other clients are not affected.
 func (s *Client) Close() error {
 	s.fail(ErrClosed)
 	s.wg.Wait()
@@ -229,7 +231,7 @@ func (s *Client) call(ctx context.Context, q request) (reply, error) {
 }
 
 func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
-	// The server would close the connection if a frame is too long, so the client checks the lengths first.
+	// The client checks the lengths first, because the server closes the connection if a frame is too long.
 	if err := q.check(); err != nil {
 		return reply{}, err
 	}
@@ -271,7 +273,8 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget ends a call. If cancel is set, write sends the server a cancellation; forget does not wait for that.
+// forget gives up the call with the number id. If cancel is set, the goroutine of write sends the server a
+// cancellation, and forget does not wait for that.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)
@@ -287,7 +290,7 @@ func (s *Client) forget(id uint64, cancel bool) {
 	}
 }
 
-// fail ends the connection because of err. Only the first reason counts.
+// fail closes the connection and makes all calls fail with err. Only the first error counts.
 func (s *Client) fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -309,7 +312,7 @@ func (s *Client) read(silence time.Duration) {
 		}
 		r, err := decodeReply(body)
 		if err != nil {
-			s.fail(fmt.Errorf("reply of the server: %w", err))
+			s.fail(fmt.Errorf("reply from the server: %w", err))
 			return
 		}
 		s.mu.Lock()
@@ -317,7 +320,7 @@ func (s *Client) read(silence time.Duration) {
 		delete(s.pending, r.id)
 		s.mu.Unlock()
 		if answer != nil {
-			answer <- r // does not block: the channel has room for the only reply to this id
+			answer <- r // does not block: the channel has room for the only reply to this request
 		}
 	}
 }

@@ -20,29 +20,30 @@ import (
 // FileStore is a Store in a file, for processes that share a file system but no network. PyTorch's FileStore
 // can use the same file at the same time.
 //
-// The file is a log of records, each a key and a value with their lengths; the last record of a key counts.
-// Every call locks the file (flock). Waiting calls look at it every 10 ms. The last process of the job
-// removes the file. A file that is left from an earlier job must be removed by hand, or its keys are found.
+// The file is a log of records. A record has a key and a value, each after its length. The last record of a
+// key counts. Every call locks the file (flock). A waiting call reads the file every 10 ms. The last process
+// of the job removes the file. If the file of an earlier job is left over, a user must remove it. Otherwise
+// the new job finds the keys of the old one.
 //
-// If a process leaves the file in the middle of a write, the next process that writes repairs it.
+// If a process dies in the middle of a write, the next process that writes repairs the file.
 type FileStore struct {
 	path   string
-	size   int // number of ranks in the job; 0 if the file is not to be removed
+	size   int // number of processes of the job; 0 if the file is to stay
 	closed chan struct{}
 
-	// A caller may wait for mu while it holds the lock of the file, but never the other way round: another
-	// process may be stopped while it holds the lock of the file.
+	// A goroutine may wait for mu while it holds the lock of the file. It must not wait for the lock of the
+	// file while it holds mu, because another process may be stopped while it holds the lock of the file.
 	mu     sync.Mutex
-	values map[string][]byte // contents of the file, by the key in the file
-	read   int64             // bytes of the file that values include
+	values map[string][]byte // contents of the file, by the keys in the file
+	read   int64             // number of bytes of the file that values reflect
 	file   os.FileInfo       // the file that values were read from
 }
 
 var _ Store = (*FileStore)(nil)
 
-// The keys of the users of a file begin with userPrefix there, and records of deletions with deletedPrefix
-// before that. The others are counts: of the stores that are open and that were closed. PyTorch before 2.0
-// has only the latter.
+// Keys in the file. A key of the user has userPrefix before it. A record that deletes a key has deletedPrefix
+// before that. openKey and closedKey are counters: of the stores that are open, and of the stores that have
+// been closed. PyTorch before 2.0 has only closedKey.
 const (
 	userPrefix    = "/"
 	deletedPrefix = "-"
@@ -51,16 +52,16 @@ const (
 )
 
 const (
-	// filePeriod is how often a waiting call polls the file, as in PyTorch. NFS has no notification to wait
-	// for.
+	// filePeriod is the time between two polls of a waiting call, as in PyTorch. It polls because NFS has no
+	// notifications.
 	filePeriod = 10 * time.Millisecond
-	// closeTime bounds how long Close waits if another process holds the lock.
+	// closeTime bounds how long Close waits for the lock of the file.
 	closeTime = 5 * time.Second
 )
 
-// NewFileStore opens the store at path, and makes the file if it does not exist. size is the number of
-// processes of the job: when that many have closed their stores and no other is open, the file is removed; 0
-// disables that.
+// NewFileStore opens the store in the file at path, and creates the file if it does not exist. size is the
+// number of processes of the job. When that many processes have closed their stores and no store is open, the
+// file is removed. A size of 0 means that the file is never removed.
 func NewFileStore(ctx context.Context, path string, size int) (*FileStore, error) {
 	s := &FileStore{path: path, size: size, closed: make(chan struct{}), values: make(map[string][]byte)}
 	if _, err := s.count(ctx, openKey, 1); err != nil {
@@ -172,7 +173,7 @@ func (s *FileStore) has(keys []string) bool {
 	return true
 }
 
-// NumKeys implements Store. It counts the counters in the file too.
+// NumKeys implements Store. It also counts the counters in the file.
 func (s *FileStore) NumKeys(ctx context.Context) (n int64, err error) {
 	err = s.look(ctx, func() { n = int64(len(s.values)) })
 	return n, s.failed("number of keys", "", err)
@@ -248,27 +249,27 @@ func (s *FileStore) Delete(ctx context.Context, key string) (existed bool, err e
 	return existed && err == nil, s.failed("delete", key, err)
 }
 
-// Push returns ErrUnsupported.
+// Push implements Store. It returns ErrUnsupported.
 func (s *FileStore) Push(_ context.Context, key string, _ []byte) error {
 	return s.failed("push", key, ErrUnsupported)
 }
 
-// Pop returns ErrUnsupported.
+// Pop implements Store. It returns ErrUnsupported.
 func (s *FileStore) Pop(_ context.Context, key string) ([]byte, error) {
 	return nil, s.failed("pop", key, ErrUnsupported)
 }
 
-// TryPop returns ErrUnsupported.
+// TryPop implements Store. It returns ErrUnsupported.
 func (s *FileStore) TryPop(_ context.Context, key string) ([]byte, bool, error) {
 	return nil, false, s.failed("try-pop", key, ErrUnsupported)
 }
 
-// QueueLen returns ErrUnsupported.
+// QueueLen implements Store. It returns ErrUnsupported.
 func (s *FileStore) QueueLen(_ context.Context, key string) (int64, error) {
 	return 0, s.failed("queue length", key, ErrUnsupported)
 }
 
-// Close implements Store, and removes the file if this is the last store of the job.
+// Close implements Store. If this is the last store of the job, Close removes the file.
 func (s *FileStore) Close() error {
 	s.mu.Lock()
 	done := ended(s.closed)
@@ -315,7 +316,7 @@ func (s *FileStore) failed(op, key string, err error) error {
 	return Error(op, key, s.path, err)
 }
 
-// poll waits until cond holds for the values.
+// poll reads the file again and again until cond returns true. cond may read s.values.
 func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 	ticker := time.NewTicker(filePeriod)
 	defer ticker.Stop()
@@ -334,7 +335,7 @@ func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 	}
 }
 
-// look calls f with the current values of the file.
+// look reads the file and then calls f, which may read s.values.
 func (s *FileStore) look(ctx context.Context, f func()) error {
 	err := s.withFile(ctx, s.closed, os.O_RDONLY, unix.LOCK_SH, func(*os.File) error {
 		f()
@@ -343,7 +344,7 @@ func (s *FileStore) look(ctx context.Context, f func()) error {
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	// The file does not exist: the job has ended, or a user has removed the file.
+	// The file does not exist, because the job has ended or a user has removed the file.
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.forget()
@@ -351,7 +352,7 @@ func (s *FileStore) look(ctx context.Context, f func()) error {
 	return nil
 }
 
-// change calls f with the current values of the file, and writes the records that f returns.
+// change reads the file, calls f, and appends the records that f returns to the file. f may read s.values.
 func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error {
 	return s.withFile(ctx, s.closed, os.O_RDWR|os.O_CREATE, unix.LOCK_EX, func(file *os.File) error {
 		log, err := f()
@@ -362,8 +363,8 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 	})
 }
 
-// withFile opens and locks the file, locks s, reads what is new in the file, and calls f. It gives up when
-// ctx ends, and with ErrClosed when closed is closed, which is nil for Close itself.
+// withFile opens and locks the file, locks s.mu, reads what is new in the file, and calls f. It returns an
+// error if ctx ends, and ErrClosed if closed is closed. closed is nil in a call from Close.
 func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int,
 	f func(*os.File) error) error {
 	for {
@@ -381,7 +382,8 @@ func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags,
 	}
 }
 
-// open opens the file. s is locked, so that nobody makes the file again after Close has removed it.
+// open opens the file. It holds s.mu meanwhile, so that no call creates the file again after Close has
+// removed it.
 func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -391,8 +393,8 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
 }
 
-// withLock calls f as withFile does, with the file that the caller has opened. It reports whether the file
-// was removed before it could be locked.
+// withLock does the part of withFile that comes after the file was opened. It reports whether the file was
+// removed before it could be locked.
 func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int,
 	f func(*os.File) error) (gone bool, err error) {
 	if err := flock(ctx, closed, file, lock); err != nil {
@@ -423,7 +425,7 @@ func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *
 	return false, f(file)
 }
 
-// flock locks a file. It retries, because a blocking request for a lock cannot be cancelled.
+// flock acquires a lock on the file. It polls, because a blocking flock cannot be cancelled.
 func flock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int) error {
 	for wait := 100 * time.Microsecond; ; wait = min(2*wait, filePeriod) {
 		err := unix.Flock(int(file.Fd()), lock|unix.LOCK_NB)
@@ -453,13 +455,14 @@ func ended(closed <-chan struct{}) bool {
 	}
 }
 
-// forget drops the values of a file that does not exist any more.
+// forget drops the values of a file that no longer exists.
 func (s *FileStore) forget() {
 	clear(s.values)
 	s.read, s.file = 0, nil
 }
 
-// readOn reads the records that are new. It leaves an incomplete record.
+// readOn reads the records between s.read and size, the size of the file. It stops before an incomplete
+// record.
 func (s *FileStore) readOn(file *os.File, size int64) error {
 	if size == s.read {
 		return nil
@@ -487,15 +490,15 @@ func (s *FileStore) readOn(file *os.File, size int64) error {
 	return nil
 }
 
-// isKey reports whether a record may have this key. Other files, which a user may name by mistake, are not
-// touched.
+// isKey reports whether key may occur in a record. With this check, the store does not modify another kind of
+// file that a user has named by mistake.
 func isKey(key string) bool {
 	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey ||
 		key == closedKey
 }
 
-// write appends records to the file, all of which was read and which is locked. What follows the last record
-// is one that another process has left incomplete, and is overwritten.
+// write appends records to the file. The file is locked and has been read to the end. It overwrites an
+// incomplete record at the end, which another process has left there.
 func (s *FileStore) write(file *os.File, log []byte) error {
 	if err := file.Truncate(s.read); err != nil {
 		return err
@@ -513,7 +516,7 @@ func appendRecord(log []byte, key string, value []byte) []byte {
 	return append(log, value...)
 }
 
-// cutRecord reads a record of n bytes from the front of b; n is 0 if it is incomplete.
+// cutRecord decodes the record at the start of b. n is its length, or 0 if it is incomplete.
 func cutRecord(b []byte) (key string, value []byte, n int) {
 	field := func() ([]byte, bool) {
 		if len(b)-n < 4 {

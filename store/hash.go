@@ -8,10 +8,10 @@ import (
 	"sync"
 )
 
-// Limits bounds the contents of a HashStore. Zero fields mean the default.
+// Limits bounds the contents of a HashStore. A zero field means the default.
 type Limits struct {
 	Keys  int   // number of keys, default 1<<20
-	Bytes int64 // sum of the lengths of keys and values, default 256 MiB
+	Bytes int64 // total length of keys and values, default 256 MiB
 }
 
 // HashStore is a Store in the memory of this process. It starts no goroutine and reads no clock, so it works
@@ -21,8 +21,8 @@ type HashStore struct {
 	closed chan struct{}
 
 	mu     sync.Mutex
-	values map[string][]byte // no value is changed in place, because waiting calls share it
-	queues map[string]*queue // has no empty queue
+	values map[string][]byte // values are never modified in place, because waiting calls share them
+	queues map[string]*queue // no queue in it is empty
 	bytes  int64
 	waits  map[string]*wait
 	isDone bool // whether closed has been closed
@@ -30,13 +30,13 @@ type HashStore struct {
 
 var _ Store = (*HashStore)(nil)
 
-// wait is the next change of one key.
+// wait lets calls wait for the next change of one key.
 type wait struct {
 	changed chan struct{}
 	n       int // number of waiting calls
 }
 
-// queue has the values of a queue, which are not changed in place.
+// queue is the queue of a key. Its values are never modified in place.
 type queue struct {
 	values [][]byte
 	popped int // number of values at the front that have been popped
@@ -44,11 +44,12 @@ type queue struct {
 
 func (q *queue) len() int { return len(q.values) - q.popped }
 
-// queued returns what a value in a queue counts toward the limits. It is more than 0 for empty values, so
-// that their number is bounded.
+// queued returns how many bytes a value in a queue counts for in the limits. The result is above 0 even for
+// an empty value, so that the number of empty values is bounded too.
 func queued(value []byte) int64 { return int64(len(value)) + 32 }
 
-// pop takes the first value. It drops the memory of taken values when they are the larger part.
+// pop removes and returns the first value. If more than half of q.values has been popped, it moves the rest
+// to the front, so that memory can be reused.
 func (q *queue) pop() []byte {
 	v := q.values[q.popped]
 	q.values[q.popped] = nil
@@ -171,7 +172,7 @@ func (s *HashStore) QueueLen(ctx context.Context, key string) (int64, error) {
 	return n, failed("queue length", key, err)
 }
 
-// Close implements Store. It drops the contents.
+// Close implements Store. It drops all values and queues.
 func (s *HashStore) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -183,20 +184,20 @@ func (s *HashStore) Close() error {
 	return nil
 }
 
-// Look returns the value of key as Get does, without waiting. ok reports whether key has a value.
+// Look returns the value of key without waiting. ok reports whether key has a value.
 func (s *HashStore) Look(ctx context.Context, key string) (value []byte, ok bool, err error) {
 	value, ok, err = s.look(ctx, key)
 	return clone(value), ok, failed("look", key, err)
 }
 
-// Waits returns the number of keys for which calls wait.
+// Waits returns the number of keys for which calls are waiting.
 func (s *HashStore) Waits() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return len(s.waits)
 }
 
-// failed returns the error of a call in this process, or nil.
+// failed returns err completed with the call, or nil if err is nil.
 func failed(op, key string, err error) error {
 	if err == nil {
 		return nil
@@ -204,7 +205,7 @@ func failed(op, key string, err error) error {
 	return Error(op, key, "", err)
 }
 
-// The methods below return values that are shared with the store and must not be changed.
+// The methods below return values that are shared with the store. Callers must not modify them.
 
 func (s *HashStore) set(ctx context.Context, key string, value []byte) error {
 	if err := s.lock(ctx, key); err != nil {
@@ -236,7 +237,7 @@ func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool
 	return value, ok, nil
 }
 
-// sleep waits for the next change of key, or until the call is over. It unlocks s.
+// sleep waits until key changes, s is closed, or ctx ends. The caller holds s.mu, and sleep unlocks it.
 func (s *HashStore) sleep(ctx context.Context, key string) {
 	w := s.waits[key]
 	if w == nil {
@@ -257,7 +258,7 @@ func (s *HashStore) sleep(ctx context.Context, key string) {
 	}
 }
 
-// wake wakes the calls that wait for key. s is locked.
+// wake wakes the calls that wait for key. s.mu is held.
 func (s *HashStore) wake(key string) {
 	if w := s.waits[key]; w != nil {
 		delete(s.waits, key)
@@ -265,16 +266,16 @@ func (s *HashStore) wake(key string) {
 	}
 }
 
-// isThere reports whether key has a value or a queue. s is locked.
+// isThere reports whether key has a value or a queue. s.mu is held.
 func (s *HashStore) isThere(key string) bool { return s.hasValue(key) || s.queues[key] != nil }
 
-// hasValue reports whether key has a value. s is locked.
+// hasValue reports whether key has a value. s.mu is held.
 func (s *HashStore) hasValue(key string) bool {
 	_, ok := s.values[key]
 	return ok
 }
 
-// waitAll waits until all keys are there at once, and leaves s unlocked.
+// waitAll waits until there holds for all keys at the same time.
 func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := s.lockAll(ctx, keys, there); err != nil {
 		return err
@@ -283,7 +284,8 @@ func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key s
 	return nil
 }
 
-// lockAll waits until all keys are there at once, and leaves s locked unless there is an error.
+// lockAll waits until there holds for all keys at the same time. It returns with s.mu held, unless it returns
+// an error.
 func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := CheckKeys(keys); err != nil {
 		return err
@@ -350,7 +352,7 @@ func (s *HashStore) multiSet(ctx context.Context, keys []string, values [][]byte
 		return err
 	}
 	defer s.mu.Unlock()
-	// The store takes all values or none, so it needs room for all of them before it changes the first.
+	// The store accepts either all values or none, so it needs room for all of them before it sets the first.
 	var numKeys int
 	var numBytes int64
 	for i, k := range keys {
@@ -384,7 +386,8 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum returns the result of Add for a value, which must be a decimal number if there is one.
+// Sum returns the sum that Add stores: value plus delta, or delta if there is no value (there is false). It
+// returns an error if value is not a decimal number or the sum overflows.
 func Sum(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
 	if there {
@@ -421,7 +424,7 @@ func (s *HashStore) append(ctx context.Context, key string, value []byte) error 
 		return err
 	}
 	defer s.mu.Unlock()
-	// The result is a new slice, because callers that have read the old value share it.
+	// The result is a new slice, because calls that have read the old value share that.
 	return s.put(key, append(clone(s.values[key]), value...))
 }
 
@@ -482,7 +485,7 @@ func (s *HashStore) tryPop(ctx context.Context, key string) ([]byte, bool, error
 	return value, ok, nil
 }
 
-// take takes the first value of a queue. s is locked.
+// take removes and returns the first value of the queue of key. s.mu is held.
 func (s *HashStore) take(key string) ([]byte, bool) {
 	q := s.queues[key]
 	if q == nil {
@@ -507,7 +510,7 @@ func (s *HashStore) queueLen(ctx context.Context, key string) (int64, error) {
 	return 0, nil
 }
 
-// lock locks s for a call on key, unless ctx has ended or s is closed.
+// lock locks s.mu for a call on key. It returns an error if key is invalid, ctx has ended or s is closed.
 func (s *HashStore) lock(ctx context.Context, key string) error {
 	if err := CheckKey(key); err != nil {
 		return err
@@ -515,7 +518,7 @@ func (s *HashStore) lock(ctx context.Context, key string) error {
 	return s.begin(ctx)
 }
 
-// begin locks s, unless ctx has ended or s is closed.
+// begin locks s.mu. It returns an error if ctx has ended or s is closed.
 func (s *HashStore) begin(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -528,7 +531,7 @@ func (s *HashStore) begin(ctx context.Context) error {
 	return nil
 }
 
-// put stores a copy of value and wakes the calls that wait for key. s is locked.
+// put stores a copy of value and wakes the calls that wait for key. s.mu is held.
 func (s *HashStore) put(key string, value []byte) error {
 	if err := CheckValue(value); err != nil {
 		return err
@@ -548,20 +551,21 @@ func (s *HashStore) put(key string, value []byte) error {
 	return nil
 }
 
-// room returns an error if the limits do not allow that many more keys and bytes. s is locked.
+// room returns an error if the limits do not allow the given number of additional keys and bytes. s.mu is
+// held.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, of at most %d",
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, which is the limit of %d",
 			len(s.values)+len(s.queues), s.limits.Keys)}
 	}
 	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, this needs %d more",
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, and this call needs %d more",
 			s.bytes, s.limits.Bytes, bytes)}
 	}
 	return nil
 }
 
-// clone copies a value. Unlike the result of bytes.Clone, an empty value is not nil.
+// clone returns a copy of value. Unlike bytes.Clone, it never returns nil for an empty value that is not nil.
 func clone(value []byte) []byte {
 	if value == nil {
 		return nil

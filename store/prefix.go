@@ -2,8 +2,8 @@ package store
 
 import "context"
 
-// PrefixStore is the part of another store whose keys begin with a prefix and a slash. Stores with different
-// prefixes share only their limits and NumKeys, which counts all keys of the other store.
+// PrefixStore is the part of another store with the keys that begin with a prefix and a slash. Stores with
+// different prefixes share only the limits and NumKeys, because NumKeys counts all keys of the other store.
 type PrefixStore struct {
 	prefix string
 	under  Store
@@ -11,15 +11,16 @@ type PrefixStore struct {
 
 var _ Store = (*PrefixStore)(nil)
 
-// NewPrefixStore returns the part of under at prefix.
+// NewPrefixStore returns the part of under whose keys begin with prefix and a slash.
 func NewPrefixStore(prefix string, under Store) *PrefixStore {
 	return &PrefixStore{prefix: prefix + "/", under: under}
 }
 
-// Underlying returns the store of which this is a part.
+// Underlying returns the store that s is a part of.
 func (s *PrefixStore) Underlying() Store { return s.under }
 
-// key returns the key in the underlying store. An invalid key stays as it is.
+// key returns the key in the underlying store. An empty key stays empty, so that the underlying store refuses
+// it.
 func (s *PrefixStore) key(key string) string {
 	if key == "" {
 		return ""

@@ -17,15 +17,15 @@ import (
 const (
 	maxClients        = 4096 // connections
 	maxWaitsPerClient = 1024 // waiting calls of one connection
-	maxUnproven       = 1024 // connections that have not proven that they have the secret
+	maxUnproven       = 1024 // connections whose client has not proven the secret yet
 	serverIOTimeout   = 10 * time.Second
 )
 
 // Server serves a HashStore to Clients.
 //
-// A client that violates the protocol loses its connection, and the log has the reason; others are not
-// affected. The server closes the connection of a client that accepts no bytes for 10 s or sends nothing for
-// a minute (clients ping every 5 s), which ends the client's waits.
+// If a client violates the protocol, the server closes its connection and logs the reason. Other clients are
+// not affected. The server also closes the connection of a client that receives nothing for 10 s, or sends
+// nothing for a minute (clients ping every 5 s). That ends the client's waiting calls.
 type Server struct {
 	store    *HashStore
 	cfg      Config
@@ -33,8 +33,8 @@ type Server struct {
 	accepts  *dial.Acceptor
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and serves store until Close. The caller
-// keeps store and closes it.
+// Serve listens on addr, as host:port where port 0 means any free port, and serves store until Close. The
+// caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
 	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
@@ -59,12 +59,12 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	return context.Cause(c.ctx)
 }
 
-// serverConn is the server's end of a connection. One goroutine reads and executes what needs no waiting;
-// each wait has a goroutine of its own.
+// serverConn is the server's end of a connection. One goroutine reads the requests and executes those that do
+// not wait. Each waiting call has a goroutine of its own.
 type serverConn struct {
 	store  *HashStore
 	conn   net.Conn
-	ctx    context.Context // ends when the connection does
+	ctx    context.Context // ends when the connection ends
 	cancel context.CancelCauseFunc
 	wg     sync.WaitGroup
 
@@ -74,14 +74,14 @@ type serverConn struct {
 	writing sync.Mutex
 }
 
-// end closes the connection because of err. Only the first reason counts.
+// end closes the connection because of err. Only the first error counts.
 func (c *serverConn) end(err error) {
 	c.cancel(err)
 	c.conn.Close()
 }
 
-// run serves requests until the connection ends and returns the reason, io.EOF if the client left between
-// frames.
+// run serves requests until the connection ends, and returns the reason: io.EOF if the client closed the
+// connection between requests.
 func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
 	slot := s.unproven.Acquire(c.conn)
@@ -115,13 +115,14 @@ func (c *serverConn) run(s *Server) error {
 	}
 }
 
-// handshake checks the client's proof of the secret and reads its greeting.
+// handshake checks that the client knows the secret, and reads its greeting.
 func (c *serverConn) handshake(s secret.Secret) (in *bufio.Reader, version uint32, err error) {
 	over, err := s.Accept(c.conn, storeMagic)
 	if err != nil {
 		return nil, 0, err
 	}
-	c.conn = over // needs no lock: no other goroutine has c yet
+	// This needs no lock, because no other goroutine uses c yet.
+	c.conn = over
 	in = bufio.NewReader(c.conn)
 	version, err = dial.ReadGreeting(in, storeMagic)
 	return in, version, err
@@ -161,7 +162,8 @@ func (c *serverConn) handle(q *request) error {
 		r.value, r.ok, err = c.store.tryPop(c.ctx, q.key)
 	case opQueueLen:
 		r.number, err = c.store.queueLen(c.ctx, q.key)
-	default: // a call that may wait; a Get of a key with a value does not
+	// The other operations may wait. A Get of a key that has a value does not.
+	default:
 		if q.op == opGet {
 			if r.value, r.ok, err = c.store.look(c.ctx, q.key); r.ok || err != nil {
 				break
@@ -178,8 +180,8 @@ func (c *serverConn) handle(q *request) error {
 	return c.write(r.frame())
 }
 
-// startWait waits for a key and replies, in a goroutine of its own. If it cannot, the error is for the
-// client.
+// startWait starts a goroutine that executes a waiting call and replies. If it cannot start one, it returns
+// an error, which the caller sends to the client.
 func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -213,7 +215,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	return true, nil
 }
 
-// wait executes a call that may take long.
+// wait executes a call that may wait.
 func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error) {
 	switch q.op {
 	case opGet:

@@ -1,10 +1,10 @@
-// Package store provides small maps from keys to values that processes share, with waits. Processes use them
-// to find each other before anything else connects them.
+// Package store provides small maps from keys to values that several processes share. A process can wait for
+// a change of a value. Processes use stores to find each other before they have other connections.
 //
-// [Store] is the contract. A [HashStore] lives in one process. A [Server] serves it to [Client]s in other
-// processes, in a protocol of its own; package c10d serves it to PyTorch, and is a client of PyTorch's. A
-// [FileStore] is a file that it can share with PyTorch. A [PrefixStore] is a part of another store. Package
-// storetest checks all of them against the contract.
+// [Store] is the contract. A [HashStore] is in the memory of one process. A [Server] serves a HashStore to
+// [Client]s in other processes, in a protocol of its own. Package c10d serves a HashStore to PyTorch, and has
+// a client for PyTorch's servers. A [FileStore] is in a file, which it can share with PyTorch. A
+// [PrefixStore] is a part of another store. Package storetest tests all of them against the contract.
 package store
 
 import (
@@ -18,100 +18,102 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// Bounds on what a store takes, those of PyTorch's. A call beyond them gives an error that is ErrLimit.
+// Bounds on keys and values, the same as PyTorch's. A call that exceeds them returns an error that wraps
+// ErrLimit.
 const (
 	MaxKeyBytes   = 8 << 10
 	MaxValueBytes = 8 << 20
-	// MaxKeys is how many keys a call may name.
+	// MaxKeys bounds the number of keys in one call.
 	MaxKeys = 128 << 10
 )
 
 var (
-	// ErrClosed is the error of pending and later calls on a store or handle that was closed.
+	// ErrClosed is the error of pending and later calls on a store or handle that has been closed.
 	ErrClosed = errors.New("the store is closed")
-	// ErrLimit is the error of a call that goes beyond a bound of the store.
+	// ErrLimit is the error of a call that exceeds a bound of the store.
 	ErrLimit = errors.New("limit exceeded")
-	// ErrNotNumber is the error of Add on a value that is not a decimal number, or whose sum overflows.
+	// ErrNotNumber is the error of Add if the value is not a decimal number or if the sum overflows 64 bits.
 	ErrNotNumber = errors.New("the value is not a decimal number of 64 bits")
-	// ErrUnsupported is the error of a call that this kind of store does not have.
+	// ErrUnsupported is the error of a call that this kind of store does not support.
 	ErrUnsupported = errors.New("not supported by this store")
 )
 
-// Store is a map from keys to values that processes share, with waits. Its methods are safe for concurrent
-// use, and each is atomic unless it waits. A waiting call delays no other.
+// Store is a map from keys to values that processes share. Its methods are safe for concurrent use. Each call
+// is atomic, except calls that wait. A waiting call does not delay other calls.
 //
-// Keys have 1 to MaxKeyBytes bytes, values 0 to MaxValueBytes. Values are copied in both directions. A call
-// whose ctx ends returns an error that wraps ctx.Err(); whether a change was made is then unknown. Beside its
-// value a key may have a queue of values; to Wait and Check, a key is there if it has a value or a queue that
-// is not empty.
+// A key has 1 to MaxKeyBytes bytes, and a value 0 to MaxValueBytes. The store copies values that it gets and
+// values that it returns. If ctx ends during a call, the call returns an error that wraps ctx.Err(), and it
+// is unknown whether the call made its change. Besides its value, a key may have a queue of values. For Wait
+// and Check a key is present if it has a value or a queue that is not empty.
 //
-// The semantics are those of PyTorch's stores (c10d), except that adding to what is no number is an error,
-// and that nil tells a key that is not there from one with an empty value.
+// The semantics are those of PyTorch's stores (c10d), with two exceptions: Add to a value that is not a
+// number is an error, and a nil value means that a key has no value, as distinct from an empty value.
 type Store interface {
-	// Set gives key a value. nil is the empty value.
+	// Set sets the value of key. A nil value counts as the empty value.
 	Set(ctx context.Context, key string, value []byte) error
 
-	// Get waits until key has a value and returns it; it is never nil.
+	// Get waits until key has a value, and returns the value, which is never nil.
 	Get(ctx context.Context, key string) ([]byte, error)
 
-	// Add adds delta to the decimal number at key, 0 if key has no value, and returns the sum. The value
-	// becomes the sum as text.
+	// Add adds delta to the decimal number that is the value of key, or to 0 if key has no value. It stores
+	// the sum as text and returns the sum.
 	Add(ctx context.Context, key string, delta int64) (int64, error)
 
-	// CompareAndSet gives key the value desired if its value is expected, or if expected is nil and key has
-	// none. actual is the value after the call; nil means that key has none.
+	// CompareAndSet sets the value of key to desired if its current value is expected. A nil expected means
+	// that key must have no value. actual is the value after the call, and nil if key has no value.
 	CompareAndSet(ctx context.Context, key string, expected,
 		desired []byte) (actual []byte, swapped bool, err error)
 
-	// Append adds to the end of the value of key, or gives it that value if it has none.
+	// Append appends value to the value of key. If key has no value, Append sets it to value.
 	Append(ctx context.Context, key string, value []byte) error
 
-	// Delete removes the value of key and reports whether it had one.
+	// Delete removes the value of key, and reports whether there was one.
 	Delete(ctx context.Context, key string) (existed bool, err error)
 
-	// Watch waits until key has a value other than prev and returns that value. With prev nil any value
-	// will do. A value that lasted only a moment may be missed.
+	// Watch waits until key has a value other than prev, and returns that value. If prev is nil, any value
+	// counts. Watch may miss a value that exists only for a short time.
 	Watch(ctx context.Context, key string, prev []byte) ([]byte, error)
 
-	// Wait waits until all keys are there at once.
+	// Wait waits until all keys are present at the same time.
 	Wait(ctx context.Context, keys ...string) error
 
-	// Check reports whether all keys are there.
+	// Check reports whether all keys are present.
 	Check(ctx context.Context, keys ...string) (bool, error)
 
-	// NumKeys is the number of keys with a value. Where a store has keys of its own, as for the processes
-	// that joined, they count.
+	// NumKeys returns the number of keys that have a value. A store may also count keys of its own, such as
+	// the counters of a FileStore.
 	NumKeys(ctx context.Context) (int64, error)
 
-	// MultiGet is Get for many keys. It waits until all have values.
+	// MultiGet waits until all keys have values, and returns the values in the order of keys.
 	MultiGet(ctx context.Context, keys ...string) ([][]byte, error)
 
-	// MultiSet is Set for many keys. A key may come more than once; the last value counts.
+	// MultiSet sets the values of many keys. If a key occurs more than once, its last value counts.
 	MultiSet(ctx context.Context, keys []string, values [][]byte) error
 
-	// Push adds value to the end of the queue of key.
+	// Push appends value to the queue of key.
 	Push(ctx context.Context, key string, value []byte) error
 
-	// Pop waits until the queue of key is not empty and takes its first value.
+	// Pop waits until the queue of key is not empty, and removes and returns the first value in it.
 	Pop(ctx context.Context, key string) ([]byte, error)
 
-	// TryPop is Pop without the wait. ok says whether there was a value.
+	// TryPop is Pop without waiting. ok reports whether the queue had a value.
 	TryPop(ctx context.Context, key string) (value []byte, ok bool, err error)
 
-	// QueueLen is the number of values in the queue of key.
+	// QueueLen returns the number of values in the queue of key.
 	QueueLen(ctx context.Context, key string) (int64, error)
 
-	// Close gives up this handle: pending and later calls fail with ErrClosed. Later calls of Close return
+	// Close closes this handle. Pending and later calls fail with ErrClosed. Further calls of Close return
 	// nil.
 	Close() error
 }
 
-// Secret is the secret of a job. The zero Secret is none. Its method Encrypted returns it with TLS on all
-// connections, which both ends must use. It prints as a word, so that printing a Config does not disclose it.
+// Secret is the secret of a job. The zero Secret means that there is none. Its method Encrypted returns a
+// Secret that uses TLS on all connections, and both ends must use it. Printing a Secret, or a Config that
+// contains it, does not disclose the secret.
 type Secret = secret.Secret
 
-// ParseSecret makes the Secret of a text of 16 to 4096 bytes, the same as HVD_SECRET has. White space around
-// the text does not count. The error does not contain the text.
+// ParseSecret makes a Secret from a text of 16 to 4096 bytes, such as the value of HVD_SECRET. It ignores
+// white space around the text. Its error does not contain the text.
 func ParseSecret(text string) (Secret, error) {
 	s, err := secret.Parse(text)
 	if err != nil {
@@ -122,16 +124,16 @@ func ParseSecret(text string) (Secret, error) {
 
 // Config configures a Server or its Clients.
 type Config struct {
-	// Secret is the secret of the job. Without one, any process that can connect to the server can read and
+	// Secret is the secret of the job. If it is zero, any process that can connect to the server can read and
 	// change everything.
 	Secret Secret
-	// Log is the log of the server; it may be nil.
+	// Log is the log of the server. It may be nil.
 	Log *zap.Logger
 
 	handshake time.Duration // default serverIOTimeout
 }
 
-// refusal is why a store refused a call. A server can send it to its client.
+// refusal is the reason for which a store refuses a call. A server can send it to a client.
 type refusal struct {
 	kind   error // one of the errors above
 	detail string
@@ -141,8 +143,8 @@ func (r *refusal) Error() string { return r.kind.Error() + ": " + r.detail }
 
 func (r *refusal) Unwrap() error { return r.kind }
 
-// Error returns err with the call and the store that failed: where is an address or a path, and empty for a
-// store in this process.
+// Error returns err, completed with the operation, the key, and the address or path of the store. where is
+// empty for a store in this process.
 func Error(op, key, where string, err error) error {
 	if where != "" {
 		where = " at " + where
@@ -150,7 +152,7 @@ func Error(op, key, where string, err error) error {
 	return fmt.Errorf("store: %s %.128q%s: %w", op, key, where, err)
 }
 
-// CheckKey returns an error if a key is empty or too long.
+// CheckKey returns an error if key is empty or too long.
 func CheckKey(key string) error {
 	if len(key) < 1 || len(key) > MaxKeyBytes {
 		return &refusal{ErrLimit, fmt.Sprintf("key has %d bytes, want 1 to %d", len(key), MaxKeyBytes)}
@@ -158,7 +160,7 @@ func CheckKey(key string) error {
 	return nil
 }
 
-// CheckKeys returns an error if there are too many keys, or one of them is empty or too long.
+// CheckKeys returns an error if there are too many keys, or if one of them is empty or too long.
 func CheckKeys(keys []string) error {
 	if len(keys) > MaxKeys {
 		return &refusal{ErrLimit, fmt.Sprintf("got %d keys, want at most %d", len(keys), MaxKeys)}
@@ -171,7 +173,7 @@ func CheckKeys(keys []string) error {
 	return nil
 }
 
-// CheckPairs checks the arguments of MultiSet.
+// CheckPairs returns an error if the arguments of MultiSet exceed a bound or have different lengths.
 func CheckPairs(keys []string, values [][]byte) error {
 	if len(keys) != len(values) {
 		return fmt.Errorf("got %d keys and %d values, want equal numbers", len(keys), len(values))
@@ -187,7 +189,7 @@ func CheckPairs(keys []string, values [][]byte) error {
 	return nil
 }
 
-// CheckValue returns an error if a value is too long.
+// CheckValue returns an error if value is too long.
 func CheckValue(value []byte) error {
 	if len(value) > MaxValueBytes {
 		return &refusal{ErrLimit, fmt.Sprintf("value has %d bytes, want at most %d", len(value),
@@ -196,7 +198,7 @@ func CheckValue(value []byte) error {
 	return nil
 }
 
-// first returns the key that an error of a call with many keys names.
+// first returns the key that the error of a call with many keys names: the first one.
 func first(keys []string) string {
 	if len(keys) == 0 {
 		return ""

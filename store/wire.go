@@ -8,20 +8,22 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
-// The store protocol. A client sends requests, the server one reply to each that was not cancelled, in any
-// order: a reply carries the number of its request. Both are flat records with all fields always there.
+// The store protocol. A client sends requests. The server sends one reply to each request, unless the client
+// has cancelled the request. Replies come in any order and carry the number of their request. Requests and
+// replies always have all of these fields:
 //
 //	request: op u8, id u64, delta i64, key u16+bytes, first optional, second optional, keys list, values list
 //	reply:   id u64, status u8, ok u8, number i64, value optional, values list
 //	optional: 0, or 1 and u32+bytes
 //	list: u32 and as many u32+bytes
 //
-// Ping is answered like the others; it tells either side that the other is alive.
+// A ping is answered like other requests. It shows each side that the other is alive.
 const (
 	storeMagic   = "GHVS"
 	storeVersion = 2
 
-	// maxListBytes bounds the keys and values of one call together, with four bytes of length for each.
+	// maxListBytes bounds the total length of the keys and values in one call, where each counts four bytes
+	// more for its length.
 	maxListBytes    = 4 * MaxValueBytes
 	maxRequestBytes = 1 + 8 + 8 + 2 + MaxKeyBytes + 2*(5+MaxValueBytes) + 2*4 + maxListBytes
 	maxReplyBytes   = 8 + 1 + 1 + 8 + 5 + MaxValueBytes + 4 + maxListBytes
@@ -57,7 +59,7 @@ var opNames = [numOps]string{
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
 
-// many reports whether the operation has several keys, or none.
+// many reports whether the operation has a list of keys, or no key, in place of one key.
 func (o opcode) many() bool {
 	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
 }
@@ -69,9 +71,10 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// request is a request of a client. first is the value of set, append and push, the expected value of
-// compare-and-set, or prev of watch; second is the desired value of compare-and-set; keys and values are
-// those of calls with many. Cancel gives up the request with the number id.
+// request is a request of a client. The use of its fields depends on op: first is the value in set, append
+// and push, the expected value in compare-and-set, and prev in watch. second is the desired value in
+// compare-and-set. keys and values belong to operations with many. cancel cancels the request with the number
+// id.
 type request struct {
 	op            opcode
 	id            uint64
@@ -82,7 +85,7 @@ type request struct {
 	values        [][]byte
 }
 
-// check checks a request before it is sent.
+// check checks the lengths in a request before it is sent.
 func (q *request) check() error {
 	if n := listBytes(q.keys) + listBytes(q.values); n > maxListBytes {
 		return errTooMuch(n)
@@ -111,8 +114,8 @@ const (
 	numStatuses
 )
 
-// reply is the answer to a request. Unless status is statusOK, value is the text of the error. ok is the bool
-// of compare-and-set, delete, check and try-pop; values are those of multi-get.
+// reply is the answer to a request. If status is not statusOK, value is the text of the error. ok is the bool
+// that compare-and-set, delete, check and try-pop return. values are the values that multi-get returns.
 type reply struct {
 	id     uint64
 	status status
@@ -137,7 +140,7 @@ func (q *request) frame() []byte {
 	return dial.SealFrame(appendList(b, q.values))
 }
 
-// decodeRequest decodes a request. Its values alias body.
+// decodeRequest decodes a request. Its values are slices of body.
 func decodeRequest(body []byte) (request, error) {
 	d := decoder{rest: body}
 	q := request{op: opcode(d.u8()), id: d.u64(), delta: int64(d.u64())}
@@ -168,7 +171,7 @@ func (r *reply) frame() []byte {
 	return dial.SealFrame(appendList(b, r.values))
 }
 
-// decodeReply decodes a reply. Its value aliases body.
+// decodeReply decodes a reply. Its values are slices of body.
 func decodeReply(body []byte) (reply, error) {
 	d := decoder{rest: body}
 	r := reply{id: d.u64(), status: status(d.u8()), ok: d.flag(), number: int64(d.u64()), value: d.optional(),
@@ -179,7 +182,7 @@ func decodeReply(body []byte) (reply, error) {
 	return r, nil
 }
 
-// fail makes r report err.
+// fail makes r a reply that reports err.
 func (r *reply) fail(err error) {
 	r.status, r.value = statusOther, []byte(err.Error())
 	if why, ok := errors.AsType[*refusal](err); ok {
@@ -211,7 +214,7 @@ func (r *reply) err() error {
 	case statusUnsupported:
 		return ErrUnsupported
 	default:
-		return fmt.Errorf("error of the server: %s", r.value)
+		return fmt.Errorf("error from the server: %s", r.value)
 	}
 }
 
@@ -233,7 +236,7 @@ func appendList[T ~string | ~[]byte](b []byte, list []T) []byte {
 	return b
 }
 
-// listBytes returns how much of maxListBytes a list takes.
+// listBytes returns how many bytes a list counts for in maxListBytes.
 func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	for _, v := range list {
 		n += 4 + len(v)
@@ -241,8 +244,8 @@ func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	return n
 }
 
-// decoder takes fields off the front of rest. After a field that is incomplete, bad is set and everything
-// reads as zero.
+// decoder removes fields from the front of rest. If a field is incomplete, it sets bad, and all later fields
+// are zero.
 type decoder struct {
 	rest []byte
 	bad  bool
@@ -294,8 +297,8 @@ func (d *decoder) flag() bool {
 	return v == 1
 }
 
-// list returns nil for an empty list. Each element takes at least four bytes, so a length beyond the input is
-// refused.
+// list decodes a list. It returns nil for an empty list. Each element takes at least four bytes, so it
+// refuses a count for which rest is too short.
 func (d *decoder) list() (list [][]byte) {
 	n := d.u32()
 	if uint64(n) > uint64(len(d.rest)/4) {
@@ -312,7 +315,7 @@ func (d *decoder) list() (list [][]byte) {
 	return list
 }
 
-// optional returns nil only if the value is absent.
+// optional decodes an optional value. It returns nil if there is no value.
 func (d *decoder) optional() []byte {
 	if !d.flag() {
 		return nil

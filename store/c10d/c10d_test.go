@@ -530,10 +530,10 @@ func TestDial(t *testing.T) {
 		parts []string
 	}{
 		"silent": {func(conn net.Conn) { io.Copy(io.Discard, conn) },
-			[]string{"in the protocol of PyTorch 2.2 and later: no answer for",
-				"in the protocol of PyTorch before 2.1: no answer for"}},
-		"closes": {func(conn net.Conn) {}, []string{"in the protocol of PyTorch 2.2 and later",
-			"in the protocol of PyTorch before 2.1"}},
+			[]string{"using the protocol of PyTorch 2.2 and later: no answer for",
+				"using the protocol of PyTorch before 2.1: no answer for"}},
+		"closes": {func(conn net.Conn) {}, []string{"using the protocol of PyTorch 2.2 and later",
+			"using the protocol of PyTorch before 2.1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)

@@ -15,17 +15,21 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Store is a client of a TCPStore, of PyTorch or of a Server. Its keys are those of PyTorch's clients, which
-// put a slash before each.
+// Store is a client of a TCPStore, served by PyTorch or by a Server. It finds the keys that PyTorch's clients
+// set, and they find its keys: all put a slash before each key.
 //
-// The protocol lacks some things, so a Store does less than others. To CompareAndSet an empty value is the
-// same as none. If the desired value is there already, CompareAndSet reports that it was set, and at
-// PyTorch's servers without libuv it does not wake waiting calls. Watch polls every 50 ms. A server refuses a
-// call by closing the connection. PyTorch before 2.1 has neither Append nor calls with many keys, and queues
-// came with 2.8.
+// The protocol restricts what a Store can do:
 //
-// Each call in progress has a connection of its own, so that none waits for another. A call that is given up
-// closes its connection.
+//   - CompareAndSet does not distinguish between an empty value and no value. If the value is desired
+//     already, CompareAndSet reports that it has set it. At PyTorch's servers without libuv, it does not wake
+//     waiting calls.
+//   - Watch polls every 50 ms.
+//   - A server refuses a call by closing the connection.
+//   - PyTorch before 2.1 supports neither Append nor calls with many keys. PyTorch before 2.8 does not
+//     support queues.
+//
+// Each call in progress has its own connection, so that calls do not wait for each other. If the caller gives
+// up a call, the Store closes the connection of that call.
 type Store struct {
 	addr string
 
@@ -38,27 +42,29 @@ type Store struct {
 
 var _ store.Store = (*Store)(nil)
 
-// keyPrefix is put before every key by all clients of the protocol.
+// keyPrefix is the text that all clients of the protocol put before every key.
 const keyPrefix = "/"
 
 const (
-	// maxIdle bounds the open connections that no call uses.
+	// maxIdle bounds the number of open connections that no call uses.
 	maxIdle = 4
 	// watchPeriod is the time between two polls of Watch.
 	watchPeriod = 50 * time.Millisecond
 )
 
-// Dial connects to the TCPStore at addr, host:port, which speaks the given dialect. It retries a server that
-// cannot be reached or does not answer until ctx ends; the error then wraps ctx.Err() and the last reason.
+// Dial connects to the TCPStore at addr, as host:port, which speaks the given dialect. If the server cannot
+// be reached or does not answer, Dial retries until ctx ends. Then its error wraps ctx.Err() and the error of
+// the last attempt.
 //
-// With Unknown it finds out whether the server is modern or old. A Server of this package counts as modern.
+// If d is Unknown, Dial detects whether the server is modern or old. A Server of this package counts as
+// modern.
 func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
 	return dialStore(ctx, addr, d, firstTimeout)
 }
 
 const (
-	// firstTimeout is how long the first attempt waits for an answer in one dialect. Each attempt doubles it,
-	// up to maxTimeout.
+	// firstTimeout is how long the first attempt waits for an answer in each dialect. Each further attempt
+	// doubles the time, up to maxTimeout.
 	firstTimeout = time.Second
 	maxTimeout   = 10 * time.Second
 )
@@ -80,8 +86,9 @@ func dialStore(ctx context.Context, addr string, d Dialect, timeout time.Duratio
 	return s, nil
 }
 
-// probe chooses the first of the dialects in which the server answers. The modern one must come first:
-// PyTorch's libuv server, the default since 2.4, neither answers an old request nor closes the connection.
+// probe sets s.dialect to the first of the dialects in which the server answers. Modern must come first,
+// because PyTorch's libuv server, the default since 2.4, neither answers a request in an old dialect nor
+// closes the connection.
 func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Duration) error {
 	var failed error
 	for _, d := range dialects {
@@ -99,23 +106,22 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 		if errors.Is(err, context.DeadlineExceeded) {
 			err = fmt.Errorf("no answer for %v: %w", timeout, err)
 		}
-		failed = errors.Join(failed, fmt.Errorf("in the protocol of %v: %w", d, err))
+		failed = errors.Join(failed, fmt.Errorf("using the protocol of %v: %w", d, err))
 	}
 	return failed
 }
 
 const (
-	// probeRequests is how many requests probeDialect sends. After a validation an old server takes them for
-	// the upper half of the length of a key. That length exceeds any memory, so the server closes the
-	// connection. After fewer requests it would wait for the rest of the length, and meanwhile serve no other
-	// client.
+	// probeRequests is how many requests probeDialect sends. An old server takes the validation and these
+	// requests for the length of a key, which is then so great that the server closes the connection. With
+	// fewer requests the server would wait for the rest of the length, and serve no other client meanwhile.
 	probeRequests = 4
-	// maxPlausibleKeys bounds the number of keys. The text that a server of another kind sends decodes to
-	// more.
+	// maxPlausibleKeys bounds the number of keys that a TCPStore can report. If the server is of another kind
+	// and sends text, the text decodes to a greater number.
 	maxPlausibleKeys = 1 << 40
 )
 
-// probeDialect sends a request that every TCPStore answers.
+// probeDialect sends requests that every TCPStore answers, and checks the answers.
 func (s *Store) probeDialect(ctx context.Context) error {
 	return s.exchange(ctx, func(x *exchange) error {
 		for range probeRequests {
@@ -137,11 +143,12 @@ func (s *Store) probeDialect(ctx context.Context) error {
 	})
 }
 
-// conn is a connection without a request in progress.
+// conn is a connection to the server.
 type conn struct {
 	net.Conn
 	in reader
-	// first are bytes that precede the first request. One write sends both, so that no server gets only them.
+	// first has bytes to send before the first request. They are sent in one write with that request, so that
+	// no server receives them without a request.
 	first []byte
 }
 
@@ -179,7 +186,8 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	return c, nil
 }
 
-// release takes a connection back, and closes it unless it can serve another call.
+// release ends the use of a connection by a call. The connection is kept for another call if good is set and
+// there is room, and closed otherwise.
 func (s *Store) release(c *conn, good bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -199,7 +207,7 @@ func (s *Store) number(op opcode) (byte, error) {
 	if i := slices.Index(ops[d], op); i >= 0 {
 		return byte(i), nil
 	}
-	return 0, fmt.Errorf("%w: the PyTorch of the server is too old for %v", store.ErrUnsupported, op)
+	return 0, fmt.Errorf("%w: the server's PyTorch is too old for %v", store.ErrUnsupported, op)
 }
 
 // exchange is the use of a connection by one call.
@@ -209,21 +217,21 @@ type exchange struct {
 	out []byte // requests that were added and not sent yet
 }
 
-// add adds a request.
+// add adds a request to x.out.
 func (x *exchange) add(op opcode, args []byte) error {
 	n, err := x.store.number(op)
 	x.out = append(append(x.out, n), args...)
 	return err
 }
 
-// send sends the requests that were added. Their answers can be read afterwards.
+// send sends the requests in x.out. The caller reads their answers from the result.
 func (x *exchange) send() (*reader, error) {
 	_, err := x.Write(x.out)
 	x.out = x.out[:0]
 	return &x.in, err
 }
 
-// ask adds a request and sends it.
+// ask adds a request and sends x.out.
 func (x *exchange) ask(op opcode, args []byte) (*reader, error) {
 	if err := x.add(op, args); err != nil {
 		return nil, err
@@ -231,7 +239,7 @@ func (x *exchange) ask(op opcode, args []byte) (*reader, error) {
 	return x.send()
 }
 
-// wait waits until all keys are there.
+// wait waits until all keys are present.
 func (x *exchange) wait(keys []string) error {
 	in, err := x.ask(opWait, appendKeys(nil, withPrefix(keys)))
 	if err != nil {
@@ -239,13 +247,14 @@ func (x *exchange) wait(keys []string) error {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != waitStopped {
-		err = fmt.Errorf("malformed answer of the server to a wait: got %d, want %d", b, waitStopped)
+		err = fmt.Errorf("the server answered wait with byte %d, want %d", b, waitStopped)
 	}
 	return err
 }
 
-// whileThere waits until all keys are there, and calls read. If read reports an empty value the key may have
-// been deleted in between, and be there again: a value counts as empty if it is so twice in a row.
+// whileThere waits until all keys are present, and then calls read. If read reports an empty value, the
+// reason may be that a key was deleted after the wait. So whileThere checks the keys again, and accepts an
+// empty value only if all keys are present and read has reported it twice in a row.
 func (x *exchange) whileThere(keys []string, read func() (empty bool, err error)) error {
 	for empties := 0; ; {
 		if err := x.wait(keys); err != nil {
@@ -268,7 +277,7 @@ func (x *exchange) whileThere(keys []string, read func() (empty bool, err error)
 	}
 }
 
-// check reports whether all keys are there.
+// check reports whether all keys are present.
 func (x *exchange) check(keys []string) (bool, error) {
 	in, err := x.ask(opCheck, appendKeys(nil, withPrefix(keys)))
 	if err != nil {
@@ -276,13 +285,13 @@ func (x *exchange) check(keys []string) (bool, error) {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != checkReady && b != checkNotReady {
-		err = fmt.Errorf("malformed answer of the server to a check: got %d, want %d or %d", b, checkReady,
+		err = fmt.Errorf("the server answered check with byte %d, want %d or %d", b, checkReady,
 			checkNotReady)
 	}
 	return b == checkReady, err
 }
 
-// exchange runs f on a connection, until ctx ends.
+// exchange takes a connection and calls f with it. If ctx ends, it makes reads and writes of f fail.
 func (s *Store) exchange(ctx context.Context, f func(x *exchange) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -318,8 +327,8 @@ func (s *Store) failed(op, key string, err error) error {
 	return store.Error(op, key, s.addr, err)
 }
 
-// Set implements store.Store. The protocol has no answer to it, so it waits for the answer to another request
-// that follows it.
+// Set implements store.Store. The server does not answer this request, so Set waits for the answer to another
+// request that follows it.
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
 	if err == nil {
@@ -328,7 +337,8 @@ func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	return s.failed("set", key, err)
 }
 
-// setAndConfirm sends a request that is not answered, and one that is.
+// setAndConfirm sends a request that the server does not answer, and another request, whose answer shows that
+// the first was handled.
 func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error {
 	return s.exchange(ctx, func(x *exchange) error {
 		if err := x.add(op, args); err != nil {
@@ -342,7 +352,7 @@ func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error
 	})
 }
 
-// noKey returns an error for an empty key, which would be valid with its slash.
+// noKey returns an error if key is empty. With the slash before it, an empty key would be valid.
 func noKey(key string) error {
 	if key == "" {
 		return store.CheckKey(key)
@@ -416,7 +426,7 @@ func (s *Store) Add(ctx context.Context, key string, delta int64) (sum int64, er
 	return sum, s.failed("add", key, err)
 }
 
-// ask sends a request that is answered with a number.
+// ask sends a request whose answer is a number.
 func (s *Store) ask(ctx context.Context, op opcode, args []byte) (n int64, err error) {
 	err = s.exchange(ctx, func(x *exchange) error {
 		in, err := x.ask(op, args)
@@ -449,7 +459,8 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 	}
 	swapped = bytes.Equal(actual, desired)
 	if !swapped && bytes.Equal(actual, expected) {
-		actual = nil // the server answers with expected if the key has no value
+		// The server answers with expected if the key has no value.
+		actual = nil
 	}
 	return actual, swapped, nil
 }
@@ -484,18 +495,18 @@ func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) 
 	return ok && err == nil, s.failed("check", fmt.Sprint(keys), err)
 }
 
-// WorkersKey is the key of a server at which the workers of a TCPStore with a world size are counted.
+// WorkersKey is the key in which a TCPStore with a world size counts its workers.
 const WorkersKey = "init/"
 
-// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits, as
-// PyTorch's clients are by their constructor, and returns how many have been counted. Each worker calls it
-// once.
+// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits.
+// PyTorch's clients do this in their constructor. It returns the number of workers counted so far. Each
+// worker calls it once.
 func (s *Store) CountWorker(ctx context.Context) (int64, error) {
 	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, WorkersKey), 1))
 	return n, s.failed("count a worker", WorkersKey, err)
 }
 
-// NumKeys implements store.Store. The server counts keys of its own.
+// NumKeys implements store.Store. The server also counts keys of its own.
 func (s *Store) NumKeys(ctx context.Context) (int64, error) {
 	n, err := s.ask(ctx, opNumKeys, nil)
 	return n, s.failed("number of keys", "", err)

@@ -1,20 +1,22 @@
-// Package c10d is PyTorch's TCPStore protocol: a [Server] to which PyTorch processes of any version connect,
-// on one port, and a [Store] that is a client of PyTorch's own server, as torchrun has one.
+// Package c10d implements PyTorch's TCPStore protocol. PyTorch processes of any version can connect to its
+// [Server], all on one port. Its [Store] is a client of PyTorch's own servers, such as torchrun's.
 //
-// The protocol has no authentication, and no field for it: any process that reaches the port can read and
-// write everything. So a Server belongs on a loopback address, unless the network is trusted.
+// The protocol has no authentication: any process that can connect to the port can read and change
+// everything. So a Server should listen on a loopback address, unless the network is trusted.
 //
-// There are two dialects. Since PyTorch 2.2 a client begins with a validation, and operations are numbered
-// from 1. Before, they were numbered from 0, without one for validation; 2.1 left out watching, which moves
-// what follows. A Server tells them apart: a connection that does not begin with a validation is old, and one
-// that uses an operation which only 2.1 has is of 2.1. Two numbers are ambiguous until then: 7 is watch_key
-// up to 2.0 and delete_key in 2.1, 8 is delete_key up to 2.0 and append in 2.1. A Server takes them for those
-// of 2.0, unless [Config] says otherwise, and refuses watch_key.
+// The protocol has three dialects. Since PyTorch 2.2 a client first sends a validation, and operations are
+// numbered from 1. Before 2.2 there was no validation, and operations were numbered from 0. PyTorch 2.1 had
+// removed watch_key, so the numbers of the operations after it differ from earlier versions. A Server detects
+// the dialect of a client: if the connection does not start with a validation, the client is older than 2.2.
+// If it then uses an operation that only 2.1 has, it is 2.1. Until that, two numbers are ambiguous: 7 is
+// watch_key up to 2.0 and delete_key in 2.1, and 8 is delete_key up to 2.0 and append in 2.1. A Server
+// interprets them as 2.0 does, unless [Config] says otherwise, and refuses watch_key.
 //
-// A Server differs from PyTorch's where that is better for clients of any version:
+// In some cases, a Server behaves better than PyTorch's, for clients of any version:
 //
-//   - compare_set wakes those who wait for the key;
-//   - a wait that its client has given up is forgotten when the next request comes on the connection, so its answer is not
-//     taken for that of another. Old clients give up without saying so;
-//   - no length is believed: memory is taken for bytes that have come.
+//   - compare_set wakes clients that wait for the key.
+//   - Old clients give up a wait without telling the server. When the next request arrives on the connection,
+//     the Server cancels the wait, so that the client does not mistake its answer for the answer to that
+//     request.
+//   - The Server does not trust lengths in requests. It allocates memory as bytes arrive.
 package c10d

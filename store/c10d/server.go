@@ -16,37 +16,38 @@ import (
 )
 
 const (
-	// maxClients is how many connections a server has. An old client has two.
+	// maxClients bounds the number of connections of a server. An old client has two.
 	maxClients = 16 << 10
-	// writeTimeout bounds how long the server waits for a client to read an answer.
+	// writeTimeout bounds how long the server waits until a client receives an answer.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
-	// maxPairsBytes bounds the keys and values of one multi_set, which are all in memory before the first is
-	// stored.
+	// maxPairsBytes bounds the total length of the keys and values in one multi_set. They are all held in
+	// memory until the last has arrived.
 	maxPairsBytes = 64 << 20
 )
 
 // Config configures a Server.
 type Config struct {
-	// Torch21 says that old clients are of PyTorch 2.1, whose operations 7 and 8 are delete_key and append.
-	// Without it they are watch_key, which is refused, and delete_key, until a connection uses an operation
-	// that only 2.1 has.
+	// Torch21 makes the server interpret operations 7 and 8 of old clients as PyTorch 2.1 does: as delete_key
+	// and append. Otherwise it interprets them as earlier versions do: as watch_key, which it refuses, and
+	// delete_key. In any case, if a connection uses an operation that only 2.1 has, the server interprets all
+	// later operations of that connection as 2.1 does.
 	Torch21 bool
-	// Log may be nil.
+	// Log is the log of the server. It may be nil.
 	Log *zap.Logger
 }
 
-// Server serves a HashStore to PyTorch processes. A client that violates the protocol loses its connection,
-// and the log has the reason. A silent client keeps its connection for ever: old clients have a second
-// connection on which they never send anything.
+// Server serves a HashStore to PyTorch processes. If a client violates the protocol, the server closes its
+// connection and logs the reason. It keeps the connection of a silent client open forever, because old
+// clients have a second connection on which they never send anything.
 type Server struct {
 	store   *store.HashStore
 	cfg     Config
 	accepts *dial.Acceptor
 }
 
-// Serve listens on addr, host:port with port 0 for any free one, and serves s until Close. The caller keeps s
-// and closes it.
+// Serve listens on addr, as host:port where port 0 means any free port, and serves s until Close. The caller
+// stays responsible for closing s.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
 	server := &Server{store: s, cfg: cfg}
 	var err error
@@ -82,7 +83,7 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 // session is the server's end of a connection.
 type session struct {
 	store   *store.HashStore
-	ctx     context.Context // ends when the connection does
+	ctx     context.Context // ends when the connection ends
 	conn    net.Conn
 	in      reader
 	dialect Dialect
@@ -90,11 +91,12 @@ type session struct {
 
 	mu      sync.Mutex
 	out     *bufio.Writer
-	waiting context.CancelFunc // cancels the pending wait; nil if there is none
+	waiting context.CancelFunc // cancels the pending wait; nil if none is pending
 	wait    uint64             // number of the last wait
 }
 
-// run serves requests until the connection ends, and returns why: io.EOF if the client left between requests.
+// run serves requests until the connection ends, and returns the reason: io.EOF if the client closed the
+// connection between requests.
 func (c *session) run() error {
 	if err := c.validate(); err != nil {
 		return err
@@ -128,14 +130,14 @@ func (c *session) run() error {
 	}
 }
 
-// validate finds out whether the client is a modern one.
+// validate checks whether the client starts with a validation, which shows that it is modern.
 func (c *session) validate() error {
 	b, err := c.in.Peek(1)
 	if err != nil || b[0] != 0 {
 		return err
 	}
-	// An old client that sets a key begins with 0 as well, but no key is long enough for its length to be
-	// magic.
+	// An old client may start with 0 too, the number of set. Then the length of a key follows, which cannot
+	// be as great as magic.
 	if b, err = c.in.Peek(5); err != nil {
 		return unexpected(err)
 	}
@@ -146,7 +148,7 @@ func (c *session) validate() error {
 	return err
 }
 
-// handle serves one request. An error ends the connection, because the protocol cannot report errors.
+// handle serves one request. Any error ends the connection, because the protocol cannot report errors.
 func (c *session) handle(op opcode) error {
 	if op != opCancelWait {
 		c.forgetWait()
@@ -223,8 +225,8 @@ func (c *session) set() error {
 	return c.store.Set(c.ctx, key, value)
 }
 
-// compareSet does not distinguish an empty value from none, and answers with the expected value if there is
-// neither.
+// compareSet serves compare_set. In this protocol an empty value is the same as no value. If the key has no
+// value and expected is not empty, the answer is expected.
 func (c *session) compareSet() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -255,7 +257,8 @@ func (c *session) compareSet() error {
 	return c.write(appendBytes(nil, actual))
 }
 
-// get answers with an empty value if there is none: clients wait for the key before.
+// get serves get. If the key has no value, the answer is an empty value, because clients wait for the key
+// before.
 func (c *session) get() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -268,7 +271,7 @@ func (c *session) get() error {
 	return c.write(appendBytes(nil, value))
 }
 
-// now returns the current value of a key.
+// now returns the current value of a key, or nil.
 func (c *session) now(key string) ([]byte, error) {
 	value, ok, err := c.store.Look(c.ctx, key)
 	if err != nil || !ok {
@@ -360,7 +363,7 @@ func (c *session) multiSet() error {
 			return err
 		}
 		if numBytes += len(k) + len(v); numBytes > maxPairsBytes {
-			return fmt.Errorf("got more than %d bytes in one call, want at most that", maxPairsBytes)
+			return fmt.Errorf("got more than %d bytes in one call", maxPairsBytes)
 		}
 		keys, values = append(keys, k), append(values, v)
 	}
@@ -383,8 +386,8 @@ func (c *session) queuePop() error {
 	return c.write(appendBytes(appendU64(nil, uint64(max(n, 1))), value))
 }
 
-// startWait answers when all keys are there. Meanwhile it reads on: for the cancellation, or for the next
-// request of a client that gives up without one.
+// startWait serves wait: it answers when all keys are present. The session reads on meanwhile. The next
+// request may cancel the wait, or come from a client that has given up the wait without a cancellation.
 func (c *session) startWait() error {
 	keys, err := c.in.keys()
 	if err != nil {
@@ -418,7 +421,7 @@ func (c *session) startWait() error {
 			}
 		}
 		if err != nil {
-			c.conn.Close() // the store is closed, or the client does not read
+			c.conn.Close() // the store is closed, or the client does not receive
 		}
 	})
 	return nil
@@ -450,7 +453,7 @@ func (c *session) flush() error {
 	return c.flushLocked()
 }
 
-// flushLocked sends what was written. c is locked.
+// flushLocked sends the buffered answers. c.mu is held.
 func (c *session) flushLocked() error {
 	if c.out.Buffered() == 0 {
 		return nil

@@ -10,9 +10,10 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Numbers are little-endian, strings and values a u64 length and bytes, lists a u64 count and their elements.
+// Numbers are little-endian. A string or value is its length, a u64, followed by its bytes. A list is its
+// number of elements, a u64, followed by the elements.
 
-// opcode is an operation, numbered as since PyTorch 2.2.
+// opcode is an operation. Its value is the number that PyTorch 2.2 and later use.
 type opcode uint8
 
 const (
@@ -33,7 +34,7 @@ const (
 	opQueuePush
 	opQueuePop
 	opQueueLen
-	opWatch // sent by old clients only
+	opWatch // only old clients send it
 	numOps
 )
 
@@ -50,10 +51,10 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// magic validates a client.
+// magic is the number with which a client validates itself.
 const magic = 0x3C85F7CE
 
-// Answers of one byte.
+// Answers that consist of one byte.
 const (
 	checkReady    = 0
 	checkNotReady = 1
@@ -61,17 +62,17 @@ const (
 	waitCanceled  = 1
 )
 
-// Dialect is the numbering of operations in a range of PyTorch's versions.
+// Dialect is a range of PyTorch versions that use the same numbers for operations.
 type Dialect uint8
 
 const (
 	// Unknown means that Dial detects the dialect.
 	Unknown Dialect = iota
-	// Modern is that of PyTorch 2.2 and later.
+	// Modern is the dialect of PyTorch 2.2 and later.
 	Modern
-	// Torch21 is that of PyTorch 2.1.
+	// Torch21 is the dialect of PyTorch 2.1.
 	Torch21
-	// Old is that of all versions before.
+	// Old is the dialect of PyTorch before 2.1.
 	Old
 )
 
@@ -79,7 +80,7 @@ func (d Dialect) String() string {
 	return [...]string{"any PyTorch", "PyTorch 2.2 and later", "PyTorch 2.1", "PyTorch before 2.1"}[d]
 }
 
-// ops are the operations of a dialect by their numbers there.
+// ops lists the operations of each dialect. The index of an operation is its number in the dialect.
 var ops = [...][]opcode{
 	Modern: {
 		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend,
@@ -91,11 +92,11 @@ var ops = [...][]opcode{
 		opMultiSet, opCancelWait},
 }
 
-// is21 reports whether a number that an old client sends shows that it is of 2.1. Number 7 does not: before
-// 2.1 it is watch_key, in 2.1 delete_key.
+// is21 reports whether an operation number shows that an old client is PyTorch 2.1. Numbers 7 and 8 do not,
+// because earlier versions use them too.
 func is21(number uint8) bool { return number > 8 }
 
-// reader reads requests, or answers, with bounds on their lengths.
+// reader reads the fields of requests and answers, and bounds their lengths.
 type reader struct {
 	*bufio.Reader
 	scratch []byte
@@ -113,7 +114,7 @@ func (r *reader) u64() (uint64, error) {
 	return binary.LittleEndian.Uint64(b[:]), unexpected(err)
 }
 
-// bytes reads a value, which is valid until the next read.
+// bytes reads a value. The result is valid until the next read.
 func (r *reader) bytes(most int) ([]byte, error) {
 	n, err := r.u64()
 	if err != nil {
@@ -132,7 +133,7 @@ func (r *reader) bytes(most int) ([]byte, error) {
 // keptBytes bounds the buffer that a connection keeps for its next value.
 const keptBytes = 64 << 10
 
-// value reads a value that the caller keeps.
+// value reads a value. The caller may keep the result.
 func (r *reader) value() ([]byte, error) {
 	b, err := r.bytes(store.MaxValueBytes)
 	return append([]byte{}, b...), err
@@ -143,7 +144,7 @@ func (r *reader) key() (string, error) {
 	return string(b), err
 }
 
-// count reads the length of a list.
+// count reads the number of elements of a list.
 func (r *reader) count() (int, error) {
 	n, err := r.u64()
 	if err == nil && n > store.MaxKeys {
@@ -165,7 +166,8 @@ func (r *reader) keys() (keys []string, err error) {
 	return keys, err
 }
 
-// unexpected returns err, or io.ErrUnexpectedEOF for an end in the middle of a request.
+// unexpected returns io.ErrUnexpectedEOF if err is io.EOF, because the stream has ended in the middle of a
+// request. Otherwise it returns err.
 func unexpected(err error) error {
 	if err == io.EOF {
 		return io.ErrUnexpectedEOF
