@@ -16,64 +16,64 @@ import (
 )
 
 const (
-	// maxSlots is one more than the highest slot number. A client can use maxInFlight slots for operations in
-	// flight and as many again for prepared operations that it keeps for later.
+	// maxSlots bounds slot numbers: they are less than maxSlots. A client can use maxInFlight slots for
+	// operations in flight, and as many for prepared operations that it keeps for later.
 	maxSlots = 2 * maxInFlight
-	// looksPerRead is how many times the reader looks at the ring for each read of the socket while it works
-	// for the engine. The read is a system call.
+	// looksPerRead is how many times the reader looks at the ring for each read of the socket while it drives
+	// the engine. It reads the socket less often because a read is a system call.
 	looksPerRead = 32
-	// extraPolls is how many more times the reader looks at the ring before it sleeps, at intervals of
-	// pollInterval, after the client has submitted something that it does not wait for. A client that submits
-	// one operation after another then needs no doorbell for any of them. It also keeps the processor, which
-	// it needs more than the engine does, and the engine receives many operations at once.
+	// extraPolls is how many more times the reader looks at the ring before it sleeps, if the client has
+	// submitted an operation that it does not wait for. pollInterval is the time between two looks. If a
+	// client submits one operation after the other, it then needs no doorbell for any of them. The reader
+	// also leaves the processor to the client meanwhile, and the engine receives many operations at once.
 	extraPolls   = 5
 	pollInterval = 1 // ms
 )
 
 var (
-	// errEnd reports that the connection has ended and the client has not sent Bye.
+	// errEnd means that the connection has ended and the client has not sent Bye.
 	errEnd = errors.New("the client closed the connection without Bye")
-	// errBye reports that the client has sent Bye.
+	// errBye means that the client has sent Bye.
 	errBye = errors.New("the client sent Bye before Shutdown")
 )
 
-// conn is a connection to a client. One goroutine, the reader, reads requests, starts the operations and
-// works for the engine while operations of the connection are in flight. The goroutine that finishes an
-// operation sends its answer.
+// conn is a connection to a client. One goroutine, the reader, reads requests and starts operations. While
+// operations of the connection are in flight, the reader also drives the engine. The goroutine that finishes
+// an operation sends the answer.
 type conn struct {
 	server *Server
 	pid    int
 	in     inbox
 	out    *outbox
 
-	// The following fields belong to the reader.
+	// Only the reader uses the following fields.
 	ring      *ring
-	until     uint64           // a turn starts the submissions with indexes below this
+	until     uint64           // a turn starts only submissions with a lower index
 	pollsLeft int              // how many more times the reader looks at the ring before it sleeps
 	plans     map[uint32]*plan // by slot
-	// looks counts how often drive has looked at the ring.
+	// looks counts how many times drive has looked at the ring.
 	looks int
 
-	// driving is true while the reader works for the engine and sends the doorbells for the goroutines that
-	// finish operations. doorbellOwed is true if the reader has to send a doorbell.
+	// driving is true while the reader drives the engine. Then goroutines that finish an operation leave the
+	// doorbell to the reader, by setting doorbellOwed.
 	driving, doorbellOwed atomic.Bool
-	inFlight              atomic.Int64 // operations in flight
+	inFlight              atomic.Int64 // number of operations in flight
 
 	mu        sync.Mutex
-	busy      map[uint64]struct{} // numbers of requests and operations that are not answered
-	left      bool                // the connection has ended, and the client takes no more results
+	busy      map[uint64]struct{} // numbers of requests and operations without an answer
+	left      bool                // the connection has ended, so the client receives no more results
 	places    map[origin][]byte   // results that the client has not freed
 	announced map[uint32]bool     // arenas of the sidecar that the client knows
-	why       error               // the error that ended the connection
+	why       error               // why the connection was closed
 }
 
-// origin is a position in one of the sidecar's arenas.
+// origin is a position in an arena of the sidecar.
 type origin struct {
 	arena  uint32
 	offset uint64
 }
 
-// newConn returns a connection over the socket fd to the client with process ID pid.
+// newConn returns a connection over the socket fd to the client with the process ID pid.
 func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
 		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd),
@@ -82,8 +82,8 @@ func newConn(s *Server, fd, pid int) *conn {
 	}
 }
 
-// serve serves the client until the connection ends, frees what the connection holds and returns the reason,
-// which is never nil.
+// serve serves the client until the connection ends. Then it frees the resources of the connection and
+// returns the reason for the end, which is never nil.
 func (c *conn) serve() error {
 	var sending sync.WaitGroup
 	sending.Go(c.out.Run)
@@ -100,7 +100,7 @@ func (c *conn) serve() error {
 		c.server.check(arena.Free(b))
 	}
 	c.out.Close()
-	// The outbox's Run may be polling for room in the socket.
+	// Run of the outbox may be waiting for room in the socket. The shutdown of the socket ends that.
 	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
 	c.in.Close()
@@ -111,17 +111,19 @@ func (c *conn) serve() error {
 	return err
 }
 
-// disconnect ends the connection for the reason why. The reader still reads what the client has sent before.
+// disconnect closes the connection for the reason why. The reader still handles data that the client has sent
+// before.
 func (c *conn) disconnect(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.why == nil && !c.left {
 		c.why = why
-		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR) // it fails if the connection has ended already
+		// Shutdown fails if the connection has ended already.
+		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	}
 }
 
-// read serves requests and submissions until the connection ends. It returns the reason, which is never nil.
+// read handles requests and submissions until the connection ends. It returns the reason, which is never nil.
 func (c *conn) read() error {
 	for {
 		if err := c.park(); err != nil {
@@ -137,7 +139,7 @@ func (c *conn) read() error {
 	}
 }
 
-// park blocks until there may be something to do. It returns an error if the connection has ended.
+// park blocks until there may be something to handle. It returns an error if the connection has ended.
 func (c *conn) park() error {
 	if c.ring != nil {
 		for ; c.pollsLeft > 0; c.pollsLeft-- {
@@ -154,15 +156,16 @@ func (c *conn) park() error {
 	return err
 }
 
-// turn handles the frames and submissions that have come and works for the engine. It reports whether there
-// may be more to do.
+// turn handles the frames and submissions that have arrived, and drives the engine. It reports whether there
+// may be more to handle.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
-		c.ring.startLooking() // called in each turn, because the ring may have arrived in the last one
+		// This is done in each turn, because the ring may have arrived in the previous turn.
+		c.ring.startLooking()
 		c.until = c.ring.pending()
 	}
-	// The client sends the frames that a submission refers to before it writes the submission. turn handles
-	// frames first for that reason.
+	// The client sends the frames that a submission refers to before it writes the submission. So turn
+	// handles frames first.
 	came := true
 	for came {
 		if err := c.frames(); err != nil {
@@ -191,11 +194,13 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			c.notifyOverdue() // a client that has no room to send a doorbell has sent frames instead
+			// If a client has no room in the socket for a doorbell, the frames that it has sent serve as one.
+			c.notifyOverdue()
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			c.notifyOverdue() // a doorbell; turn reads the ring in any case
+			// This frame is a doorbell. turn looks at the ring in any case.
+			c.notifyOverdue()
 			continue
 		}
 		if c.out.Unsent() > maxUnsentBytes {
@@ -211,8 +216,8 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions starts the operations that were submitted in the ring up to c.until. It reports whether there
-// were any.
+// submissions starts the operations that the client has submitted in the ring with an index below c.until. It
+// reports whether there were any.
 func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
@@ -236,8 +241,8 @@ func (c *conn) submissions() (some bool, err error) {
 	}
 }
 
-// enter marks the number id as in use and adds weight to the operations in flight. It returns an error if the
-// number is in use already or the limits of the connection are exceeded.
+// enter records that the number id is in use, and adds weight to the number of operations in flight. It
+// returns an error if id is in use already, or if a limit of the connection is exceeded.
 func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -246,7 +251,7 @@ func (c *conn) enter(id uint64, weight int) error {
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.inFlight.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: %d operations and %d requests in flight, want at most %d of each", errFrame, n,
+		return fmt.Errorf("%w: got %d operations and %d requests in flight, want at most %d of each", errFrame, n,
 			len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
@@ -254,7 +259,7 @@ func (c *conn) enter(id uint64, weight int) error {
 	return nil
 }
 
-// leave reverses enter.
+// leave undoes enter.
 func (c *conn) leave(id uint64, weight int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -262,8 +267,8 @@ func (c *conn) leave(id uint64, weight int) {
 	c.inFlight.Add(-int64(weight))
 }
 
-// submit starts an operation. An error of submit ends the connection; other errors are sent to the client as
-// answers.
+// submit starts an operation. If submit returns an error, the caller closes the connection. Other errors are
+// sent to the client as the answer.
 func (c *conn) submit(p *plan, id uint64) error {
 	if err := c.enter(id, p.weight()); err != nil {
 		return err
@@ -278,13 +283,13 @@ func (c *conn) submit(p *plan, id uint64) error {
 	return nil
 }
 
-// done is called once, when the operation o, which was started, has finished with err.
+// done is called once, when the started operation o has finished with err.
 func (o *operation) done(err error) {
 	o.conn.server.operations.Add(1)
 	o.answer(err)
 }
 
-// answer releases the memory that o uses and sends the client the outcome of o.
+// answer releases the memory that o uses and sends the client the result of o, or err.
 func (o *operation) answer(err error) {
 	c := o.conn
 	c.server.check(c.server.memory.unuse(o.uses))
@@ -311,21 +316,22 @@ func (o *operation) answer(err error) {
 	}
 }
 
-// handOver hands the results of o to the client; the completion a describes them. If the client has left, or
-// cannot be given access to the memory, handOver frees the results.
+// handOver hands the results of o, which a describes, to the client. If the client has left, or cannot be
+// given access to the memory, handOver frees the results.
 func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
 	if o.allocated == nil {
 		return nil
 	}
 	given, err := c.announce(o, a)
-	if !given { // without mu, because freeing may call Server.chunkRemoved, which takes it
+	// The caller does not hold mu here, because freeing may call Server.chunkRemoved, which acquires mu.
+	if !given {
 		o.freeOutputs()
 	}
 	return err
 }
 
-// announce sends the client the arenas of its results that it does not know yet, and records the results as
-// held by the client. It reports whether there is a client.
+// announce sends the client the arenas that contain its results and that it does not know yet. Then it
+// records that the client holds the results. It reports whether the client is still there.
 func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -352,7 +358,7 @@ func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err 
 	return true, nil
 }
 
-// announceRemoval tells the client that an arena that it knows has been removed.
+// announceRemoval tells the client that an arena was removed, if the client knows the arena.
 func (c *conn) announceRemoval(number uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -363,28 +369,30 @@ func (c *conn) announceRemoval(number uint32) {
 	}
 }
 
-// notifyLater sends the doorbell, or leaves it to the reader, which may send one for many completions.
+// notifyLater sends a doorbell now. If the reader is driving the engine, it leaves the doorbell to the reader
+// instead, which may send one for many completions.
 func (c *conn) notifyLater() {
 	if c.driving.Load() {
 		c.doorbellOwed.Store(true)
 		if c.driving.Load() || !c.doorbellOwed.Swap(false) {
-			return // drive checks doorbellOwed again after it has stopped driving
+			// The reader checks doorbellOwed again after it has stopped driving.
+			return
 		}
 	}
 	c.out.SendDoorbell()
 }
 
-// notifyOverdue sends the doorbell if there are completions that the client did not want to be notified of
-// before, but waits for now.
+// notifyOverdue sends a doorbell if there are completions for which the client wanted no doorbell at first,
+// but wants one now.
 func (c *conn) notifyOverdue() {
 	if c.ring != nil && c.ring.overdue() {
 		c.out.SendDoorbell()
 	}
 }
 
-// drive works for the engine while operations are in flight. It returns when something comes from the client,
-// the client does not wait for completions, nothing happens for a while, or no operation is left. It reports
-// whether something has come.
+// drive drives the engine while operations are in flight. It returns if something arrives from the client, if
+// the client does not wait for completions, if nothing happens for a while, or if no operation is left. It
+// reports whether something has arrived.
 func (c *conn) drive() (came bool, err error) {
 	run := c.server.running.Load()
 	if run == nil {
@@ -415,7 +423,7 @@ func (c *conn) drive() (came bool, err error) {
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 
-// reply sends an answer or a notice, with the descriptor fd unless that is -1.
+// reply sends an answer or a notice. It also sends the descriptor fd, unless fd is -1.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
 		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid),
@@ -423,7 +431,7 @@ func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	}
 }
 
-// answer sends the answer to request id: r, or err if there is one.
+// answer sends the answer to request id: err if that is not nil, else r.
 func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.leave(id, 0)
 	if r == nil || err != nil {
@@ -436,7 +444,7 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.reply(r, -1)
 }
 
-// request handles one request. An error of request ends the connection.
+// request handles one request. If it returns an error, the caller closes the connection.
 func (c *conn) request(q *sidecarpb.Request) error {
 	switch what := q.What.(type) {
 	case *sidecarpb.Request_Free:
@@ -457,7 +465,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	case *sidecarpb.Request_Prepare:
 		slot := what.Prepare.GetSlot()
 		if slot >= maxSlots {
-			return fmt.Errorf("%w: slot %d, want less than %d", errFrame, slot, maxSlots)
+			return fmt.Errorf("%w: got slot %d, want less than %d", errFrame, slot, maxSlots)
 		}
 		c.plans[slot] = newPlan(what.Prepare.GetOperation())
 		return nil
@@ -466,7 +474,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return err
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
-		// Submissions that the client made before the shutdown still run.
+		// Operations that the client has submitted before the Shutdown are still executed.
 		c.until = c.ring.pending()
 		if _, err := c.submissions(); err != nil {
 			return err
@@ -476,7 +484,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	return nil
 }
 
-// now sends the answer to a request that was handled without waiting.
+// now sends the answer to a request that was handled at once.
 func (c *conn) now(id uint64, err error) error {
 	if entered := c.enter(id, 0); entered != nil {
 		return entered
@@ -493,7 +501,7 @@ func asUsage(op string, err error) error {
 	return usage(op, "", err)
 }
 
-// takeRing maps the ring whose descriptor came with a request.
+// takeRing maps the ring whose descriptor has arrived with a request.
 func (c *conn) takeRing(numBytes uint64) error {
 	fd, err := c.in.Descriptor()
 	if err != nil {
@@ -508,7 +516,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 		return err
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("the ring's file has %d bytes, want the %d of the request", got,
+		return errors.Join(fmt.Errorf("the ring's file has %d bytes, want %d as in the request", got,
 			numBytes), s.Close())
 	}
 	r, err := newRing(s)
@@ -519,8 +527,8 @@ func (c *conn) takeRing(numBytes uint64) error {
 	return nil
 }
 
-// free frees a result that the client gives back. It logs and ignores a position at which the client has no
-// result.
+// free frees a result that the client gives back. If the client holds no result at this position, free logs
+// that and does nothing.
 func (c *conn) free(at origin) {
 	c.mu.Lock()
 	b := c.places[at]

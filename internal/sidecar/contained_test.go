@@ -84,8 +84,8 @@ func TestUsage(t *testing.T) {
 			"input at byte 2":          good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
 			"output at byte 66":        good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
 			"overlap in arena 1":       good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
-			"no arena 9 exists":        good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
-			"no arena 2147483649": good(func(o *op, tt *tens) {
+			"arena 9 does not exist":   good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
+			"arena 2147483649 does not exist": good(func(o *op, tt *tens) {
 				tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16}
 			}),
 			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
@@ -125,8 +125,8 @@ func TestUsage(t *testing.T) {
 		id = c.Push(1)
 		c.Doorbell()
 		c.Pop()
-		refused(t, "a dropped arena", c.Reply(id), classUsage, "no arena 1")
-		refused(t, "dropped twice", c.Call(sidecartest.DropArena(1)), classUsage, "no arena 1")
+		refused(t, "a dropped arena", c.Reply(id), classUsage, "arena 1 does not exist")
+		refused(t, "dropped twice", c.Call(sidecartest.DropArena(1)), classUsage, "arena 1 does not exist")
 	})
 }
 
@@ -336,8 +336,8 @@ func TestGarbage(t *testing.T) {
 		"slot 131072": func(c *client) {
 			c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1)))
 		},
-		"a frame that takes none": func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
-		"2 or more descriptors":   func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
+		"a frame that needs none": func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
+		"at least 2 descriptors":  func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
 		"with a doorbell":         func(c *client) { c.Write([]byte{0}, memfd(c)) },
 		"without Bye": func(c *client) {
 			frame := c.Frame(sidecartest.Status())
@@ -356,7 +356,7 @@ func TestGarbage(t *testing.T) {
 			c.RingBytes[64] = 17
 			c.Doorbell()
 		},
-		"0x1 after the slot": func(c *client) {
+		"reserved bytes 0x1": func(c *client) {
 			c.Ring(16)
 			c.RingBytes[4096], c.RingBytes[4096+12], c.RingBytes[64] = 1, 1, 1
 			c.Doorbell()

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Classes of errors, as docs/sidecar.md numbers them.
+// Classes of errors, with the numbers of docs/sidecar.md.
 const (
 	classUsage = 1 + iota
 	classDuplicate
@@ -22,12 +22,13 @@ const (
 	classInternal
 )
 
-// usage returns err as an error that the client has caused, of the same type as the errors of package hvd.
+// usage returns err as an error that the client has caused. It has the same type as such errors of package
+// hvd.
 func usage(op, tensor string, err error) error {
 	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }
 
-// describe returns err in the form in which it is sent to a client.
+// describe converts err to the form in which it is sent to a client.
 func describe(err error) *sidecarpb.Error {
 	e := &sidecarpb.Error{Class: classOf(err), Text: err.Error()}
 	if of, ok := errors.AsType[*engine.OpError](err); ok {
@@ -45,7 +46,7 @@ func describe(err error) *sidecarpb.Error {
 	return e
 }
 
-// classOf returns the class of err, as docs/sidecar.md numbers the classes.
+// classOf returns the class of err.
 func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*tensorqueue.DuplicateNameError](err); ok {
 		return classDuplicate
@@ -56,7 +57,7 @@ func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*engine.PeerError](err); ok {
 		return classPeer
 	}
-	// This comes before ErrShutDown, because a StallError is an ErrShutDown too.
+	// This check comes before the check for ErrShutDown, because a StallError is an ErrShutDown too.
 	if _, ok := errors.AsType[*engine.StallError](err); ok {
 		return classStall
 	}

@@ -13,31 +13,31 @@ import (
 )
 
 const (
-	// magic and version are sent in the greeting.
+	// magic and version make up the greeting.
 	magic   = "GHVD"
 	version = 2
-	// maxFrameBytes is the most bytes in a frame, without its length prefix.
+	// maxFrameBytes bounds the length of a frame, without its length prefix.
 	maxFrameBytes = 16 << 20
-	// maxInFlight is the most operations of a connection that can be in flight.
+	// maxInFlight bounds the number of operations of a connection that are in flight.
 	maxInFlight = 1 << 16
-	// ownArenas is the lowest number of an arena of the sidecar's own. The number is ownArenas plus the ID of
-	// the chunk.
+	// ownArenas is the lowest number of the sidecar's own arenas. Such a number is ownArenas plus the ID of a
+	// chunk.
 	ownArenas = 1 << 31
 
-	// maxHeadBytes is the size of the length prefix of the longest frame.
+	// maxHeadBytes bounds the size of the length prefix. The longest frame needs that many bytes.
 	maxHeadBytes = 4
 
-	// readBytes is the least room in the buffer for one read. keptBytes is the largest buffer that is kept
-	// when nothing is unread.
+	// readBytes is the minimum room in the buffer for one read. keptBytes is the maximum size of a buffer
+	// that is kept when all its bytes have been used.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
 )
 
-// errFrame is wrapped by errors about data that breaks the protocol. It ends the connection.
+// errFrame is an error in data that breaks the protocol. Other errors wrap it. The connection is closed then.
 var errFrame = errors.New("protocol error")
 
-// cutFrame returns the body of the first frame in b and the number of bytes of the whole frame, 0 if it has
-// not come in full.
+// cutFrame returns the body of the first frame in b, and the number of bytes of the whole frame, which is 0
+// if the frame is incomplete.
 func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
 	switch {
@@ -51,18 +51,18 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	return b[head : head+int(n)], head + int(n), nil
 }
 
-// inbox reads from a connection and holds the bytes and descriptors that were not used yet. It is for one
-// goroutine at a time.
+// inbox reads from a connection, and keeps the bytes and descriptors that have not been used yet. Only one
+// goroutine may use it at a time.
 type inbox struct {
 	FD  int // the socket, which the caller owns
 	buf []byte
-	at  int // index in buf of the first unread byte
+	at  int // index of the first unused byte
 	fds []int
 	oob [128]byte
 }
 
-// Fill reads from the socket once. If wait is true, it blocks until something comes. It reports whether
-// something has come. At the end of the connection the error is errEnd.
+// Fill reads from the socket once. If wait is set, it blocks until something arrives. It reports whether
+// something has arrived. If the connection has ended, the error is errEnd.
 func (i *inbox) Fill(wait bool) (bool, error) {
 	switch {
 	case i.at == len(i.buf):
@@ -73,7 +73,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
 	}
 	if len(i.buf) == cap(i.buf) {
-		// buf grows with the bytes that have come, not with the length that a frame announces.
+		// The buffer grows with the bytes that have arrived, not with the length that a frame announces.
 		i.buf = slices.Grow(i.buf, readBytes)
 	}
 	flags := unix.MSG_CMSG_CLOEXEC
@@ -102,14 +102,17 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 	}
 }
 
-// Wait waits until something can be read, at most ms milliseconds, and reports whether something can.
+// Wait waits for at most ms milliseconds until something can be read. It reports whether something can be
+// read.
 func (i *inbox) Wait(ms int) bool {
 	fds := [1]unix.PollFd{{Fd: int32(i.FD), Events: unix.POLLIN}}
 	n, err := unix.Poll(fds[:], ms)
-	return n > 0 || err != nil && err != unix.EINTR // if the socket is broken, Fill returns the error
+	// If the socket is broken, Wait returns true, and Fill then returns the error.
+	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// take keeps the descriptors that came with a read. It returns an error if more than one is held.
+// take keeps the descriptors that have arrived with a read. It returns an error if it would keep more than
+// one.
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -126,14 +129,14 @@ func (i *inbox) take(oob []byte, flags int) error {
 		i.fds = append(i.fds, fds...)
 	}
 	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: %d or more descriptors came with a frame, want at most 1", errFrame,
+		return fmt.Errorf("%w: at least %d descriptors came with a frame, want at most 1", errFrame,
 			len(i.fds))
 	}
 	return nil
 }
 
-// Next returns the body of the next frame that has come in full; ok is false if there is none. The body is
-// valid until the next Fill.
+// Next returns the body of the next complete frame. If there is none, ok is false. The body is valid until
+// the next Fill.
 func (i *inbox) Next() (body []byte, ok bool, err error) {
 	body, n, err := cutFrame(i.buf[i.at:])
 	if n == 0 || err != nil {
@@ -143,7 +146,7 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 	return body, true, nil
 }
 
-// Descriptor returns the descriptor that came with the frame. The caller closes it.
+// Descriptor returns the descriptor that has arrived with the current frame. The caller must close it.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
 		return -1, errors.New("no descriptor came with the request")
@@ -153,15 +156,15 @@ func (i *inbox) Descriptor() (int, error) {
 	return fd, nil
 }
 
-// Spare returns an error if a descriptor came that no frame has taken and no unread bytes are left.
+// Spare returns an error if all bytes have been used and a descriptor is left that no frame has taken.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
-		return fmt.Errorf("%w: a descriptor came with a frame that takes none", errFrame)
+		return fmt.Errorf("%w: a descriptor came with a frame that needs none", errFrame)
 	}
 	return nil
 }
 
-// Close closes the descriptors that were not taken.
+// Close closes the descriptors that no frame has taken.
 func (i *inbox) Close() {
 	for _, fd := range i.fds {
 		_ = unix.Close(fd) // the descriptor was never used
@@ -169,8 +172,7 @@ func (i *inbox) Close() {
 	i.fds = nil
 }
 
-// readRequest decodes the body of a frame. It returns an error that wraps errFrame if that is no valid
-// request.
+// readRequest decodes the body of a frame. If the body is not a valid request, the error wraps errFrame.
 func readRequest(body []byte) (*sidecarpb.Request, error) {
 	q := new(sidecarpb.Request)
 	if err := proto.Unmarshal(body, q); err != nil {

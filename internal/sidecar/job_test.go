@@ -183,7 +183,7 @@ func TestDisagreement(t *testing.T) {
 			"x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
 		if r == 0 { // rank 1 need not do this: its operation completes together with rank 0's
-			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "no arena")
+			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "arena 9 does not exist")
 		}
 		if a := c.Await(first); a.Error != nil {
 			t.Error(a)

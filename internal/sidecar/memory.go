@@ -13,14 +13,14 @@ import (
 )
 
 const (
-	// maxArenaBytes is the largest size of a client's arena.
+	// maxArenaBytes bounds the size of a client's arena.
 	maxArenaBytes = 1 << 40
-	// maxArenas is the most arenas of all clients together. Each takes a descriptor and a mapping here and at
-	// every peer.
+	// maxArenas bounds the number of arenas of all clients together, because each arena takes a descriptor
+	// and a mapping in this process and in every peer.
 	maxArenas = 4096
 )
 
-// memory is the set of the clients' arenas, by number.
+// memory holds the arenas of all clients, by number.
 type memory struct {
 	mu  sync.Mutex
 	all map[uint32]*clientArena
@@ -29,19 +29,19 @@ type memory struct {
 // clientArena is an arena of a client.
 type clientArena struct {
 	number uint32
-	id     uint32 // ID of the chunk
+	id     uint32 // ID of the chunk in package arena
 	bytes  []byte
 	owner  *conn
-	users  int  // uses by operations in flight, one for each place of each tensor
-	left   bool // the owner has gone; the end of the last use removes the arena
+	users  int  // number of uses by operations in flight: one for each place of each tensor
+	left   bool // the owner has left, so the end of the last use removes the arena
 }
 
-// add maps the arena behind fd and records it under its number for owner. It takes over fd, also if it
-// returns an error.
+// add maps the arena in the file fd and records it, under its number, as an arena of owner. It takes
+// ownership of fd, even if it returns an error.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
 	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
-		return fmt.Errorf("arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
+		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
 			numBytes)
 	}
 	m.mu.Lock()
@@ -51,33 +51,34 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 		if m.all[number] != nil {
 			return fmt.Errorf("arena %d exists already", number)
 		}
-		return fmt.Errorf("arena %d: %d arenas exist, want at most %d", number, len(m.all), maxArenas)
+		return fmt.Errorf("arena %d: %d arenas exist already, which is the limit", number, len(m.all))
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {
 		return fmt.Errorf("arena %d: %w", number, err)
 	}
 	if got := uint64(len(s.Bytes())); got != numBytes {
-		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want the %d of the request", number,
+		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want %d as in the request", number,
 			got, numBytes), s.Close())
 	}
 	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
 	return nil
 }
 
-// of returns the arena with a number, or an error if owner has none with that number. The caller holds mu.
+// of returns the arena with the given number. It returns an error if owner has no such arena. The caller
+// holds mu.
 func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
 	g := m.all[number]
 	switch {
 	case g == nil:
-		return nil, fmt.Errorf("no arena %d exists", number)
+		return nil, fmt.Errorf("arena %d does not exist", number)
 	case g.owner != owner:
 		return nil, fmt.Errorf("arena %d belongs to another client", number)
 	}
 	return g, nil
 }
 
-// drop removes an arena of owner. It returns an error if operations in flight use it.
+// drop removes an arena of owner. It returns an error if an operation in flight uses the arena.
 func (m *memory) drop(owner *conn, number uint32) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -97,7 +98,7 @@ func (m *memory) remove(g *clientArena) error {
 	return arena.Abandon(g.id)
 }
 
-// leave removes the arenas of owner, each as soon as no operation uses it.
+// leave removes all arenas of owner. If operations use an arena, it is removed when the last of them ends.
 func (m *memory) leave(owner *conn) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -113,8 +114,9 @@ func (m *memory) leave(owner *conn) error {
 	return errors.Join(errs...)
 }
 
-// use sets the memory of each place of an operation of owner, and keeps its arenas mapped until unuse. It
-// returns uses with those arenas appended, once for each place. With an error nothing is in use.
+// use looks up the memory of each place of an operation of owner, sets it in the place, and keeps the arenas
+// mapped until unuse. It returns uses with these arenas appended, one for each place. If it returns an error,
+// nothing is in use.
 func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -128,7 +130,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 		}
 		g, err := m.of(owner, p.arena)
 		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
-			err = fmt.Errorf("%d bytes from byte %d are not in arena %d, which has %d bytes", p.numBytes,
+			err = fmt.Errorf("got %d bytes from byte %d of arena %d, which has only %d bytes", p.numBytes,
 				p.offset, p.arena, len(g.bytes))
 		}
 		if err != nil {
@@ -144,7 +146,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 	return uses, nil
 }
 
-// unuse reverses use, and removes arenas whose owner has left and that no operation uses any more.
+// unuse undoes use. It removes the arenas that have no uses any more and whose owner has left.
 func (m *memory) unuse(uses []*clientArena) error {
 	if len(uses) == 0 {
 		return nil
@@ -160,8 +162,8 @@ func (m *memory) unuse(uses []*clientArena) error {
 	return errors.Join(errs...)
 }
 
-// chunks holds the chunks of the sidecar's own allocator. A client receives a chunk's descriptor when results
-// of the client are in it.
+// chunks holds the chunks of the sidecar's own allocator, by ID. A client gets the descriptor of a chunk when
+// the chunk contains a result of the client.
 type chunks struct {
 	mu  sync.Mutex
 	all map[uint32]*shmem.Segment
@@ -179,8 +181,8 @@ func (c *chunks) removed(id uint32) {
 	delete(c.all, id)
 }
 
-// announcement returns the notice of chunk id for a client and a descriptor to send with it. The caller makes
-// sure that the chunk stays, because there is a tensor in it.
+// announcement returns the notice that tells a client about chunk id, and a descriptor to send with it. The
+// caller must ensure that the chunk is not removed. It is not removed while a tensor is in it.
 func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -188,8 +190,7 @@ func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	if s == nil {
 		return nil, -1, fmt.Errorf("chunk %d was removed", id)
 	}
-	// The seals make sure that the client can only read the chunk. In a job of one rank no other part of the
-	// program has sealed it.
+	// With the seals, the client can only read the chunk. In a job of one rank, no other code has sealed it.
 	if err := s.Seal(); err != nil {
 		return nil, -1, fmt.Errorf("chunk %d: %w", id, err)
 	}

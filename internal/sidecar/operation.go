@@ -19,10 +19,10 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// maxTensors is the most tensors of a group.
+// maxTensors bounds the number of tensors in a group.
 const maxTensors = maxInFlight
 
-// plan is an operation as a client has described it. It can be run any number of times.
+// plan is an operation as a client has described it. It can be executed any number of times.
 type plan struct {
 	rank.Call
 	set     int // ID of the process set
@@ -31,15 +31,15 @@ type plan struct {
 	grouped bool
 	tensors []tensorSpec
 	places  []location // two for each tensor: input and output
-	// parts is the tensors of a group that is one request, and whole is their elements as one shape. For
-	// other operations parts is nil.
+	// parts has the tensors of a grouped allreduce, which is one request, and whole has all their elements as
+	// one shape. For other operations parts is nil.
 	parts message.Parts
 	whole tensor.Shape
-	makes bool  // the sidecar allocates at least one output
-	wrong error // why the plan cannot be run; nil if it can
+	makes bool  // whether the sidecar allocates at least one output
+	wrong error // why the plan cannot be executed; nil if it can
 }
 
-// tensorSpec is the element type and shape of a tensor as a client has described them.
+// tensorSpec is the element type and the shape of a tensor, as a client has described them.
 type tensorSpec struct {
 	dtype tensor.DType
 	shape tensor.Shape
@@ -50,12 +50,12 @@ type location struct {
 	arena            uint32
 	offset, numBytes uint64
 	none             bool // set for an output that the sidecar allocates
-	// to is the memory itself, set for one run.
+	// to is the memory of the tensor. It is set for each execution.
 	to []byte
 }
 
-// newPlan returns the plan for a client's description. It checks what can be checked before the operation is
-// run. If something is wrong, the wrong field of the plan is a usage error.
+// newPlan returns the plan for a client's description. It makes the checks that are possible before the
+// operation is executed. If one fails, the field wrong of the plan is set to a usage error.
 func newPlan(o *sidecarpb.Operation) *plan {
 	kind := message.Kind(min(o.GetKind(), math.MaxUint8))
 	misuse := func(format string, args ...any) *plan {
@@ -129,7 +129,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	return p
 }
 
-// timeoutOf returns a timeout that a client has given in seconds. 0 means the timeout of the settings.
+// timeoutOf converts a timeout that a client has given in seconds. 0 means the timeout of the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
 		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns",
@@ -184,8 +184,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	return nil
 }
 
-// overlaps returns an error if memory that is written overlaps other memory of the operation. Inputs may
-// overlap each other, and an output may be the same memory as its input.
+// overlaps returns an error if memory that the operation writes overlaps other memory of the operation.
+// Inputs may overlap each other, and an output may be the same memory as its input.
 func (p *plan) overlaps() error {
 	type stretch struct {
 		*location
@@ -196,7 +196,7 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			continue // an operation in place: the input stands for both
+			continue // the tensor is in place, and the input stands for both
 		}
 		all = append(all, at)
 	}
@@ -204,8 +204,8 @@ func (p *plan) overlaps() error {
 	slices.SortFunc(all, func(a, b stretch) int {
 		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
 	})
-	// Of the stretches so far in this arena, reads is the one that reaches farthest, and writes the one that
-	// reaches farthest of those written.
+	// Among the stretches so far in this arena, reads is the stretch with the greatest end, and writes is the
+	// stretch with the greatest end among those that are written.
 	var reads, writes stretch
 	for i, s := range all {
 		if i == 0 || s.arena != all[i-1].arena {
@@ -226,7 +226,7 @@ func (p *plan) overlaps() error {
 	return nil
 }
 
-// end returns the offset of the end of p in its arena. If that exceeds 2^64-1 it returns 2^64-1, which is
+// end returns the offset in the arena at which p ends. If that exceeds 2^64-1, it returns 2^64-1, which is
 // outside of every arena.
 func (p *location) end() uint64 {
 	if p.offset > math.MaxUint64-p.numBytes {
@@ -240,22 +240,24 @@ func (p *location) same(q *location) bool {
 	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 
-// weight returns how many operations in flight p counts for: one for each tensor, at least one.
+// weight returns how many operations p counts for in the limit on operations in flight: one for each tensor,
+// and at least one.
 func (p *plan) weight() int { return max(len(p.tensors), 1) }
 
-// operation is one run of a plan.
+// operation is one execution of a plan.
 type operation struct {
 	plan *plan
 	conn *conn
 	id   uint64
 	uses []*clientArena
 	set  *rank.Set
-	// entries has one entry for each tensor, or a single entry with Parts for a group that is one request.
+	// entries has one entry for each tensor. For a grouped allreduce, which is one request, it has a single
+	// entry with Parts.
 	entries []entry
-	left    atomic.Int64          // entries that are not done
-	failed  atomic.Pointer[error] // why the first output could not be allocated
-	// allocated are the outputs that the sidecar has allocated, by tensor. It is nil if the client gives all
-	// outputs.
+	left    atomic.Int64          // number of entries that are not done
+	failed  atomic.Pointer[error] // why the first failed allocation of an output failed
+	// allocated has the outputs that the sidecar has allocated, by tensor. It is nil if the client provides
+	// all outputs.
 	allocated [][]byte
 }
 
@@ -265,8 +267,9 @@ type entry struct {
 	err error // set when the entry is done
 }
 
-// newOperation returns a run of p whose memory is in use until answer is called. With an error no memory is
-// in use, and the operation can only be answered.
+// newOperation returns an execution of p, and marks its memory as in use until answer is called. If
+// newOperation returns an error, no memory is in use, and answer is the only method that may be called on the
+// operation.
 func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	o := &operation{plan: p, conn: c, id: id}
 	if p.wrong != nil {
@@ -292,7 +295,7 @@ func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	return o, nil
 }
 
-// buffers returns pointers to the input and the output buffer of tensor i in its entry.
+// buffers returns pointers to the input buffer and the output buffer of tensor i in its entry.
 func (o *operation) buffers(i int) (in, out *[]byte) {
 	if parts := o.entries[0].Parts; parts != nil {
 		return &parts[i].Input, &parts[i].Output
@@ -353,7 +356,8 @@ func (r rankRunner) Begin(o *operation) error {
 	return c.Submit(queued[0])
 }
 
-// place sets the description of tensor i in its entry, and checks or allocates its output.
+// place copies the type and shape of tensor i to its entry. It checks the size of the output, or allocates
+// the output.
 func (o *operation) place(c *rank.Call, i int) (err error) {
 	in, out := o.buffers(i)
 	numBytes, t := len(*in), &o.plan.tensors[i] // numBytes becomes the size of the output
@@ -367,7 +371,8 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 			}
 			e.Request.Root = topo.Rank(o.plan.root)
 		case message.Reducescatter:
-			if len(t.shape) > 0 { // a scalar has no rows: the negotiation reports the error at all ranks
+			// A scalar has no rows. The negotiation reports that error at all ranks.
+			if len(t.shape) > 0 {
 				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
 			}
 		case message.Allgather, message.Alltoall:
@@ -376,7 +381,8 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 					return err
 				}
 			}
-			if *out == nil { // the size of the output is not known yet
+			// The size of the output is not known yet.
+			if *out == nil {
 				e.Allocate = func(numBytes int) []byte {
 					b, err := o.allocate(i, numBytes)
 					if err != nil {
@@ -411,7 +417,7 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	return b, err
 }
 
-// finished records that entry e has completed with err; it is the Done function of e. The last entry to
+// finished records that the entry e has completed with err. It is the Done function of e. The last entry to
 // complete ends the operation.
 func (o *operation) finished(e *entry, err error) {
 	if o.plan.Kind == message.Join {
@@ -424,7 +430,8 @@ func (o *operation) finished(e *entry, err error) {
 	for i := range o.entries {
 		if err := o.entries[i].err; err != nil {
 			if why := o.failed.Load(); why != nil {
-				err = *why // the engine's error says only that there is no memory
+				// The engine's error says only that there is no memory.
+				err = *why
 			}
 			o.done(err)
 			return
@@ -463,7 +470,7 @@ func (o *operation) shape(i int) tensor.Shape {
 	return shape
 }
 
-// freeOutputs frees the outputs that were allocated.
+// freeOutputs frees the outputs that the sidecar has allocated.
 func (o *operation) freeOutputs() {
 	for _, b := range o.allocated {
 		if b != nil {
@@ -473,14 +480,15 @@ func (o *operation) freeOutputs() {
 	o.allocated = nil
 }
 
-// plain reports whether the outcome of o is known from the fact of its success. If the sidecar allocates an
-// output, the client needs the output's shape, also if it has no bytes and nothing was allocated.
+// plain reports whether success is all that the client has to learn about the result of o. It is false if the
+// sidecar allocates an output, because the client needs the shape of the output, even if the output is empty
+// and nothing was allocated.
 func (o *operation) plain() bool {
 	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
 }
 
-// completion returns the answer of an operation that has succeeded. An empty result that the sidecar made has
-// no arena.
+// completion returns the answer to an operation that has succeeded. If the sidecar provides an output and
+// that is empty, its arena is 0.
 func (o *operation) completion() *sidecarpb.Completion {
 	a := new(sidecarpb.Completion)
 	switch o.plan.Kind {

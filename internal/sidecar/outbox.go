@@ -9,18 +9,18 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// maxUnsentBytes is how many bytes may wait for the other end to read before Room blocks.
+// maxUnsentBytes bounds the queued bytes with which Room returns at once.
 const maxUnsentBytes = 1 << 20
 
 // doorbell is a frame of length 0.
 var doorbell = []byte{0}
 
-// outbox sends over a connection. Its methods do not block, except Room and Run: what does not fit in the
-// socket is queued, and Run sends it. The queue is bounded if its user bounds the number of unanswered
-// requests or calls Room. The methods are safe for concurrent use.
+// outbox sends over a connection. Its methods do not block, except Room and Run. If the socket has no room
+// for a frame, the frame is queued, and Run sends it. The user of the outbox has to bound the queue, by
+// bounding the number of unanswered requests or by calling Room. The methods are safe for concurrent use.
 type outbox struct {
 	fd int
-	// wake tells Run that something is queued.
+	// wake tells Run that something is in the queue.
 	wake chan struct{}
 
 	mu     sync.Mutex
@@ -30,21 +30,21 @@ type outbox struct {
 	closed bool
 }
 
-// packet is some frames, or the unsent rest of them. The descriptor fd, unless it is -1, is sent with the
-// first byte.
+// packet has one or more frames, or the rest of them that has not been sent. If fd is not -1, it is a
+// descriptor that is sent with the first byte.
 type packet struct {
 	data []byte
 	fd   int
 }
 
-// newOutbox returns an outbox that sends over the socket fd, which remains the caller's to close.
+// newOutbox returns an outbox that sends over the socket fd. The caller stays responsible for closing fd.
 func newOutbox(fd int) *outbox {
 	o := &outbox{fd: fd, wake: make(chan struct{}, 1)}
 	o.less.L = &o.mu
 	return o
 }
 
-// Send sends a message, together with the descriptor fd unless that is -1. It closes fd.
+// Send sends a message. It also sends the descriptor fd, unless that is -1, and closes fd.
 func (o *outbox) Send(m proto.Message, fd int) error {
 	data := protowire.AppendVarint(nil, uint64(proto.Size(m)))
 	data, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(data, m)
@@ -56,8 +56,8 @@ func (o *outbox) Send(m proto.Message, fd int) error {
 	return nil
 }
 
-// Put sends frames, together with the descriptor fd unless that is -1, and closes fd, as Send does. It takes
-// over data.
+// Put sends encoded frames. It also sends the descriptor fd, unless that is -1, and closes fd. It takes
+// ownership of data.
 func (o *outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -77,25 +77,25 @@ func (o *outbox) Put(data []byte, fd int) {
 	}
 }
 
-// SendDoorbell sends a doorbell, unless the other end has something else to read.
+// SendDoorbell sends a doorbell, unless the client has other bytes to read.
 func (o *outbox) SendDoorbell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed || len(o.queue) > 0 {
 		return
 	}
-	// When the other end reads the bytes that are unread now, it also sees what was written to the ring
-	// before this call.
+	// The client still has to read earlier bytes. When it reads them, it also sees what was written to the
+	// ring before this call.
 	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
 		return
 	}
-	// If the socket is full, the other end has something to read. If it is broken, the reader of the
+	// If the socket is full, the client has other bytes to read. If the socket is broken, the reader of the
 	// connection gets the error.
 	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
-// write sends as much of p as the socket has room for. It reports whether nothing of p is left to send, which
-// is also so if the socket is broken. The caller holds mu.
+// write sends as many bytes of p as the socket has room for. It returns true if nothing of p is left to send,
+// or if the socket is broken. The caller holds mu.
 func (o *outbox) write(p *packet) bool {
 	for len(p.data) > 0 {
 		var oob []byte
@@ -108,7 +108,8 @@ func (o *outbox) write(p *packet) bool {
 			continue
 		case err == unix.EAGAIN:
 			return false
-		case err != nil: // the reader of the connection gets the reason
+		// The reader of the connection gets the reason.
+		case err != nil:
 			discard(p.fd)
 			p.fd = -1 // p may be in the queue, and shut closes the descriptors there
 			o.shut()
@@ -120,11 +121,11 @@ func (o *outbox) write(p *packet) bool {
 	return true
 }
 
-// Run sends what is queued, until Close.
+// Run sends the frames in the queue, until Close.
 func (o *outbox) Run() {
 	for range o.wake {
 		for o.flush() {
-			// The poll also returns when the socket is shut down.
+			// The poll also returns if the socket is shut down.
 			fds := []unix.PollFd{{Fd: int32(o.fd), Events: unix.POLLOUT}}
 			if _, err := unix.Poll(fds, -1); err != nil && !errors.Is(err, unix.EINTR) {
 				o.Close()
@@ -133,7 +134,8 @@ func (o *outbox) Run() {
 	}
 }
 
-// flush sends what is queued until the socket is full, and reports whether something is left.
+// flush sends frames from the queue until the socket is full. It reports whether something is left in the
+// queue.
 func (o *outbox) flush() (left bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -157,14 +159,14 @@ func (o *outbox) flush() (left bool) {
 	return false
 }
 
-// Unsent returns how many bytes are queued.
+// Unsent returns the number of bytes in the queue.
 func (o *outbox) Unsent() int {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.bytes
 }
 
-// Room blocks until at most maxUnsentBytes are queued or the outbox is closed.
+// Room blocks until the queue has at most maxUnsentBytes bytes or the outbox is closed.
 func (o *outbox) Room() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -173,7 +175,7 @@ func (o *outbox) Room() {
 	}
 }
 
-// shut closes the outbox and drops what is queued. The caller holds mu.
+// shut closes the outbox and drops the queue. The caller holds mu.
 func (o *outbox) shut() {
 	if o.closed {
 		return
@@ -187,7 +189,7 @@ func (o *outbox) shut() {
 	close(o.wake) // Put sends to wake only while closed is false
 }
 
-// Close drops what is queued; later sends do nothing, and Run returns. It may be called more than once.
+// Close drops the queue and makes Run return. Later sends do nothing. It may be called more than once.
 func (o *outbox) Close() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -197,6 +199,6 @@ func (o *outbox) Close() {
 // discard closes a descriptor, unless it is -1.
 func discard(fd int) {
 	if fd >= 0 {
-		_ = unix.Close(fd) // the descriptor was sent or is not needed any more
+		_ = unix.Close(fd) // the descriptor has been sent or is not needed any more
 	}
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// The layout of a ring, which docs/sidecar.md defines. The first six offsets are words, the last is the first
-// entry.
+// The layout of a ring, as docs/sidecar.md defines it. ringSubmitted to ringLooking are the offsets of words,
+// and ringEntries is the offset of the first entry.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
 	ringVersion = 2
@@ -29,8 +29,8 @@ const (
 	maxRing        = maxInFlight
 )
 
-// Values of the word at ringLooking. It says what the reader does, and so whether the client has to send a
-// doorbell.
+// Values of the word at ringLooking. The word says what the reader does, which tells the client whether to
+// send a doorbell.
 const (
 	asleep  = 0 // the reader waits for a doorbell
 	looking = 1 // the reader looks at the ring
@@ -40,11 +40,11 @@ const (
 // Statuses of a completion.
 const (
 	statusDone  = 0 // all results are in their outputs
-	statusReply = 1 // a frame has the answer
+	statusReply = 1 // the answer is in a frame
 )
 
-// ring is the shared memory of submissions and completions. The client can write to it at any time, so each
-// value is read from it once and then checked.
+// ring is the shared memory for submissions and completions. The client can write to it at any time, so the
+// sidecar reads each value only once and then checks it.
 type ring struct {
 	bytes              []byte
 	n                  uint64
@@ -52,15 +52,15 @@ type ring struct {
 	taken, completedAt *atomic.Uint64
 	wanted, state      *atomic.Uint64
 
-	read uint64 // submissions that were taken; belongs to the reader
+	read uint64 // number of submissions taken; only the reader uses it
 
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
 	completed uint64
-	notified  uint64 // completions at the last doorbell
+	notified  uint64 // number of completions at the last doorbell
 }
 
-// newRing returns the ring in a segment. The ring owns the segment unless newRing returns an error.
+// newRing returns the ring in the segment s. The ring owns s, unless newRing returns an error.
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
 	if len(b) < ringEntries {
@@ -86,10 +86,11 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	}, nil
 }
 
-// word returns the 64-bit word at byte at of b.
+// word returns the 64-bit word at index at of b.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 
-// pending returns how many submissions the client has made, as the client counts. Only the reader calls it.
+// pending returns how many submissions the client has made, according to the client's counter. Only the
+// reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
 // startLooking tells the client that no doorbell is needed, because the reader looks at the ring until it
@@ -100,17 +101,17 @@ func (r *ring) startLooking() {
 	}
 }
 
-// park tells the client that the reader is asleep or polling. It reports whether the reader may park, which
-// is so if there is no new submission. Only the reader calls it.
+// park tells the client that the reader is about to become asleep or polling. It reports whether the reader
+// may do so, which is false if there is a new submission. Only the reader calls it.
 func (r *ring) park(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
 
-// awaited reports whether the client waits for completions, or has not said that it does not.
+// awaited reports whether the client wants doorbells for completions. The client can say that it wants none.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
-// next takes the next submission with an index below until; ok is false if there is none. Only the reader
+// next takes the next submission with an index below until. If there is none, ok is false. Only the reader
 // calls it.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	if r.read == until {
@@ -128,14 +129,14 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	id, slot = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
 	if zero := binary.LittleEndian.Uint32(e[12:]); zero != 0 || id == 0 {
 		return 0, 0, false, fmt.Errorf(
-			"%w: submission %d of the ring has number %d and %#x after the slot, want a number of 1 or more and 0", errFrame, r.read, id, zero)
+			"%w: submission %d of the ring has number %d and reserved bytes %#x, want a number of at least 1 and reserved bytes 0", errFrame, r.read, id, zero)
 	}
 	r.read++
 	r.taken.Store(r.read)
 	return id, slot, true, nil
 }
 
-// complete writes the completion of operation id, and reports whether the client waits for a doorbell.
+// complete writes the completion of operation id. It reports whether the client waits for a doorbell.
 func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -151,15 +152,16 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	return r.due()
 }
 
-// overdue reports whether there are completions for which the client did not want a doorbell before, but
-// wants one now.
+// overdue reports whether there are completions for which the client wanted no doorbell at first, but wants
+// one now.
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.segment != nil && r.notified != r.completed && r.due()
 }
 
-// due reports whether the client waits for a doorbell, which the caller then sends. The caller holds mu.
+// due reports whether the client waits for a doorbell. If it does, the caller must send one. The caller holds
+// mu.
 func (r *ring) due() bool {
 	if r.wanted.Load() > r.completed {
 		return false
@@ -168,7 +170,7 @@ func (r *ring) due() bool {
 	return true
 }
 
-// close unmaps the ring. The reader must have ended.
+// close unmaps the ring. The reader must have ended before.
 func (r *ring) close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -1,14 +1,14 @@
-// Package sidecar runs one rank's engine for other processes of its host, over Unix sockets and shared
+// Package sidecar runs the engine of one rank for other processes of its host, over Unix sockets and shared
 // memory. docs/sidecar.md describes the protocol.
 //
 // Invariants:
 //
-//  1. Nothing that a client sends or fails to send makes another client, the engine or another rank wait, or takes memory
-//     without a bound. A client that breaks the protocol loses its connection.
-//  2. A client's memory is written only while an operation of that client is in flight. It stays mapped until the last
-//     operation that uses it is done, even if the client has gone.
-//  3. If a client goes in the middle of a job, the rank has failed: the Server closes Dead, and the program that runs the
-//     Server then ends the process.
+//  1. Nothing that a client sends or fails to send makes another client, the engine or another rank wait, or
+//     uses an unbounded amount of memory. If a client breaks the protocol, the sidecar closes its connection.
+//  2. A client's memory is written only while an operation of that client is in flight. It stays mapped until
+//     the last operation that uses it is done, even if the client has left.
+//  3. If a client leaves in the middle of a job, the rank has failed. Then the Server closes the channel
+//     Dead, and the program that runs the Server ends the process.
 package sidecar
 
 import (
@@ -40,9 +40,9 @@ import (
 )
 
 const (
-	// maxConns is the most clients of a rank.
+	// maxConns bounds the number of clients of a rank.
 	maxConns = 1024
-	// maxPathBytes is the longest path that a client may name; it is the system's own limit.
+	// maxPathBytes bounds the length of a path in a request. It is the system's own limit.
 	maxPathBytes = 4096
 	// helloTimeout is the default of Config.HelloTimeout.
 	helloTimeout = 30 * time.Second
@@ -50,22 +50,22 @@ const (
 
 // Config has the settings of a Server.
 type Config struct {
-	// Version is the version of the program, reported to clients that ask for the status.
+	// Version is the version of the program. Clients get it in the status report.
 	Version string
-	// Secret is the secret that clients that connect through a path have to prove. The zero Secret requires
+	// Secret is the secret that a client has to prove if it connects through a path. A zero Secret requires
 	// no proof.
 	Secret secret.Secret
-	// Options are the options of every Init. Settings of the client override them.
+	// Options are the options of every Init. The client's settings override them.
 	Options rank.Options
-	// HelloTimeout is how long a client may take for the greeting; 0 means 30 s.
+	// HelloTimeout is the time limit for the client's greeting. 0 means 30 s.
 	HelloTimeout time.Duration
-	// MaxInFlight is the most operations in flight, and the most unanswered requests, of one connection; 0
-	// means 65536.
+	// MaxInFlight bounds two numbers for each connection: the operations in flight, and the unanswered
+	// requests. 0 means 65536.
 	MaxInFlight int
 	Log         *zap.Logger
 }
 
-// errEnding is returned for requests and connections when Close has been called.
+// errEnding is the error of requests and connections after Close was called.
 var errEnding = errors.New("the sidecar is shutting down")
 
 // Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
@@ -79,43 +79,44 @@ type Server struct {
 	ctx        context.Context // canceled by Close
 	wg         sync.WaitGroup
 	operations atomic.Uint64
-	// running runs operations on the rank; it is nil while there is no rank.
+	// running runs operations on the rank. It is nil while there is no rank.
 	running atomic.Pointer[runner]
-	// changing is a lock with one place, held by the goroutine that starts or ends an engine.
+	// changing is a lock: it has room for one element, and the goroutine that has put an element in holds the
+	// lock. Only the holder starts or ends an engine.
 	changing chan struct{}
 
-	// The following fields belong to the holder of changing.
+	// The following fields may be used only by the holder of changing.
 	met  *place.Meeting
 	last uint64 // the last epoch of this process
 
 	mu     sync.Mutex
 	state  string
 	rank   *rank.Rank
-	over   chan struct{} // closed when the clients have been sent the end of rank
+	over   chan struct{} // closed when all clients have been told that the rank's job is over
 	conns  map[*conn]struct{}
 	closed bool
 	dead   chan struct{}
 	death  error
 }
 
-// runner runs operations on a rank; rankRunner implements it.
+// runner runs operations on a rank. rankRunner implements it.
 type runner interface {
-	// Begin starts o. If it returns an error, o has not been started, and its done method is not called. The
-	// engine notices the operation at the next Notify or Drive.
+	// Begin starts o. If it returns an error, o was not started and o.done is not called. The engine
+	// processes the operation at the next Notify or Drive.
 	Begin(o *operation) error
 	Notify()
 	Drive(ctx context.Context, done func() bool)
 }
 
-// States of a rank in a StatusReport.
+// States of the rank in a StatusReport.
 const (
 	StateIdle     = "idle"
 	StateStarting = "starting"
 	StateRunning  = "running"
-	StateEnded    = "ended" // the job is over, and no client has sent Shutdown
+	StateEnded    = "ended" // the job is over, but no client has sent Shutdown
 )
 
-// New returns a Server without clients.
+// New returns a Server that has no clients yet.
 func New(cfg Config) *Server {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -138,8 +139,9 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// chunkRemoved is called under the lock of the arena. No goroutine may call the arena while it holds a lock
-// that is taken here.
+// chunkRemoved tells all clients that a chunk of the sidecar's own arena was removed. The arena calls it
+// while it holds its lock. So no goroutine may call the arena while it holds s.mu or another lock that
+// chunkRemoved takes.
 func (s *Server) chunkRemoved(id uint32) {
 	s.chunks.removed(id)
 	s.mu.Lock()
@@ -149,22 +151,22 @@ func (s *Server) chunkRemoved(id uint32) {
 	}
 }
 
-// Dead returns a channel that is closed when the rank has failed because of a client; Death then returns why.
-// The process then has to exit without leaving the job, because its exit is how the other ranks detect the
-// failure.
+// Dead returns a channel that is closed when the rank has failed because of a client. Then Death returns the
+// reason, and the process must exit without leaving the job, because its exit shows the other ranks that this
+// rank has failed.
 func (s *Server) Dead() <-chan struct{} { return s.dead }
 
-// Death returns why the rank has failed because of a client; nil if it has not.
+// Death returns the reason why the rank has failed because of a client, or nil if it has not.
 func (s *Server) Death() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.death
 }
 
-// Close leaves the job, if there is one, and ends all connections. If ctx ends before the job is left, the
-// other ranks consider this rank failed.
+// Close leaves the job, if there is one, and closes all connections. If ctx ends before the rank has left the
+// job, the other ranks consider it failed.
 func (s *Server) Close(ctx context.Context) error {
-	s.cancel() // cancels an Init that is waiting
+	s.cancel() // cancels a waiting Init
 	s.changing <- struct{}{}
 	err := s.shutdown(ctx, "its sidecar received a request to exit", false)
 	s.mu.Lock()
@@ -180,22 +182,24 @@ func (s *Server) Close(ctx context.Context) error {
 }
 
 // ServeConn serves a client until the connection ends. It returns nil if the client has left in order. It
-// takes over conn. path is true if the client came through a path in the file system, which other processes
-// can open too; such a client has to prove the secret.
+// takes ownership of conn. path says that the client has connected through a path in the file system. Other
+// processes can open such a path too, so the client has to prove the secret.
 func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
 		return errors.Join(errEnding, conn.Close())
 	}
-	s.wg.Add(1) // Close sets closed before it waits for wg
+	// Add comes under mu, so that it cannot come after Close has started to wait.
+	s.wg.Add(1)
 	s.mu.Unlock()
 	defer s.wg.Done()
 	fd, pid, pidfd, err := s.accept(conn, path)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = unix.Close(fd) }() // runs after everything that uses fd has ended
+	// This runs last, when nothing uses the descriptor any more.
+	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
 	s.mu.Lock()
 	var refused error
@@ -203,10 +207,11 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	case s.closed:
 		refused = errEnding
 	case len(s.conns) >= maxConns:
-		refused = fmt.Errorf("refused: %d clients are connected, want at most %d", maxConns, maxConns)
+		refused = fmt.Errorf("refused: %d clients are connected already, which is the limit", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		// With mu held, a client that has the greeting is counted and gets no notice before it.
+		// This is done under mu, so that a client that has received the greeting is counted, and so that no
+		// notice is sent before the greeting.
 		c.out.Put(dial.Greeting(magic, version), -1)
 	}
 	s.mu.Unlock()
@@ -231,7 +236,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	return fmt.Errorf("sidecar: client %d: %w", pid, err)
 }
 
-// forget removes a connection, and reports whether it was the last one.
+// forget removes a connection. It reports whether that was the last one.
 func (s *Server) forget(c *conn) (last bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -239,8 +244,8 @@ func (s *Server) forget(c *conn) (last bool) {
 	return len(s.conns) == 0
 }
 
-// departed handles the end of a connection: it decides whether the rank has failed, and tidies up a job that
-// is over behind the last client.
+// departed handles the end of the connection c. It decides whether the rank has failed. If c was the last
+// connection and the job is over, it starts tidy.
 func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
@@ -262,22 +267,22 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	}
 }
 
-// tidy releases a job that is over when no client is left that could send Shutdown.
+// tidy releases a job that is over, if no client is left that could send Shutdown.
 func (s *Server) tidy() {
 	if s.change() != nil {
 		return
 	}
 	defer func() { <-s.changing }()
 	if s.Report().State == StateEnded {
-		// No client waits for the orderly end of the job, so the engine is closed without a shutdown.
+		// No client waits for an orderly end of the job, so the engine is closed without a shutdown.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
 		s.check(s.shutdown(over, "", false))
 	}
 }
 
-// watch ends the connection when the client's process ends, even if other processes have inherited the
-// socket.
+// watch closes the connection when the client's process ends. Without it, the connection would stay open if
+// other processes have inherited the socket.
 func (c *conn) watch(pidfd *os.File) {
 	raw, err := pidfd.SyscallConn()
 	if err == nil {
@@ -287,13 +292,14 @@ func (c *conn) watch(pidfd *os.File) {
 			return err == nil && n > 0
 		})
 	}
-	if err == nil { // else the pidfd was closed because the connection has ended
+	// Otherwise the pidfd was closed because the connection has ended.
+	if err == nil {
 		c.disconnect(errors.New("the client's process exited"))
 	}
 }
 
-// accept authenticates a new client and reads its greeting. It returns the blocking socket, over which the
-// caller sends the greeting of the sidecar, and the client's process. It closes conn.
+// accept authenticates a new client and reads its greeting. It returns the socket in blocking mode, over
+// which the caller sends the sidecar's greeting, and the client's process. It closes conn.
 func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
@@ -329,8 +335,8 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 	return fd, pid, pidfd, nil
 }
 
-// peer returns the process at the other end, which must run as the same user. pidfd is nil if the kernel has
-// no such descriptors.
+// peer returns the process at the other end of conn. It returns an error if that process belongs to another
+// user. pidfd is nil if the kernel does not support such descriptors.
 func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -351,8 +357,9 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	return pid, pidfd, errors.Join(err, failed)
 }
 
-// openPidfd returns a pidfd of the process at the other end of the socket fd, or nil if the kernel has none.
-// The socket identifies the process even if its ID has been reused.
+// openPidfd returns a pidfd for the process at the other end of the socket fd, or nil if the kernel does not
+// support that. It asks the socket for the process where possible, which is correct even if the process ID
+// was reused.
 func openPidfd(fd, pid int) (*os.File, error) {
 	p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
 	if err == unix.ENOPROTOOPT { // before Linux 6.5
@@ -360,7 +367,8 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	}
 	switch {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
-		return nil, nil // then only the end of the connection shows that the process has ended
+		// In this case only the end of the connection shows that the process has ended.
+		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("open a pidfd of the client: %w", err)
 	}
@@ -370,7 +378,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	return os.NewFile(uintptr(p), "pidfd"), nil
 }
 
-// rawSocket returns a blocking descriptor for the socket of conn, and closes conn.
+// rawSocket returns a descriptor for the socket of conn in blocking mode, and closes conn.
 func rawSocket(conn *net.UnixConn) (int, error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -381,16 +389,16 @@ func rawSocket(conn *net.UnixConn) (int, error) {
 	if err = errors.Join(err, failed); err != nil {
 		return -1, err
 	}
-	// Both descriptors share the blocking flag, so the socket is taken out of Go's poller before the flag is
-	// changed.
+	// Both descriptors share the blocking mode. So the socket is removed from Go's poller, by closing conn,
+	// before the mode is changed.
 	if err := errors.Join(conn.Close(), unix.SetNonblock(fd, false)); err != nil {
 		return -1, errors.Join(err, unix.Close(fd))
 	}
 	return fd, nil
 }
 
-// request handles a request that takes long or concerns all clients. A request for the status is answered at
-// once. Other requests run in a goroutine of their own and are answered later.
+// request handles a request that takes long or concerns all clients. It answers a request for the status at
+// once. For any other request it starts a goroutine, which sends the answer later.
 func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	var do func() (*sidecarpb.Reply, error)
 	switch what := q.What.(type) {
@@ -418,21 +426,22 @@ func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	})
 }
 
-// change waits until the caller holds changing. It returns an error if the Server is closing.
+// change acquires the lock changing. It returns an error if the Server is closing.
 func (s *Server) change() error {
 	select {
 	case s.changing <- struct{}{}:
 	case <-s.ctx.Done():
 		return errEnding
 	}
-	if s.ctx.Err() != nil { // select may choose changing although ctx has ended
+	// The select may have chosen changing although ctx has ended.
+	if s.ctx.Err() != nil {
 		<-s.changing
 		return errEnding
 	}
 	return nil
 }
 
-// init starts the rank, if there is none, and returns its place in the job.
+// init starts the rank, if there is none, and returns the rank's place in the job.
 func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	if err := s.change(); err != nil {
 		return nil, err
@@ -461,8 +470,8 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
-// options returns the options for an Init: those of the configuration, with the client's settings and process
-// sets.
+// options returns the options for an Init: the options of the configuration, completed with the client's
+// settings and process sets.
 func (s *Server) options(q *sidecarpb.Init) rank.Options {
 	o := s.cfg.Options
 	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
@@ -485,8 +494,8 @@ func (s *Server) current() *rank.Rank {
 	return s.rank
 }
 
-// setState sets the state and the rank. If there is a rank, a goroutine waits for its end and tells the
-// clients.
+// setState sets the state and the rank. If r is not nil, it starts a goroutine that waits for the end of the
+// job and tells the clients.
 func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -520,7 +529,7 @@ func (s *Server) ended(why error) {
 	}
 }
 
-// end handles the Shutdown request of a client.
+// end handles a Shutdown request.
 func (s *Server) end(q *sidecarpb.Shutdown) error {
 	if err := s.change(); err != nil {
 		return err
@@ -548,7 +557,7 @@ func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error
 	return err
 }
 
-// begin starts an operation on the rank. It returns an error if there is none.
+// begin starts an operation on the rank. It returns an error if there is no rank.
 func (s *Server) begin(o *operation) error {
 	r := s.running.Load()
 	if r == nil {
@@ -557,7 +566,7 @@ func (s *Server) begin(o *operation) error {
 	return (*r).Begin(o)
 }
 
-// addSet adds a process set to the job and waits until all ranks have.
+// addSet adds a process set to the job. It waits until all ranks have done the same.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -569,7 +578,7 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
-// removeSet removes a process set from the job and waits until all ranks have.
+// removeSet removes a process set from the job. It waits until all ranks have done the same.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -582,7 +591,7 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	return err
 }
 
-// changeSets submits a change of the process sets with ask, and waits for the outcome.
+// changeSets calls ask to submit a change of the process sets, and waits until the change is done.
 func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)
@@ -605,8 +614,8 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	return change, err
 }
 
-// startTimeline starts writing the timeline to the client's path. The client runs as the same user, so the
-// sidecar writes no file that the client could not write itself.
+// startTimeline starts to write the timeline to the client's path. The client runs as the same user, so it
+// could write any file that the sidecar writes.
 func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 	r, path := s.current(), q.GetPath()
 	switch {
@@ -614,7 +623,8 @@ func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 		return rank.ErrNotInitialized
 	case len(path) > maxPathBytes:
 		return fmt.Errorf("got a path of %d bytes, want at most %d", len(path), maxPathBytes)
-	case !filepath.IsAbs(path): // the client's working directory is not known here
+	// The sidecar does not know the client's working directory.
+	case !filepath.IsAbs(path):
 		return fmt.Errorf("got path %q, want an absolute path", path)
 	}
 	return r.Watch.StartTimeline(path, q.GetMarkCycles())
@@ -658,7 +668,8 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 	return r
 }
 
-// check logs an error of releasing resources. Such an error should not happen, and affects only this process.
+// check logs an error from the release of resources. Such errors are not expected, and they affect only this
+// process.
 func (s *Server) check(err error) {
 	if err != nil {
 		s.log.Error("cannot release resources that are no longer used", zap.Error(err))

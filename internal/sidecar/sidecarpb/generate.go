@@ -1,4 +1,4 @@
-// Package sidecarpb is what a sidecar and its clients say to each other.
+// Package sidecarpb contains the messages between a sidecar and its clients.
 package sidecarpb
 
 //go:generate protoc --go_out=. --go_opt=paths=source_relative sidecar.proto

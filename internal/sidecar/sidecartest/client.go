@@ -1,4 +1,4 @@
-// Package sidecartest implements a client of a sidecar for tests. It is written from docs/sidecar.md and
+// Package sidecartest implements a client of a sidecar for tests. It is written from docs/sidecar.md. It
 // shares no code with the sidecar except the messages.
 package sidecartest
 
@@ -22,10 +22,10 @@ import (
 // HangTimeout is how long a Client waits for something that normally happens at once.
 const HangTimeout = 30 * time.Second
 
-// ErrEnd reports that the sidecar has closed the connection.
+// ErrEnd is the error if the sidecar has closed the connection.
 var ErrEnd = errors.New("the sidecar closed the connection")
 
-// TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it.
+// TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it too.
 type TB interface {
 	Helper()
 	Fatal(args ...any)
@@ -36,7 +36,7 @@ type TB interface {
 // Seals are the seals that the memfd of a client's arena must have.
 const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// These are offsets in a ring and sizes of its parts.
+// Offsets in a ring, and sizes of its parts.
 const (
 	ringSubmitted = 64
 	ringCompleted = 192
@@ -45,23 +45,23 @@ const (
 	ownRing       = 64 // number of entries of the ring that Begin makes if there is none
 	firstSlot     = 1 << 16
 
-	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, to be passed to Word.
+	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, for calls of Word.
 	RingSeen    = 256
 	RingWanted  = 320
 	RingLooking = 384
 )
 
-// Client is a client of a sidecar. It is not safe for concurrent use. An error is fatal to its TB, except in
-// methods that return errors.
+// Client is a client of a sidecar. It is not safe for concurrent use. An error fails the test (TB.Fatal),
+// except in methods that return errors.
 type Client struct {
-	// FD is the socket, -1 after Close.
+	// FD is the socket. It is -1 after Close.
 	FD int
-	// News are the replies that do not answer a request. Doorbells is the number of doorbells that the
-	// sidecar has sent.
+	// News has the replies that do not answer a request. Doorbells is the number of doorbells that have
+	// arrived.
 	News      []*sidecarpb.Reply
 	Doorbells int
-	// Arenas are the mapped arenas of the client and of the sidecar, by number. RingBytes is the memory of
-	// the ring, nil if there is none.
+	// Arenas has the mapped arenas of the client and of the sidecar, by number. RingBytes is the memory of
+	// the ring, or nil if there is no ring.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
 
@@ -69,15 +69,15 @@ type Client struct {
 	buf       []byte
 	fds       []int
 	lastID    uint64
-	early     map[uint64]*sidecarpb.Reply // replies for which the client has not waited yet
+	early     map[uint64]*sidecarpb.Reply // replies that have arrived but have not been waited for
 	n         uint64                      // number of entries of the ring
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses of operations that Begin has submitted and that are done
+	ended     map[uint64]uint32 // statuses of the operations that Begin has submitted and that are done
 }
 
-// New returns a client on the socket fd. The client owns fd.
+// New returns a client that uses the socket fd. The client owns fd.
 func New(t TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
 		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
@@ -119,7 +119,7 @@ func (c *Client) unmap(b []byte) {
 	}
 }
 
-// Hello sends the greeting and checks the sidecar's.
+// Hello sends the greeting, reads the sidecar's greeting and checks it.
 func (c *Client) Hello() {
 	c.t.Helper()
 	const greeting = "GHVD\x00\x00\x00\x02"
@@ -135,7 +135,7 @@ func (c *Client) Hello() {
 	c.buf = c.buf[len(greeting):]
 }
 
-// Write sends all of b and passes the descriptors fds with it.
+// Write sends all of b, and the descriptors fds with it.
 func (c *Client) Write(b []byte, fds ...int) {
 	c.t.Helper()
 	if err := c.TryWrite(b, fds...); err != nil {
@@ -162,7 +162,7 @@ func (c *Client) TryWrite(b []byte, fds ...int) error {
 	return nil
 }
 
-// Read reads once from the socket. It keeps the bytes and descriptors that arrive; sort decodes them.
+// Read reads from the socket once. It keeps the bytes and descriptors that arrive, and sort decodes them.
 func (c *Client) Read() error {
 	var (
 		b   [4096]byte
@@ -197,13 +197,13 @@ func (c *Client) Read() error {
 	}
 }
 
-// sort decodes all complete frames that have arrived: it counts doorbells, keeps replies and maps arenas of
+// sort decodes all complete frames that have arrived. It counts doorbells, keeps replies, and maps arenas of
 // the sidecar.
 func (c *Client) sort() error {
 	for {
 		n, head := protowire.ConsumeVarint(c.buf)
 		if head < 0 || uint64(len(c.buf)-head) < n {
-			return nil // the frame is not complete
+			return nil // the frame is incomplete
 		}
 		body := c.buf[head : head+int(n)]
 		c.buf = c.buf[head+int(n):]
@@ -228,7 +228,7 @@ func (c *Client) sort() error {
 	}
 }
 
-// take maps the sidecar's arena a with the oldest descriptor that has arrived.
+// take maps the sidecar's arena a, whose descriptor is the oldest that has arrived and was not used yet.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
 		return fmt.Errorf("arena %d came without a descriptor", a.Arena)
@@ -263,7 +263,7 @@ func sealed(fd, numBytes int) error {
 	return nil
 }
 
-// Frame returns the encoded frame of q. It gives q a new number if q has none.
+// Frame returns the encoded frame of q. If q has no number, it gets the next one.
 func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	if q.Id == 0 {
 		c.lastID++
@@ -276,14 +276,14 @@ func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	return append(protowire.AppendVarint(nil, uint64(len(body))), body...)
 }
 
-// Send sends q with the descriptors fds and returns the number of the request.
+// Send sends q and the descriptors fds, and returns the number of the request.
 func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 	c.t.Helper()
 	c.Write(c.Frame(q), fds...)
 	return q.Id
 }
 
-// Reply waits for the answer to a request and returns it.
+// Reply waits for the answer to request id and returns it.
 func (c *Client) Reply(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	r, err := c.TryReply(id)
@@ -309,8 +309,8 @@ func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	}
 }
 
-// Until waits for the first of News for which enough returns true, and returns it. It looks at earlier
-// replies too.
+// Until waits until News contains a reply for which enough returns true, and returns the first such reply. It
+// also looks at replies that arrived before the call.
 func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	c.t.Helper()
 	for at := 0; ; {
@@ -334,7 +334,7 @@ func (c *Client) Call(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
 	return c.Reply(c.Send(q, fds...))
 }
 
-// Must is like Call, and fails the test if the answer is an error.
+// Must is like Call, but fails the test if the answer is an error.
 func (c *Client) Must(q *sidecarpb.Request, fds ...int) *sidecarpb.Reply {
 	c.t.Helper()
 	r := c.Call(q, fds...)
@@ -356,14 +356,14 @@ func (c *Client) Shutdown() {
 	c.Must(Shutdown())
 }
 
-// Bye tells the sidecar that the client leaves.
+// Bye tells the sidecar that the client is leaving.
 func (c *Client) Bye() {
 	c.t.Helper()
 	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
 }
 
-// File returns a memfd with the given seals and its mapping, as a client makes them. numBytes is a multiple
-// of the page size.
+// File returns a memfd with the given seals, and its mapping. Clients make such files for arenas and rings.
+// numBytes must be a multiple of the page size.
 func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -382,8 +382,8 @@ func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	return fd, b
 }
 
-// Arena makes an arena, sends it to the sidecar and returns its mapping. numBytes is a multiple of the page
-// size.
+// Arena makes an arena, sends it to the sidecar and returns its mapping. numBytes must be a multiple of the
+// page size.
 func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	c.t.Helper()
 	fd, b := File(c.t, numBytes, Seals)
@@ -393,7 +393,8 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	return b
 }
 
-// NewRing returns a memfd with a ring of n entries, to be sent with a Ring request, and its mapping.
+// NewRing returns a memfd that contains a ring of n entries, and its mapping. A Ring request sends the memfd
+// to the sidecar.
 func NewRing(t TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
@@ -421,7 +422,8 @@ func (c *Client) Word(at int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
 }
 
-// Push submits the operation in slot, without a doorbell, and returns its number.
+// Push submits the operation that is prepared in slot, without a doorbell. It returns the number of the
+// operation.
 func (c *Client) Push(slot uint32) uint64 {
 	c.lastID++
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
@@ -438,7 +440,7 @@ func (c *Client) Doorbell() {
 	c.Write([]byte{0})
 }
 
-// Begin submits an operation and returns its number, which Await takes.
+// Begin prepares and submits an operation, and returns its number for Await.
 func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	c.t.Helper()
 	if c.RingBytes == nil {
@@ -452,9 +454,9 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	return id
 }
 
-// Await waits for an operation that Begin has submitted and returns its answer. If the ring says that the
-// operation is done, the sidecar sends no answer, and Await returns one whose results are the operation's
-// outputs, without shapes.
+// Await waits for an operation that Begin has submitted and returns the answer. If the status in the ring
+// says that all results are in their outputs, the sidecar sends no answer. Then Await returns an answer that
+// has the operation's outputs as results, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	o, waits := c.begun[id]
@@ -474,13 +476,13 @@ func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	return &sidecarpb.Reply{Id: id, What: &sidecarpb.Reply_Completion{Completion: a}}
 }
 
-// Run submits an operation, waits for it and returns its answer, as Await does.
+// Run submits an operation, waits for it and returns the answer, as Await does.
 func (c *Client) Run(o *sidecarpb.Operation) *sidecarpb.Reply {
 	c.t.Helper()
 	return c.Await(c.Begin(o))
 }
 
-// MustRun is like Run, and fails the test if the answer is an error.
+// MustRun is like Run, but fails the test if the answer is an error.
 func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	c.t.Helper()
 	r := c.Run(o)
@@ -490,7 +492,7 @@ func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	return r.GetCompletion()
 }
 
-// Pop waits for the next completion in the ring and returns the number and the status of its operation.
+// Pop waits for the next completion in the ring, and returns the number and the status of its operation.
 func (c *Client) Pop() (id uint64, status uint32) {
 	c.t.Helper()
 	id, status, err := c.TryPop()
