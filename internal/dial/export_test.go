@@ -1,4 +1,4 @@
 package dial
 
-// FrameStep lets tests use frameStep.
+// FrameStep makes frameStep available to tests.
 const FrameStep = frameStep

@@ -50,7 +50,8 @@ func TestReadFrameTrustsNoLength(t *testing.T) {
 		}
 	}
 	runtime.ReadMemStats(&after)
-	// The limit includes all outgrown buffers, so it is more than twice the bytes held at once.
+	// TotalAlloc also counts buffers that were replaced by larger ones, so the limit is more than the bytes
+	// held at once.
 	if got, most := (after.TotalAlloc-before.TotalAlloc)/frames, uint64(8*len(large)); got > most {
 		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", limit, len(large),
 			got, most)

@@ -9,8 +9,8 @@ func (c *closer) Close() error {
 	return nil
 }
 
-// If the limit is reached, Acquire closes the oldest connection. It never closes a connection that was
-// released.
+// If all slots are taken, Acquire closes the connection with the oldest slot. It never closes a connection
+// whose slot was released.
 func TestLimiter(t *testing.T) {
 	l := NewLimiter(2)
 	var conns [4]closer

@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served serves a launcher's store. It returns the store and a function that connects a client to it.
+// served serves a launcher's store. It returns the store, and a function that connects a new client to it.
 func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -46,7 +46,7 @@ func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	}
 }
 
-// listen calls Listen, and closes the Launcher when the test ends.
+// listen calls Listen. It closes the Launcher when the test ends.
 func listen(t *testing.T, kv *store.HashStore, ranks int,
 	hear func(rank int, what string, body []byte)) *Launcher {
 	t.Helper()
@@ -64,7 +64,7 @@ func listen(t *testing.T, kv *store.HashStore, ranks int,
 
 func deaf(int, string, []byte) {}
 
-// answers makes ranks 0 to n-1 answer questions with handle until end is called or the test ends.
+// answers makes ranks 0 to n-1 answer questions with handle, until end is called or the test ends.
 func answers(t *testing.T, n int, dial func() store.Store,
 	handle func(rank int, what string) []byte) (end func()) {
 	t.Helper()
@@ -100,8 +100,8 @@ func wantEchoes(t *testing.T, what string, n int, got map[int][]byte, missing []
 	}
 }
 
-// If several questions are asked at once, each gets its own answers, and no question or answer stays in the
-// store.
+// If several questions are asked at the same time, each gets its own answers. Afterwards the store has no
+// question and no answer left.
 func TestAsk(t *testing.T) {
 	const n, askers, times = 32, 4, 5
 	kv, dial := served(t)
@@ -133,8 +133,8 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// Ask returns exactly when its context ends and reports the ranks that have not answered. A late answer does
-// not count for another question.
+// Ask returns when its context ends, and reports the ranks that have not answered. An answer that arrives
+// later does not count for another question.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -173,7 +173,8 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// A rank whose answer is nil or too large is reported as missing at once, without a wait for the deadline.
+// If handle returns nil or too many bytes, Ask reports the rank as missing at once, without waiting for the
+// deadline.
 func TestNothingToSay(t *testing.T) {
 	kv, dial := served(t)
 	l := listen(t, kv, 4, deaf)
@@ -196,7 +197,8 @@ func TestNothingToSay(t *testing.T) {
 	}
 }
 
-// A rank whose answer does not fit in the store is reported as missing. It answers later questions.
+// If an answer does not fit in the store, Ask reports the rank as missing. The rank still answers later
+// questions.
 func TestFullStore(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{Bytes: 64 << 10})
 	t.Cleanup(func() { kv.Close() })
@@ -216,8 +218,8 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
-// Only the first answer of a rank counts, even if the rank joins a new epoch and answers again. An answer of
-// a rank that was not asked does not count.
+// Only the first answer of a rank counts, even if a second process with the same rank answers too. An answer
+// of a rank outside of the job does not count.
 func TestRepeatedAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -243,8 +245,8 @@ func TestRepeatedAnswers(t *testing.T) {
 	})
 }
 
-// Each report arrives once, and the reports of a rank arrive in order. Reports that come before Close are
-// passed on.
+// Each report arrives once, and the reports of one rank arrive in order. Close delivers reports that have
+// arrived in the store before it.
 func TestReports(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -304,7 +306,8 @@ func TestReports(t *testing.T) {
 	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 reports wait")
 }
 
-// The first verdict of an epoch counts. A verdict of a later epoch replaces it.
+// The first verdict of an epoch counts. A verdict of a later epoch replaces it, and a verdict of an earlier
+// epoch is ignored.
 func TestVerdict(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -347,7 +350,7 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// If the store is closed, all calls return an error.
+// If the store is closed, all waiting and later calls return ErrClosed.
 func TestStoreGoesAway(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	l, err := Listen(kv, 1, deaf)
@@ -387,7 +390,7 @@ func FuzzDecode(f *testing.F) {
 		if m, err := decodeMessage(b); err == nil {
 			text, err := m.encode()
 			if err != nil {
-				return // with its escapes the name is too long
+				return // the name does not fit once it is escaped
 			}
 			again, err := decodeMessage(text)
 			if err != nil || again.Rank != m.Rank || again.Question != m.Question ||

@@ -32,7 +32,7 @@ func settings(t *testing.T, environ ...string) *config.Config {
 	return &c
 }
 
-// objects decodes lines of JSON and fails the test if one is not an object.
+// objects decodes lines of JSON. The test fails if a line is not an object.
 func objects(t *testing.T, b []byte) (all []map[string]any) {
 	t.Helper()
 	for line := range bytes.Lines(b) {
@@ -145,7 +145,8 @@ func TestAuto(t *testing.T) {
 	}
 }
 
-// Text that peers have chosen cannot begin a new line, move the cursor or make a line longer than the bound.
+// Text from peers, in the message or in fields, cannot start a new line, move the cursor of a terminal, or
+// make a line longer than the bound.
 func TestWhatPeersSay(t *testing.T) {
 	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
 	for _, format := range []string{"json", "console"} {
@@ -173,7 +174,8 @@ func TestWhatPeersSay(t *testing.T) {
 	}
 }
 
-// A text of exactly 1024 bytes is written in full; a longer one is cut.
+// A text of 1024 bytes is written in full. A longer text is cut after 1024 bytes, or before a character that
+// would be split there.
 func TestBound(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -189,14 +191,14 @@ func TestBound(t *testing.T) {
 	}
 }
 
-// observed returns a logger made by Quiet and the entries that it writes.
+// observed returns the result of Quiet for a new logger, and the entries that it writes.
 func observed() (*zap.Logger, *observer.ObservedLogs) {
 	log, entries := testnet.Logs()
 	return logs.Quiet(log), entries
 }
 
-// lines returns the messages of entries. If an entry has the number of lines that were left out, it follows
-// after a plus sign.
+// lines returns the messages of entries, joined by spaces. If an entry says how many lines were left out, the
+// number follows its message after a plus sign.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {
@@ -209,8 +211,8 @@ func lines(entries *observer.ObservedLogs) string {
 	return strings.Join(all, " ")
 }
 
-// If the same line is logged very often, twenty a minute are written. The first line of the next minute has
-// the number of those that were left out.
+// If the same line is logged many times, 20 lines are written per minute. The first line of the next minute
+// says how many lines were left out.
 func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, entries := observed()
@@ -239,8 +241,8 @@ func TestStorm(t *testing.T) {
 	})
 }
 
-// The next line of any message has the number of lines that were left out. If there is no further line, Sync
-// writes one. The number is written only once.
+// The next line with any message says how many lines were left out. If there is no such line, Sync writes
+// one. The number is written only once.
 func TestLeftOutIsTold(t *testing.T) {
 	log, entries := observed()
 	for range 23 {
@@ -264,7 +266,7 @@ func TestLeftOutIsTold(t *testing.T) {
 	}
 }
 
-// Each message and level has its own limit.
+// The limit of 20 lines applies to each message and level separately.
 func TestMessagesAndLevels(t *testing.T) {
 	log, entries := observed()
 	for range 100 {
@@ -278,7 +280,8 @@ func TestMessagesAndLevels(t *testing.T) {
 	}
 }
 
-// Quiet of a logger made by Quiet does not count lines twice. A nil logger writes nothing.
+// Quiet returns a logger that is already quiet unchanged, so that lines are not counted twice. A nil logger
+// writes nothing.
 func TestQuietTwice(t *testing.T) {
 	log, entries := observed()
 	inner := log.With(zap.Int("i", 1))
@@ -296,7 +299,7 @@ func TestQuietTwice(t *testing.T) {
 	logs.Quiet(nil).Warn("nobody hears")
 }
 
-// Each core below Quiet writes only the levels that it is enabled for.
+// If the logger below Quiet has several cores, each writes only the levels that it is enabled for.
 func TestLevelsBelow(t *testing.T) {
 	all, allSeen := observer.New(zapcore.DebugLevel)
 	some, someSeen := observer.New(zapcore.ErrorLevel)
@@ -308,7 +311,7 @@ func TestLevelsBelow(t *testing.T) {
 	}
 }
 
-// If a line cannot be written, the logger's error output gets the error.
+// If a line cannot be written, the error output of the logger gets the error.
 func TestFullDisk(t *testing.T) {
 	var said bytes.Buffer
 	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
@@ -324,8 +327,7 @@ type failing struct{}
 
 func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
 
-// Many goroutines can use a logger concurrently. Each repeated line is either written or counted as left out,
-// once.
+// If several goroutines log the same line, each line is either written or counted as left out, and not both.
 func TestManyGoroutines(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -341,8 +343,8 @@ func TestManyGoroutines(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	// A line that is written while others are being left out has their number, and may be one of "w". The
-	// sampler may let through a few lines more at its very first moment.
+	// A line that is written after others were left out has their number. It can be one of the lines "w" too.
+	// At the start, the sampler may let a few more lines through.
 	written, leftOut := 0, 0.0
 	for _, line := range objects(t, out.Bytes()) {
 		if line["msg"] == "w" {
@@ -357,7 +359,7 @@ func TestManyGoroutines(t *testing.T) {
 	}
 }
 
-// ExampleNew shows a line in JSON.
+// ExampleNew shows a line of the log as JSON.
 func ExampleNew() {
 	c := config.Defaults()
 	c.LogHideTime = true
@@ -369,8 +371,8 @@ func ExampleNew() {
 	// {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
-// Trace is a level with a name in each format, and its lines are complete, however many there are and however
-// long they are.
+// Trace has a name in both formats. Lines at level Trace are complete: none is left out, and long texts are
+// not cut.
 func TestTrace(t *testing.T) {
 	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
 		var out bytes.Buffer

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// variable is set in a process of this test binary that a test starts on its host. The process prints the
-// addresses of the host.
+// variable is set in processes of this test binary that a test starts on another host. Its value is a list
+// for Parse, and the process prints the addresses of its host that the list permits.
 const variable = "GOHVD_NETIF"
 
 func TestMain(m *testing.M) {
@@ -31,7 +31,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// On a host with interfaces of all kinds, only those that are up count, and link-local addresses do not.
+// Addresses returns addresses of interfaces that are up. It returns no address of an interface that is down,
+// and no link-local address.
 func TestInterfaces(t *testing.T) {
 	host := testnet.NewHosts(t, 1)[0]
 	self, err := os.Executable()

@@ -2,5 +2,5 @@ package secret
 
 import "crypto/tls"
 
-// TLS returns the configuration of TLS with which the processes of a job connect.
+// TLS returns the TLS configuration for connections with s. It is nil if s does not encrypt.
 func (s Secret) TLS() *tls.Config { return s.tls }

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// kinds are the two kinds of a secret: without and with encryption.
+// kinds has the two kinds of secrets: those that do not encrypt and those that do.
 var kinds = map[string]func(secret.Secret) secret.Secret{
 	"plain": func(s secret.Secret) secret.Secret { return s },
 	"TLS":   secret.Secret.Encrypted,
@@ -29,7 +29,7 @@ func parse(t *testing.T, text string) secret.Secret {
 	return s
 }
 
-// dial and accept run the proof at one end of a connection on which nothing follows.
+// dial and accept run the proof at one end of a connection over which nothing else is sent.
 func dial(s secret.Secret, conn net.Conn, purpose string) error {
 	_, err := s.Dial(conn, purpose)
 	return err
@@ -40,7 +40,7 @@ func accept(s secret.Secret, conn net.Conn, purpose string) error {
 	return err
 }
 
-// connection returns both ends of a TCP connection, with deadlines.
+// connection returns both ends of a TCP connection. The ends have deadlines.
 func connection(t *testing.T) (a, b net.Conn) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -57,7 +57,7 @@ func connection(t *testing.T) (a, b net.Conn) {
 	return a, b
 }
 
-// meet runs client and server at the two ends of a connection and returns their errors.
+// meet runs client and server at the two ends of a connection, and returns their errors.
 func meet(t *testing.T, client func(net.Conn) error,
 	server func(net.Conn) error) (clientErr, serverErr error) {
 	t.Helper()
@@ -81,7 +81,7 @@ func TestProof(t *testing.T) {
 			name             string
 			client, server   secret.Secret
 			purpose          [2]string
-			onClient, onServ error // errors at both ends: nil if there must be none, io.EOF for any error
+			onClient, onServ error // wanted errors at the ends; io.EOF stands for any error
 		}{
 			{"the same", one, one, [2]string{"store", "store"}, nil, nil},
 			{"no secrets", none, none, [2]string{"store", "store"}, nil, nil},
@@ -103,7 +103,7 @@ func TestProof(t *testing.T) {
 	}
 }
 
-// The bytes that follow a proof arrive unchanged.
+// The bytes that are sent after the proof arrive unchanged.
 func TestWhatFollows(t *testing.T) {
 	for kind, of := range kinds {
 		s, text := secret.New()
@@ -131,8 +131,8 @@ func TestWhatFollows(t *testing.T) {
 	}
 }
 
-// A client without a secret gets the error that one is needed. A client with a secret finds out that the
-// server has none.
+// If only the server has a secret, the client gets ErrNeeded. If only the client has a secret, the client
+// gets ErrNone.
 func TestOneHasNone(t *testing.T) {
 	s, _ := secret.New()
 	var none secret.Secret
@@ -174,7 +174,8 @@ func TestOneHasNone(t *testing.T) {
 	}
 }
 
-// A client that begins without a proof and later reads the server's answer gets ErrNeeded.
+// If a client has sent other bytes in place of a proof, and then reads the server's answer as part of a
+// proof, it gets ErrNeeded.
 func TestNeeded(t *testing.T) {
 	s, _ := secret.New()
 	c, e := meet(t, func(conn net.Conn) error {
@@ -188,12 +189,13 @@ func TestNeeded(t *testing.T) {
 	}
 }
 
-// readFirst discards what is written, so that the client only reads the answer.
+// readFirst is a connection that discards what is written to it, so that a client on it only reads the
+// answer.
 type readFirst struct{ net.Conn }
 
 func (readFirst) Write(b []byte) (int, error) { return len(b), nil }
 
-// recorded plays back one side of a captured connection.
+// recorded is a connection that plays back one side of a recorded connection.
 type recorded struct {
 	net.Conn // always nil
 	in       io.Reader
@@ -203,7 +205,7 @@ type recorded struct {
 func (r *recorded) Read(b []byte) (int, error)  { return r.in.Read(b) }
 func (r *recorded) Write(b []byte) (int, error) { return r.out.Write(b) }
 
-// tap records what arrives over a connection.
+// tap is a connection that records what arrives over it.
 type tap struct {
 	net.Conn
 	heard *bytes.Buffer
@@ -215,8 +217,8 @@ func (t tap) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// An eavesdropper can replay neither side of a captured proof. It cannot send a side's own messages back to
-// it either.
+// A recorded proof of a client or of a server is refused when it is sent again. A client refuses its own
+// messages if they are sent back to it.
 func TestReplay(t *testing.T) {
 	s, _ := secret.New()
 	var fromServer, fromClient bytes.Buffer
@@ -238,7 +240,7 @@ func TestReplay(t *testing.T) {
 		if _, err := io.ReadFull(conn, hello[:]); err != nil {
 			return err
 		}
-		// Send the client's own nonce back to it, with a proof of zeros.
+		// Send the client's own nonce back to it, with a proof that consists of zeros.
 		_, err := conn.Write(append(hello[:], make([]byte, 32)...))
 		return err
 	})
@@ -247,7 +249,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// A client without the secret cannot send the server's proof back as its own.
+// A client without the secret cannot use the server's proof as its own.
 func TestEcho(t *testing.T) {
 	s, _ := secret.New()
 	_, e := meet(t, func(conn net.Conn) error {

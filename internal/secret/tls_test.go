@@ -22,7 +22,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// pair runs the proof of s over a and b and returns the ends of the connection after it.
+// pair runs the proof with s at both ends, over a and b, and returns the two ends of the resulting
+// connection.
 func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn) {
 	t.Helper()
 	var wg sync.WaitGroup
@@ -45,7 +46,8 @@ func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn
 	return client, server
 }
 
-// wiretap records what is written. If spoil is set, it changes a byte of each write.
+// wiretap is a connection that records what is written to it. If spoil is set, it changes a byte of each
+// write.
 type wiretap struct {
 	net.Conn
 	mu    sync.Mutex
@@ -64,8 +66,8 @@ func (w *wiretap) Write(b []byte) (int, error) {
 	return w.Conn.Write(b)
 }
 
-// An eavesdropper can read what is sent without TLS, but not what is sent with TLS. With TLS a changed byte
-// ends the connection.
+// Without TLS an eavesdropper can read the data, and with TLS it cannot. With TLS, a changed byte ends the
+// connection.
 func TestWire(t *testing.T) {
 	words := strings.Repeat("the weights of a model ", 3000) // long enough for several records
 	for kind, of := range kinds {
@@ -109,7 +111,7 @@ func TestWire(t *testing.T) {
 	}
 }
 
-// Connections use TLS 1.3 with a certificate at both ends and a new key exchange each, and no session is
+// Each connection uses TLS 1.3 with a certificate at both ends and its own key exchange. No session is
 // resumed.
 func TestSession(t *testing.T) {
 	s, text := secret.New()
@@ -123,8 +125,7 @@ func TestSession(t *testing.T) {
 				len(state.PeerCertificates))
 		}
 	}
-	// All processes of a job derive the same key from its secret. Processes of another job derive another
-	// key.
+	// Processes with the same secret derive the same key. Processes with another secret derive another key.
 	key := func(s secret.Secret) ed25519.PublicKey {
 		a, b := connection(t)
 		client, _ := pair(t, s.Encrypted(), a, b)
@@ -143,7 +144,7 @@ func TestSession(t *testing.T) {
 	}
 }
 
-// tickets counts the tickets with which a client could resume a session.
+// tickets counts the session tickets that a client gets.
 type tickets struct {
 	mu  sync.Mutex
 	got int
@@ -159,7 +160,7 @@ func (c *tickets) Put(_ string, s *tls.ClientSessionState) {
 	}
 }
 
-// A client gets no session ticket, even if it can use one. So nobody can resume a captured connection.
+// A client gets no session ticket, even if it could use one, so no connection can be resumed later.
 func TestNoTickets(t *testing.T) {
 	s, _ := secret.New()
 	s = s.Encrypted()
@@ -179,13 +180,13 @@ func TestNoTickets(t *testing.T) {
 	}
 }
 
-// If only one end encrypts, the errors of both ends say so.
+// If only one end encrypts, the errors at both ends say which one does.
 func TestMixed(t *testing.T) {
 	s, _ := secret.New()
 	for _, test := range []struct {
 		name           string
 		client, server secret.Secret
-		want           [2]string // text in the errors of client and server
+		want           [2]string // texts in the errors of client and server
 	}{
 		{"the client encrypts", s.Encrypted(), s, [2]string{"(this process has)", "(the peer has)"}},
 		{"the server encrypts", s, s.Encrypted(), [2]string{"(the peer has)", "(this process has)"}},
@@ -203,7 +204,7 @@ func TestMixed(t *testing.T) {
 	}
 }
 
-// certificate returns a TLS certificate that does not belong to the job.
+// certificate returns a TLS certificate that does not belong to the job, with its private key.
 func certificate(t *testing.T) tls.Certificate {
 	t.Helper()
 	public, private, err := ed25519.GenerateKey(rand.Reader)
@@ -218,13 +219,13 @@ func certificate(t *testing.T) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: private}
 }
 
-// Server and client each require the job's certificate from the peer and a proof of its key, and both require
-// TLS 1.3.
+// Server and client both require that the peer uses TLS 1.3, shows the job's certificate and has the private
+// key of that certificate. Otherwise the proof fails.
 func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
-	// Every client receives the job's certificate, so an attacker can copy it but does not have its private
-	// key.
+	// Every client sees the server's certificate, so an attacker can copy the certificate, but not its
+	// private key.
 	a, b := connection(t)
 	client, _ := pair(t, s.Encrypted(), a, b)
 	shown := client.(interface {
@@ -234,8 +235,8 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		cfg  *tls.Config
-		// client is text of the error of a client whose server uses cfg, server that of a server whose client
-		// uses cfg.
+		// client is a text in the error of a client whose server uses cfg. server is a text in the error of a
+		// server whose client uses cfg.
 		client string
 		server string
 	}{
@@ -269,8 +270,9 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	}
 }
 
-// If a client closes the connection before it has sent anything, the error is io.EOF, which is not logged. If
-// it closes the connection in the middle of the proof, the error is another one.
+// If a client closes the connection before it has sent any byte, Accept returns an error that wraps io.EOF,
+// which is not logged. If it closes the connection in the middle of the proof, the error does not wrap
+// io.EOF.
 func TestBreakingOff(t *testing.T) {
 	s, _ := secret.New()
 	for kind, of := range kinds {
@@ -290,7 +292,7 @@ func TestBreakingOff(t *testing.T) {
 	}
 }
 
-// A handshake ends at the caller's deadline, and after a bounded number of bytes.
+// A handshake fails at the caller's deadline. It also fails if the peer has sent 16 KiB before its end.
 func TestHandshakeIsBounded(t *testing.T) {
 	s, _ := secret.New()
 	for name, end := range map[string]func(secret.Secret, net.Conn, string) error{"client": dial,
@@ -304,9 +306,9 @@ func TestHandshakeIsBounded(t *testing.T) {
 		a.Close()
 		b.Close()
 	}
-	// The hello has 64 KiB, which crypto/tls would accept, in records of 1 KiB.
+	// crypto/tls would accept this hello of 64 KiB, which is sent in records of 1 KiB.
 	hello := append([]byte{1, 0, 0xff, 0xff}, make([]byte, 0xffff)...)
-	a, b := net.Pipe() // a read takes only as many bytes as it asks for
+	a, b := net.Pipe() // a write to the pipe returns only when all its bytes were read
 	var said int
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -326,7 +328,8 @@ func TestHandshakeIsBounded(t *testing.T) {
 	}
 }
 
-// Close does not wait to send a last message. Deadlines of the connection below apply.
+// Close does not wait to send a closing alert. The deadlines of the underlying connection apply to the
+// encrypted connection too.
 func TestEndOfEncrypted(t *testing.T) {
 	s, _ := secret.New()
 	raw, b := net.Pipe()
@@ -347,7 +350,7 @@ func TestEndOfEncrypted(t *testing.T) {
 		t.Errorf("write got %v, want that the time is over", err)
 	}
 	began := time.Now()
-	server.Close() // the pipe is not read, so Close cannot send a message
+	server.Close() // nobody reads from the pipe, so Close could not send an alert
 	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("close took %v", took)
 	}
