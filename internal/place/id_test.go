@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// newIDs returns n ids whose stores listen on loopback. The stores end when the test ends.
+// newIDs returns n ids, each with a store that listens on loopback until the test ends.
 func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -36,8 +36,9 @@ func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	return ids
 }
 
-// meetByIDs makes ranks join by ids only, one rank for each element of ids, and returns their sessions and
-// errors.
+// meetByIDs makes ranks join with ids as their only information. The number of arguments is the number of
+// ranks, and each argument is the list of ids that a rank is given. It returns the sessions and errors, by
+// rank.
 func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 	t.Helper()
 	size := len(ids)
@@ -101,7 +102,7 @@ func TestID(t *testing.T) {
 	}
 }
 
-// Ranks that know only ids meet, and there may be as many ids as ranks or fewer.
+// Ranks that are given only ids meet. The number of ids may equal the number of ranks or be smaller.
 func TestJoinByIDs(t *testing.T) {
 	for _, encrypt := range []bool{false, true} {
 		for _, size := range []int{2, 3, 7} {
@@ -124,7 +125,7 @@ func TestJoinByIDs(t *testing.T) {
 	}
 }
 
-// The store of an id ends a while after all ranks have met, and not earlier.
+// The store of an id is closed some time after rank 0 has called Met, and not before.
 func TestStoreOfIDEnds(t *testing.T) {
 	ctx := testnet.Context(t)
 	id, served, err := serveID(ctx, "127.0.0.1", false, nil, time.Millisecond)
@@ -242,7 +243,8 @@ func TestNoIDForWhatCannotBeDialed(t *testing.T) {
 	}
 }
 
-// An id says whether connections are encrypted. If only some ids of a job say so, OpenIDs returns an error.
+// An id says whether connections are encrypted. If only some ids of a job are for encrypted connections,
+// OpenIDs returns an error.
 func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	ctx := testnet.Context(t)
 	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
@@ -250,7 +252,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 		_, err := OpenIDs(ctx, ids, 0, 2)
 		testnet.WantError(t, err, "of ids 0 and 1 only one is for encrypted connections")
 	}
-	// A rank whose id lacks the flag gets an error that names HVD_TLS.
+	// If the store encrypts and the id of a rank lacks the flag, the rank gets an error that names HVD_TLS.
 	bare := sealed
 	bare[idFlags] = 0
 	bare.seal()
@@ -277,7 +279,7 @@ func FuzzParseID(f *testing.F) {
 	encrypted[idFlags] = flagEncrypt
 	encrypted.seal()
 	f.Add(encrypted.String())
-	f.Add("A\n" + strings.Repeat("A", 169)) // this has the right length but decodes to one byte less
+	f.Add("A\n" + strings.Repeat("A", 169)) // has the right length but decodes to one byte less
 	f.Fuzz(func(t *testing.T, text string) {
 		id, err := ParseID(text)
 		if err == nil && id.String() != strings.TrimSpace(text) {
@@ -286,7 +288,8 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// Texts that a fuzzer changes rarely have a valid checksum, so this test adds the checksum itself.
+// FuzzOpenID fuzzes the bytes of an id before the checksum, and appends the right checksum, because fuzzed
+// texts of ids rarely have one. If an id can be opened, the result gives the same id again.
 func FuzzOpenID(f *testing.F) {
 	for _, addr := range []string{"10.1.2.3:4567", "[2001:db8::1]:80"} {
 		id := someID(f, addr)
@@ -307,7 +310,7 @@ func FuzzOpenID(f *testing.F) {
 	})
 }
 
-// addrOf returns the address of the store of an id.
+// addrOf returns the address of the store that id names.
 func addrOf(t *testing.T, id ID) string {
 	t.Helper()
 	s, err := id.open()

@@ -26,14 +26,15 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// soon returns a context that ends after 300 ms, for meetings that cannot succeed.
+// soon returns a context that ends after 300 ms. It is for meetings that cannot succeed.
 func soon(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// loopbackNames returns a resolver that resolves the given names to loopback and no others.
+// loopbackNames returns a resolver that resolves the names in want to loopback, and returns an error for
+// other names.
 func loopbackNames(want ...string) func(context.Context, string) (string, error) {
 	return func(_ context.Context, host string) (string, error) {
 		for _, w := range want {
@@ -45,7 +46,7 @@ func loopbackNames(want ...string) func(context.Context, string) (string, error)
 	}
 }
 
-// interfaces returns the choice of network interfaces that a list makes.
+// interfaces parses a list of network interfaces.
 func interfaces(t *testing.T, list ...string) netif.Choice {
 	t.Helper()
 	c, err := netif.Parse(list)
@@ -57,7 +58,8 @@ func interfaces(t *testing.T, list ...string) netif.Choice {
 
 func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
 
-// slurmRanks returns the four ranks of a Slurm step, two on each of two hosts or all on one.
+// slurmRanks returns the four ranks of a Slurm step. They are on one host, or two of them on each of two
+// hosts.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -76,17 +78,18 @@ func TestSlurm(t *testing.T) {
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
-	// If all ranks are on one host, its name and the chosen interface do not matter.
+	// If all ranks are on one host, they meet even if the host's name cannot be resolved and the chosen
+	// interface does not exist.
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
-	// The host that the user sets replaces the first host of the step.
+	// If the user sets a host, the ranks use it in place of the first host of the step.
 	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other",
 		resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
-// Rank 0 listens only on the chosen interface, if that has the address of the host's name. Otherwise it
-// listens on all.
+// If interfaces are chosen and the name that the other ranks dial resolves to one of them, rank 0 listens
+// only there. Otherwise it listens on all interfaces.
 func TestInterfaces(t *testing.T) {
 	meet := func(o MeetOptions) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
@@ -103,7 +106,7 @@ func TestInterfaces(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		o       MeetOptions
-		onOther bool // rank 0 also listens on other addresses of loopback
+		onOther bool // rank 0 also listens on other loopback addresses
 	}{
 		"none chosen": {MeetOptions{resolver: node1(loopback, nil)}, true},
 		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
@@ -169,7 +172,8 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 	return envs
 }
 
-// The name of a pod can be resolved only when the pod has started. The other ranks retry until then.
+// The name of a pod can be resolved only after the pod has started. All ranks meet, because the other ranks
+// retry the lookup until it succeeds.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
 	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t)}
@@ -200,7 +204,8 @@ func TestSecretIsNeeded(t *testing.T) {
 	}
 }
 
-// A rank with another secret or with none is refused, and its error says why.
+// A rank with another secret, or without one, cannot meet the others. Its error says why and does not contain
+// the secret.
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
@@ -226,8 +231,8 @@ func TestSecretDiffers(t *testing.T) {
 	}
 }
 
-// If two jobs choose the same port and have no secrets, the ranks of the second job get an error that names
-// the first.
+// If two jobs without secrets use the same port, the ranks of the second job get an error. The error names
+// the first job if the rank has connected to its store.
 func TestAnotherJobsStore(t *testing.T) {
 	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
@@ -245,13 +250,14 @@ func TestAnotherJobsStore(t *testing.T) {
 	if !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v", err)
 	}
-	// A rank of the same job that has another size is refused.
+	// A rank of the same job but with another size is refused too.
 	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t),
 		o)
 	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
 }
 
-// Close closes servers before what they serve. It closes everything even if an error occurs, and only once.
+// Close calls the registered functions in reverse order, so that a server is closed before its store. It
+// calls all of them even if one fails, and a second Close calls none.
 func TestClose(t *testing.T) {
 	p := new(Place)
 	var order []int
@@ -314,8 +320,8 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// openMPIRanks returns the four ranks of a job of Open MPI on one host, and the new directory that they
-// share.
+// openMPIRanks returns the four ranks of an Open MPI job on one host, and the new session directory of the
+// job.
 func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -348,7 +354,7 @@ func TestTheFile(t *testing.T) {
 	if err != nil || info.Mode() != 0o600 {
 		t.Errorf("the file has mode %v, %v", info.Mode(), err)
 	}
-	// mpirun may remove the file first, so Close must not fail without it.
+	// mpirun may remove the file before Close does. Close succeeds then too.
 	if err := os.Remove(filepath.Join(dir, left[0].Name())); err != nil {
 		t.Error(err)
 	}
@@ -371,7 +377,8 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	testnet.WantError(t, err, "no such file")
 }
 
-// If only some ranks are given a secret, the ranks do not meet.
+// If the user has given a secret to rank 0 only, or to all except rank 0, the other ranks get an error that
+// says so.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
 	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not",
@@ -390,7 +397,8 @@ func TestGivenToSome(t *testing.T) {
 	}
 }
 
-// On several hosts, Open MPI does not tell the ranks where rank 0 is, so the user must.
+// With Open MPI on several hosts, the ranks do not know the host of rank 0. Meet returns an error unless the
+// user sets the host and the port.
 func TestOpenMPIOnHosts(t *testing.T) {
 	ranks := func() (envs []*Env) {
 		for r := range 2 {
@@ -421,7 +429,7 @@ func TestPrivateFiles(t *testing.T) {
 	if text, err := readPrivate(path("good")); text != "text" || err != nil {
 		t.Errorf("got %q, %v", text, err)
 	}
-	// writePrivate replaces an existing file, whatever its mode.
+	// writePrivate replaces an existing file, even if its mode is 0644, by a file that readPrivate accepts.
 	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644),
 		writePrivate(path("old"), "new")); err != nil {
 		t.Fatal(err)
@@ -454,7 +462,7 @@ func TestPrivateFiles(t *testing.T) {
 		_, err := readPrivate(path("good"))
 		testnet.WantError(t, err, "belongs to user 12345")
 	}
-	// writePrivate cannot replace a directory, and leaves no temporary file.
+	// writePrivate returns an error if the path is a directory, and leaves no temporary file behind.
 	if err := writePrivate(path("directory"), "text"); err == nil {
 		t.Error("replaced a directory")
 	}
@@ -489,7 +497,7 @@ func FuzzAnnouncement(f *testing.F) {
 	})
 }
 
-// torchRanks returns four workers of torchrun, two on each of two hosts or all on one.
+// torchRanks returns four workers of torchrun. They are on one host, or two of them on each of two hosts.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -522,15 +530,16 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
 		"insecure")...)
-	// After a restart, the ranks find no keys of the previous run.
+	// After a restart by torchrun, the ranks meet again in the same store, because the keys of each run
+	// differ.
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
 		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// Any process can read this store, so the secret is not in it. The files with the secret have been
-	// removed.
+	// Any process can read the TCPStore, so the store has only the path of the file with the secret. The file
+	// itself is removed once the ranks have met.
 	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
 	if err != nil || !filepath.IsAbs(string(word)) {
 		t.Errorf("the store has %q, %v, want a path", word, err)
@@ -539,7 +548,7 @@ func TestTorchrunsStore(t *testing.T) {
 		t.Errorf("left: %v, %v", left, err)
 	}
 
-	// Another user of the store may have written these values.
+	// Another program may have written these values to the TCPStore.
 	for word, part := range map[string]string{
 		"0123456789abcdef0123456789abcdef": "want given, none or the path",
 		"/nonexistent/file":                "no such file",
@@ -562,7 +571,8 @@ func TestTorchrunsStore(t *testing.T) {
 		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// Ranks on other hosts cannot read a file on rank 0's host.
+	// If not all ranks are on one host, a rank refuses a path, because it could not read a file on rank 0's
+	// host.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -571,7 +581,8 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
-// If torchrun's agent does not serve a store, rank 0 does.
+// If torchrun's agent serves no TCPStore, the ranks meet at MASTER_PORT, or at the port that the user sets,
+// where rank 0 serves one.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
@@ -598,13 +609,14 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 func TestPlain(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
-	// On loopback rank 0 makes the secret. If MASTER_ADDR is a host name, the user must give one.
+	// If MASTER_ADDR is a loopback address, rank 0 makes the secret. If it is a host name, the user must give
+	// one.
 	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, append(at(), "MASTER_ADDR", "127.0.0.1")...)...)
 	o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
-	// MASTER_ADDR may be localhost at rank 0 and the name of its host at the other ranks.
+	// The ranks meet even if MASTER_ADDR is localhost at rank 0 and the name of its host at the other ranks.
 	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{},
 		func(_ context.Context, host string) (string, error) {
 			return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
@@ -613,7 +625,7 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1],
 		plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
-	// The host and port that the user sets replace those of the variables.
+	// If the user sets a host and a port, the ranks use these in place of MASTER_ADDR and MASTER_PORT.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
@@ -621,7 +633,7 @@ func TestPlain(t *testing.T) {
 	}
 }
 
-// meetBoth makes the two ranks of envs meet.
+// meetBoth makes the two ranks in envs meet, and returns their places.
 func meetBoth(t *testing.T, envs []*Env) (met [2]*Place) {
 	t.Helper()
 	var errs [2]error
@@ -645,8 +657,8 @@ func closeBoth(t *testing.T, met [2]*Place) {
 	}
 }
 
-// PyTorch in rank 0 may need MASTER_PORT as soon as any rank returns from Met. So rank 0 closes its listener
-// there, and the other ranks wait for that. The ranks keep their store.
+// PyTorch in rank 0 may need MASTER_PORT as soon as a rank returns from Met. So Met closes rank 0's server
+// there, and at rank 1 Met does not return before. The ranks keep the store in which they have met.
 func TestMasterPortIsGivenUp(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
@@ -674,8 +686,8 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 	}
 }
 
-// PyTorch in rank 0 may already serve a store at MASTER_PORT. The ranks use it to meet and leave no key in
-// it, so they can meet there again. Two jobs cannot use it at the same time.
+// PyTorch in rank 0 may serve a TCPStore at MASTER_PORT already. The ranks then meet through that store. They
+// leave no key in it, so they can meet there again. A second job cannot use it at the same time.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -699,8 +711,8 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// If ranks call Init and PyTorch's init_process_group in another order than rank 0, they wait for rank 0
-// until the timeout, and the log says why.
+// If the other ranks are in PyTorch's init_process_group while rank 0 is in Init, rank 0 logs the reason for
+// which they wait.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -722,8 +734,8 @@ func TestMasterOutOfOrder(t *testing.T) {
 	if err := errors.Join(torch.Close(), m.Close()); err != nil {
 		t.Error(err)
 	}
-	// If rank 0 is in init_process_group instead, the error of the other ranks says why they found no
-	// address.
+	// If rank 0 is in init_process_group while the other ranks are in Init, their error says why they have
+	// found no address.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
@@ -744,7 +756,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 		"in the same order")
 }
 
-// Ranks that have different sizes do not meet, and the error names both sizes.
+// Ranks that have different values of WORLD_SIZE do not meet. The error names both.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
@@ -758,7 +770,7 @@ func TestMasterOfAnotherSize(t *testing.T) {
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
-// If the server at MASTER_PORT is neither gohvd's nor PyTorch's, the error says so.
+// If the server at MASTER_PORT is neither gohvd's nor PyTorch's, both ranks get an error that says so.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
@@ -773,8 +785,8 @@ func TestMasterPortIsTaken(t *testing.T) {
 	}
 }
 
-// Ranks meet under torchrun of Debian's PyTorch. With --standalone rank 0 serves the store; otherwise the
-// agent does.
+// Ranks meet under the torchrun of Debian's PyTorch. With --standalone rank 0 serves the store, otherwise
+// torchrun's agent does.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
@@ -783,8 +795,8 @@ func TestTorchrun(t *testing.T) {
 	} {
 		t.Run(secret, func(t *testing.T) {
 			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
-			// The redirect is for rank 9, which does not exist. The default, a redirect for all ranks, fails
-			// on Python 3.11.
+			// The options redirect only the output of rank 9, which does not exist. The default, to redirect
+			// the output of all ranks, fails on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]},
 				append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
@@ -792,7 +804,7 @@ func TestTorchrun(t *testing.T) {
 	}
 }
 
-// If the other ranks do not come, Meet returns when ctx ends, for each kind of launcher.
+// If the other ranks do not arrive, Meet returns when ctx ends, under each kind of launcher.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t),

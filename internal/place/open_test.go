@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// settings returns the settings of an environment with only these variables.
+// settings returns the settings of a process whose environment has only the variables in vars.
 func settings(t *testing.T, vars map[string]string) config.Config {
 	t.Helper()
 	var environ []string
@@ -36,7 +36,7 @@ func settings(t *testing.T, vars map[string]string) config.Config {
 	return cfg
 }
 
-// all calls Open with each Config concurrently and returns the meetings and errors. The meetings are closed
+// all calls Open with each Config concurrently. It returns the meetings and errors, and closes the meetings
 // when the test ends.
 func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	t.Helper()
@@ -61,7 +61,8 @@ func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	return met, errs
 }
 
-// meets checks that the ranks have no errors and share one store.
+// meets checks that no rank has an error, that each has the right rank, size and job, and that all share one
+// store.
 func meets(t *testing.T, met []*Meeting, errs []error) {
 	t.Helper()
 	if err := errors.Join(errs...); err != nil {
@@ -83,7 +84,8 @@ func meets(t *testing.T, met []*Meeting, errs []error) {
 	}
 }
 
-// outside returns an address of this machine other than loopback.
+// outside returns an address of this machine that is not a loopback address. If there is none, it skips the
+// test.
 func outside(t *testing.T) string {
 	t.Helper()
 	addrs, err := netif.Choice{}.Addresses()
@@ -101,7 +103,8 @@ func outside(t *testing.T) string {
 
 const given = "a secret that the user gave"
 
-// A process that neither settings nor a launcher place in a job is a job of one rank.
+// If neither settings nor a launcher place a process in a job, or the job has one rank, the process is a job
+// of one rank.
 func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
@@ -115,8 +118,8 @@ func TestOpenAlone(t *testing.T) {
 	}
 }
 
-// Without a secret, a rank neither connects over the network nor listens on an address that the network can
-// reach.
+// A rank without a secret neither connects to a store on the network nor listens on a network address, unless
+// HVD_INSECURE is set.
 func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
@@ -143,8 +146,8 @@ func TestOpenNeedsSecret(t *testing.T) {
 	}
 }
 
-// Close does not close a store that the program has passed. The rank listens on the interface that the
-// settings choose.
+// The program's own store stays open after Close of the Meeting. The rank listens on the interface that the
+// settings choose, or else on loopback.
 func TestOwnStore(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -221,7 +224,7 @@ func TestByMethod(t *testing.T) {
 	}
 }
 
-// The settings say where the ranks meet, and the launcher says which rank this is.
+// The settings say where the ranks meet, and the launcher's variables say which rank this is.
 func TestBySettings(t *testing.T) {
 	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
 	placed := map[string][2]string{
@@ -247,7 +250,7 @@ func TestBySettings(t *testing.T) {
 		var configs []Config
 		at := free()
 		for r := range 2 {
-			// The init method also works if the plain environment lacks MASTER_ADDR.
+			// The URL has the address, so the ranks meet although WORLD_SIZE is set and MASTER_ADDR is not.
 			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" +
 				strconv.Itoa(r), "WORLD_SIZE": "2"}
 			configs = append(configs, Config{Settings: settings(t, vars)})
@@ -277,7 +280,7 @@ func TestBySettings(t *testing.T) {
 			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
 		}
 	}
-	// The program's id takes precedence over the settings.
+	// An id that the program gives takes precedence over the init method in the settings.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}),
@@ -285,8 +288,8 @@ func TestBySettings(t *testing.T) {
 	meets(t, met, errs)
 }
 
-// It is an error if variables belong to a job but do not say the rank or where the ranks meet. With
-// HVD_SIZE=1 the process becomes a job of its own.
+// If variables of a job are set, but the rank or the address where the ranks meet is missing, Open returns an
+// error. If HVD_SIZE=1 is set too, the process becomes a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -330,7 +333,9 @@ func TestByID(t *testing.T) {
 				ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
 		}
 		met, errs := all(t, configs...)
-		if test.ids == 1 { // if there are several ids, each has a store, and rank 0 uses the first
+		// If there are several ids, each has a store of its own. Only rank 0 uses the first one, so the ranks
+		// share no store that meets could check.
+		if test.ids == 1 {
 			meets(t, met, errs)
 		} else if err := errors.Join(errs...); err != nil {
 			t.Fatal(err)
@@ -348,7 +353,7 @@ func TestByID(t *testing.T) {
 	}
 }
 
-// If ranks contradict each other, all ranks get an error.
+// If the unique ids contradict the settings, Open returns an error at each rank.
 func TestByIDRefused(t *testing.T) {
 	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
@@ -379,11 +384,12 @@ func TestByIDRefused(t *testing.T) {
 	}
 }
 
-// A rank that reaches the store over loopback learns at which address other hosts reach this one.
+// agree returns the address to listen on: loopback if all ranks are on the store's host, else the address at
+// which ranks on other hosts reach this host.
 func TestAgree(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		via  []string // how each rank reaches the store; empty for the rank that serves it
+		via  []string // the address at which each rank reaches the store; empty for the rank that serves it
 		want []string
 	}{
 		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"},
@@ -412,7 +418,8 @@ func TestAgree(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// The other ranks reach this host at an address that none of its interfaces has.
+	// A rank on another host has reached this host at an address that none of its interfaces has, because of
+	// network address translation.
 	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey,
 		[]byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
@@ -433,7 +440,8 @@ func TestAgree(t *testing.T) {
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	for range 3 { // a rank that tries again is not counted twice
+	// A rank that tries again is counted only once.
+	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
 		if err := m.agree(ctx, "127.0.0.1:9", netif.Choice{}); !errors.Is(err, context.DeadlineExceeded) ||
@@ -443,8 +451,8 @@ func TestAgree(t *testing.T) {
 	}
 }
 
-// When the time of any rank ends, all ranks name the rank that has not come, even if the time of rank 0,
-// which serves the store, ends first.
+// If a rank does not arrive and the deadline of any other rank passes, the errors of all ranks name the
+// missing rank. This holds even if rank 0, which serves the store, is the first to give up.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})
@@ -485,8 +493,8 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// Ranks that have only PyTorch's variables meet, even if MASTER_ADDR is localhost at one rank and the name of
-// this host at another.
+// Two ranks on this host meet with only PyTorch's variables, even if MASTER_ADDR is localhost at one rank and
+// the address of this host at the other. They listen on the address that the test expects.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
@@ -520,9 +528,9 @@ func TestOpenPlain(t *testing.T) {
 	}
 }
 
-// Under torchrun the ranks meet at its store, and can meet there again.
+// Under torchrun, the ranks meet in torchrun's TCPStore, and can meet there again after a restart.
 func TestByEnvironment(t *testing.T) {
-	tmp := t.TempDir() // rank 0 writes the secret to a file there
+	tmp := t.TempDir() // rank 0 writes the file with the secret to this directory
 	t.Setenv("TMPDIR", tmp)
 	server, err := c10d.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), c10d.Config{})
 	if err != nil {
@@ -593,8 +601,7 @@ func TestByEnvironment(t *testing.T) {
 	}
 }
 
-// If another launcher has started the ranks, rank 0 serves the store on the interface that the settings
-// choose.
+// Under a launcher other than hvdrun, rank 0 serves the store only on the interface that the settings choose.
 func TestChosenInterface(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := Open(testnet.Context(t), Config{Settings: settings(t, map[string]string{
@@ -619,7 +626,8 @@ func TestChosenInterface(t *testing.T) {
 	}
 }
 
-// A job's secret encrypts connections if the settings say so. Without a secret there is no encryption.
+// jobSecret returns the secret of the settings. It encrypts connections if TLS is set. Without a secret there
+// is no encryption.
 func TestSecretOf(t *testing.T) {
 	for _, set := range []config.Config{
 		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
@@ -635,7 +643,8 @@ func TestSecretOf(t *testing.T) {
 	}
 }
 
-// proves runs the handshake of two secrets and returns nil if they are equal.
+// proves runs the handshake with secret a at one end and b at the other. It returns nil if both ends accept
+// it.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

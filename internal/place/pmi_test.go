@@ -16,9 +16,10 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI returns fd, the rank's end of a connection to a PMI-1 launcher. The launcher answers each request
-// by its cmd. It closes the connection at a request that has no entry in answers. If the entry is empty, it
-// does not answer and calls silent. asked returns the requests once fd is closed.
+// fakePMI plays a PMI-1 launcher and returns fd, the rank's end of the connection. The launcher answers a
+// request with the entry of answers for the request's cmd. If there is no entry, it closes the connection. If
+// the entry is empty, it does not answer and calls the functions in silent. asked returns the requests so
+// far; it may be called only after fd was closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -59,7 +60,7 @@ func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int,
 	}
 }
 
-// goodPMI returns the answers of a working launcher. value is the address that rank 0 has announced.
+// goodPMI returns the answers of a launcher that works. value is what rank 0 has announced.
 func goodPMI(value string) map[string]string {
 	return map[string]string{
 		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
@@ -94,7 +95,7 @@ func TestPMIConversation(t *testing.T) {
 		t.Errorf("asked\n%s\nwant\n%s...", got, want)
 	}
 
-	// Rank 1 connects to the store that rank 0 has announced.
+	// Rank 1 gets the announcement of rank 0 from the launcher and connects to the store of rank 0.
 	_, value, _ := strings.Cut(got, "value=")
 	value, _, _ = strings.Cut(value, "\n")
 	fd, asked = fakePMI(t, goodPMI(value))
@@ -105,7 +106,7 @@ func TestPMIConversation(t *testing.T) {
 	if last := asked(); last[len(last)-2] != "cmd=get kvsname=kvs_1 key=gohvd-meet" {
 		t.Errorf("asked %q", last)
 	}
-	// A second Meet with the same descriptor fails.
+	// A second Meet with the same descriptor fails, because the first one has shut the socket down.
 	_, err = pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "pmi: init")
 	if err := errors.Join(other.Close(), m.Close()); err != nil {
@@ -113,8 +114,9 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts, the other ranks find rank 0 by the name of its host, unless the user sets a host or an
-// interface. Rank 0 listens only on the chosen interface if that has the address under which it is found.
+// On several hosts, rank 0 announces the name of its host, unless the user sets a host or an interface. Rank
+// 0 listens on the chosen interface only, if the announced name resolves to it, and otherwise on all
+// interfaces.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -123,7 +125,7 @@ func TestPMIOnHosts(t *testing.T) {
 	for _, c := range []struct {
 		o       MeetOptions
 		want    string
-		onOther bool // rank 0 also listens on other addresses of loopback
+		onOther bool // rank 0 also listens on other loopback addresses
 	}{
 		{MeetOptions{}, name, true},
 		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
@@ -194,7 +196,7 @@ func TestPMIRefuses(t *testing.T) {
 		}
 		asked()
 	}
-	// The launcher closes the connection during the barrier.
+	// The launcher closes the connection during the barrier, and Meet returns an error.
 	answers := goodPMI("")
 	delete(answers, "barrier_in")
 	fd, _ := fakePMI(t, answers)

@@ -21,11 +21,11 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// rankVariable is set in processes of the test binary that a real launcher starts as ranks. Its value says
-// what they do.
+// rankVariable is set in processes of this test binary that a real launcher starts as ranks. Its value says
+// what the process does.
 const rankVariable = "PLACE_TEST_RANK"
 
-// givenVariable has the text of a secret that the user gives to the ranks.
+// givenVariable is the variable that contains the secret that the user gives to the ranks.
 const givenVariable = "PLACE_TEST_SECRET"
 
 func TestMain(m *testing.M) {
@@ -64,14 +64,14 @@ func rankMain(what string) error {
 	if err := work(ctx, e, m, true); err != nil {
 		return err
 	}
-	// The line is written at once, so that the launcher does not mix it with lines of other ranks.
+	// The line is written with one call, so that the launcher does not mix it with lines of other ranks.
 	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank,
 		e.LocalSize, m.JobID)
 	return nil
 }
 
-// twice does what a program does that starts over: it meets a second time, when the connection to the
-// launcher is closed.
+// twice does what a program does that starts over: it calls Meet a second time, after the connection to the
+// launcher was closed. It checks that this Meet fails.
 func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
@@ -87,8 +87,9 @@ func twice(ctx context.Context, first *Place) error {
 	return nil
 }
 
-// work is what ranks do after they have met. They count themselves, read each other's values and, if there is
-// a secret, check that all have the same one. Then they end the meeting. No rank leaves before all are done.
+// work does what ranks do after they have met. Each rank counts itself, reads the values of all others and,
+// if there is a secret, checks that all ranks have the same one. Then it calls Met. Rank 0 stays until all
+// others are done.
 func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
@@ -124,14 +125,14 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 		return err
 	}
 	if e.Rank != 0 {
-		// Rank 0 may close the store before this rank has received the answer.
+		// The rank ignores an error, because rank 0 may close the store before the answer arrives.
 		_, _ = m.Store.Add(ctx, "done", 1)
 		return nil
 	}
 	return awaitCount(ctx, m.Store, "done", e.Size-1)
 }
 
-// awaitCount waits until the value at key is the number n.
+// awaitCount waits until the value of key is the number n.
 func awaitCount(ctx context.Context, s store.Store, key string, n int) (err error) {
 	var value []byte
 	for n > 0 && string(value) != strconv.Itoa(n) && err == nil {
@@ -140,8 +141,8 @@ func awaitCount(ctx context.Context, s store.Store, key string, n int) (err erro
 	return err
 }
 
-// sameSecret checks that the ranks have the same secret: rank 0 serves another store with it, and the other
-// ranks connect to that.
+// sameSecret checks that all ranks have the same secret. Rank 0 serves another store with its secret, and the
+// other ranks connect to it with theirs.
 func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	cfg := store.Config{Secret: m.Secret}
 	if e.Rank != 0 {
@@ -167,7 +168,7 @@ func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	return errors.Join(awaitCount(ctx, m.Store, "proven", e.Size-1), s.Close(), h.Close())
 }
 
-// needLauncher skips the test if the launcher is not installed. In CI it fails the test.
+// needLauncher skips the test if the launcher is not installed. In CI the test fails instead.
 func needLauncher(t *testing.T, name, pkg string) {
 	t.Helper()
 	if _, err := exec.LookPath(name); err != nil {
@@ -178,7 +179,8 @@ func needLauncher(t *testing.T, name, pkg string) {
 	}
 }
 
-// launch runs a launcher of n ranks to its end and checks that each rank has printed its line.
+// launch runs a launcher that starts n ranks, waits until it ends, and checks that each rank has printed its
+// line.
 func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(testnet.Context(t), argv[0], argv[1:]...)
@@ -245,12 +247,13 @@ func TestMPICH(t *testing.T) {
 	})
 }
 
-// environment has the variables of a rank that a test makes up.
+// environment is the environment of a rank in a test.
 type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }
 
-// with returns e changed by more, which has names and values in turn. An empty value removes the variable.
+// with returns a copy of e that is changed by more, which alternates names and values. An empty value removes
+// the variable.
 func (e environment) with(more ...string) environment {
 	all := make(environment)
 	for name, value := range e {
@@ -271,7 +274,7 @@ func detect(t *testing.T, env environment) *Env {
 	return e
 }
 
-// meetAll makes each rank meet and work in a goroutine, and returns the errors by rank.
+// meetAll runs Meet and then work for each rank in a goroutine. It returns the errors by rank.
 func meetAll(ctx context.Context, wantSecret bool, options func(rank int) MeetOptions, envs ...*Env) []error {
 	errs := make([]error, len(envs))
 	var wg sync.WaitGroup

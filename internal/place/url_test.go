@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// unknown returns options without rank and size, so that the URL or env must have them.
+// unknown returns options without rank and size, so that the URL or the variables in env must give them.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
 }
@@ -180,7 +180,8 @@ func TestMethodErrors(t *testing.T) {
 	} {
 		testMethodError(t, test.url, test.o, test.want)
 	}
-	// PyTorch may already serve its store at this port.
+	// The port is in use, for example because PyTorch serves its own store there. The error says that gohvd's
+	// store needs another port.
 	_, port, err := net.SplitHostPort(testnet.FakeServer(t, func(net.Conn) {}))
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +199,8 @@ func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) 
 	}
 }
 
-// A program can add methods. If a method waits for ever, it returns when its context ends.
+// A program can add a method of its own. If a method cannot connect, Open returns when ctx ends, with the
+// reason.
 func TestOwnMethod(t *testing.T) {
 	m := NewMethods()
 	m["own"] = func(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {

@@ -20,7 +20,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// onHosts makes ranks join and returns their sessions. Each letter of hosts is the host of a rank.
+// onHosts makes one rank join for each letter of hosts, where the letter is the rank's host. It returns the
+// sessions by rank.
 func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	t.Helper()
 	kv := newStore(t)
@@ -39,7 +40,7 @@ func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	return results
 }
 
-// agree calls Agree concurrently at all ranks for which try returns a function, and returns the results by
+// agree calls Agree concurrently at all ranks for which try does not return nil. It returns the results by
 // rank.
 func agree(ctx context.Context, sessions []result,
 	try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
@@ -56,13 +57,13 @@ func agree(ctx context.Context, sessions []result,
 
 func succeeds(context.Context) error { return nil }
 
-// waits is a try that waits for a peer until ctx ends.
+// waits is a try that waits until ctx ends for a peer that does not come.
 func waits(ctx context.Context) error {
 	<-ctx.Done()
 	return fmt.Errorf("waiting for a peer: %w", ctx.Err())
 }
 
-// stoppedAfter returns a try that waits until it is told to stop and then returns err.
+// stoppedAfter returns a try that waits until it is told to stop, and then returns err.
 func stoppedAfter(err error) func(context.Context) error {
 	return func(ctx context.Context) error {
 		<-ctx.Done()
@@ -74,7 +75,8 @@ func fails(err error) func(context.Context) error {
 	return func(context.Context) error { return err }
 }
 
-// The ranks of a host agree on which of them have failed and why, whatever happens on other hosts.
+// All ranks of a host get the same result of Agree: which of them have failed, and why. Failures on other
+// hosts do not count.
 func TestAgree(t *testing.T) { overBoth(t, testAgree) }
 
 func testAgree(t *testing.T, key secret.Secret) {
@@ -110,7 +112,7 @@ func testAgree(t *testing.T, key secret.Secret) {
 		"a host without a try": {"baa", []func(context.Context) error{nil, succeeds, waits}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if test.want == nil { // the other rank of the host waits until ctx ends
+			if test.want == nil { // one rank of the host makes no try, so the other waits until ctx ends
 				sessions := onHosts(t, key, test.hosts)
 				ctx, cancel := context.WithCancelCause(t.Context())
 				why := errors.New("enough")
@@ -136,7 +138,7 @@ func testAgree(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a rank dies before it takes part in an agreement, all other ranks get an error that names it.
+// If a rank dies before it calls Agree, the errors of all other ranks name it.
 func TestDeathWhileAgreeing(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		sessions := onHosts(t, secret.Secret{}, "aaa")
@@ -164,7 +166,7 @@ func TestDeathWhileAgreeing(t *testing.T) {
 	}
 }
 
-// After the table, root and members may send each other any bytes. They decode them or return an error.
+// FuzzStatusAndAnswer checks that arbitrary bytes are decoded as a valid Status or Answer, or give an error.
 func FuzzStatusAndAnswer(f *testing.F) {
 	for _, m := range []proto.Message{
 		&rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED, Text: "no memory", MayPass: true},

@@ -27,7 +27,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// recordOf returns the record of a process of rank. incarnation distinguishes the processes of one rank.
+// recordOf returns the record of a process. incarnation distinguishes processes that have the same rank.
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2),
@@ -42,14 +42,14 @@ func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
-// keyed returns the same as config, with the secret key.
+// keyed is config with the secret key.
 func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	cfg := config(kv, rank, size)
 	cfg.Secret = key
 	return cfg
 }
 
-// overBoth runs a test without a secret and with a secret that encrypts.
+// overBoth runs a test twice: without a secret, and with a secret that encrypts.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) {
@@ -58,7 +58,7 @@ func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	})
 }
 
-// say connects to the root at addr, proves key and sends parts.
+// say connects to the root at addr, runs the proof with key, and sends parts.
 func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
@@ -83,7 +83,7 @@ type result struct {
 	err error
 }
 
-// start calls Join in a goroutine and returns the channel of its result. Sessions are closed when the test
+// start calls Join in a goroutine and returns a channel with its result. It closes the session when the test
 // ends.
 func start(t testing.TB, ctx context.Context, cfg JoinConfig) <-chan result {
 	t.Helper()
@@ -107,7 +107,7 @@ func start(t testing.TB, ctx context.Context, cfg JoinConfig) <-chan result {
 	return got
 }
 
-// joinAll calls Join with all cfgs concurrently and returns the results in the same order.
+// joinAll calls Join with each of cfgs concurrently. It returns the results in the same order.
 func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
 	t.Helper()
 	var running []<-chan result
@@ -121,8 +121,8 @@ func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
 	return results
 }
 
-// formed checks that results, which are in the order of ranks, belong to one epoch of the given processes. It
-// returns the epoch.
+// formed checks that results, one for each rank in order, belong to one epoch whose ranks have the given
+// records. It returns the number of the epoch.
 func formed(t *testing.T, results []result, records ...Record) (epoch uint64) {
 	t.Helper()
 	for rank, r := range results {
@@ -260,7 +260,8 @@ func TestJoinChecksConfig(t *testing.T) {
 	}
 }
 
-// aliasStore maps the keys of job from to those of job to, like a store that two jobs share by mistake.
+// aliasStore replaces the job from by the job to in the keys that are watched, so that two jobs use the same
+// keys by mistake.
 type aliasStore struct {
 	store.Store
 	from, to string
@@ -281,9 +282,9 @@ func TestContradictions(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		size int
-		// change[i] changes the config of process i, which otherwise is rank i.
+		// change[i] changes the config of process i. Without a change, process i is rank i.
 		change map[int]func(*JoinConfig)
-		// last is the process that joins only after the root has failed, 0 if there is none. If it joined
+		// last is the process that joins only after the root has failed, or 0 if there is none. If it joined
 		// earlier, the epoch might be complete before the changed process joins.
 		last   int
 		reason Reason
@@ -356,7 +357,7 @@ func TestContradictions(t *testing.T) {
 					t.Errorf("process %d got %q, another process %q", i, refused.Text, text)
 				}
 			}
-			// After the mistake is corrected, the same processes can join again.
+			// After the contradiction is removed, the same processes can join again.
 			var cfgs []JoinConfig
 			var records []Record
 			for rank := range test.size {
@@ -367,7 +368,8 @@ func TestContradictions(t *testing.T) {
 	}
 }
 
-// If terms differ, the errors of all ranks name these terms with ranks and values, and no other terms.
+// If terms differ between ranks, the errors of all ranks list these terms, each with its values and ranks.
+// They do not list other terms.
 func TestTermsDiffer(t *testing.T) {
 	kv := newStore(t)
 	var cfgs []JoinConfig
@@ -396,8 +398,8 @@ func TestTermsDiffer(t *testing.T) {
 	}
 }
 
-// A rank may get the failure of a root and join again while the failed root still answers other ranks. It
-// then takes part in the next epoch.
+// If a rank has got the error of a failed root and joins again while that root still answers other ranks, it
+// takes part in the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -427,8 +429,9 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }
 
-// A failed root sends the failure again to the same call of Join, because the first answer may have been
-// lost. Another call of the same process has to wait for the next root.
+// If the same call of Join asks a failed root again, it gets the failure again, because the first answer may
+// have been lost. If another call of the same process asks, the answer is STALE, so that the call waits for
+// the next root.
 func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	cfg := config(newStore(t), 0, 3)
 	cfg.Log, _ = testnet.Logs()
@@ -465,7 +468,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	}
 }
 
-// If two processes join as rank 0 at the same time, both get an error.
+// If two processes join as rank 0 at the same time, both get an error that names both.
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
@@ -485,8 +488,8 @@ func TestTwoRootsAtOnce(t *testing.T) {
 	}
 }
 
-// If another process replaces the key of a root in the store, the root fails, even if that process never
-// connects to it.
+// If another process replaces the root's key in the store, the root fails, even if that process never
+// connects to the root.
 func TestRootIsReplaced(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -503,7 +506,7 @@ func TestRootIsReplaced(t *testing.T) {
 	testnet.WantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
 }
 
-// publishRoot writes a root into the store that this test does not run.
+// publishRoot writes a root to the store. The test does not run that root.
 func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	t.Helper()
 	value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: newToken(), Addr: addr, Pid: pid})
@@ -515,7 +518,7 @@ func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	}
 }
 
-// rootOf waits for the root of the job in the store and returns it.
+// rootOf waits until the store has a root, and returns it.
 func rootOf(t *testing.T, kv store.Store) *rendezvouspb.Root {
 	t.Helper()
 	value, err := kv.Get(testnet.Context(t), "gohvd/job/root")
@@ -564,8 +567,8 @@ func TestLatecomer(t *testing.T) {
 	}
 }
 
-// If the context of rank 0 ends while it asks another root a second time, the error has that root's first
-// answer.
+// If rank 0 asks the root of a running epoch again and its ctx ends before the second answer arrives, the
+// error has the first answer.
 func TestLateWhileAsking(t *testing.T) {
 	kv := newStore(t)
 	ctx, cancel := context.WithCancel(testnet.Context(t))
@@ -597,7 +600,8 @@ func TestLateWhileAsking(t *testing.T) {
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
 }
 
-// If a rank's replacement starts while the others are still in the old epoch, it waits for the new epoch.
+// If a replacement of a dead rank starts while the other ranks are still in the old epoch, it waits and takes
+// part in the new epoch.
 func TestReplacementMeetsOldRoot(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {
@@ -638,8 +642,8 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 	}
 }
 
-// A process that was in the old epoch need not wait for the old root to close. Ranks may get other numbers,
-// and the old rank 0 may be the last to notice that the epoch has ended.
+// A new rank 0 that was in the old epoch replaces the old root without waiting until that is closed. So ranks
+// can get other numbers, even if the old rank 0 is the last one that notices the end of the epoch.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -647,11 +651,11 @@ func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	zero, one := config(kv, 0, 2), config(kv, 1, 2)
 	zero.LastEpoch, one.LastEpoch = first, first
 	zero.Self, one.Self = one.Self, zero.Self
-	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first session is still open
+	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first sessions are open
 }
 
-// A new epoch is greater than any epoch that a rank has seen, and so is the counter, even if the store has
-// lost its content.
+// The number of a new epoch is greater than the last epoch of each rank, even if the store was restarted and
+// counts from 1 again. The counter in the store is then at least that number.
 func TestEpochExceedsAll(t *testing.T) {
 	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
 		ctx := testnet.Context(t)
@@ -672,7 +676,8 @@ func TestEpochExceedsAll(t *testing.T) {
 	}
 }
 
-// heldStore blocks its second Add until release is closed. It closes held when the call begins.
+// heldStore is a store whose second call of Add waits until release is closed. It closes held when that call
+// starts.
 type heldStore struct {
 	store.Store
 	adds          int
@@ -687,8 +692,8 @@ func (s *heldStore) Add(ctx context.Context, key string, delta int64) (int64, er
 	return s.Store.Add(ctx, key, delta)
 }
 
-// While rank 0 gets a new epoch for a rank, a replacement of that rank may join that has seen a greater
-// epoch. The job's epoch is greater than that too.
+// While rank 0 draws a number for a new epoch, a rank may be replaced by a process that has seen a greater
+// epoch. The number of the new epoch is greater than that too.
 func TestEpochExceedsReplacement(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -719,15 +724,15 @@ func TestEpochExceedsReplacement(t *testing.T) {
 	}
 }
 
-// Ranks leave and join again at different times. Most find the root of the epoch that they have left, if rank
-// 0 leaves last, or no root, if rank 0 leaves first.
+// Ranks leave and join again 20 times. If rank 0 leaves last, the others find the root of the epoch that they
+// have left. If it leaves first, they find no root. All take part in each new epoch.
 func TestManyEpochs(t *testing.T) {
 	const size, epochs = 4, 20
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
 	var seen [size][]uint64
-	// left[i] receives one element from each rank that leaves epoch i before the slowest one.
+	// left[i] gets one element from each rank that leaves epoch i before the slowest rank.
 	var left [epochs]chan struct{}
 	for i := range left {
 		left[i] = make(chan struct{}, size)
@@ -775,8 +780,8 @@ func TestManyEpochs(t *testing.T) {
 	}
 }
 
-// If a rank breaks off before the other ranks have joined, the root forgets it, and another process may take
-// its place.
+// If a rank gives up before all ranks have joined, the root counts it as missing again, and another process
+// may take its place.
 func TestRankBreaksOff(t *testing.T) { overBoth(t, testRankBreaksOff) }
 
 func testRankBreaksOff(t *testing.T, key secret.Secret) {
@@ -841,7 +846,7 @@ func TestDeadlines(t *testing.T) {
 		return ctx
 	}
 	brief := func() context.Context { return within(500 * time.Millisecond) }
-	// The previous root is closed. The rank finds this out when it tries to connect.
+	// The previous root is closed, which the rank detects when it tries to connect.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded",
 		"connection refused")
@@ -901,8 +906,8 @@ func closedPort(t *testing.T) string {
 	return ln.Addr().String()
 }
 
-// A root that an earlier job has left in the store does not keep a rank from joining, whether its port is
-// closed or belongs to another server.
+// If the store has the root of an earlier job, whose port is closed or used by another server, ranks of this
+// job can still join.
 func TestLeftovers(t *testing.T) {
 	hangUp := func(net.Conn) {}
 	web := func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }
@@ -943,7 +948,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// rootRequest returns the request that rank of a job of the given size sends to root.
+// rootRequest returns the JoinRequest that a rank sends to root.
 func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
 	t.Helper()
 	record := recordOf(rank, 0)
@@ -957,8 +962,8 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 	return frame
 }
 
-// If a rank's connection breaks, the rank asks again with the same nonce. The root does not take it for a
-// duplicate, and sends it the table even if the epoch has been completed meanwhile.
+// If the connection of a rank breaks, the rank asks again with the same nonce. The root does not treat it as
+// a duplicate. It sends the rank the table, even if the epoch has become complete meanwhile.
 func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
 
 func testRankAsksAgain(t *testing.T, key secret.Secret) {
@@ -997,7 +1002,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 			}
 		}
 		if kind == rendezvouspb.Answer_TABLE {
-			return // the rest of the answer follows
+			return // the records follow
 		}
 		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
 			t.Errorf("after the answer: got %d bytes, %v", n, err)
@@ -1022,7 +1027,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 	wantKind(ask(nonce), rendezvouspb.Answer_STALE)
 }
 
-// If a root does not answer, the rank asks it again even if there is no newer root.
+// If a root closes the connection without an answer, the rank asks the same root again, with the same nonce.
 func TestJoinerTriesAgain(t *testing.T) {
 	records := []Record{recordOf(0, 0), recordOf(1, 0)}
 	var mu sync.Mutex
@@ -1065,8 +1070,8 @@ func TestJoinerTriesAgain(t *testing.T) {
 	}
 }
 
-// A table that arrives after the store has a newer root is still valid: the old root was closed because its
-// epoch is complete, and all other ranks are in it.
+// If the table arrives after the store has a newer root, the rank still uses the table. The old root was
+// closed because its epoch is complete, and all other ranks belong to that epoch.
 func TestTableIsLateButValid(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -1082,7 +1087,7 @@ func TestTableIsLateButValid(t *testing.T) {
 		testnet.Eventually(t, "rank 1 knows the newer root", func() bool { return kv.Waits() == 0 })
 		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
 		for i := 0; i < len(records) && err == nil; i++ {
-			conn.Write(table) // in pieces, so that time passes between them
+			conn.Write(table) // sent in pieces, so that time passes between them
 			table, err = appendMessage(nil, recordToProto(&records[i]))
 		}
 		if err != nil {
@@ -1141,7 +1146,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 			return testnet.Logged(entries, "closed a connection", test.reason)
 		})
 	}
-	// This client sends half a request and nothing more.
+	// This client sends half a request and nothing after that.
 	say(t, key, root.GetAddr(), hello, request[:10])
 
 	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
@@ -1149,8 +1154,8 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		recordOf(3, 0))
 }
 
-// The root handles a bounded number of handshakes. If there are more clients, it closes the oldest
-// connection, so that a rank can still join.
+// The number of connections in their handshake is bounded. If there are more, the root closes the oldest one,
+// so that a rank can still join.
 func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
 
 func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
@@ -1160,14 +1165,14 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	root := rootOf(t, kv)
 	var clients []net.Conn
 	for i := range maxHandshakes {
-		// Only every 32nd client and the last one run a handshake, since a thousand handshakes of TLS take
+		// Only every 32nd client and the last one run the handshake, because a thousand TLS handshakes take
 		// too long.
 		if i%32 > 0 && i < maxHandshakes-1 {
 			clients = append(clients, testnet.RawDial(t, root.GetAddr()))
 			continue
 		}
 		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
-		// The greeting shows that the root has accepted the connection.
+		// The root's greeting shows that it has accepted the connection.
 		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
@@ -1175,7 +1180,8 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
-	// The client's own timeout in the root is further away.
+	// This deadline is earlier than the root's own timeout for the client, so it is the limit on handshakes
+	// that has closed the connection.
 	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2))
 	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) &&
 		!errors.Is(err, io.ErrUnexpectedEOF) {
@@ -1187,8 +1193,8 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A rank with another secret, or a rank that is the only one to encrypt, is refused and its error says why.
-// The other ranks are not affected.
+// If a rank has another secret, or is the only rank that encrypts, it is refused and its error says why. The
+// other ranks are not affected.
 func TestSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	key, _ := secret.New()
@@ -1227,7 +1233,7 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// Rank 0 may call Close as soon as it has the table. Close still sends the table to the other ranks.
+// If rank 0 calls Close as soon as it has the table, the other ranks still get the table.
 func TestCloseDeliversTables(t *testing.T) { overBoth(t, testCloseDeliversTables) }
 
 func testCloseDeliversTables(t *testing.T, key secret.Secret) {
@@ -1301,7 +1307,8 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 	})
 }
 
-// BenchmarkJoin measures the time from the start of all ranks, in one process, until all have the table.
+// BenchmarkJoin measures the time from the start of all ranks, which are in one process, until all have the
+// table.
 func BenchmarkJoin(b *testing.B) {
 	for _, size := range []int{4, 16, 64} {
 		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {

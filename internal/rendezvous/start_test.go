@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// meet returns the sessions of size ranks that have joined.
+// meet makes size ranks join and returns their sessions.
 func meet(t *testing.T, size int, key secret.Secret) []*Session {
 	t.Helper()
 	return meetWith(t, size, key, 0)
 }
 
-// meetWith is like meet, but after a rank's first report of a failure the root waits for suspicion, or 300 ms
-// if it is 0, until it decides the cause.
+// meetWith is like meet, but sets how long the root waits between the first report of a failure and its
+// decision about the cause. A suspicion of 0 means 300 ms.
 func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
 	t.Helper()
 	kv := newStore(t)
@@ -43,7 +43,7 @@ func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration
 	return sessions
 }
 
-// each calls f concurrently for all ranks except without and returns the errors by rank.
+// each calls f concurrently for all ranks except the rank without. It returns the errors by rank.
 func each(sessions []*Session, without int, f func(rank int, s *Session) error) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -56,7 +56,7 @@ func each(sessions []*Session, without int, f func(rank int, s *Session) error) 
 	return errs
 }
 
-// wantFailure checks that err is a FailedError that names ranks and has reason in its text.
+// wantFailure checks that err is a FailedError that names ranks and whose text contains reason.
 func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...topo.Rank) {
 	t.Helper()
 	why, ok := errors.AsType[*FailedError](err)
@@ -67,7 +67,8 @@ func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...to
 	testnet.WantError(t, err, reason)
 }
 
-// Ready returns only when all ranks are ready. If a rank dies later, the rendezvous reports no failure.
+// Ready returns only when all ranks have called it. If a rank dies after that, Watch and Ready report no
+// failure.
 func TestReady(t *testing.T) { overBoth(t, testReady) }
 
 func testReady(t *testing.T, key secret.Secret) {
@@ -101,8 +102,8 @@ func testReady(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a rank ends before all are ready, the error of every other rank names it, whichever ranks the others
-// suspect.
+// If a rank ends before all ranks are ready, the errors of all others name it, even if a rank has reported
+// that it suspects others.
 func TestDeathBeforeReady(t *testing.T) { overBoth(t, testDeathBeforeReady) }
 
 func testDeathBeforeReady(t *testing.T, key secret.Secret) {
@@ -137,7 +138,7 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 	}
 }
 
-// kill closes the root's connections, as happens when its process ends.
+// kill closes the root's connections, as happens if the process of rank 0 ends.
 func (r *root) kill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -146,14 +147,15 @@ func (r *root) kill() {
 	}
 }
 
-// If a rank fails, the errors of the others have its reason and name it. If it suspects other ranks, they
-// name those. If it suspects none, they name the ranks that have reported nothing.
+// If a rank reports a failure and suspects itself, the errors of the other ranks name it. If it suspects
+// other ranks, they name these. If it suspects none, they name the ranks that are not ready and have reported
+// nothing.
 func TestFailure(t *testing.T) {
 	own := fmt.Errorf("accept: %w", syscall.EMFILE)
 	peer := errors.New("no connection")
 	for _, test := range []struct {
 		name   string
-		fails  map[int][]topo.Rank // ranks that fail, with the ranks that they suspect
+		fails  map[int][]topo.Rank // ranks that report a failure, with the ranks that they suspect
 		ready  []int
 		ranks  []topo.Rank
 		reason string
@@ -172,7 +174,7 @@ func TestFailure(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			ctx := testnet.Context(t)
-			// Within 1 s all ranks report; Fail waits for 2 s.
+			// All ranks report within 1 s. Fail waits for 2 s.
 			sessions := meetWith(t, 4, secret.Secret{}, time.Second)
 			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
 				watched, stop := s.Watch(ctx)
@@ -190,7 +192,8 @@ func TestFailure(t *testing.T) {
 				return s.Fail(watched.Err())
 			}) {
 				if len(test.ranks) == 1 && int(test.ranks[0]) == rank && (err == own || err == peer) {
-					continue // this rank gets its own error
+					// This rank gets its own error.
+					continue
 				}
 				wantFailure(t, sessions[rank], err, test.reason, test.ranks...)
 			}
@@ -198,8 +201,8 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// If the context of a rank ends while other ranks are missing, its error names those. The rank itself is not
-// named as missing.
+// If the context of a rank ends while other ranks are missing, the error names the missing ranks, but not the
+// rank itself.
 func TestMissingRanksAreNamed(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -224,7 +227,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	end()
 	testnet.WantError(t, (<-r).err, "waiting for ranks 2 and 4: context canceled")
 
-	// If the other ranks have joined meanwhile, the ranks that left are missing.
+	// If the other ranks join later, the ranks that have left are the missing ones.
 	long, end = context.WithCancel(ctx)
 	kv = newStore(t)
 	zero.Store = kv

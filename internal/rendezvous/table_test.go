@@ -14,7 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// gather makes all ranks except those in dead gather the table.
+// gather calls Gather at all ranks except those in dead, and Fail at those whose Gather returns an error. It
+// returns the errors by rank.
 func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead ...int) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -38,8 +39,8 @@ func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead .
 	return errs
 }
 
-// In a job of more than RingAbove ranks, the root sends each rank only its neighbours, and the ranks pass the
-// records round a ring.
+// In a job of more than RingAbove ranks, the root sends each rank only the records of its neighbours. After
+// Gather each rank has all records.
 func TestRing(t *testing.T) {
 	for _, size := range []int{2, 3, 4, 7, 16} {
 		for _, above := range []int{0, 2} {
@@ -80,7 +81,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// If a rank dies while records are passed round the ring, the errors of all others name it.
+// If a rank dies during Gather, the errors of all other ranks name it.
 func TestDeathInRing(t *testing.T) {
 	ctx, kv := testnet.Context(t), newStore(t)
 	const size, dead = 5, 3
@@ -98,7 +99,7 @@ func TestDeathInRing(t *testing.T) {
 	}
 	cluster := mem.New(size)
 	cluster.Kill(dead)
-	sessions[dead].member.conn.Close() // as happens when its process ends
+	sessions[dead].member.conn.Close() // as happens if its process ends
 	for rank, err := range gather(ctx, sessions, cluster, dead) {
 		why, ok := errors.AsType[*FailedError](err)
 		if rank != dead && (!ok || !slices.Equal(why.Ranks, []topo.Rank{dead})) {
@@ -114,7 +115,7 @@ func TestDeviceOfTwo(t *testing.T) {
 	}
 	for name, test := range map[string]struct {
 		gpus [4]gpu
-		want string // text of the error; empty if there is none
+		want string // text of the error; empty if no error is expected
 	}{
 		"one each": {[4]gpu{{"a", "0", false}, {"a", "1", false}, {"b", "0", false}, {"b", "1", false}},
 			""},
