@@ -26,7 +26,7 @@ func newFile(t *testing.T) store.Store {
 
 func newClient(t *testing.T) store.Store { return clientOf(t, secret.Secret{}) }
 
-// newEncrypted returns a client whose connection is encrypted.
+// newEncrypted returns a client whose connection to the server is encrypted.
 func newEncrypted(t *testing.T) store.Store {
 	key, _ := secret.New()
 	return clientOf(t, key.Encrypted())

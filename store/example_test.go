@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ExampleServe connects a client to a server over TLS. Both have the same secret.
+// ExampleServe connects a client to a server over TLS. Both use the same secret.
 func ExampleServe() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()

@@ -18,7 +18,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Readers ignore an incomplete record of a writer that died, and the next write overwrites it.
+// If a process has died in the middle of a write, readers ignore its incomplete record, and the next write
+// replaces it.
 func TestFileStoreRepairs(t *testing.T) {
 	ctx := testnet.Context(t)
 	path := filepath.Join(t.TempDir(), "store")
@@ -61,7 +62,8 @@ func TestFileStoreRepairs(t *testing.T) {
 	}
 }
 
-// NewFileStore does not change a file that is not a store, for example if the user has given the wrong path.
+// If the file is not a store, for example because the user has given a wrong path, NewFileStore returns an
+// error and does not change the file.
 func TestFileStoreLeavesOthers(t *testing.T) {
 	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x",
 		"\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
@@ -77,7 +79,7 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 	}
 }
 
-// A call that waits for the lock of the file returns when its context ends.
+// If another process holds the lock of the file, a call returns when its context ends.
 func TestFileStoreLocked(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -93,8 +95,8 @@ func TestFileStoreLocked(t *testing.T) {
 	}
 }
 
-// While one call waits for the lock, other calls still return when their own contexts end. Close ends all of
-// them.
+// If two calls wait for the lock of the file, each returns when its own context ends. Close ends the calls
+// that wait.
 func TestFileStoreWaitsForLock(t *testing.T) {
 	s, lock := lockedStore(t)
 	lock(unix.LOCK_EX)
@@ -105,7 +107,7 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 		_, err := s.Get(ctx, "k")
 		long <- err
 	}()
-	for range 3 { // from the second time on, the other call waits too
+	for range 3 { // from the second iteration on, the other call waits too
 		err := briefly(t, func(ctx context.Context) error {
 			_, err := s.Check(ctx, "k")
 			return err
@@ -125,8 +127,8 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 	}
 }
 
-// While another process holds a read lock, a call that writes waits, but calls that read do not wait behind
-// it.
+// If another process holds a shared lock, a call that writes waits, but calls that read do not wait for that
+// call.
 func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -147,7 +149,7 @@ func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	}
 }
 
-// A call that runs concurrently with the last Close does not create the file again.
+// If calls run while the last Close removes the file, they do not create the file again.
 func TestFileStoreStaysRemoved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "store")
 	for range 200 {
@@ -172,7 +174,7 @@ func TestFileStoreStaysRemoved(t *testing.T) {
 	}
 }
 
-// lockedStore returns a store and a function that locks its file as another process would.
+// lockedStore returns a store, and a function that locks the store's file as another process would.
 func lockedStore(t *testing.T) (s *store.FileStore, lock func(how int)) {
 	path := filepath.Join(t.TempDir(), "store")
 	s, err := store.NewFileStore(t.Context(), path, 0)

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// PyTorch's FileStore and gohvd's share one file, and each reads what the other has written.
+// PyTorch's FileStore and ours use the same file, and each reads what the other has written.
 func TestTorchFileStore(t *testing.T) {
 	testnet.NeedTorch(t)
 	ctx := testnet.Context(t)

@@ -77,7 +77,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 		if n := s.Waits(); n != 2 {
 			t.Errorf("%d keys are waited for, want 2", n)
 		}
-		// Two hours later all waits except that of Get 5 have timed out.
+		// Two hours later, all waits have timed out except Get of key 5.
 		time.Sleep(2*time.Hour + time.Minute)
 		if err := s.Set(t.Context(), "k1", nil); err != nil {
 			t.Error(err)
@@ -92,7 +92,7 @@ func TestHashStoreForgetsWaits(t *testing.T) {
 	})
 }
 
-// serveStore returns a server and the empty store that it serves.
+// serveStore starts a server. It returns the server and the empty store that it serves.
 func serveStore(t *testing.T, cfg Config) (*Server, *HashStore) {
 	t.Helper()
 	hash := NewHashStore(Limits{})
@@ -299,7 +299,7 @@ func TestDialTCP(t *testing.T) {
 					first := make([]byte, 4)
 					io.ReadFull(conn, first)
 					if string(first) != "GET " && !refuses {
-						io.Copy(io.Discard, conn) // the server waits for the end of the line
+						io.Copy(io.Discard, conn) // the server waits for the end of a request line
 						return
 					}
 					io.WriteString(conn, "HTTP/1.0 404 Not Found\r\nServer: BaseHTTP/0.6\r\n\r\n")
@@ -379,8 +379,9 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A client that does not have the job's secret is refused and logged. It gets an error if its protocol can
-// carry one.
+// If client and server do not have the same secret, or only one of them encrypts, the server refuses the
+// client and logs the reason. The error of the client says why. If the server has no secret, the client
+// retries until its deadline.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -414,7 +415,8 @@ func TestSecret(t *testing.T) {
 			defer server.Close()
 			hangTimeout := time.Minute
 			if test.want == context.DeadlineExceeded {
-				// The client retries, because the port may belong to another server that ends soon.
+				// The client retries until the timeout, because another server may still use the port and end
+				// soon.
 				hangTimeout = 100 * time.Millisecond
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
@@ -439,8 +441,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// The server closes connections that stop in the middle of the proof of the secret. Meanwhile it serves other
-// clients.
+// If a client stops in the middle of the proof, the server closes its connection. Meanwhile the server serves
+// other clients.
 func TestHalfOpen(t *testing.T) {
 	key, _ := secret.New()
 	for name, test := range map[string]struct {
@@ -452,7 +454,7 @@ func TestHalfOpen(t *testing.T) {
 		"TLS, in a word": {key.Encrypted(), "\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel() // the tests mostly wait
+			t.Parallel() // the tests spend most of their time waiting
 			testHalfOpen(t, test.key, []byte(test.say))
 		})
 	}
@@ -546,7 +548,8 @@ func FuzzDecodeReply(f *testing.F) {
 	})
 }
 
-// BenchmarkSetGet measures how long clients take to set a key and get it. Each client has its own connection.
+// BenchmarkSetGet measures how long it takes a client to set a key and get it. Each client has its own
+// connection.
 func BenchmarkSetGet(b *testing.B) {
 	for _, clients := range []int{1, 64} {
 		b.Run(fmt.Sprintf("clients=%d", clients), func(b *testing.B) {

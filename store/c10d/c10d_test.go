@@ -29,7 +29,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// serve starts a server and returns its address and the store that it serves.
+// serve starts a server. It returns the server's address and the store that it serves.
 func serve(t testing.TB, cfg c10d.Config) (addr string, hash *store.HashStore) {
 	t.Helper()
 	hash = store.NewHashStore(store.Limits{})
@@ -73,9 +73,8 @@ func TestStoreConforms(t *testing.T) {
 	}
 }
 
-// wire returns the bytes that text stands for: 01 is a byte in hexadecimal, 'text' a string or value after
-// its length, +5 and -1 are 64-bit integers, [n is a list of n elements, and longer words are bytes in
-// hexadecimal.
+// wire converts text to bytes, word by word: 'text' is a string or value preceded by its length, +5 and -1
+// are 64-bit integers, [n starts a list of n elements, and any other word is bytes in hexadecimal.
 func wire(t *testing.T, text string) []byte {
 	t.Helper()
 	var b []byte
@@ -101,7 +100,7 @@ func wire(t *testing.T, text string) []byte {
 	return b
 }
 
-// client is a connection without a client library.
+// client is a connection on which the test sends and receives bytes itself.
 type client struct {
 	t *testing.T
 	net.Conn
@@ -112,7 +111,7 @@ func dialRaw(t *testing.T, addr string, hello string) *client {
 	return &client{t, testnet.RawDial(t, addr, wire(t, hello))}
 }
 
-// say sends a request and checks the answer.
+// say sends a request and checks that the answer arrives.
 func (c *client) say(request, answer string) {
 	c.t.Helper()
 	if _, err := c.Write(wire(c.t, request)); err != nil {
@@ -138,15 +137,15 @@ func (c *client) closed(why string) {
 	}
 }
 
-// hello is what modern clients send first. Since version 2.5 a ping follows.
+// hello is the first message of modern clients. Since PyTorch 2.5 a ping follows it.
 const hello = "00 ce f7 85 3c"
 
-// TestDialects compares the requests of clients of each version, and their answers, byte by byte.
+// TestDialects sends requests as clients of each version do, and compares the answers byte by byte.
 func TestDialects(t *testing.T) {
 	for name, test := range map[string]struct {
 		hello, ping string
-		n           func(modern int) string // returns the number of an operation
-		many        bool                    // the version has append and calls with many keys
+		n           func(modern int) string // returns the number of an operation, given its modern number
+		many        bool                    // whether the version has append and calls with many keys
 		queues      bool
 	}{
 		"1.13": {n: func(m int) string {
@@ -166,11 +165,12 @@ func TestDialects(t *testing.T) {
 			if test.ping != "" {
 				c.say(test.ping, "39300000")
 			}
-			// Each client increases the count of clients, and rank 0 reads it.
+			// Each client increments the counter of workers, and rank 0 reads it.
 			c.say(test.n(4)+" 'init/' +1", "+1")
 			c.say(test.n(3)+" 'init/'", "'1'")
 			if name == "1.13" {
-				// Version 1.13 opens a second connection for watching keys, which this test does not use.
+				// Version 1.13 opens a second connection, for watch_key, on which it sends nothing in this
+				// test.
 				silent := dialRaw(t, addr, "")
 				defer silent.Close()
 			}
@@ -207,7 +207,7 @@ func TestDialects(t *testing.T) {
 	}
 }
 
-// The server accepts requests that arrive in pieces.
+// The server accepts a request that arrives one byte at a time.
 func TestPieces(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	for _, hello := range []string{"", hello} {
@@ -226,14 +226,16 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// The server finds out the version of an old client from the operations that the client uses.
+// If an old client uses an operation that only PyTorch 2.1 has, or Torch21 is set, operations 7 and 8 are
+// delete_key and append. Otherwise 8 is delete_key, and the server closes the connection if the client uses
+// 7.
 func TestOldVersions(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	unsure := dialRaw(t, addr, "")
-	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // operation 8 deletes here
+	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // operation 8 is delete_key here
 	dialRaw(t, addr, "07 '/k'").closed("an operation 7 that may be watch_key")
 	shown := dialRaw(t, addr, "")
-	// Operation 10 is multi_set of version 2.1, where 8 appends.
+	// Operation 10 is multi_set, which only 2.1 has. So operation 8 after it is append.
 	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'")
 	shown.say("07 '/k'", "+1")
 	torch21, _ := serve(t, c10d.Config{Torch21: true})
@@ -244,8 +246,8 @@ func TestOldVersions(t *testing.T) {
 	}
 }
 
-// The server answers the cancellation of a wait with one byte. If the wait has ended first, the answer to the
-// wait comes before that.
+// The server answers cancel_wait with one byte. If the wait has ended before, the answer to the wait comes
+// first.
 func TestCancelWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, hello)
@@ -254,7 +256,7 @@ func TestCancelWait(t *testing.T) {
 	if err := hash.Set(t.Context(), "/k", nil); err != nil {
 		t.Fatal(err)
 	}
-	c.say("07", "+1") // the cancelled wait has no answer
+	c.say("07", "+1") // a cancelled wait gets no answer
 	for i := range 200 {
 		key := fmt.Sprintf("/k%d", i)
 		if _, err := c.Write(wire(t, "06 [1 '"+key+"'")); err != nil {
@@ -283,8 +285,9 @@ func TestCancelWait(t *testing.T) {
 	}
 }
 
-// Old clients give up a wait without telling the server. If the server answered it later, the client would
-// take that for the answer to its next request.
+// An old client gives up a wait without telling the server. Once the client has sent another request, the
+// server does not answer the wait, because the client would mistake that answer for the answer to its
+// request.
 func TestStaleWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, "")
@@ -296,7 +299,7 @@ func TestStaleWait(t *testing.T) {
 	c.say("05 [1 '/late'", "00")
 }
 
-// Each operation of another client that sets a key wakes the clients that wait for the key.
+// If a client waits for a key, each operation of another client that sets the key wakes it.
 func TestWake(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'",
@@ -308,7 +311,7 @@ func TestWake(t *testing.T) {
 	}
 }
 
-// Old and new clients share the keys of a server at one port.
+// An old and a modern client connect to the same port and share the keys.
 func TestFamiliesShare(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	older, newer := dialRaw(t, addr, ""), dialRaw(t, addr, hello)
@@ -358,8 +361,8 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
-// The values of one call are bounded together, because the server holds all of them in memory before it
-// stores them.
+// If the keys and values of one multi_set exceed 64 MiB, the server closes the connection and stores none of
+// them, because it would have to hold all in memory before it stores them.
 func TestPairsAreBounded(t *testing.T) {
 	log, entries := testnet.Logs()
 	addr, hash := serve(t, c10d.Config{Log: log})
@@ -380,8 +383,8 @@ func TestPairsAreBounded(t *testing.T) {
 	}
 }
 
-// The server does not allocate memory from the length that a client announces, only from the bytes that have
-// arrived.
+// If clients announce long values but do not send them, the server allocates little memory, because it
+// allocates as bytes arrive.
 func TestLengthsAreNotBelieved(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	other := dialRaw(t, addr, hello)
@@ -398,7 +401,7 @@ func TestLengthsAreNotBelieved(t *testing.T) {
 	}
 }
 
-// Many clients can wait for one key.
+// If 1000 clients wait for one key, all wake when the key is set.
 func TestManyWaiters(t *testing.T) {
 	const n = 1000
 	addr, hash := serve(t, c10d.Config{})
@@ -417,8 +420,8 @@ func TestManyWaiters(t *testing.T) {
 	t.Logf("%d clients awake after %v", n, time.Since(began))
 }
 
-// answerModern answers requests of modern clients for the number of keys. It calls old for the first request
-// of an old client.
+// answerModern plays a modern server: it answers the client's requests for the number of keys with 3. If the
+// client starts like an old one, it calls old.
 func answerModern(t *testing.T, conn net.Conn, old func()) {
 	var b [5]byte
 	if _, err := io.ReadFull(conn, b[:1]); err != nil {
@@ -440,9 +443,9 @@ func answerModern(t *testing.T, conn net.Conn, old func()) {
 	}
 }
 
-// answerOld answers requests of old clients for the number of keys. Like PyTorch's server, it takes the first
-// bytes of a modern client for a request to set a key. When it has read the length of the key, which exceeds
-// any memory, it calls modern.
+// answerOld plays an old server: it answers the client's requests for the number of keys with 3. If the
+// client starts like a modern one, it takes the first bytes for a request to set a key, as PyTorch's old
+// servers do. Once it has read the length of that key, which must exceed any memory, it calls modern.
 func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	for {
 		var b [9]byte
@@ -465,7 +468,7 @@ func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	}
 }
 
-// lateConn delays what the server sends by 4 ms.
+// lateConn is a connection on which each write is delayed by 4 ms.
 type lateConn struct{ net.Conn }
 
 func (c lateConn) Write(b []byte) (int, error) {
@@ -473,7 +476,7 @@ func (c lateConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// CountWorker adds this process to the workers that a TCPStore counts.
+// CountWorker increments the counter of workers in the server and returns its new value.
 func TestCountWorker(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	dialRaw(t, addr, hello).say("04 'init/' +1", "+1")
@@ -488,17 +491,17 @@ func TestDial(t *testing.T) {
 	for name, c := range map[string]struct {
 		serve   func(net.Conn)
 		timeout time.Duration
-		queues  bool // Dial has found a modern server
+		queues  bool // whether Dial should find a modern server
 	}{
-		// PyTorch's server with libuv does not answer an old client and keeps the connection open.
+		// PyTorch's server with libuv does not answer an old client, and keeps the connection open.
 		"modern, silent to the old": {func(conn net.Conn) {
 			answerModern(t, conn, func() { io.Copy(io.Discard, conn) })
 		}, time.Minute, true},
 		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute,
 			true},
 		"old": {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
-		// An old server would take a shorter first message for a part of a key, wait for the rest and serve
-		// no other client meanwhile.
+		// If the first message of a client were shorter, an old server would take it for the start of a key's
+		// length. It would wait for the rest and serve no other client meanwhile.
 		"old, silent to the modern": {func(conn net.Conn) {
 			answerOld(t, conn, func() { io.Copy(io.Discard, conn) })
 		}, time.Millisecond, false},
@@ -518,7 +521,8 @@ func TestDial(t *testing.T) {
 			if err := s.Push(canceled(t), "q", nil); errors.Is(err, store.ErrUnsupported) {
 				t.Errorf("%v before the context", err)
 			}
-			// A modern server reads this request and closes the connection.
+			// A modern server reads this request and closes the connection. For an old server, Push returns
+			// ErrUnsupported.
 			ctx := testnet.Context(t)
 			if got := !errors.Is(s.Push(ctx, "q", nil), store.ErrUnsupported); got != c.queues {
 				t.Errorf("the server is taken for one with queues: %v, want %v", got, c.queues)
@@ -575,7 +579,7 @@ func canceled(t *testing.T) context.Context {
 	return ctx
 }
 
-// A call whose context has ended does not affect later calls.
+// If the context of a call ends during the call, later calls still work, and the server forgets the wait.
 func TestGivenUp(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	s := open(t, addr, c10d.Modern)

@@ -11,15 +11,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// DialTimeout is like Dial, but the caller sets how long it waits for the first answer.
+// DialTimeout is Dial with a parameter for how long the first attempt waits for an answer.
 var DialTimeout = dialStore
 
-// ServeBytes serves a client that sends in and closes the connection.
+// ServeBytes makes a server serve a client that sends in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
 	return (&Server{store: s}).serve(context.Background(), byteConn{bytes.NewReader(in)})
 }
 
-// byteConn is a connection that reads from a Reader and discards what is written.
+// byteConn is a connection that reads from a Reader. It discards what is written to it.
 type byteConn struct{ io.Reader }
 
 func (byteConn) Write(b []byte) (int, error)      { return len(b), nil }
@@ -30,8 +30,8 @@ func (byteConn) SetDeadline(time.Time) error      { return nil }
 func (byteConn) SetReadDeadline(time.Time) error  { return nil }
 func (byteConn) SetWriteDeadline(time.Time) error { return nil }
 
-// ClientOf returns a Store whose only connection has a server that sends in, whatever the requests are, and
-// then closes the connection.
+// ClientOf returns a Store with a single connection, on which the server sends in, regardless of the
+// requests, and then closes the connection.
 func ClientOf(in []byte) *Store {
 	s := &Store{dialect: Modern, busy: make(map[*conn]struct{})}
 	over := byteConn{bytes.NewReader(in)}

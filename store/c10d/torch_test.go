@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// Every call of PyTorch's client works with a Server.
+// All calls of PyTorch's client give the right results with our server.
 func TestTorchClient(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{Log: zaptest.NewLogger(t)})
 	host, port, err := net.SplitHostPort(addr)
@@ -122,14 +122,15 @@ a.set("from python", "done")
 	}
 	wait := testnet.StartTorch(t, script, host, port)
 	wait()
-	// gohvd's client reads the value that PyTorch's client has written.
+	// Our client reads the value that PyTorch's client has written.
 	s := open(t, addr, c10d.Unknown)
 	if v, err := s.Get(testnet.Context(t), "from python"); err != nil || string(v) != "done" {
 		t.Errorf("got %q, %v", v, err)
 	}
 }
 
-// gohvd's client works with PyTorch's server, which counts it as one of the two workers that it waits for.
+// All calls of our client give the right results with PyTorch's server. That server waits for two workers and
+// counts our client as one of them.
 func TestTorchServer(t *testing.T) {
 	testnet.NeedTorch(t)
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -183,8 +184,9 @@ s.get("bye")
 	wait()
 }
 
-// BenchmarkServers measures how long clients of the old dialect take to set a key and get it. Like PyTorch's
-// clients they wait for two answers. torch is PyTorch's server, ours a Server.
+// BenchmarkServers measures how long it takes a client of an old dialect to set a key and get it. Like
+// PyTorch's clients, each client waits for two answers. "torch" is PyTorch's server, and "ours" is our
+// Server.
 func BenchmarkServers(b *testing.B) {
 	ours, _ := serve(b, c10d.Config{})
 	theirs, stop := torchServer(b)
@@ -245,7 +247,7 @@ func setGet(conn net.Conn, key string, n int) error {
 	return nil
 }
 
-// torchServer runs PyTorch's server until stop is called.
+// torchServer starts PyTorch's server. It runs until stop is called.
 func torchServer(b *testing.B) (addr string, stop func()) {
 	testnet.NeedTorch(b)
 	port := strconv.Itoa(testnet.FreePort(b))

@@ -17,18 +17,18 @@ import (
 
 // Lacks says which parts of the contract a kind of store does not satisfy.
 type Lacks struct {
-	// Queues is set if the operations on queues return ErrUnsupported.
+	// Queues is set if the calls on queues return ErrUnsupported.
 	Queues bool
-	// Empty is set if CompareAndSet takes an empty value for no value.
+	// Empty is set if CompareAndSet does not distinguish an empty value from no value.
 	Empty bool
-	// Reasons is set if a refused call may return any error.
+	// Reasons is set if a refused call may return any error, in place of ErrLimit or ErrNotNumber.
 	Reasons bool
-	// OwnKeys is the number of keys of the store itself that NumKeys counts.
+	// OwnKeys is the number of keys that NumKeys counts in an empty store.
 	OwnKeys int64
 }
 
-// Run runs the suite. open returns an empty store; Run closes it. If there is more to clean up, open
-// registers it with t.
+// Run tests a kind of store. open returns an empty store. Run closes it. If there is more to clean up, open
+// registers that with t.
 func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	for _, test := range []struct {
 		name string
@@ -76,7 +76,7 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	}
 }
 
-// short is usually long enough for a call that need not wait. A call that waits takes all of it.
+// short is long enough for most calls that do not wait. A call that waits takes all of it.
 const short = 30 * time.Millisecond
 
 func noErr(t *testing.T, err error) {
@@ -239,7 +239,7 @@ func addConcurrently(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "n", fmt.Sprint(callers*calls))
 }
 
-// swap is a call of CompareAndSet and its expected results.
+// swap is a call of CompareAndSet with the expected results.
 type swap struct {
 	expected, desired []byte
 	swapped           bool
@@ -369,7 +369,7 @@ func watchSeesNewValues(t *testing.T, ctx context.Context, s store.Store) {
 		noErr(t, err)
 	}
 	wg.Wait()
-	// Calls that do not change the value do not end a waiting Watch.
+	// A waiting Watch goes on waiting if the value is set again unchanged, or is deleted.
 	got := make(chan []byte, 1)
 	wg.Go(func() {
 		v, err := s.Watch(ctx, "k", []byte("a"))
@@ -537,8 +537,8 @@ func waitAndCheck(t *testing.T, ctx context.Context, s store.Store) {
 	check(true, "b") // a cancelled wait does not affect the keys
 }
 
-// waitForMany checks that a wait for several keys ends when the last of them gets its value, for any order of
-// the keys and if keys are deleted meanwhile.
+// waitForMany checks that a wait for several keys ends when the last of them gets its value. This holds for
+// any order of the keys, and if keys are deleted meanwhile.
 func waitForMany(t *testing.T, ctx context.Context, s store.Store) {
 	const n = 8
 	var keys []string
@@ -592,7 +592,7 @@ func many(t *testing.T, ctx context.Context, s store.Store) {
 	if err := s.MultiSet(ctx, []string{"a"}, nil); err == nil {
 		t.Error("a key without a value is accepted")
 	}
-	// These values exceed a TCP segment and the buffers of client and server.
+	// These values are larger than a TCP segment and than the buffers of client and server.
 	large := bytes.Repeat([]byte("0123456789abcdef"), 10_000)
 	noErr(t, s.MultiSet(ctx, []string{"l1", "l2"}, [][]byte{large, large[1:]}))
 	values, err = s.MultiGet(ctx, "l2", "l1")
@@ -669,7 +669,7 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 	v, err = s.Pop(ctx, "other")
 	noErr(t, err)
 	wantValue(t, v, "")
-	// A key may have a value and a queue.
+	// A key may have both a value and a queue.
 	noErr(t, s.Set(ctx, "both", []byte("value")))
 	noErr(t, s.Push(ctx, "both", []byte("queued")))
 	mustGet(t, ctx, s, "both", "value")
@@ -679,7 +679,7 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "both", "value")
 }
 
-// queuesWake checks that each pushed value is popped exactly once, however many clients wait.
+// queuesWake checks that each pushed value is popped exactly once if several clients wait for values.
 func queuesWake(t *testing.T, ctx context.Context, s store.Store) {
 	const poppers, each = 4, 10
 	var wg sync.WaitGroup
