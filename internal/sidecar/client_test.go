@@ -26,15 +26,15 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// server returns a new Server and closes it when the test ends.
+// server returns a new Server. It closes the Server when the test ends.
 func server(t testing.TB, cfg Config) *Server {
 	s := New(cfg)
 	t.Cleanup(func() { gone(t, s) })
 	return s
 }
 
-// gone closes s with a context that has ended, so that s does not leave the job first. To the other ranks
-// this looks like the end of the process of s.
+// gone closes s with a context that has ended, so that the rank does not leave the job first. For the other
+// ranks this is the same as the end of the process.
 func gone(t testing.TB, s *Server) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -44,7 +44,8 @@ func gone(t testing.TB, s *Server) {
 	}
 }
 
-// job returns n Servers with a common store. When their clients send Init, they become the ranks of one job.
+// job returns n Servers that use one store. When their clients send Init, the Servers become the ranks of one
+// job. settings alternates names and values.
 func job(t testing.TB, n int, settings ...string) []*Server {
 	kv := store.NewHashStore(store.Limits{})
 	t.Cleanup(func() { kv.Close() })
@@ -71,17 +72,17 @@ func (s stub) Begin(o *operation) error                    { return s.begin(o) }
 func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
-// install makes s run its operations with r in place of an engine.
+// install makes r, in place of an engine, run the operations of s.
 func install(s *Server, r runner) { s.running.Store(&r) }
 
-// client is a client of a Server in this process.
+// client is a client, in this process, of a Server.
 type client struct {
 	*sidecartest.Client
 	t      testing.TB
-	served chan error // what ServeConn has returned
+	served chan error // the result of ServeConn
 }
 
-// connect returns a new client of s that has exchanged greetings with s.
+// connect returns a new client of s, after the exchange of greetings.
 func connect(t testing.TB, s *Server) *client {
 	t.Helper()
 	c := newClient(t, s)
@@ -89,7 +90,7 @@ func connect(t testing.TB, s *Server) *client {
 	return c
 }
 
-// newClient returns a new client of s that has not sent a greeting yet.
+// newClient returns a new client of s that has not sent its greeting yet.
 func newClient(t testing.TB, s *Server) *client {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -106,7 +107,7 @@ func newClient(t testing.TB, s *Server) *client {
 	return c
 }
 
-// bye leaves with a Bye and fails the test unless the connection then ends without an error.
+// bye sends Bye. The test fails if the connection then ends with an error.
 func (c *client) bye() {
 	c.t.Helper()
 	c.Bye()
@@ -115,7 +116,7 @@ func (c *client) bye() {
 	}
 }
 
-// end waits for the end of the connection and returns the result of ServeConn.
+// end waits until the connection has ended, and returns the result of ServeConn.
 func (c *client) end() error {
 	c.t.Helper()
 	select {
@@ -127,7 +128,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f for each element of some concurrently and returns when all calls have returned.
+// all calls f concurrently for each element of some, and returns when all calls have returned.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused fails the test unless the reply r is an error of the given class whose text contains says.
+// refused checks that the reply r is an error of the given class whose text contains says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -33,7 +33,7 @@ func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says s
 	}
 }
 
-// A client that sends a request with wrong parameters gets an error; its connection and the job go on.
+// If a client sends a request with invalid parameters, it gets an error. Its connection and the job continue.
 func TestUsage(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		good := func(f func(*sidecarpb.Operation, *sidecarpb.Tensor)) *sidecarpb.Operation {
@@ -102,7 +102,7 @@ func TestUsage(t *testing.T) {
 		} {
 			refused(t, what, c.Run(o), classUsage, what)
 		}
-		// Inputs may overlap, because the operation does not write to them.
+		// Inputs may overlap, because the operation only reads them.
 		c.MustRun(good(func(o *op, tt *tens) {
 			o.Grouped = true
 			o.Tensors = append(o.Tensors, &tens{Shape: []int64{1}, Input: at(0, 4, 4)})
@@ -119,7 +119,8 @@ func TestUsage(t *testing.T) {
 		fd, rb := sidecartest.NewRing(t, 16)
 		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
-		// A prepared operation fails if the client has dropped its arena.
+		// If a client drops an arena, an operation that was prepared with this arena fails when it is
+		// submitted.
 		c.Send(sidecartest.Prepare(1, good(func(*op, *tens) {})))
 		c.Must(sidecartest.DropArena(1))
 		id = c.Push(1)
@@ -145,8 +146,8 @@ func release(t *testing.T, fd int, b []byte) {
 	}
 }
 
-// The sidecar refuses an arena whose size, seals or number break the rules, and a ring with a wrong header.
-// It closes their descriptors.
+// The sidecar refuses an arena with an invalid number, size or seals, and a ring with an invalid header. It
+// closes their descriptors.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
 	s := server(t, Config{})
@@ -208,7 +209,8 @@ func TestArenaRefused(t *testing.T) {
 		release(t, fd, b)
 	}
 	c.Ring(16)
-	// Only the sidecar and processes that have mapped an arena before can write to it.
+	// Once the sidecar has accepted an arena, the arena can no longer be mapped for writing. Existing
+	// mappings still work.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
 	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err,
@@ -222,8 +224,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 }
 
-// An arena belongs to its connection. Another client of the same rank can neither use nor drop it, and the
-// attempt does not affect the owner.
+// A client cannot use or drop an arena of another client of the same rank. The attempt does not affect the
+// owner.
 func TestArenaOfAnother(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -238,7 +240,7 @@ func TestArenaOfAnother(t *testing.T) {
 	out.Tensors[0].Output = at(0, 0, 4)
 	refused(t, "the output", second.Run(out), classUsage, others)
 	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	// After the refused requests both arenas still work and can be dropped.
+	// After the refused requests, both arenas can still be used and dropped.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
 		c.MustRun(sidecartest.Sum("x", number, 0, 1))
@@ -252,10 +254,10 @@ func TestArenaOfAnother(t *testing.T) {
 	second.bye()
 }
 
-// The sidecar seals the memory of a result before a client gets it. Here sidecartest checks the seals in a
-// job of one rank, where no other rank has caused the sealing.
+// A client gets the memory of a result only after it was sealed (sidecartest checks the seals). In a job of
+// one rank, no other rank has caused it to be sealed before.
 func TestResultsAreSealed(t *testing.T) {
-	const large = 65 << 20 // more than the sidecar may have kept, sealed, from earlier jobs
+	const large = 65 << 20 // more than the sealed memory that the sidecar may have kept from earlier jobs
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Arena(9, large)
 		place := c.own("x", &sidecarpb.Memory{Arena: 9, Bytes: large})
@@ -274,8 +276,8 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// A client cannot drop an arena that an operation uses. If the client leaves, the sidecar unmaps the arena
-// when the operation is done.
+// A client cannot drop an arena that an operation in flight uses. If the client leaves, the sidecar unmaps
+// the arena when the operation is done.
 func TestArenaInUse(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -305,8 +307,8 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within polls done until it returns true, and fails the test after sidecartest.Patience. It is for states
-// whose change notifies nobody.
+// within calls done every millisecond until it returns true. The test fails if that takes longer than
+// sidecartest.HangTimeout. It is for conditions that the test cannot wait for in another way.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
@@ -317,8 +319,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// The sidecar closes the connection of a client that breaks the protocol. It leaks no descriptor and goes on
-// serving other clients.
+// If a client breaks the protocol, the sidecar closes its connection, leaks no descriptor, and continues to
+// serve other clients.
 func TestGarbage(t *testing.T) {
 	s := server(t, Config{})
 	var opened []func()
@@ -391,8 +393,8 @@ func TestGarbage(t *testing.T) {
 	c.bye()
 }
 
-// The sidecar closes a connection on which a number that is in use comes again, or on which more operations
-// are in flight than the limit.
+// If a client uses a number that is still in use, or exceeds the limit on operations in flight, the sidecar
+// closes the connection.
 func TestTooMany(t *testing.T) {
 	const most = 100
 	for _, what := range []string{"number", "operations", "tensors", "ring"} {
@@ -409,7 +411,7 @@ func TestTooMany(t *testing.T) {
 			case "number":
 				q := sidecartest.Init(nil)
 				q.Id = c.Begin(sidecartest.Sum("x", 1, 0, 1))
-				// Its error shows that both operations were begun.
+				// The error of the second operation shows that the sidecar has started the first one.
 				c.Await(c.Begin(sidecartest.Sum("no arena", 9, 0, 1)))
 				c.Send(q)
 			case "operations":
@@ -448,8 +450,8 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// The sidecar queues only a bounded number of bytes for a client that does not read, and no goroutine waits
-// for that client.
+// If a client does not read, the sidecar queues a bounded number of bytes for it, and still serves other
+// clients. When the client reads, it gets all answers.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -491,8 +493,8 @@ func TestClientThatNeverReads(t *testing.T) {
 	other.bye()
 }
 
-// If a client does not read its replies, the sidecar stops reading from it, but the engine still runs and
-// completes the operations that the client has submitted before.
+// If a client does not read its replies, the sidecar stops reading its requests. Operations that the client
+// has submitted before are still completed.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	helped := make(chan struct{}, 1)
@@ -529,11 +531,12 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		t.Errorf("%d completions, want 1", got)
 	}
 	gone(t, s)
-	<-sent // the write fails if the sidecar did not read everything
+	<-sent // the write fails if the sidecar has not read everything
 	s.running.Store(nil)
 }
 
-// A client that does not read its replies can disconnect while more are queued for it.
+// If a client disconnects without having read its replies, its connection ends, although more replies are
+// queued.
 func TestClientThatNeverReadsGoes(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	c := connect(t, s)
@@ -560,7 +563,8 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 	}
 }
 
-// The sidecar refuses clients that send nothing, use another protocol or version, or do not know the secret.
+// The sidecar refuses a client that sends nothing, uses another protocol or version, or does not know the
+// secret.
 func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
@@ -624,8 +628,8 @@ func TestUnauthenticatedPeers(t *testing.T) {
 
 const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
 
-// otherUser connects to the socket at path; the test runs it in a process of another user. It returns the
-// exit status of that process: 0 if the sidecar serves the client.
+// otherUser connects to the socket at path. The test runs it in a process of another user. The result is the
+// exit status of that process: 0 if the sidecar serves it.
 func otherUser(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -641,7 +645,7 @@ func otherUser(path string) int {
 	return 0
 }
 
-// The sidecar refuses a process of another user even if that process can open the socket.
+// The sidecar refuses a process of another user, even if that process can open the socket.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start processes of other users")
@@ -657,7 +661,7 @@ func TestOtherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	// The program must also be in a directory where other users can run it.
+	// The test binary is copied to a directory where the other user can run it.
 	self, err := os.ReadFile("/proc/self/exe")
 	if err != nil {
 		t.Fatal(err)
@@ -690,7 +694,8 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// Close ends all connections, whether they are idle, have sent no greeting or have operations in flight.
+// Close closes all connections: idle ones, ones without a greeting, and ones of clients in a job. A later
+// connection is refused.
 func TestClose(t *testing.T) {
 	s := New(Config{})
 	idle, silent := connect(t, s), newClient(t, s)

@@ -13,8 +13,9 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
-// For any bytes on a connection, cutFrame cuts frames at their lengths. A request that can be decoded is the
-// same after it is encoded again, and a valid operation has an input and an output for each tensor.
+// FuzzFrames decodes arbitrary bytes. cutFrame must cut frames at their lengths. A request that can be
+// decoded must be the same after it is encoded and decoded again. A valid operation must have an input and an
+// output for each tensor.
 func FuzzFrames(f *testing.F) {
 	c := new(sidecartest.Client)
 	f.Add([]byte{0})
@@ -81,7 +82,7 @@ func FuzzFrames(f *testing.F) {
 	})
 }
 
-// hasNaN reports whether the encoded message b may contain a NaN. Such a message does not equal itself.
+// hasNaN reports whether the encoded message b may contain a NaN. A message with a NaN does not equal itself.
 func hasNaN(b []byte) bool {
 	for i := 0; i+8 <= len(b); i++ {
 		if bits := binary.LittleEndian.Uint64(b[i:]); bits&0x7ff0000000000000 == 0x7ff0000000000000 {
@@ -91,8 +92,8 @@ func hasNaN(b []byte) bool {
 	return false
 }
 
-// Whatever a client writes into its ring, the sidecar takes at most n submissions at a time or returns an
-// error.
+// FuzzRing fills a ring with arbitrary values. The sidecar must take at most as many submissions as the ring
+// has entries, or return an error.
 func FuzzRing(f *testing.F) {
 	f.Add(uint32(ringMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
 	f.Add(uint32(ringMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})
@@ -109,7 +110,7 @@ func FuzzRing(f *testing.F) {
 		binary.LittleEndian.PutUint32(b[4:], version)
 		binary.LittleEndian.PutUint32(b[8:], n)
 		binary.LittleEndian.PutUint64(b[ringSubmitted:], submitted)
-		// The sidecar ignores what the client writes here.
+		// The sidecar ignores what the client writes to this word.
 		binary.LittleEndian.PutUint64(b[ringCompleted:], completed)
 		copy(b[ringEntries:], entries)
 		r, err := newRing(s)

@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ended waits for the notice that the job is over and returns it.
+// ended waits for the notice that the job is over, and returns the notice.
 func (c *client) ended() *sidecarpb.Ended {
 	c.t.Helper()
 	return c.Until(func(r *sidecarpb.Reply) bool { return r.GetEnded() != nil }).GetEnded()
 }
 
-// If rank 1's client disconnects without Bye in the middle of a job, rank 1's sidecar fails. The clients of
-// the other rank are notified, and can end the job and begin another one.
+// If the client of rank 1 disconnects without Bye in the middle of a job, rank 1 fails. The client of rank 0
+// is notified. It can end the job and start another one.
 func TestDeathOfAClient(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -42,7 +42,7 @@ func TestDeathOfAClient(t *testing.T) {
 	if err := clients[1].end(); err == nil {
 		t.Error("the death of the rank is no error of the connection")
 	}
-	// A sidecar process would exit now. gone is the closest that the test can do.
+	// A real sidecar would exit now. gone is the closest substitute in a test.
 	gone(t, servers[1])
 
 	for _, id := range ids {
@@ -70,8 +70,8 @@ func TestDeathOfAClient(t *testing.T) {
 	c.bye()
 }
 
-// After a job has failed, the end of a client fails no rank, and the sidecar forgets the job when the last
-// client has left.
+// If a job has failed, a client that leaves does not make the rank fail. When the last client has left, the
+// sidecar forgets the job.
 func TestLeavingAFailedJob(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -86,8 +86,8 @@ func TestLeavingAFailedJob(t *testing.T) {
 	}
 }
 
-// The rank does not fail if a client disconnects without a job, or if a client sends Bye while other clients
-// of the job stay. It fails if the last client of the job sends Bye.
+// The rank does not fail if a client disconnects while there is no job, or sends Bye while another client of
+// the job stays. If the last client sends Bye during the job, the rank fails.
 func TestBye(t *testing.T) {
 	s := job(t, 1)[0]
 	connect(t, s).bye()
@@ -115,7 +115,7 @@ func TestBye(t *testing.T) {
 	}
 }
 
-// Two ranks init and shut down many times. Each job has a new epoch, and every client is notified when it
+// Two ranks init and shut down ten times. Each job has a new epoch, and all clients are notified when it
 // ends.
 func TestInitAgain(t *testing.T) {
 	servers := job(t, 2)
@@ -131,14 +131,14 @@ func TestInitAgain(t *testing.T) {
 				t.Errorf("ended: %v", e)
 			}
 			watcher.News = nil
-			c.Shutdown() // there is no job left to leave
+			c.Shutdown() // there is no job any more, and Shutdown does nothing
 		}
 		c.bye()
 		watcher.bye()
 	})
 }
 
-// Each rank knows whether all hosts have the same number of ranks, even if its own host does not show it.
+// All ranks get the same value of Homogeneous, which is true if all hosts have the same number of ranks.
 func TestHomogeneous(t *testing.T) {
 	for _, q := range []struct {
 		hosts []string
@@ -157,7 +157,7 @@ func TestHomogeneous(t *testing.T) {
 	}
 }
 
-// If one rank shuts down, operations that only other ranks have submitted fail with an error that names it.
+// If rank 1 shuts down, an operation that only rank 0 has submitted fails. Its error names rank 1.
 func TestShutDownByAnother(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -171,18 +171,19 @@ func TestShutDownByAnother(t *testing.T) {
 			c.bye()
 			return
 		}
-		c.Call(sidecartest.Shutdown()) // it fails too, if rank 0's barrier arrives before it
+		c.Call(sidecartest.Shutdown()) // this also fails if rank 0's barrier arrives first
 		c.bye()
 	})
 }
 
-// A rank gets an error if ranks disagree on an operation or if it submits a name that is in flight.
+// If ranks disagree on an operation, or a rank submits a name that is in flight, the client gets an error.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch,
 			"x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
-		if r == 0 { // rank 1 need not do this: its operation completes together with rank 0's
+		// Rank 1 does not need this, because its operation y completes together with rank 0's.
+		if r == 0 {
 			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "arena 9 does not exist")
 		}
 		if a := c.Await(first); a.Error != nil {
@@ -192,7 +193,8 @@ func TestDisagreement(t *testing.T) {
 		if r == 0 {
 			id := c.Begin(late)
 			refused(t, "twice", c.Run(late), classDuplicate, "late")
-			// An operation for which the sidecar has already allocated an output fails in the same way.
+			// If the sidecar has to allocate the output, the operation fails in the same way, and the output
+			// is freed.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
 			refused(t, "twice", c.Run(same), classDuplicate, "late")
@@ -207,12 +209,12 @@ func TestDisagreement(t *testing.T) {
 			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
 			c.MustRun(late)
 		}
-		// After these errors the operation y still runs, now from the response cache.
+		// After these errors, y can be executed again, now from the response cache.
 		c.MustRun(sidecartest.Sum("y", uint32(r+1), 0, 4))
 	})
 }
 
-// If an operation exceeds its timeout, the job ends.
+// If an operation exceeds its timeout, it fails and the job ends.
 func TestTimeout(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -227,7 +229,7 @@ func TestTimeout(t *testing.T) {
 	})
 }
 
-// Init can register process sets, and clients can add more later.
+// Process sets can be registered by Init, and added later by all ranks together.
 func TestProcessSets(t *testing.T) {
 	all(job(t, 3), func(r int, s *Server) {
 		c := connect(t, s)
@@ -282,7 +284,7 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
-// A failed Init does not change the sidecar's state.
+// If Init fails, the sidecar has no job and serves its clients as before.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -298,7 +300,7 @@ func TestInitFails(t *testing.T) {
 	c.bye()
 }
 
-// If a client disconnects while its Init waits, the rank fails.
+// If a client disconnects while its Init waits for other ranks, the rank fails.
 func TestDeathDuringInit(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
@@ -308,7 +310,8 @@ func TestDeathDuringInit(t *testing.T) {
 	<-s.Dead()
 }
 
-// The timeline is in the file that the client names, and has the operations between its start and its end.
+// The timeline is written to the file that the client names. It contains the operations between its start and
+// its end, and no others.
 func TestTimeline(t *testing.T) {
 	s := job(t, 1)[0]
 	c := connect(t, s)
@@ -344,16 +347,17 @@ func TestTimeline(t *testing.T) {
 			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
 		}
 	}
-	c.Must(sidecartest.StopTimeline()) // there is no timeline to stop
+	c.Must(sidecartest.StopTimeline()) // there is no timeline any more, and the request does nothing
 	c.Shutdown()
 	c.bye()
 }
 
-// A request that changes the engine does not block Close if it comes while the server closes.
+// If a request that changes the engine arrives while the server is closing, it fails and does not keep the
+// lock that Close needs.
 func TestChangeWhileClosing(t *testing.T) {
 	s := New(Config{})
 	s.cancel()
-	for range 100 { // select chooses between its two cases by chance
+	for range 100 { // select chooses randomly between its two cases
 		if err := s.change(); err != errEnding {
 			t.Fatalf("got %v, want %v", err, errEnding)
 		}

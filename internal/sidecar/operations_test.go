@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ranks runs f for a client of each of n ranks, and calls Init before it and Shutdown after it. The arena of
-// rank r has the number r+1, and b is its memory.
+// ranks calls f concurrently for a client of each of n ranks, after Init and before Shutdown. The client of
+// rank r has an arena with the number r+1, and b is the memory of that arena.
 func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	t.Helper()
 	all(job(t, n), func(r int, s *Server) {
@@ -36,7 +36,7 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// An allreduce in place sums the elements of all ranks.
+// An allreduce in place gives the sum over all ranks, for 1 to 3 ranks and 0 to 100000 elements.
 func TestAllreduce(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, b []byte) {
@@ -57,17 +57,18 @@ func TestAllreduce(t *testing.T) {
 	}
 }
 
-// at returns the numBytes bytes at offset in the arena of rank r.
+// at returns numBytes bytes at offset in the arena of rank r.
 func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
 }
 
-// Every operation works with outputs in the client's arena and with outputs that the sidecar allocates.
+// Each operation gives the right result, both if the client provides the output and if the sidecar allocates
+// it.
 func TestOperations(t *testing.T) {
 	const n = 3
 	ranks(t, n, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
-		const out = 1 << 16 // offset of the outputs in the arena, in bytes
+		const out = 1 << 16 // byte offset of the outputs in the arena
 		rows := int64(6)
 		if r == 1 {
 			rows = 0
@@ -136,7 +137,7 @@ func TestOperations(t *testing.T) {
 				}
 				if !given {
 					c.Send(sidecartest.Free(m.Arena, m.Offset))
-					c.Send(sidecartest.Free(m.Arena, m.Offset)) // freeing it again has no effect
+					c.Send(sidecartest.Free(m.Arena, m.Offset)) // the second Free has no effect
 				}
 				if want := int32(100 * r); x[0] != want {
 					t.Errorf("%s: the input was overwritten", c2.what)
@@ -155,14 +156,15 @@ func TestOperations(t *testing.T) {
 		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
 			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
 		}
-		// The sidecar frees the results that a client has not freed when the client leaves.
+		// When a client leaves, the sidecar frees the results that the client has not freed.
 	})
 	if _, _, live := arena.Stats(); live != 0 {
 		t.Errorf("%d bytes of results are left when their clients have gone", live)
 	}
 }
 
-// own runs an allreduce on the bytes at in, and returns the place of its result, which the sidecar allocates.
+// own runs an allreduce on the bytes at in, for which the sidecar allocates the output. It returns the place
+// of the result.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name,
@@ -170,7 +172,8 @@ func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	return c.MustRun(o).Results[0].Memory
 }
 
-// A client that frees a result twice does not free memory that has become another client's.
+// If a client frees a result twice, the second time has no effect, even if the memory has become a result of
+// another client.
 func TestFreeTwice(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -179,7 +182,7 @@ func TestFreeTwice(t *testing.T) {
 	second.Arena(2, 4096)
 	place := first.own("a", at(0, 0, 64))
 	first.Send(sidecartest.Free(place.Arena, place.Offset))
-	first.Must(sidecartest.Status()) // its answer shows that the sidecar has read the request before it
+	first.Must(sidecartest.Status()) // the answer shows that the sidecar has read the Free before
 	if again := second.own("b", at(1, 0, 64)); again.Offset != place.Offset || again.Arena != place.Arena {
 		t.Fatalf("the place %v was not used again, but %v", place, again)
 	}
@@ -192,7 +195,7 @@ func TestFreeTwice(t *testing.T) {
 	second.bye()
 }
 
-// When the sidecar removes an arena of its own, it notifies the clients that know the arena, so that they can
+// When the sidecar removes an arena of its own, it tells the clients that know the arena, so that they can
 // unmap it.
 func TestArenaOfTheSidecarGoes(t *testing.T) {
 	const large = 65 << 20 // more than the sidecar keeps for later results
@@ -210,8 +213,8 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// If an operation completes while the reader of the connection stops driving the engine, exactly one doorbell
-// is sent, by the reader or by the operation.
+// If operations complete while the reader drives the engine or stops driving it, the client gets exactly one
+// doorbell.
 func TestBellIsOwed(t *testing.T) {
 	s := server(t, Config{})
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -242,15 +245,16 @@ func TestBellIsOwed(t *testing.T) {
 	s.running.Store(nil)
 }
 
-// A client gets a doorbell for the completion that it waits for. If it changes that number and sends a
-// doorbell, it also gets a doorbell for completions that have come before.
+// A client gets a doorbell when the number of completions reaches the value in the word RingWanted. If the
+// client lowers the value and then sends a doorbell, it also gets a doorbell for completions that it has not
+// been notified of.
 func TestWantedCompletions(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent.
-		// Status is answered after the doorbell, so no doorbell is missed.
+		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent. The
+		// answer to a Status comes after any doorbell, so do counts all of them.
 		do := func(n int) int {
 			before := c.Doorbells
 			for range n {
@@ -280,7 +284,7 @@ func TestWantedCompletions(t *testing.T) {
 		if got := do(2); got != 0 {
 			t.Errorf("got %d doorbells, want 0", got)
 		}
-		// look sends a doorbell and returns how many doorbells the sidecar sends in return.
+		// look sends a doorbell and returns how many doorbells the sidecar sends back.
 		look := func() int {
 			before := c.Doorbells
 			c.Doorbell()
@@ -293,8 +297,8 @@ func TestWantedCompletions(t *testing.T) {
 			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
 				never, first, second)
 		}
-		// A request that has no answer works like a doorbell. A client sends it if its socket has no room for
-		// a doorbell.
+		// A request without an answer serves as a doorbell too. A client sends it if its socket has no room
+		// for a doorbell.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
@@ -309,7 +313,7 @@ func TestWantedCompletions(t *testing.T) {
 	})
 }
 
-// While the ring says that the sidecar looks at it, a client can submit without a doorbell.
+// While the word RingLooking says that the sidecar looks at the ring, a submission needs no doorbell.
 func TestLookingNeedsNoDoorbell(t *testing.T) {
 	taken := make(chan struct{})
 	all(job(t, 2), func(r int, s *Server) {
@@ -322,8 +326,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 				64*uint64(slot), 1)))
 		}
 		if r == 0 {
-			// The sidecar drives the engine, and looks at the ring meanwhile, until rank 1 has submitted the
-			// operation.
+			// The sidecar drives the engine, and looks at the ring, until rank 1 has submitted the operation.
 			engine := *s.running.Load()
 			install(s, stub{begin: engine.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
@@ -350,8 +353,9 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// After submissions for which the client does not wait, the sidecar polls the ring for a while, so the next
-// submission needs no doorbell. After a submission for which the client waits, the sidecar sleeps.
+// If the client does not wait for its submissions, the sidecar polls the ring for a while before it sleeps,
+// and the next submission needs no doorbell. If the client waits for a submission, the sidecar does not poll
+// after it.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
@@ -381,7 +385,7 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until polls so until it returns true, and fails the test after sidecartest.Patience.
+// until calls so until it returns true. The test fails if that takes longer than sidecartest.HangTimeout.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !so(); runtime.Gosched() {
@@ -392,7 +396,8 @@ func until(t *testing.T, so func() bool) {
 	}
 }
 
-// park returns false, and the reader does not sleep, if there is a submission that it has not taken.
+// If there is a submission that the reader has not taken, park returns false, so that the reader does not
+// sleep.
 func TestPark(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
 	segment, err := shmem.Adopt(fd)
@@ -426,7 +431,8 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// Groups work with outputs of the client, with outputs that the sidecar allocates, and without tensors.
+// Groups give the right results, with outputs that the client provides, with outputs that the sidecar
+// allocates, and without tensors.
 func TestGroups(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
@@ -468,8 +474,8 @@ func TestGroups(t *testing.T) {
 	})
 }
 
-// The tensors of a group may have different types. Outside of a group, a tensor must have the type of the
-// operation. Unknown types, unaligned places and wrong shapes are refused.
+// In a group, tensors may have different types. Outside of a group, a tensor must have the type of the
+// operation. Unknown types, unaligned places and wrong shapes are errors.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
@@ -482,7 +488,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
 		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true,
 			Name: "g", Tensors: []*sidecarpb.Tensor{
-				// Type 0 stands for the type of the operation.
+				// type 0 means the type of the operation
 				own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4),
 			}}
 		c.MustRun(o)
@@ -524,8 +530,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	})
 }
 
-// The sidecar sends an answer for each result that it has allocated, even if the result is empty. It sends
-// none if the outputs are the client's.
+// If the sidecar allocates an output, it sends an answer even if the result is empty. If the client provides
+// all outputs, it sends none.
 func TestEmptyOverTheRing(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, _ []byte) {
@@ -553,7 +559,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 						o.Tensors = append(o.Tensors, empty(g))
 					}
 					c.Send(sidecartest.Prepare(slot, o))
-					// The result of an alltoall includes the received splits, so there is always an answer.
+					// The answer to an alltoall has the received splits, so there always is one.
 					want := uint32(statusDone)
 					if kind == 4 || slices.Contains(given, false) {
 						want = statusReply
@@ -588,7 +594,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// Barriers and joins complete, and a join returns the rank that joined last.
+// A barrier and a join complete. The answer to the join has a rank that exists as the last one to join.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
@@ -611,13 +617,13 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
-// Allreduce takes the maximum of all element types.
+// An allreduce computes the maximum, for each element type.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
 			clear(b[:64])
-			// The lowest bits: of an integer the values 0 and 1, of a float 0 and the smallest positive
-			// value.
+			// The first byte is 0 or 1. In an integer type the value is 0 or 1, in a floating-point type it
+			// is 0 or the smallest positive number.
 			b[0] = byte(r)
 			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(),
 				Tensors: []*sidecarpb.Tensor{
@@ -627,7 +633,7 @@ func TestTypes(t *testing.T) {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
-		// A bool in a result is 0 or 1, whichever byte the root had.
+		// A bool in a result is 0 or 1, even if the root's input was another byte.
 		b[0] = byte(200 * r)
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
@@ -638,7 +644,7 @@ func TestTypes(t *testing.T) {
 	})
 }
 
-// Compression rounds each value; error feedback adds the rounding error to the next value.
+// Compression rounds each value. With error feedback, the rounding error is added to the next value.
 func TestCompression(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
@@ -648,19 +654,20 @@ func TestCompression(t *testing.T) {
 			o.WireDtype, o.ErrorFeedback = 7, true
 			c.MustRun(o)
 		}
-		if x[0] == 2 { // without error feedback every sum is 2
+		if x[0] == 2 { // without error feedback each sum is 2
 			t.Error("nothing was made up for")
 		}
 	})
 }
 
-// Many operations are in flight over a small ring, and each rank submits them in a different order.
+// Two ranks submit 16 operations in opposite orders to a ring of 16 entries, in 50 rounds. All complete with
+// the right results.
 func TestManyOverTheRing(t *testing.T) {
 	const n, rounds = 16, 50
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
 		c.Ring(n)
-		for slot := range uint32(n) { // the frames are sent without waiting for the answers
+		for slot := range uint32(n) { // the frames are sent without waiting for answers
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
 				uint64(1024*slot), 100)))
 		}
@@ -698,8 +705,8 @@ func TestManyOverTheRing(t *testing.T) {
 	})
 }
 
-// A client may prepare a slot and submit it at once. The sidecar looks at the ring because of an earlier
-// doorbell, and may see the submission before it has read the frame that prepares the slot.
+// A client may prepare a slot and submit it at once. Because of an earlier doorbell, the sidecar may see the
+// submission before it has read the frame that prepares the slot. The operation is executed anyway.
 func TestPrepareAndSubmitAtOnce(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)

@@ -24,7 +24,7 @@ func pair(t *testing.T) (near, far int) {
 	return fds[0], fds[1]
 }
 
-// drain reads and returns what has arrived at fd, without waiting.
+// drain reads all bytes that have arrived at fd, without waiting, and returns them.
 func drain(t *testing.T, fd int) (got []byte) {
 	t.Helper()
 	b := make([]byte, 1<<16)
@@ -40,7 +40,8 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered returns n bytes whose values follow their positions. None of them is 0, which would be a doorbell.
+// numbered returns n bytes whose values follow from their positions. No value is 0, because that would be a
+// doorbell.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -49,8 +50,8 @@ func numbered(n int) []byte {
 	return b
 }
 
-// SendDoorbell does not put a doorbell inside a frame, and sends none while bytes of a frame or another
-// doorbell are still to be read.
+// SendDoorbell sends no doorbell in the middle of a frame, and none while the other end still has a doorbell
+// or bytes of a frame to read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
@@ -61,7 +62,7 @@ func TestBell(t *testing.T) {
 	}
 	sent := numbered(4 << 20)
 	o.Put(bytes.Clone(sent), -1)
-	got := drain(t, far) // the rest stays queued, because Run is not running
+	got := drain(t, far) // the rest stays in the queue, because Run is not running
 	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}
@@ -87,7 +88,7 @@ func TestBell(t *testing.T) {
 	}
 }
 
-// Room blocks while too much is queued, and returns when the other end has read.
+// If too many bytes are queued, Room blocks until the other end has read enough.
 func TestRoom(t *testing.T) {
 	near, far := pair(t)
 	synctest.Test(t, func(t *testing.T) {
@@ -99,7 +100,7 @@ func TestRoom(t *testing.T) {
 			defer close(waited)
 			o.Room()
 		}()
-		synctest.Wait() // until Room blocks
+		synctest.Wait() // waits until Room blocks
 		var running sync.WaitGroup
 		running.Go(o.Run)
 		for n := 0; n < len(sent); {
@@ -111,7 +112,7 @@ func TestRoom(t *testing.T) {
 	})
 }
 
-// Close makes Room return, and closes the descriptors of packets that were not sent.
+// Close makes Room return. It closes the descriptors in the queue.
 func TestOutboxCloses(t *testing.T) {
 	near, _ := pair(t)
 	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)

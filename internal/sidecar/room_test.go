@@ -13,8 +13,8 @@ import (
 // ofRank returns the i-th number that rank r sends.
 func ofRank(r, i int) int32 { return int32(100*r + i) }
 
-// gatherings returns operations whose result size depends on what all ranks send. Rank r sends n numbers;
-// there are two ranks.
+// gatherings returns operations of rank r, in a job of two ranks, in which the size of the result depends on
+// what all ranks send. Each rank sends n numbers to each rank.
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
 	return []*sidecarpb.Operation{
@@ -25,7 +25,7 @@ func gatherings(r, n int) []*sidecarpb.Operation {
 	}
 }
 
-// If one client gives an output of the wrong size, only that client gets an error, and the job goes on.
+// If the output of one client has the wrong size, only that client gets an error, and the job continues.
 func TestOutputOfAnotherSize(t *testing.T) {
 	for _, backend := range []string{"shm", "tcp"} {
 		t.Run(backend, func(t *testing.T) {
@@ -57,7 +57,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
-				// If the rows are empty, the ranks exchange only the numbers of rows.
+				// If rows have no elements, the ranks exchange only the numbers of rows.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
@@ -73,7 +73,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 	}
 }
 
-// If the sidecar cannot allocate a result, the error says how many bytes were wanted, and the job goes on.
+// If the sidecar cannot allocate a result, the error gives the reason, and the job continues.
 func TestNoRoomForAResult(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
@@ -85,8 +85,8 @@ func TestNoRoomForAResult(t *testing.T) {
 		}
 	}
 	t.Cleanup(func() { limit(old.Cur) })
-	// Each rank sends numElems elements. The result is larger than the memory that the sidecar keeps from
-	// earlier ones.
+	// Each rank sends numElems elements. The result is larger than the memory that the sidecar has kept from
+	// earlier results.
 	const numElems = 10 << 20
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -95,7 +95,7 @@ func TestNoRoomForAResult(t *testing.T) {
 		barrier := func() { c.MustRun(&sidecarpb.Operation{Kind: 6}) }
 		for _, o := range gatherings(r, numElems) {
 			barrier()
-			limit(1 << 10) // the limit applies to both ranks, which are in this process
+			limit(1 << 10) // applies to both ranks, which are in this process
 			barrier()
 			refused(t, o.Name, c.Run(o), classInternal, "RLIMIT_FSIZE")
 			barrier()
