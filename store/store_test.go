@@ -400,9 +400,9 @@ func TestSecret(t *testing.T) {
 		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded,
 			`its first bytes are "GHVS"`},
 		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded,
-			"the peer has"},
-		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "the peer has"},
-		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "this process has"},
+			"set at the peer"},
+		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "set at the peer"},
+		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "set in this process"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()

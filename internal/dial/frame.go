@@ -38,7 +38,7 @@ func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	}
 	n := binary.BigEndian.Uint32(head[:])
 	if uint64(n) > uint64(limit) {
-		return nil, fmt.Errorf("frame of %d bytes, want at most %d", n, limit)
+		return nil, fmt.Errorf("got a frame of %d bytes, want at most %d", n, limit)
 	}
 	return ReadBytes(r, nil, int(n))
 }

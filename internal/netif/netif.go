@@ -92,7 +92,7 @@ type own struct {
 func list() (all []own, err error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
-		return nil, fmt.Errorf("network interfaces of this host: %w", err)
+		return nil, fmt.Errorf("reading the network interfaces of this host: %w", err)
 	}
 	for _, i := range interfaces {
 		if i.Flags&net.FlagUp == 0 {
@@ -100,7 +100,7 @@ func list() (all []own, err error) {
 		}
 		addrs, err := i.Addrs()
 		if err != nil {
-			return nil, fmt.Errorf("addresses of network interface %s: %w", i.Name, err)
+			return nil, fmt.Errorf("reading the addresses of network interface %s: %w", i.Name, err)
 		}
 		for _, a := range addrs {
 			p, err := netip.ParsePrefix(a.String())
@@ -128,7 +128,7 @@ func (c Choice) Addresses() ([]netip.Addr, error) {
 		for _, o := range all {
 			have = append(have, o.name+" "+o.addr.String())
 		}
-		return nil, fmt.Errorf("network interfaces %s: none is up on this host, which has %s", c,
+		return nil, fmt.Errorf("network interfaces %s: none is up on this host, whose addresses are %s", c,
 			strings.Join(have, ", "))
 	}
 	return addrs, nil

@@ -257,7 +257,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	bare[idFlags] = 0
 	bare.seal()
 	_, err := OpenIDs(ctx, []ID{bare}, 0, 1)
-	testnet.WantError(t, err, "connecting to the process that made the id", "HVD_TLS", "(the peer has)")
+	testnet.WantError(t, err, "connecting to the process that made the id", "HVD_TLS", "(it is set at the peer)")
 	wrong := plain
 	wrong[idKey] ^= 1
 	wrong.seal()

@@ -130,7 +130,7 @@ func (o *opening) explain(err error) error {
 	alert, isOp := errors.AsType[*net.OpError](err)
 	switch {
 	case notTLS && bytes.HasPrefix(record.RecordHeader[:], []byte(Magic)):
-		return fmt.Errorf("%w (this process has)", ErrMixed)
+		return fmt.Errorf("%w (it is set in this process)", ErrMixed)
 	case notTLS && record.Conn != nil: // the peer's first bytes are not a TLS record
 		return notOurs(record.RecordHeader[:4])
 	// Usually the peer rejects the key of this process's certificate.
