@@ -99,9 +99,9 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		switch {
 		case e == nil:
 		case first != "":
-			line.Why = fmt.Sprintf("ignored, because %s comes first", first)
+			line.Why = fmt.Sprintf("ignored, because %s takes precedence", first)
 			if v.err == nil {
-				line.Why = fmt.Sprintf("ignored at %s, because %s comes first", e.place(), first)
+				line.Why = fmt.Sprintf("ignored (%s), because %s takes precedence", e.place(), first)
 			}
 		case v.err != nil:
 			first, firstErr = k.kind, fmt.Errorf("place: %s: %w", k.kind, v.err)

@@ -314,7 +314,7 @@ func TestFirstWins(t *testing.T) {
 			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
 			}
-			if j > i && !strings.Contains(l.Why, "ignored at rank") {
+			if j > i && !strings.Contains(l.Why, "ignored (rank") {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
 			}
 		}
@@ -327,7 +327,7 @@ func TestFirstWins(t *testing.T) {
 	_, lines, _ := Detect(slurmEnv.with("JOB_COMPLETION_INDEX", "7", "HVD_SIZE", "x").get)
 	wantLines(t, lines[5:7],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
-		"Kubernetes: ignored, because Slurm comes first")
+		"Kubernetes: ignored, because Slurm takes precedence")
 	// If the variables of the first launcher that matches contradict each other, Detect returns an error. It
 	// does not take a launcher further down in the order.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK",

@@ -362,7 +362,7 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	}
 	host, err := os.Hostname()
 	if err != nil {
-		return "", fmt.Errorf("name of this host: %w", err)
+		return "", fmt.Errorf("reading the name of this host: %w", err)
 	}
 	return host, nil
 }
@@ -434,7 +434,7 @@ const pmiKey = "gohvd-meet"
 // meetByPMI meets through the launcher's key-value space for the ranks.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
-		return errors.New("PMI_FD is not set: the launcher gave this process no connection to the launcher")
+		return errors.New("PMI_FD is not set: the launcher has not given this process a connection")
 	}
 	p, err := startPMI(ctx, e.pmiFD)
 	if err != nil {
@@ -515,7 +515,7 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 			return err
 		}
 	} else if word != wordGiven && word != wordNone {
-		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want given, none or the path of a file", len(word))
+		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the path of a file", len(word))
 	}
 	if word == wordNone && !o.Insecure {
 		return ErrNoSecret

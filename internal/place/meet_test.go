@@ -550,7 +550,7 @@ func TestTorchrunsStore(t *testing.T) {
 
 	// Another program may have written these values to the TCPStore.
 	for word, part := range map[string]string{
-		"0123456789abcdef0123456789abcdef": "want given, none or the path",
+		"0123456789abcdef0123456789abcdef": "or the path of a file",
 		"/nonexistent/file":                "no such file",
 		wordGiven:                          "but this rank was not",
 	} {

@@ -215,14 +215,14 @@ func (m *Meeting) place(rank, size int) error {
 func (m *Meeting) checkSecret() error {
 	ip, err := netip.ParseAddr(m.Listen)
 	if err != nil {
-		return fmt.Errorf("address to listen on: %w", err)
+		return fmt.Errorf("parsing the address to listen on: %w", err)
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && m.Settings.TLS {
-		return errors.New("HVD_TLS is set, but the job has no secret: set HVD_SECRET_FILE to a file with the same 16 bytes or more at all ranks")
+		return errors.New("HVD_TLS is set, but the job has no secret: set HVD_SECRET_FILE at all ranks to a file with the same contents, at least 16 bytes")
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure && !ip.IsLoopback() {
-		return fmt.Errorf("the ranks would listen on the network address %s without a secret: set HVD_SECRET_FILE to a file with the same "+
-			"16 bytes or more on all hosts, or HVD_INSECURE=1 to accept any process that can connect to the ports", m.Listen)
+		return fmt.Errorf("the ranks would listen on the network address %s without a secret: set HVD_SECRET_FILE on all hosts to a file with "+
+			"the same contents, at least 16 bytes, or HVD_INSECURE=1 to accept any process that can connect to the ports", m.Listen)
 	}
 	return nil
 }
@@ -248,7 +248,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("rendezvous store: %w", err)
+		return fmt.Errorf("finding the route to the rendezvous store: %w", err)
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
@@ -430,7 +430,7 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	}
 	host, err := netip.ParseAddr(string(reported))
 	if err != nil {
-		return fmt.Errorf("address of the store's host, as reported by another rank: %w", err)
+		return fmt.Errorf("parsing the address of the store's host, which another rank has reported: %w", err)
 	}
 	own, err := netif.IsOwn(host)
 	if err != nil {

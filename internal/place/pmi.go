@@ -150,7 +150,7 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	}
 	line, err := p.in.ReadSlice('\n')
 	if errors.Is(err, bufio.ErrBufferFull) {
-		return nil, fmt.Errorf("the launcher's line has more than %d bytes, want at most that", maxPMILine)
+		return nil, fmt.Errorf("the launcher sent a line of more than %d bytes", maxPMILine)
 	}
 	if err != nil {
 		return nil, err
