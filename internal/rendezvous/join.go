@@ -208,7 +208,7 @@ func (cfg *JoinConfig) check() error {
 		return fmt.Errorf("size is %d, want 1 to %d", cfg.Size, MaxSize)
 	}
 	if cfg.Store == nil && cfg.Size > 1 {
-		return errors.New("no store is given, which a job of more than 1 rank needs")
+		return errors.New("no store is given, but a job of more than 1 rank needs one")
 	}
 	if cfg.LastEpoch > maxEpoch {
 		return fmt.Errorf("last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))

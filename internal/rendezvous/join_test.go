@@ -229,7 +229,7 @@ func TestJoinChecksConfig(t *testing.T) {
 		`job is "\xff", want UTF-8`:  func(c *JoinConfig) { c.Job = "\xff" },
 		"size is 0, want 1 to 65536": func(c *JoinConfig) { c.Size = 0 },
 		"size is 65537":              func(c *JoinConfig) { c.Size = 65537 },
-		"no store is given, which a job of more than 1 rank needs": func(c *JoinConfig) { c.Store = nil },
+		"no store is given, but a job of more than 1 rank needs one": func(c *JoinConfig) { c.Store = nil },
 		"last epoch is 4611686018427387905": func(c *JoinConfig) {
 			c.LastEpoch = 1<<62 + 1
 		},

@@ -28,7 +28,7 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		case err != nil && why == nil:
 			return nil, fmt.Errorf("waiting for the root of rank 0: %w", err)
 		case err != nil:
-			return nil, fmt.Errorf("waiting for a newer root: %w (the last root: %w)", err, why)
+			return nil, fmt.Errorf("waiting for a newer root: %w (joining the last root failed: %w)", err, why)
 		}
 		seen = value
 		root, err := decodeRoot(value)

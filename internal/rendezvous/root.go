@@ -327,7 +327,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 // lateError returns the error of a rank 0 that has waited for the end of a running epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
 	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
-		"epoch %d is complete with rank 0 being pid %d on host %q with its root at %s",
+		"epoch %d is complete, and its rank 0 is pid %d on host %q with its root at %s",
 		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
 }
 

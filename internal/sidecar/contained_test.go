@@ -333,7 +333,7 @@ func TestGarbage(t *testing.T) {
 		"protocol error: the length":  func(c *client) { c.Write([]byte{0x81, 0x80, 0x80, 0x08}) },
 		"more than 16777216":          func(c *client) { c.Write(bytes.Repeat([]byte{0xff}, 10)) },
 		"proto":                       func(c *client) { c.Write([]byte{3, 0xff, 0xff, 0xff}) },
-		"of a kind that this version": func(c *client) { c.Write([]byte{2, 8, 1}) },
+		"a kind that this version":    func(c *client) { c.Write([]byte{2, 8, 1}) },
 		"got a request with number 0": func(c *client) { c.Write([]byte{2, 0x62, 0}) },
 		"slot 131072": func(c *client) {
 			c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1)))

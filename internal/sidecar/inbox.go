@@ -179,7 +179,7 @@ func readRequest(body []byte) (*sidecarpb.Request, error) {
 		return nil, fmt.Errorf("%w: %w", errFrame, err)
 	}
 	if q.What == nil {
-		return nil, fmt.Errorf("%w: request %d is of a kind that this version does not have", errFrame, q.Id)
+		return nil, fmt.Errorf("%w: request %d has a kind that this version does not know", errFrame, q.Id)
 	}
 	if q.Id == 0 {
 		return nil, fmt.Errorf("%w: got a request with number 0, want 1 or more", errFrame)

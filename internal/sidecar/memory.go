@@ -87,7 +87,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	case err != nil:
 		return err
 	case g.users > 0:
-		return fmt.Errorf("arena %d is in use by operations in flight, in %d places", number, g.users)
+		return fmt.Errorf("arena %d is in use %d times by operations in flight", number, g.users)
 	}
 	return m.remove(g)
 }
