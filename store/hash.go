@@ -555,7 +555,7 @@ func (s *HashStore) put(key string, value []byte) error {
 // held.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, which is the limit of %d",
+		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, and at most %d are allowed",
 			len(s.values)+len(s.queues), s.limits.Keys)}
 	}
 	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {

@@ -187,8 +187,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	defer c.mu.Unlock()
 	if len(c.waits) >= maxWaitsPerClient {
 		return false, &refusal{ErrLimit,
-			fmt.Sprintf("the connection has %d waiting calls, want fewer than %d", len(c.waits),
-				maxWaitsPerClient)}
+			fmt.Sprintf("the connection has %d waiting calls already, which is the limit", len(c.waits))}
 	}
 	if c.waits[q.id] != nil {
 		return false, fmt.Errorf("a request with number %d is already waiting", q.id)

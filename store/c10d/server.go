@@ -115,7 +115,7 @@ func (c *session) run() error {
 			c.dialect = Torch21
 		}
 		if int(number) >= len(ops[c.dialect]) {
-			return fmt.Errorf("unknown operation %d of %v", number, c.dialect)
+			return fmt.Errorf("unknown operation %d in the protocol of %v", number, c.dialect)
 		}
 		op := ops[c.dialect][number]
 		switch op {
