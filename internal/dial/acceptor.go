@@ -25,7 +25,7 @@ type Acceptor struct {
 	handle Handler
 
 	ln    net.Listener
-	ctx   context.Context // ends in Close
+	ctx   context.Context // ends when Close is called
 	stop  context.CancelFunc
 	wg    sync.WaitGroup
 	close func() error
@@ -35,8 +35,8 @@ type Acceptor struct {
 }
 
 // Serve listens on addr, as host:port where port 0 means any free port, and calls handle for each connection.
-// It serves at most most connections at a time and closes further ones. It logs errors, at a limited rate
-// (logs.Quiet). name is the subject of these log lines, such as "store". log may be nil.
+// It serves up to most connections at a time and closes further ones. It logs errors, at a limited rate
+// (logs.Quiet). The log lines begin with name, such as "store: server". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {

@@ -88,8 +88,8 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls try until it succeeds, fails with an error that cannot recover (MayRecover), or ctx ends. If
-// ctx ends, the error wraps ctx.Err() and the error of the last attempt.
+// Retry calls try until it succeeds, until it fails with an error after which a retry is useless
+// (MayRecover), or until ctx ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
@@ -162,7 +162,7 @@ func (e *VersionError) Error() string {
 	return fmt.Sprintf("the peer speaks version %d of the protocol, want %d", e.Got, e.Want)
 }
 
-// Connect connects to addr, as host:port, over TCP with keep-alives.
+// Connect connects to addr, as host:port, over TCP. The connection sends keep-alives.
 func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	d := net.Dialer{KeepAliveConfig: keepAlive}
 	return d.DialContext(ctx, "tcp", addr)

@@ -21,10 +21,10 @@ type Limiter struct {
 	slots list.List // elements are *Slot, oldest first
 }
 
-// NewLimiter makes a Limiter for at most most connections. most must be at least one.
+// NewLimiter makes a Limiter that permits most connections, which must be at least one.
 func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
 
-// Grow raises the bound to most. A smaller most changes nothing.
+// Grow raises the bound to most. It never lowers the bound.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

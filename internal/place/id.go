@@ -46,7 +46,7 @@ const (
 	flagEncrypt = 1
 )
 
-// idText is strict, so that every id has exactly one text.
+// idText is the encoding of ids as text. It is strict, so that every id has exactly one text.
 var idText = base64.RawURLEncoding.Strict()
 
 // newID makes an id from a key and the address of a store.
@@ -177,7 +177,7 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 		return ID{}, nil, err
 	}
 	var key [keyBytes]byte
-	rand.Read(key[:]) // never fails
+	rand.Read(key[:]) // rand.Read never fails
 	proof, err := secretOf(key, encrypt)
 	if err != nil {
 		return ID{}, nil, err

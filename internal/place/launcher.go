@@ -31,8 +31,9 @@ const (
 type Env struct {
 	Kind       Kind
 	Rank, Size int
-	// LocalRank and LocalSize number and count the ranks on this host. CrossRank and CrossSize number and
-	// count the hosts that have a rank with this local rank.
+	// LocalRank is the number of this rank among the ranks on this host, and LocalSize is how many those are.
+	// CrossRank is the number of this host among the hosts that have a rank with this local rank, and
+	// CrossSize is how many those are.
 	LocalRank, LocalSize, CrossRank, CrossSize int
 	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the environment does
 	// not have it. With MPICH it is in Place.JobID.
@@ -137,7 +138,7 @@ func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 type variables struct {
 	getenv  func(string) string
 	err     error
-	suspect bool // becomes Line.Suspect
+	suspect bool // the value for Line.Suspect
 }
 
 func (v *variables) fail(format string, args ...any) {
@@ -171,8 +172,8 @@ func (v *variables) number(name string) int {
 	return int(n)
 }
 
-// pair returns the values of a variable with a rank and a variable with the size. It returns -1 and -1 if
-// neither is set.
+// pair returns the values of two variables, of which one has a rank and the other has the number of ranks. It
+// returns -1 and -1 if neither is set.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	if _, ok := v.firstSet(rankName, sizeName); !ok {
 		return -1, -1
@@ -189,7 +190,8 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part returns a pair like pair. The size must not exceed the size of the job.
+// part is pair for a part of the job, such as the ranks of one host. It is an error if the size of the part
+// exceeds the size of the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
@@ -402,8 +404,8 @@ func (v *variables) slurmAllocation() string {
 	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
-// Ports at which the ranks of a step of Slurm meet if the user chooses no port. They are below 32768, where
-// the range begins from which Linux picks free ports.
+// The ports at which the ranks of a step of Slurm meet if the user chooses no port. They are below 32768,
+// because from there on Linux assigns ports to sockets that do not ask for a particular one.
 const (
 	slurmPortFirst = 20000
 	slurmPortCount = 10000
@@ -526,7 +528,7 @@ func findKubernetes(v *variables) (*Env, string) {
 // MASTER_ADDR:MASTER_PORT.
 func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
-// Where describes in words where the ranks meet.
+// Where returns a description of the place where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
 	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {

@@ -242,7 +242,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
-	// It retries because DNS may not know the name yet.
+	// The retries give DNS time to learn the name.
 	err := dial.Retry(ctx, func() (err error) {
 		listen, err = choice.Towards(ctx, address)
 		return err
@@ -252,7 +252,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
-		// The check comes before the first connection.
+		// checkSecret is called here so that a refusal comes before the first connection.
 		return err
 	}
 	p, err := Dial(ctx, address, m.Secret)
@@ -264,7 +264,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
-// meetAt sets the Place to p. If p has no secret, it gets the secret of the settings.
+// meetAt makes p the place of m. If p has no secret, it gets the secret in the settings.
 func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
@@ -275,7 +275,8 @@ func (m *Meeting) meetAt(p *Place) {
 // Launcher returns the store if hvdrun serves it, else nil. Package joblink uses it.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
-// byEnvironment finds the launcher that has started this process and meets in the way of that launcher.
+// byEnvironment finds the launcher that has started this process, and meets in the way that Env.Meet has for
+// that launcher.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
 	env, lines, err := Detect(set.Variable)
@@ -316,7 +317,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	return m.agree(ctx, p.Addr, choice)
 }
 
-// byMethod meets by an init method.
+// byMethod meets at the store that the init method in cfg opens.
 func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
 	if u, err := url.Parse(cfg.Method); err == nil && set.Size == config.Unset && u.Scheme != "env" &&
@@ -354,7 +355,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	// This is checked before the first connection.
+	// The ids are checked before the first connection.
 	for _, id := range id.IDs {
 		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
 			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS")

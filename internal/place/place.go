@@ -11,13 +11,13 @@
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
 //	HVD_SIZE=1  nowhere: the process is a job of its own
-//	Open MPI    a store of rank 0, told in a 0600 file in           made by rank 0, in that file
+//	Open MPI    a store of rank 0, published in a 0600 file in      made by rank 0, in that file
 //	            the job's session directory; one host only
-//	MPICH, PMI  a store of rank 0, told in the key-value space      made by rank 0, in that space
+//	MPICH, PMI  a store of rank 0, published in the key-value space made by rank 0, in that space
 //	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
 //	Slurm       a store of rank 0, on the first host of the step    given by the user
 //	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
-//	plain       a store of rank 0, told at a TCPStore at            one host: made by rank 0, in a 0600 file
+//	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, in a 0600 file
 //	            MASTER_ADDR:MASTER_PORT
 //
 // If the user gives a secret, rank 0 makes none. If the user has to give one and does not, Meet fails with

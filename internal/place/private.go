@@ -17,9 +17,9 @@ import (
 )
 
 const (
-	// maxPrivateBytes bounds the size of a private file that is read.
+	// maxPrivateBytes is the maximum size of a file that readPrivate reads.
 	maxPrivateBytes = 4 << 10
-	// privatePeriod is the time between two looks for a file that does not exist yet.
+	// privatePeriod is how long waitPrivate pauses before it looks again for a file that does not exist yet.
 	privatePeriod = 10 * time.Millisecond
 )
 

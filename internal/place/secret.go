@@ -5,8 +5,8 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// jobSecret returns the secret that the settings give. Connections with it are encrypted if the settings say
-// so.
+// jobSecret returns the secret in the settings. If the setting TLS is on, connections with the secret are
+// encrypted.
 func jobSecret(set *config.Config) (secret.Secret, error) {
 	s, err := set.JobSecret()
 	if err == nil && set.TLS && !s.IsZero() {

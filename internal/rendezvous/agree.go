@@ -103,7 +103,7 @@ func (s *Session) tried(err error) {
 		status.Text = cut(err.Error(), maxTriedBytes)
 		status.MayPass = mayPass(err)
 	}
-	_ = sendStatus(s.member.conn, status) // listen returns the error of a broken connection
+	_ = sendStatus(s.member.conn, status) // if the connection is broken, listen returns the error
 }
 
 // mayPass reports whether err may be a consequence of the end of another rank's try.
@@ -174,7 +174,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 // sendTried sends a rank an answer about the tries of its host. r.mu is held.
 func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
-		if frame, err := appendMessage(nil, a); err == nil { // no error, because all texts are UTF-8
+		if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8
 			m.out <- frame
 		}
 	}

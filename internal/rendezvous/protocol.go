@@ -40,7 +40,7 @@ const (
 // newToken returns tokenBytes random bytes.
 func newToken() []byte {
 	token := make([]byte, tokenBytes)
-	rand.Read(token) // never fails
+	rand.Read(token) // rand.Read never fails
 	return token
 }
 

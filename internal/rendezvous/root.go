@@ -52,7 +52,7 @@ type root struct {
 	log        *zap.Logger
 	token      []byte
 	ln         net.Listener
-	ctx        context.Context // ends in close
+	ctx        context.Context // ends when close is called
 	stop       context.CancelFunc
 	close      func() error
 	wg         sync.WaitGroup
@@ -164,7 +164,7 @@ func (r *root) closeOnce() error {
 	err := r.ln.Close()
 	r.mu.Lock()
 	if r.state == complete {
-		r.conclude(newFailure(0, "rank 0 gave up during Init")) // no effect if the start has ended
+		r.conclude(newFailure(0, "rank 0 gave up during Init")) // does nothing if the start has ended
 	}
 	for g := range r.callers {
 		if !g.finished {
@@ -296,7 +296,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		s, err := c.ask(pctx, pctx, old)
 		cancel()
 		if err == nil {
-			s.Close() // its error would only hide the one below
+			s.Close() // an error of Close would only hide the error below
 		}
 		running, ok := errors.AsType[*completeError](err)
 		switch {
@@ -395,7 +395,7 @@ func (r *root) disagreement() *RefusedError {
 	}
 	var differ []string
 	for _, name := range slices.Sorted(maps.Keys(names)) {
-		var values []string // in the order of the ranks
+		var values []string // the distinct values, in the order of the ranks
 		at := make(map[string][]int)
 		for rank := range terms {
 			value, known := terms[rank][name]
@@ -562,7 +562,7 @@ func (r *root) accept() {
 				return
 			}
 			if dial.IsExhausted(err) {
-				_ = r.giveUp(err) // form returns the error
+				_ = r.giveUp(err) // form returns this error
 			}
 			r.log.Error("rendezvous: root: accepting a connection failed", zap.Error(err))
 			dial.Pause(r.ctx, wait.Next(), nil)
@@ -631,7 +631,7 @@ func (r *root) sendAnswers(g *caller) (err error) {
 		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
 		if _, err = g.over.Write(answer); err != nil {
 			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
-			g.conn.Close() // ends receive
+			g.conn.Close() // makes receive end
 		}
 	}
 	if err == nil {
@@ -783,7 +783,7 @@ func (r *root) outcome(g *caller) {
 
 // answer sends g its last answer. r.mu is held.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
-	if frame, err := appendMessage(nil, a); err == nil { // never fails: all texts are UTF-8
+	if frame, err := appendMessage(nil, a); err == nil { // encoding cannot fail, because all texts are UTF-8
 		g.out <- frame
 	}
 	close(g.out)

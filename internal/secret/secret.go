@@ -89,7 +89,7 @@ type Secret struct {
 // New makes a random secret. Other processes pass text to Parse to get the same secret.
 func New() (s Secret, text string) {
 	var b [32]byte
-	rand.Read(b[:]) // never fails
+	rand.Read(b[:]) // rand.Read never fails
 	text = hex.EncodeToString(b[:])
 	s, err := Parse(text)
 	if err != nil {
@@ -127,8 +127,8 @@ func (s Secret) GoString() string { return s.String() }
 
 // Dial proves to the server at the other end of conn that this process knows the secret, and makes the server
 // prove it too. purpose names the protocol that follows. The caller must use the returned connection for that
-// protocol: it is conn itself, or TLS over conn. The caller sets deadlines on either of the two connections
-// and closes either, because both calls reach conn. After an error, conn is still open.
+// protocol: it is conn itself, or TLS over conn. Deadlines and Close of either connection act on conn. After
+// an error, conn is still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
 	if err == nil {
@@ -232,7 +232,8 @@ func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 
 func head(status byte) []byte { return append([]byte(Magic), version, status, 0, 0) }
 
-// readHead reads and checks the first 8 bytes that the peer sends. If s encrypts, r is the TLS connection.
+// readHead reads and checks the first 8 bytes that the peer sends. r is the connection, inside TLS if s
+// encrypts.
 func readHead(r io.Reader) error {
 	var h [headBytes]byte
 	if _, err := io.ReadFull(r, h[:4]); err != nil {

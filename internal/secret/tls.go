@@ -96,8 +96,8 @@ func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (
 	return encrypted{tc}, nil
 }
 
-// encrypted is a TLS connection that Close ends without a closing alert. tls.Conn.Close would send the alert
-// and wait for room in the send buffer, but our Close must not wait. Nothing is lost, because no protocol
+// encrypted is a TLS connection that sends no closing alert. tls.Conn.Close would wait for room in the send
+// buffer to send one, but Close must not wait here. Nothing is lost without the alert, because no protocol
 // here treats the end of the stream as a message.
 type encrypted struct{ *tls.Conn }
 
@@ -108,7 +108,7 @@ func (c encrypted) Close() error { return c.NetConn().Close() }
 type opening struct {
 	net.Conn
 	received int
-	done     bool // set before any other goroutine calls Read
+	done     bool // set before another goroutine can call Read
 }
 
 func (o *opening) Read(p []byte) (int, error) {

@@ -76,7 +76,7 @@ type Server struct {
 	chunks chunks
 	unwatch,
 	cancel func()
-	ctx        context.Context // canceled by Close
+	ctx        context.Context // ends when Close is called
 	wg         sync.WaitGroup
 	operations atomic.Uint64
 	// running runs operations on the rank. It is nil while there is no rank.
@@ -198,7 +198,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	if err != nil {
 		return err
 	}
-	// This runs last, when nothing uses the descriptor any more.
+	// The descriptor is closed last, when nothing uses it any more.
 	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
 	s.mu.Lock()
@@ -362,7 +362,7 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 // was reused.
 func openPidfd(fd, pid int) (*os.File, error) {
 	p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
-	if err == unix.ENOPROTOOPT { // before Linux 6.5
+	if err == unix.ENOPROTOOPT { // the kernel is older than Linux 6.5
 		p, err = unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	}
 	switch {
