@@ -190,8 +190,8 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part is pair for a part of the job, such as the ranks of one host. It is an error if the size of the part
-// exceeds the size of the job.
+// part returns the same as pair, for variables about a part of the job, such as the ranks of one host. It is
+// an error if the size of the part exceeds the size of the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {

@@ -25,7 +25,7 @@ import (
 
 // Bounds of a root.
 const (
-	maxHandshakes    = 1024 // connections that have not sent their request yet
+	maxHandshakes    = 1024 // maximum number of connections that have not sent their request yet
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
 	// suspicionTime is how long the root waits, after the first report of a failure, for the connection of a
@@ -71,20 +71,20 @@ type root struct {
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
-	epoch     uint64        // once complete
-	records   []Record      // once complete
-	own       net.Conn      // once complete: rank 0's end of its own connection as a member
-	ring      bool          // once complete: members get only the records of their neighbours
-	table     []byte        // once complete, unless ring: the frames that all members get
-	failure   *RefusedError // once failed
+	epoch     uint64        // set once complete
+	records   []Record      // set once complete
+	own       net.Conn      // set once complete: rank 0's end of its own connection as a member
+	ring      bool          // set once complete: members get only the records of their neighbours
+	table     []byte        // set once complete, unless ring is set: the frames that all members get
+	failure   *RefusedError // set once failed
 	// answered has the nonces of processes. In a failed root they are the processes that were sent the
 	// failure. In a complete root they are the latecomers that were logged.
 	answered      map[process][]byte
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
-	ready         map[int]bool           // once complete: the ranks that are ready
+	ready         map[int]bool           // the ranks that are ready, once complete
 	// tried has, once complete, how the tries of ranks (Session.Agree) have ended, by host and rank.
 	tried   map[string]map[int]*rendezvouspb.Status
-	reports []report // once complete: failures that ranks have reported
+	reports []report // failures that ranks have reported
 }
 
 // caller is a connection to the root.
@@ -783,7 +783,7 @@ func (r *root) outcome(g *caller) {
 
 // answer sends g its last answer. r.mu is held.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
-	if frame, err := appendMessage(nil, a); err == nil { // encoding cannot fail, because all texts are UTF-8
+	if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8
 		g.out <- frame
 	}
 	close(g.out)
