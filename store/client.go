@@ -273,8 +273,8 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget gives up the call with the number id. If cancel is set, the goroutine of write sends the server a
-// cancellation, and forget does not wait for that.
+// forget gives up the call with the number id. If cancel is set, the goroutine that runs write sends the
+// server a cancellation. forget does not wait for that.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)

@@ -41,9 +41,9 @@ type FileStore struct {
 
 var _ Store = (*FileStore)(nil)
 
-// Keys in the file. A key of the user has userPrefix before it. A record that deletes a key has deletedPrefix
-// before that. openKey and closedKey are counters: of the stores that are open, and of the stores that have
-// been closed. PyTorch before 2.0 has only closedKey.
+// Keys in the file. In the file, userPrefix comes before each key of a user. A record whose key begins with
+// deletedPrefix deletes the key that follows. openKey counts the stores that are open, and closedKey the
+// stores that have been closed. PyTorch before 2.0 has only closedKey.
 const (
 	userPrefix    = "/"
 	deletedPrefix = "-"

@@ -237,7 +237,8 @@ func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool
 	return value, ok, nil
 }
 
-// sleep waits until key changes, s is closed, or ctx ends. The caller holds s.mu, and sleep unlocks it.
+// sleep waits until the value or the queue of key changes, s is closed, or ctx ends. The caller holds s.mu,
+// and sleep unlocks it.
 func (s *HashStore) sleep(ctx context.Context, key string) {
 	w := s.waits[key]
 	if w == nil {
@@ -275,7 +276,7 @@ func (s *HashStore) hasValue(key string) bool {
 	return ok
 }
 
-// waitAll waits until there holds for all keys at the same time.
+// waitAll waits until the function there returns true for all keys at the same time.
 func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := s.lockAll(ctx, keys, there); err != nil {
 		return err
@@ -284,8 +285,8 @@ func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key s
 	return nil
 }
 
-// lockAll waits until there holds for all keys at the same time. It returns with s.mu held, unless it returns
-// an error.
+// lockAll waits until the function there returns true for all keys at the same time. It returns with s.mu
+// held, unless it returns an error.
 func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := CheckKeys(keys); err != nil {
 		return err

@@ -15,9 +15,9 @@ import (
 
 // Bounds of a Server.
 const (
-	maxClients        = 4096 // connections
-	maxWaitsPerClient = 1024 // waiting calls of one connection
-	maxUnproven       = 1024 // connections whose client has not proven the secret yet
+	maxClients        = 4096 // maximum number of connections
+	maxWaitsPerClient = 1024 // maximum number of waiting calls of one connection
+	maxUnproven       = 1024 // maximum number of connections whose client has not proven the secret yet
 	serverIOTimeout   = 10 * time.Second
 )
 

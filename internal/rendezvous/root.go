@@ -751,7 +751,7 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict answers g if r is complete or failed and g is not a member. r.mu is held.
+// verdict answers g if the root is complete or failed and g is not a member. r.mu is held.
 func (r *root) verdict(g *caller) {
 	nonce, known := r.answered[g.q.process()]
 	switch {
