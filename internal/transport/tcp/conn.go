@@ -14,59 +14,61 @@ import (
 )
 
 const (
-	// maxWrite is the most bytes of one write: some systems refuse 2 GiB and more.
+	// maxWrite is the largest number of bytes of one write, because some systems refuse 2 GiB and more.
 	maxWrite = 1 << 30
-	// maxBatch and maxBatchBytes bound the buffers that the writer puts into one system call. With batches,
+	// maxBatch and maxBatchBytes limit the buffers that the writer writes with one system call. With batches,
 	// small messages that are queued for a slow reader drain many times faster (BenchmarkDrain). A larger
-	// buffer is written by itself, because then Sent rises while it is written.
+	// buffer is written by itself, so that Sent can rise while it is written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
-	// recordBytes is the most bytes of one TLS record (RFC 8446, section 5.1).
+	// recordBytes is the largest number of bytes of one TLS record (RFC 8446, section 5.1).
 	recordBytes = 16 << 10
 )
 
-// conn is the channel to one peer on one lane. The sender writes as many bytes as the socket takes at once.
-// The rest waits in queue for the writer, a goroutine that is started when it is first needed and writes the
-// queue as the socket drains. While the queue is not empty the sender only appends to it, so only one of them
-// writes at a time. On an encrypted connection only the writer writes.
+// conn is the channel to one peer on one lane. Send writes as many bytes as the socket takes at once and
+// appends the rest to queue. The writer, a goroutine that is started when it is first needed, writes the
+// queue as the socket drains. While the queue is not empty, Send only appends to it. So Send and the writer
+// never write at the same time. On an encrypted connection only the writer writes.
 //
-// Deadlines and the end of the stream are those of the socket in both cases. The close message of TLS is not
-// sent, because it would have to wait for room in the socket. It is not needed: every end of a stream is an
-// error at the peer.
+// Deadlines and the end of the stream are those of the socket, with TLS too. The close message of TLS is not
+// sent, because it would have to wait for room in the socket. It is not needed, because every end of a stream
+// is an error at the peer.
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank
 	sock *socket
-	over net.Conn        // sock, or TLS over it; with TLS only out writes to sock
+	over net.Conn        // sock, or TLS over it; with TLS, only out writes to sock
 	out  *recordBuffer   // nil if over is sock
-	wg   *sync.WaitGroup // the Endpoint's: its Close waits for the writer
-	poll *poller         // nil on other lanes than Control
+	wg   *sync.WaitGroup // the wait group of the Endpoint, whose Close waits for the writer
+	poll *poller         // nil on all lanes except Control
 
-	// cause is the reason why this side gave up the connection. It is set before the socket is touched, so
-	// that a system call that is interrupted then finds it.
+	// cause is the reason why this side gave up the connection. It is set before the socket is changed, so
+	// that a system call that is interrupted by the change finds it.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
 
 	reading sync.Mutex  // held by Read and TryRead
-	rerr    error       // error of the receiving half
+	rerr    error       // the error of the receiving half
 	unread  atomic.Bool // TLS may hold decrypted bytes that were not read yet
 
-	// The fields of this block belong to the writer. They are kept because Send must not allocate.
+	// The fields of this block belong to the writer. They are kept between batches because the writer should
+	// not allocate.
 	small    [maxBatch][]byte
-	batch    [][]byte // the buffers to write, in a prefix of small
-	gathered []byte   // copy of batch in one buffer
-	record   []byte   // bytes of the next record, if over is TLS
-	unsent   int      // bytes that were passed to out and are not counted in sent yet
+	batch    [][]byte // the buffers to write; the first elements of small
+	gathered []byte   // a copy of the bytes of batch
+	record   []byte   // the bytes of the next record, if over is TLS
+	unsent   int      // the number of bytes that were passed to out and are not counted in sent yet
 
 	mu      sync.Mutex
-	changed sync.Cond // signals that queue ran empty or got a buffer, or that cause was set
-	queue   [][]byte  // buffers from head on are unwritten; the writer removes written ones
-	head    int
-	writer  bool  // the writer has been started
-	serr    error // error of the sending half
+	changed sync.Cond // signals that queue became empty or got a buffer, or that cause was set
+	// the unwritten buffers are queue[head:]; the writer removes a buffer after it has written it
+	queue  [][]byte
+	head   int
+	writer bool  // the writer has been started
+	serr   error // the error of the sending half
 }
 
-// newConn makes a channel of the socket after the handshake. over is sock, or the *sealed over it.
+// newConn makes a channel of a socket whose handshake is complete. over is sock, or the *sealed over sock.
 func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
 	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu
@@ -108,8 +110,8 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 	return n, err
 }
 
-// leaveRuntimePoller takes the socket out of the runtime's poller. The polling goroutine calls it. The
-// descriptor of the socket changes, so the channel is removed from poll before and added after.
+// leaveRuntimePoller takes the socket out of the runtime's poller, because a goroutine polls it now. This
+// changes the descriptor of the socket. So the channel is removed from poll before and added again after.
 func (c *conn) leaveRuntimePoller() {
 	if c.poll != nil {
 		c.poll.remove(c)
@@ -123,7 +125,8 @@ func (c *conn) leaveRuntimePoller() {
 	}
 }
 
-// read calls r and records a failure. It returns 0 and no error for errWouldBlock. The caller holds reading.
+// read calls r and records the error if r fails. If r returns errWouldBlock, read returns 0 and no error. The
+// caller holds reading.
 func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
 		return 0, *cause
@@ -142,7 +145,7 @@ func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	return n, c.rerr
 }
 
-// hasUnread reports whether TryRead may return bytes or an error that epoll does not report for the socket.
+// hasUnread reports whether TryRead may return bytes or an error that epoll does not report.
 func (c *conn) hasUnread() bool { return c.unread.Load() || c.cause.Load() != nil }
 
 // Send implements transport.Conn.
@@ -154,7 +157,7 @@ func (c *conn) Send(p []byte) error {
 		return err
 	}
 	if !busy && c.out == nil {
-		// The writer is idle, and only this goroutine could give it work.
+		// The writer is idle, and only this goroutine could give it work. So this goroutine may write.
 		p, err = c.write(p, c.sock.TryWrite)
 	}
 	if err == nil && len(p) == 0 {
@@ -179,8 +182,8 @@ func (c *conn) Send(p []byte) error {
 // Sent implements transport.Conn.
 func (c *conn) Sent() uint64 { return c.sent.Load() }
 
-// Flush implements transport.Conn. After an abort or a failure the queue is emptied too, as soon as the
-// writer has returned from its system call.
+// Flush implements transport.Conn. After an abort or a failure it returns as soon as the writer has returned
+// from its system call and has emptied the queue.
 func (c *conn) Flush() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -190,7 +193,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// drain runs as the writer goroutine. It ends when the sending half has failed, at the latest after close.
+// drain writes the queue, as the writer goroutine. It returns when the sending half has failed, at the latest
+// after close.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -224,8 +228,8 @@ func (c *conn) drain() {
 	}
 }
 
-// fillBatch puts the first buffer of queue into batch, and the buffers after it as long as their sum is at
-// most maxBatchBytes. It returns their number. The caller holds mu.
+// fillBatch puts the first buffer of queue into batch, and the buffers after it as long as the batch has at
+// most maxBatchBytes. It returns the number of buffers. The caller holds mu.
 func (c *conn) fillBatch() int {
 	n, numBytes := 0, 0
 	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
@@ -239,7 +243,8 @@ func (c *conn) fillBatch() int {
 	return n
 }
 
-// writeBatch copies batch into one buffer and writes it: a copy costs less than a system call.
+// writeBatch copies batch into one buffer and writes that buffer, because a copy costs less than a system
+// call.
 func (c *conn) writeBatch() error {
 	c.gathered = c.gathered[:0]
 	for _, p := range c.batch {
@@ -249,7 +254,8 @@ func (c *conn) writeBatch() error {
 	return err
 }
 
-// writeRecords writes batch in as few TLS records as possible: a copy costs less than a system call.
+// writeRecords writes batch in as few TLS records as possible. For this it copies small buffers, because a
+// copy costs less than a system call.
 func (c *conn) writeRecords() error {
 	for _, p := range c.batch {
 		for len(p) > 0 {
@@ -274,7 +280,7 @@ func (c *conn) writeRecords() error {
 	return c.flushRecords()
 }
 
-// writeRecord makes a TLS record of b and clears record. b is record itself, or a full record that needs no
+// writeRecord makes a TLS record of b and empties record. b is record itself, or a full record that needs no
 // copy.
 func (c *conn) writeRecord(b []byte) error {
 	n, err := c.over.Write(b)
@@ -299,8 +305,8 @@ func (c *conn) flushRecords() error {
 	return nil
 }
 
-// push appends p to queue. If the queue has not been empty for a long time, push moves it to the front of its
-// array, which would grow without bound otherwise. The caller holds mu.
+// push appends p to queue. If the queue was not empty for a long time, push first moves its buffers to the
+// front of the array, which would otherwise grow without limit. The caller holds mu.
 func (c *conn) push(p []byte) {
 	if len(c.queue) == cap(c.queue) && c.head > len(c.queue)/2 {
 		c.queue, c.head = slices.Delete(c.queue, 0, c.head), 0
@@ -326,7 +332,7 @@ func (c *conn) sendErr() error {
 	return c.serr
 }
 
-// explain returns the error to report after a system call failed with err.
+// explain returns the error to report after a system call has failed with err.
 func (c *conn) explain(err error) error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -334,16 +340,16 @@ func (c *conn) explain(err error) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
 }
 
-// abort fails all calls with err and leaves the socket open. It is not called after close.
+// abort makes all calls fail with err and leaves the socket open. It must not be called after close.
 func (c *conn) abort(err error) {
 	c.cause.Store(&err)
-	// A deadline in the past interrupts the calls that wait for the socket, and fails later ones. SetDeadline
-	// fails only on a closed socket, which has the same effect.
+	// A deadline in the past interrupts calls that wait for the socket and makes later calls fail.
+	// SetDeadline fails only on a closed socket, which has the same effect on calls.
 	_ = c.sock.SetDeadline(time.Unix(1, 0))
 	c.wake()
 }
 
-// close fails all calls with ErrClosed.
+// close closes the socket and makes all calls fail with ErrClosed.
 func (c *conn) close() {
 	err := transport.ErrClosed
 	c.cause.Store(&err)
@@ -351,22 +357,23 @@ func (c *conn) close() {
 	c.wake()
 }
 
-// linger ends an aborted connection gracefully. The peer receives the bytes that the socket has taken, then
-// the end of the stream. linger reads and drops the bytes that the peer sends until the peer's stream ends or
-// d has passed: if bytes arrive at a closed socket, or are unread when it closes, the kernel answers with a
-// reset, and the peer can lose bytes that it has not read yet.
+// linger ends an aborted connection so that the peer receives the bytes that the socket has taken, and then
+// the end of the stream. Until the peer ends its stream or d has passed, linger reads and drops the bytes
+// that the peer sends. If bytes arrived at a closed socket, or were unread when it is closed, the kernel
+// would send a reset, and the peer could lose bytes that it has not read yet.
 func (c *conn) linger(d time.Duration) {
 	defer hangUp(c.sock)
 	if err := c.endStream(d); err != nil {
 		return // the connection has already ended
 	}
-	// The result does not matter: in every case there is nothing left to wait for.
+	// The result does not matter: linger has nothing left to wait for.
 	_, _ = io.Copy(io.Discard, c.sock)
 }
 
 // endStream ends the outgoing stream and sets the deadline for reading to d from now.
 func (c *conn) endStream(d time.Duration) error {
-	// Wait until Read has returned, or the new deadline would let it wait again. Later calls find cause.
+	// If Read still waited, the new deadline would let it wait again. So this waits until Read has returned.
+	// Later calls find cause.
 	c.reading.Lock()
 	defer c.reading.Unlock()
 	if err := c.sock.CloseWrite(); err != nil {
@@ -375,16 +382,16 @@ func (c *conn) endStream(d time.Duration) error {
 	return c.sock.SetReadDeadline(time.Now().Add(d))
 }
 
-// wake wakes the goroutines that wait for changed, so that they see cause.
+// wake wakes the goroutines that wait for changed, so that they notice cause.
 func (c *conn) wake() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.changed.Broadcast()
 }
 
-// write writes p with by, a method of the socket, and returns the bytes that by could not write without
-// waiting. It checks cause before each call, because a deadline interrupts only a call that waits, and with a
-// fast peer no call waits.
+// write writes p with by, a method of the socket. It returns the rest of p that by could not write without
+// waiting. It checks cause before each call of by, because a deadline interrupts only a call that waits, and
+// with a fast peer no call waits.
 func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
 	for len(p) > 0 {
 		if c.cause.Load() != nil {

@@ -12,11 +12,11 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Refusal is the reason why a rank did not accept a connection. The rank that dialed finds it in the error of
+// Refusal is the reason why a rank has refused a connection. The rank that dialed gets it in the error of
 // Conn: errors.Is(err, StaleEpoch).
 type Refusal uint32
 
-// Reasons for a refusal. Zero is the answer of a rank that accepts.
+// These are the reasons for a refusal. Zero is the status of a rank that accepts.
 const (
 	accepted Refusal = iota
 
@@ -24,13 +24,14 @@ const (
 	WrongVersion
 	// WrongJob means that the dialer belongs to another job.
 	WrongJob
-	// StaleEpoch means that the epochs differ: the dialer used an outdated address, or this rank is outdated.
+	// StaleEpoch means that the dialer is in another epoch. Either the dialer has used an outdated address,
+	// or this rank is outdated.
 	StaleEpoch
 	// NotMe means that the dialer expected another rank at this address.
 	NotMe
-	// UnknownRank means that the dialer's rank is not lower than this rank: only lower ranks dial.
+	// UnknownRank means that the dialer's rank is not lower than this rank. Only lower ranks may dial.
 	UnknownRank
-	// DuplicateChannel means that there is already a connection for this lane and peer.
+	// DuplicateChannel means that this rank already has a connection to the dialer on this lane.
 	DuplicateChannel
 
 	numRefusals
@@ -49,19 +50,19 @@ func (r Refusal) Error() string {
 	return "tcp: refused: " + refusals[r]
 }
 
-// errNotOurs is the error if the first word is not the magic of this protocol.
-var errNotOurs = errors.New("tcp: handshake: the other end does not use the protocol of gohvd ranks")
+// errNotOurs is the error if a message does not begin with the magic of this protocol.
+var errNotOurs = errors.New("tcp: handshake: the peer does not use the protocol of gohvd ranks")
 
 const (
 	magic      = 0x67687664 // "ghvd"
-	purpose    = "ghvd"     // names this protocol in the proof of the secret
+	purpose    = "ghvd"     // the name of this protocol in the proof of the secret
 	version    = 1
 	helloSize  = 44
 	answerSize = 8
 )
 
-// hello is the first message of a dialer. All versions of the protocol have its size and its first eight
-// bytes, so that a hello of an unknown version can be read completely and answered.
+// hello is the first message of a dialer. In all versions of the protocol the hello has this size and begins
+// with the same eight bytes. So a rank can read and answer a hello of a version that it does not know.
 //
 //	magic u32 | version u32 | job [16] | epoch u64 | from u32 | to u32 | lane u32     (big-endian)
 type hello struct {
@@ -72,8 +73,8 @@ type hello struct {
 	lane     transport.Lane
 }
 
-// hashJob returns a hash of the job's identity, which is sent instead of it because it has a fixed size. The
-// hash is not meant to hide the identity.
+// hashJob returns a hash of the job's identity. The hello has the hash because the hash has a fixed size. It
+// is not meant to hide the identity.
 func hashJob(job string) [16]byte {
 	sum := sha256.Sum256([]byte(job))
 	return [16]byte(sum[:16])
@@ -90,14 +91,14 @@ func (h hello) encode() []byte {
 	return binary.BigEndian.AppendUint32(b, uint32(h.lane))
 }
 
-// readHello reads exactly one hello. If the first word is wrong, it reads only that word.
+// readHello reads exactly one hello. If the magic is wrong, it reads only the magic.
 func readHello(r io.Reader) (hello, error) {
 	var b [helloSize]byte
 	if err := readMagic(r, b[:4]); err != nil {
 		return hello{}, err
 	}
 	if n, err := io.ReadFull(r, b[4:]); err != nil {
-		return hello{}, fmt.Errorf("tcp: handshake: got %d of %d bytes of the hello: %w", 4+n, helloSize, err)
+		return hello{}, fmt.Errorf("tcp: handshake: got %d of the %d bytes of the hello: %w", 4+n, helloSize, err)
 	}
 	return hello{
 		version: binary.BigEndian.Uint32(b[4:]),
@@ -109,13 +110,14 @@ func readHello(r io.Reader) (hello, error) {
 	}, nil
 }
 
-// encodeAnswer returns the answer to a hello: magic u32 | status u32, where status 0 accepts.
+// encodeAnswer returns the answer to a hello: magic u32 | status u32. Status 0 means accepted, and any other
+// status is the Refusal.
 func encodeAnswer(r Refusal) []byte {
 	b := binary.BigEndian.AppendUint32(make([]byte, 0, answerSize), magic)
 	return binary.BigEndian.AppendUint32(b, uint32(r))
 }
 
-// readAnswer returns nil if the other end accepted, and a Refusal if it refused.
+// readAnswer returns nil if the other end has accepted, and the Refusal if it has refused.
 func readAnswer(r io.Reader) error {
 	var b [answerSize]byte
 	if err := readMagic(r, b[:4]); err != nil {
@@ -132,13 +134,13 @@ func readAnswer(r io.Reader) error {
 
 func readMagic(r io.Reader, b []byte) error {
 	if n, err := io.ReadFull(r, b); err != nil {
-		return fmt.Errorf("tcp: handshake: got %d of %d bytes of the first word: %w", n, len(b), err)
+		return fmt.Errorf("tcp: handshake: got %d of the %d bytes that begin a message: %w", n, len(b), err)
 	}
 	if err := secret.Foreign(b); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	if got := binary.BigEndian.Uint32(b); got != magic {
-		return fmt.Errorf("%w: first word is %#08x, want %#08x", errNotOurs, got, uint32(magic))
+		return fmt.Errorf("%w: its message begins with %#08x, want %#08x", errNotOurs, got, uint32(magic))
 	}
 	return nil
 }

@@ -15,40 +15,41 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Mesh is one rank's end of an epoch. It implements transport.Mesh.
+// Mesh is one rank's end of the channels of an epoch. It implements transport.Mesh.
 type Mesh struct {
 	e     *Endpoint // e.mu guards lanes and released
 	job   [16]byte
 	epoch uint64
 	rank  topo.Rank
-	addrs []string // guarded by e.mu once the Mesh is in use
+	addrs []string // guarded by e.mu when the Mesh is in use
 	lanes map[transport.Lane]*lane
 	poll  *poller // polls the Control lane
-	// released has the lanes that were released. They are not in lanes any more and never return.
+	// released has the lanes that were released. They are not in lanes any more and do not return there.
 	released transport.LaneSet
 }
 
-// lane holds the channels of one lane.
+// lane has the channels of one lane.
 type lane struct {
 	id     transport.Lane
-	ctx    context.Context // ends with the lane, or when Close begins
+	ctx    context.Context // ends when the lane is released or Close begins
 	cancel context.CancelFunc
 
-	err   error               // the error of Abort, or ErrReleased
-	conns map[topo.Rank]*conn // nil while the channel is being made
+	err   error               // the error of Abort, ErrReleased, or nil
+	conns map[topo.Rank]*conn // has a nil conn while the channel is being made
 	waits map[topo.Rank]*wait
 }
 
-// wait is shared by all goroutines that wait for one channel.
+// wait is the result for the goroutines that wait for one channel. All of them share one wait.
 type wait struct {
 	done chan struct{} // closed when conn or err is set
 	conn *conn
 	err  error
-	// attempt is the error of the last attempt to make the channel.
+	// attempt is the error of the last attempt to make the channel, or nil.
 	attempt error
 }
 
-// Learn sets the addresses of all ranks. It is needed if the Mesh was made with only some of them.
+// Learn sets the addresses of all ranks. It must be called if the Mesh was made without some of the
+// addresses.
 func (m *Mesh) Learn(addrs []string) error {
 	if len(addrs) != len(m.addrs) {
 		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs),
@@ -69,8 +70,8 @@ func (m *Mesh) addr(peer topo.Rank) string {
 	return m.addrs[peer]
 }
 
-// lane returns the lane with the given number, and makes it if there is none. A lane that was released is
-// made again for each call and not kept. The caller holds mu.
+// lane returns the lane with number id, and makes it if it does not exist. For a released lane, every call
+// makes a new lane that has ended, and does not keep it. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) *lane {
 	l := m.lanes[id]
 	if l == nil {
@@ -85,8 +86,8 @@ func (m *Mesh) lane(id transport.Lane) *lane {
 	return l
 }
 
-// fail fails all Conns of the lane, and all current and later calls of Mesh.Conn for it, with err. The caller
-// holds mu.
+// fail makes all Conns of the lane, and all current and later calls of Mesh.Conn for the lane, fail with err.
+// The caller holds mu.
 func (l *lane) fail(err error) {
 	l.err = err
 	for _, c := range l.conns {
@@ -99,13 +100,13 @@ func (l *lane) fail(err error) {
 	}
 }
 
-// end fails the lane with ErrReleased and ends its context. The caller holds mu.
+// end makes the lane fail with ErrReleased and ends its context. The caller holds mu.
 func (l *lane) end() {
 	l.fail(transport.ErrReleased)
 	l.cancel()
 }
 
-// finish ends the wait for the channel to peer with c or err. The caller holds mu.
+// finish ends the wait for the channel to peer. The result is c or err. The caller holds mu.
 func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	if w := l.waits[peer]; w != nil {
 		w.conn, w.err = c, err
@@ -114,8 +115,9 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	}
 }
 
-// Conn implements transport.Mesh. The attempt to connect continues for up to Config.DialTimeout after ctx has
-// ended, because this rank cannot know whether the peer has already accepted; a later Conn joins the attempt.
+// Conn implements transport.Mesh. If ctx ends, the attempt to connect continues for up to Config.DialTimeout,
+// because this rank cannot know whether the peer has already accepted. A later Conn waits for the same
+// attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d",
@@ -144,7 +146,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 	m.e.mu.Unlock()
 
-	var expired <-chan time.Time // stays nil if this rank dials: dial has its own timeout
+	var expired <-chan time.Time // nil if this rank dials, because dial has its own timeout
 	if !dials {
 		t := time.NewTimer(m.e.cfg.DialTimeout)
 		defer t.Stop()
@@ -178,8 +180,8 @@ func (m *Mesh) laneErr(l *lane) error {
 	return l.err
 }
 
-// Abort implements transport.Mesh. Connections of the lane that are being made, or are made later, are kept
-// open too.
+// Abort implements transport.Mesh. It also keeps open the connections of the lane that are being made or are
+// made later.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
 		panic("tcp: bug: Abort was called without an error")
@@ -194,8 +196,8 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	}
 }
 
-// Release implements transport.Mesh. Its connections stay open for up to Config.LingerTimeout if the peer
-// does not release the lane, and a handshake that has begun is completed.
+// Release implements transport.Mesh. If the peer does not release the lane, the connections of the lane stay
+// open for up to Config.LingerTimeout. A handshake that has begun is completed.
 func (m *Mesh) Release(id transport.Lane) {
 	if id == transport.Control {
 		m.Abort(id, transport.ErrControl)
@@ -220,7 +222,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	}
 }
 
-// startLinger starts a goroutine that ends an aborted connection gracefully. The caller holds mu.
+// startLinger starts a goroutine that ends the aborted connection c with linger. The caller holds mu.
 func (m *Mesh) startLinger(c *conn) {
 	m.e.unattached[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
@@ -248,7 +250,8 @@ func (m *Mesh) EntersKernel() bool { return true }
 // Close implements transport.Mesh. It closes the Endpoint.
 func (m *Mesh) Close() error { return m.e.Close() }
 
-// closeConns closes the connections of the Mesh for Endpoint.Close. The caller holds mu and has set closed.
+// closeConns closes the connections of the Mesh when the Endpoint is closed. The caller holds mu and has set
+// closed.
 func (m *Mesh) closeConns() {
 	for _, l := range m.lanes {
 		for _, c := range l.conns {
@@ -263,8 +266,8 @@ func (m *Mesh) closeConns() {
 	m.poll.notifyParked()
 }
 
-// reserve reserves the channel that h asks for. It returns an error that wraps a Refusal if h must be
-// refused. A lane that was released is not refused, because the peer cannot know of the release.
+// reserve reserves the channel that h asks for. If h must be refused, it returns an error that wraps a
+// Refusal. A released lane is not refused, because the peer cannot know of the release.
 func (m *Mesh) reserve(h hello) (*lane, error) {
 	switch {
 	case h.job != m.job:
@@ -297,8 +300,8 @@ func (m *Mesh) unreserve(l *lane, peer topo.Rank) {
 	delete(l.conns, peer)
 }
 
-// publish makes a connection that has completed its handshake a channel of l, or ends it if l has been
-// released meanwhile.
+// publish makes a connection whose handshake is complete a channel of l. If l has been released in the
+// meantime, publish ends the connection.
 func (m *Mesh) publish(l *lane, c *conn) error {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
@@ -318,11 +321,11 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 	}
 	delete(m.e.unattached, c.sock)
 	l.conns[c.peer] = c
-	l.finish(c.peer, c, nil) // does nothing if the lane was aborted: fail has ended the waits
+	l.finish(c.peer, c, nil) // has no effect if the lane was aborted, because fail has ended the waits
 	return nil
 }
 
-// dial makes the channel to a higher rank. It retries until it succeeds, is refused, or DialTimeout has
+// dial makes the channel to a higher rank. It retries until it succeeds, the peer refuses, or DialTimeout has
 // passed.
 func (m *Mesh) dial(l *lane, peer topo.Rank) {
 	ctx, cancel := context.WithTimeout(l.ctx, m.e.cfg.DialTimeout)
@@ -339,7 +342,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			// If ctx has ended, err says less than the error of the attempt before.
+			// If ctx has ended, the error of the attempt before says more than err.
 			last = err
 		}
 		m.failed(l, peer, last)
@@ -355,7 +358,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 	}
 }
 
-// attempt dials once.
+// attempt dials the peer once and does the handshake.
 func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	var d net.Dialer
 	dialed, err := d.DialContext(ctx, "tcp", m.addr(peer))
@@ -378,7 +381,7 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	return nil
 }
 
-// dialHandshake runs the dialing side of the handshake, and publishes the channel.
+// dialHandshake does the handshake of the dialing side, and publishes the channel.
 func (m *Mesh) dialHandshake(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
@@ -414,13 +417,13 @@ func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	}
 }
 
-// giveUp fails the calls of Conn that wait for peer. A later Conn dials again.
+// giveUp makes the calls of Conn that wait for peer fail with err. A later Conn dials again.
 func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	delete(l.conns, peer)
 	if dial.IsExhausted(err) {
-		err = dial.ExplainLimit(err) // the peer has not failed
+		err = dial.ExplainLimit(err) // the peer has not failed, so no PeerError
 	} else {
 		err = &transport.PeerError{Peer: peer, Lane: l.id, Err: err}
 	}

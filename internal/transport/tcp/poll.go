@@ -13,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// poller notifies the goroutine that polls the Control lane when data arrives while that goroutine is parked.
-// The sockets are in an inner epoll instance, which is in an outer one, and a goroutine waits for the outer
-// one in the runtime's poller. While the polling goroutine is not parked, the outer instance ignores the
-// inner one, so that arriving data wakes no thread.
+// poller notifies the goroutine that polls the Control lane if data arrives while that goroutine is parked.
+// The sockets are in an inner epoll instance, which is in an outer epoll instance. Another goroutine waits
+// for the outer instance in the runtime's poller. While the polling goroutine is not parked, the outer
+// instance ignores the inner one, so that arriving data wakes no thread.
 type poller struct {
 	inner  int      // descriptor of the epoll instance that has the sockets
 	outer  int      // descriptor of the epoll instance that has inner
@@ -25,7 +25,7 @@ type poller struct {
 	notify atomic.Pointer[func()]
 	parked atomic.Bool
 
-	mu     sync.Mutex // must be held to use inner
+	mu     sync.Mutex // held while inner is used
 	closed bool
 	conns  []*conn
 	event  unix.EpollEvent // kept here so that report does not allocate
@@ -44,7 +44,7 @@ func newPoller() (*poller, error) {
 		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
 			return os.NewSyscallError("epoll_ctl", err)
 		}
-		// Package os puts only nonblocking files into the runtime's poller.
+		// Package os puts only non-blocking files into the runtime's poller.
 		return unix.SetNonblock(p.outer, true)
 	}()
 	if err != nil {
@@ -62,7 +62,7 @@ func newPoller() (*poller, error) {
 	return p, nil
 }
 
-// add adds the socket of c to the inner instance, so that data on it notifies.
+// add adds the socket of c to the inner instance, so that data on it causes a notification.
 func (p *poller) add(c *conn) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -73,11 +73,12 @@ func (p *poller) add(c *conn) error {
 	return nil
 }
 
-// remove removes c, because its descriptor changes or because it has failed: a failed socket stays readable.
+// remove removes the socket of c from the inner instance. It is called because the descriptor changes, or
+// because c has failed: a failed socket stays readable and would cause notifications forever.
 func (p *poller) remove(c *conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has removed
+	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has removed already
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
@@ -100,7 +101,7 @@ func (p *poller) notifyParked() {
 	}
 }
 
-// watch notifies the polling goroutine of data that arrives after park. It runs until close.
+// watch notifies the polling goroutine when data arrives after park. It runs until close.
 func (p *poller) watch() {
 	var events [1]unix.EpollEvent
 	for p.raw.Read(func(outer uintptr) bool { return arrived(int(outer), events[:]) }) == nil {
@@ -108,13 +109,13 @@ func (p *poller) watch() {
 	}
 }
 
-// arrived reports whether an epoll instance has an event.
+// arrived reports whether an epoll instance has an event or fails.
 func arrived(epoll int, events []unix.EpollEvent) bool {
 	n, err := unix.EpollWait(epoll, events, 0)
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// report sets the events of the inner instance that the outer instance reports. The caller holds mu, and the
+// report sets which events of the inner instance the outer instance reports. The caller holds mu, and the
 // poller is not closed, so the system call cannot fail.
 func (p *poller) report(events uint32) {
 	p.event.Events = events
@@ -129,9 +130,9 @@ func (p *poller) park() bool {
 		return false
 	}
 	p.parked.Store(true)
-	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // this also reports data that has arrived since the check
+	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also reports data that arrived after the check
 	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
-		p.parked.Store(false) // abort may have read parked before this call set it
+		p.parked.Store(false) // abort may have set cause before parked was set, without notifying
 		return false
 	}
 	return true

@@ -13,14 +13,16 @@ type sealed struct {
 	out *recordBuffer
 }
 
-// maxUnwrittenBytes is the number of bytes of TLS records that are written in one system call. It may be
-// exceeded by one record.
+// maxUnwrittenBytes is how many bytes of TLS records are collected for one system call. The last record may
+// exceed it.
 const maxUnwrittenBytes = 64 << 10
 
-// recordBuffer is the socket below TLS. After begin it keeps the bytes that TLS writes until flush. So one
-// system call writes several records. More important, TLS never waits for the peer while it holds its lock.
-// TLS also takes the lock in a read that finds tampered data, to send an alert; if a write waited with the
-// lock, the read could not return its error before the peer had made room.
+// recordBuffer is the connection below TLS. After begin, it keeps the bytes that TLS writes until flush. So
+// one system call writes several records.
+//
+// More important, TLS never waits for the peer while it holds its lock. A read that finds tampered data also
+// takes this lock, to send an alert. If a write waited with the lock held, the read could not return its
+// error before the peer had made room.
 type recordBuffer struct {
 	net.Conn
 
@@ -28,18 +30,18 @@ type recordBuffer struct {
 	begun     bool
 	unwritten []byte
 
-	spare []byte // used only by flush
+	spare []byte // memory for the next unwritten; used only by flush
 
-	// The fields below belong to the reader. While trying is set, Read does not wait. Read returns the bytes
-	// that fill has read before it reads from the socket.
+	// The fields below belong to the reader. While trying is set, Read does not wait. Read first returns the
+	// bytes that fill has read, and then reads from the socket.
 	trying    bool
-	readAhead []byte // bytes that fill has read, a part of room
+	readAhead []byte // the bytes that fill has read, a part of room
 	room      [recordBytes]byte
-	failed    error // the error that Read returns after readAhead
+	failed    error // the error that Read returns after the bytes of readAhead
 }
 
-// seal proves key over nc with by, which is its method Dial or Accept. It returns nc, or a *sealed if key is
-// encrypted.
+// seal runs the proof of key over nc. by is the method for this side: secret.Secret.Dial or
+// secret.Secret.Accept. If key is encrypted, seal returns a *sealed, and otherwise nc.
 func seal(key secret.Secret, nc net.Conn,
 	by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {
@@ -53,7 +55,8 @@ func seal(key secret.Secret, nc net.Conn,
 	return &sealed{over, out}, nil
 }
 
-// begin makes Write keep bytes until flush. It is called after the handshakes and before the first flush.
+// begin makes Write keep bytes until flush. It must be called after the handshakes and before the first
+// flush.
 func (r *recordBuffer) begin() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -74,8 +77,8 @@ func (r *recordBuffer) Read(b []byte) (int, error) {
 	return r.Conn.Read(b)
 }
 
-// fill reads ahead without waiting, and reports whether there are bytes or an error to return from Read. It
-// exists because a read through TLS that finds nothing allocates.
+// fill reads ahead without waiting, and reports whether Read has bytes or an error to return. Without fill, a
+// read through TLS that finds nothing would allocate.
 func (r *recordBuffer) fill(s *socket) bool {
 	if len(r.readAhead) == 0 && r.failed == nil {
 		n, err := s.TryRead(r.room[:])
@@ -103,7 +106,8 @@ func (r *recordBuffer) full() bool {
 	return len(r.unwritten) >= maxUnwrittenBytes
 }
 
-// flush writes the bytes that are kept, and waits for the socket. Only one goroutine calls it.
+// flush writes the bytes that were kept. It waits until the socket has taken them. Only one goroutine may
+// call it.
 func (r *recordBuffer) flush() error {
 	r.mu.Lock()
 	b := r.unwritten

@@ -15,16 +15,16 @@ import (
 )
 
 // socket is a TCP connection that can be polled without the runtime's poller. While a socket is in the
-// runtime's poller, arriving data wakes a thread of the process even if no goroutine waits for it. So the
-// first call that waits puts the socket into the runtime's poller, and polling takes it out again.
+// runtime's poller, arriving data wakes a thread of the process even if no goroutine waits for the data. So
+// only a call that has to wait puts the socket into the runtime's poller, and polling takes it out again.
 //
 // One goroutine may read while another writes.
 type socket struct {
 	local, remote net.Addr
 
-	mu              sync.RWMutex // read-locked to use fd; locked to change the fields below
+	mu              sync.RWMutex // read-locked while fd is used; locked while the fields below change
 	fd              int
-	file            *os.File // owns fd while the socket is in the runtime's poller; otherwise nil
+	file            *os.File // owns fd while the socket is in the runtime's poller, otherwise nil
 	raw             syscall.RawConn
 	reads, writes   time.Time // deadlines
 	closed          bool
@@ -33,8 +33,8 @@ type socket struct {
 	inRuntimePoller atomic.Bool
 }
 
-// transfer is the state of a read or write that waits. The closure is made once, because reading and writing
-// must not allocate.
+// transfer is the state of a read or write that waits. try is made once per socket, because reading and
+// writing must not allocate.
 type transfer struct {
 	p   []byte
 	n   int
@@ -42,8 +42,8 @@ type transfer struct {
 	try func(fd uintptr) bool
 }
 
-// errWouldBlock is the error of a call that must not wait and would have to. TLS treats it as a timeout,
-// after which it can be read again.
+// errWouldBlock is the error of a call that must not wait but would have to. For TLS it is a timeout, after
+// which the caller may read again.
 var errWouldBlock error = wouldBlock{}
 
 // wouldBlock is the type of errWouldBlock. It implements net.Error.
@@ -53,7 +53,7 @@ func (wouldBlock) Error() string   { return "tcp: the operation would block" }
 func (wouldBlock) Timeout() bool   { return true }
 func (wouldBlock) Temporary() bool { return true }
 
-// newSocket makes a socket of a duplicate of nc's descriptor, and closes nc.
+// newSocket makes a socket with a duplicate of nc's descriptor, and closes nc.
 func newSocket(nc net.Conn) (*socket, error) {
 	s := &socket{fd: -1, local: nc.LocalAddr(), remote: nc.RemoteAddr()}
 	err := s.takeOver(nc)
@@ -112,7 +112,7 @@ func readNow(fd int, p []byte) (int, error) {
 	}
 }
 
-// writeNow calls write(2) without waiting. It returns errWouldBlock if there is no room.
+// writeNow calls write(2) without waiting. It returns errWouldBlock if the socket has no room.
 func writeNow(fd int, p []byte) (int, error) {
 	for {
 		n, err := syscall.Write(fd, p[:min(len(p), maxWrite)])
@@ -128,7 +128,7 @@ func writeNow(fd int, p []byte) (int, error) {
 	}
 }
 
-// now calls f with the descriptor and p.
+// now calls f with the descriptor and p. If the socket is closed, it returns net.ErrClosed.
 func (s *socket) now(f func(fd int, p []byte) (int, error), p []byte) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -172,7 +172,7 @@ func (s *socket) Write(p []byte) (total int, err error) {
 	return total, err
 }
 
-// wait runs the transfer t on p when the runtime's poller reports that the socket is ready.
+// wait runs the transfer t on p. It waits in the runtime's poller until the socket is ready.
 func (s *socket) wait(t *transfer, p []byte,
 	by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
 	raw, err := s.enter()
@@ -189,7 +189,7 @@ func (s *socket) wait(t *transfer, p []byte,
 	return t.n, t.err
 }
 
-// enter puts the socket into the runtime's poller for a call that waits.
+// enter puts the socket into the runtime's poller, for a call that waits.
 func (s *socket) enter() (syscall.RawConn, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -210,7 +210,8 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	return s.raw, nil
 }
 
-// leave takes the socket out of the runtime's poller, unless a call waits there. The descriptor changes.
+// leave takes the socket out of the runtime's poller, unless a call waits there. The descriptor of the socket
+// changes.
 func (s *socket) leave() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -227,8 +228,8 @@ func (s *socket) leave() error {
 	return file.Close()
 }
 
-// isWaitedFor reports whether leave would take the socket out of the runtime's poller: it is in there and no
-// call waits.
+// isWaitedFor reports whether leave would take the socket out of the runtime's poller: the socket is there
+// and no call waits.
 func (s *socket) isWaitedFor() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
 
 // Close implements net.Conn.
@@ -245,7 +246,7 @@ func (s *socket) Close() error {
 	return unix.Close(s.fd)
 }
 
-// CloseWrite ends the outgoing stream. The peer reads its end after the bytes that were sent.
+// CloseWrite ends the outgoing stream. The peer reads the end of the stream after the bytes that were sent.
 func (s *socket) CloseWrite() error {
 	_, err := s.now(func(fd int, _ []byte) (int, error) { return 0, unix.Shutdown(fd, unix.SHUT_WR) }, nil)
 	return err

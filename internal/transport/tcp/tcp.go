@@ -1,15 +1,15 @@
 // Package tcp connects ranks over TCP.
 //
-// A rank opens one Endpoint, makes its address known, and calls Connect once it knows the epoch and the
-// addresses of all ranks. A connection is made when it is first asked for, one per lane and peer. The lower
-// of two ranks dials. An Endpoint serves one epoch; the next epoch needs a new Endpoint.
+// A rank opens an Endpoint and publishes its address. When it knows the epoch and the addresses of all ranks,
+// it calls Connect. A lane has one connection to each peer, which is made when it is first requested. The
+// lower of two ranks dials. An Endpoint serves one epoch, and the next epoch needs a new Endpoint.
 //
-// A connection starts with the proof of the job's secret, if there is one, and a handshake of fixed size,
-// which rejects connections that come from other jobs and other epochs by mistake. Without a secret, any
-// process that can reach the listener and knows the job's identity can join. A failed handshake is logged and
-// the connection is closed; the peer receives an answer first if it uses this protocol. Other connections are
-// not affected. After the handshake a connection carries only the caller's bytes: in plain text, or in TLS if
-// the secret is encrypted.
+// A connection starts with the proof of the job's secret, if there is a secret. Then follows a handshake of
+// fixed size, which refuses connections that come by mistake from other jobs or other epochs. Without a
+// secret, any process that can reach the listener and knows the job's identity can join. If a handshake
+// fails, this is logged and the connection is closed. If the peer uses this protocol, it receives an answer
+// first. Other connections are not affected. After the handshake a connection carries only the bytes of the
+// caller: in TLS if the secret is encrypted, and otherwise in plain text.
 package tcp
 
 import (
@@ -32,53 +32,52 @@ import (
 )
 
 const (
-	// maxJobBytes is the greatest length of a job identity.
+	// maxJobBytes is the largest length of a job identity.
 	maxJobBytes = 64
-	// maxHandshakes is the greatest number of accepted connections that have not sent their hello yet; if
-	// there is one more, the oldest is closed. As many connections may wait for this rank to join its epoch;
-	// more are closed. In both cases the dialers retry.
+	// maxHandshakes is the largest number of accepted connections that have not sent their hello yet. If
+	// there is one more, the oldest is closed. The same number of connections may wait for this rank to join
+	// its epoch. If there is one more, it is closed. In both cases the dialer retries.
 	maxHandshakes = 256
-	// firstPause and lastPause are the first and the longest pause between attempts to dial, and to accept.
-	// Pauses double.
+	// firstPause is the first pause after a failed attempt to dial or to accept. The pause doubles from
+	// attempt to attempt, up to lastPause.
 	firstPause = 5 * time.Millisecond
 	lastPause  = 500 * time.Millisecond
 )
 
-// Config holds the settings of an Endpoint. Zero fields have their defaults.
+// Config configures an Endpoint. Fields that are zero stand for their defaults, except for ListenAddr.
 type Config struct {
-	// ListenAddr is the host and port to listen on. An empty host means all interfaces; port 0 means any free
-	// port.
+	// ListenAddr is the host and port to listen on. An empty host means all interfaces, and port 0 means any
+	// free port.
 	ListenAddr string
-	// DialTimeout is the longest time until a peer becomes reachable, counted from the first Conn that asks
-	// for it. Default 30 s.
+	// DialTimeout is how long a rank tries to reach a peer, counted from the first Conn for the channel.
+	// Default 30 s.
 	DialTimeout time.Duration
-	// HandshakeTimeout is the longest time in which an accepted connection must send its hello and, if it
-	// came early, may wait for Connect. Default 10 s. It should be the same on all ranks: the dialer waits
-	// twice as long for the answer, so that it does not give up a connection that the other side has just
-	// accepted.
+	// HandshakeTimeout is the time that an accepted connection has to send its hello and, if it came early,
+	// to wait for Connect. Default 10 s. It should be the same on all ranks. The dialer waits twice as long
+	// for the answer, so that it does not give up a connection that the other side has just accepted.
 	HandshakeTimeout time.Duration
-	// LingerTimeout is the longest time for which a connection of a lane that this rank has released waits
-	// for the peer to release it too. Default 30 s. Bytes that were sent before still arrive after the
-	// timeout, unless the peer continues to send.
+	// LingerTimeout is how long a connection of a lane that this rank has released waits for the peer to
+	// release the lane too. Default 30 s. Bytes that this rank had sent arrive even after the timeout, unless
+	// the peer continues to send.
 	LingerTimeout time.Duration
-	// Secret is the secret of the job, which both ends of a connection prove to each other. Zero means none.
-	// An encrypted secret costs processor time for every byte and, because TLS has no write that does not
-	// wait, the wake-up of a goroutine for every message.
+	// Secret is the secret of the job. Both ends of a connection prove that they know it. Zero means no
+	// secret. An encrypted secret costs processor time for every byte. It also wakes a goroutine for every
+	// message, because TLS cannot write without waiting.
 	Secret secret.Secret
-	// Log receives refused connections (warnings) and attempts to dial (debug). nil discards them.
+	// Log receives refused connections (warnings) and failed attempts to dial (debug). nil discards them.
 	Log *zap.Logger
 }
 
-// Epoch describes one formation of a job, as rendezvous has agreed on it.
+// Epoch describes the epoch to connect, as the ranks agreed on it in the rendezvous.
 type Epoch struct {
-	// Job is the identity of the job, 1 to 64 bytes that this package does not interpret.
+	// Job identifies the job. It has 1 to 64 bytes, which have no meaning for this package.
 	Job string
-	// Epoch is a number that is greater than the number of any earlier formation of the job.
+	// Epoch is the number of the epoch, which is greater than in all earlier epochs of the job.
 	Epoch uint64
 	// Rank is the number of this rank.
 	Rank topo.Rank
-	// Addrs are the addresses of all ranks, in rank order. This rank's own address is not used. The address
-	// of a rank may be empty if no channel to it is needed before Mesh.Learn.
+	// Addrs are the addresses of all ranks, by rank. The address of this rank is not used. The address of
+	// another rank may be empty if no channel to that rank is needed before Mesh.Learn.
 	Addrs []string
 }
 
@@ -104,7 +103,7 @@ func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
 	return nil
 }
 
-// Endpoint is a listener, which becomes a Mesh when Connect is called with the epoch.
+// Endpoint is a listener. Connect makes a Mesh of it.
 type Endpoint struct {
 	cfg Config
 	log *zap.Logger
@@ -113,26 +112,26 @@ type Endpoint struct {
 	ctx       context.Context // ends when Close begins
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
-	refused   *zap.Logger   // log with floods of messages shortened (logs.Quiet)
+	refused   *zap.Logger   // log for refused connections, which shortens floods of messages (logs.Quiet)
 	limiter   *dial.Limiter
 	// slots holds a token for each connection that has sent its hello and is not a channel yet.
 	slots chan struct{}
 	wg    sync.WaitGroup
 
-	// mu is held before a conn's mu, never after.
+	// mu may be locked before the mu of a conn, but not after it.
 	mu     sync.Mutex
 	closed bool
 	mesh   *Mesh
-	// unattached has the connections that are not channels yet (in their handshake) or not any more
-	// (released).
+	// unattached has the connections that are not channels: they are in their handshake, or their lane was
+	// released.
 	unattached map[net.Conn]struct{}
 }
 
-// Listen opens an Endpoint. Connections that arrive before Connect wait until it is called, for at most
+// Listen opens an Endpoint. Connections that arrive before Connect wait for Connect, for at most
 // Config.HandshakeTimeout.
 func Listen(cfg Config) (*Endpoint, error) {
-	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on too for listeners, but useless here,
-	// because no dialer asks for it.
+	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on by default for listeners, but is
+	// useless here because no dialer asks for it.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
 	ln, err := lc.Listen(context.Background(), "tcp", cfg.ListenAddr)
@@ -161,12 +160,12 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 	return e
 }
 
-// Addr returns the address that the Endpoint listens on, with the actual port. If it listens on all
-// interfaces, the host is unspecified, and callers must replace it by one that their peers can reach.
+// Addr returns the address that the Endpoint listens on, with the actual port. If the Endpoint listens on all
+// interfaces, the host is unspecified, and callers must replace it with a host that their peers can reach.
 func (e *Endpoint) Addr() string { return e.ln.Addr().String() }
 
-// Connect joins the epoch and returns its Mesh. It returns at once: the Mesh makes connections when they are
-// asked for. It can succeed only once.
+// Connect joins the epoch and returns its Mesh. It does not wait: the Mesh makes connections when they are
+// requested. Only one call of Connect can succeed.
 func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 	if err := ep.validate(); err != nil {
 		return nil, err
@@ -194,13 +193,13 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		addrs: slices.Clone(ep.Addrs),
 		lanes: make(map[transport.Lane]*lane),
 	}
-	// All ranks may dial this one at once.
+	// All ranks may dial this rank at once.
 	e.limiter.Grow(2 * len(ep.Addrs))
 	close(e.connected)
 	return e.mesh, nil
 }
 
-// Close closes the listener and the Mesh, if there is one, and waits for all goroutines.
+// Close closes the listener and the Mesh, if there is one. It waits for all goroutines.
 func (e *Endpoint) Close() error {
 	e.mu.Lock()
 	first := !e.closed
@@ -229,10 +228,10 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// accept accepts connections until the listener is closed. Other failures are temporary (out of file
-// descriptors, a connection that was reset before it was accepted); accept pauses after each, so that it does
-// not spin. If there is no file descriptor left, the goroutines that wait for a connection get that error at
-// once.
+// accept accepts connections until the listener is closed. All other errors are temporary: this process has
+// no file descriptor left, or a connection was reset before it was accepted. accept pauses after each error,
+// so that it does not spin. If there is no file descriptor left, the goroutines that wait for a connection
+// get that error at once.
 func (e *Endpoint) accept() {
 	pause := firstPause
 	for {
@@ -263,7 +262,7 @@ func (e *Endpoint) accept() {
 	}
 }
 
-// failWaits fails the calls of Conn that wait for a peer to dial. A later Conn waits again.
+// failWaits makes the calls of Conn that wait for a peer to dial fail with err. A later Conn waits again.
 func (e *Endpoint) failWaits(err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -293,7 +292,7 @@ func (e *Endpoint) receive(nc *socket) {
 	}
 }
 
-// handshake runs the accepting side of the handshake.
+// handshake does the handshake of the accepting side.
 func (e *Endpoint) handshake(nc *socket) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
@@ -331,7 +330,7 @@ func (e *Endpoint) handshake(nc *socket) error {
 	return nil
 }
 
-// authenticate makes the dialer prove the secret, and reads its hello.
+// authenticate makes the dialer prove that it knows the secret, and reads its hello.
 func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error) {
 	if over, err = seal(e.cfg.Secret, nc, secret.Secret.Accept); err != nil {
 		return nil, h, fmt.Errorf("tcp: handshake: %w", err)
@@ -340,14 +339,14 @@ func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error)
 	return over, h, err
 }
 
-// acceptHello accepts a hello whose channel is reserved, and publishes the channel. nc and over are as for
-// newConn.
+// acceptHello accepts a hello whose channel is reserved, and publishes the channel. nc and over are the
+// socket and the connection for newConn.
 func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
 	}
 	c := newConn(&e.wg, l.id, peer, nc, over)
-	// This comes before publish, because after it Abort sets the deadline.
+	// This comes before publish, because from publish on, Abort may set the deadline.
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
@@ -388,8 +387,8 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	}
 }
 
-// track registers a connection that is not a channel, so that Close closes it. It returns false if Close was
-// called first.
+// track registers a connection that is not a channel, so that Close closes it. If Close was called before,
+// track returns false.
 func (e *Endpoint) track(nc net.Conn) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -408,10 +407,11 @@ func (e *Endpoint) untrack(nc net.Conn) {
 
 func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	if e.ctx.Err() != nil {
-		return // Close has begun: the connection was not refused
+		return // Close has begun, so the connection was not refused
 	}
 	e.refused.Warn("tcp: refused a connection", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
-// hangUp closes a connection that is not used any more. An error of Close would change nothing.
+// hangUp closes a connection that is not used any more. It drops an error of Close, which does not matter
+// then.
 func hangUp(nc net.Conn) { _ = nc.Close() }

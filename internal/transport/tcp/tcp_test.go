@@ -255,7 +255,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted,
-			"first word is 0x67617262, want 0x67687664"},
+			"begins with 0x67617262, want 0x67687664"},
 		{"all ones", bytes.Repeat([]byte{0xff}, helloSize), false, accepted,
 			"does not use the protocol of gohvd ranks"},
 		{"magic then all ones", append(goodHello(7).encode()[:4], bytes.Repeat([]byte{0xff}, 1<<20)...),
@@ -277,10 +277,10 @@ func testRefusals(t *testing.T, key secret.Secret) {
 			"got rank -1, want a rank below 1"},
 		{"duplicate", goodHello(1).encode(), false, DuplicateChannel,
 			"rank 0 is already connected on lane 1"},
-		{"silent", nil, false, accepted, "0 of 4 bytes of the first word"},
-		{"gone", nil, true, accepted, "0 of 4 bytes of the first word: EOF"},
-		{"half a hello", half, false, accepted, "22 of 44 bytes of the hello: i/o timeout"},
-		{"half a hello, then gone", half, true, accepted, "22 of 44 bytes of the hello: unexpected EOF"},
+		{"silent", nil, false, accepted, "0 of the 4 bytes that begin a message"},
+		{"gone", nil, true, accepted, "0 of the 4 bytes that begin a message: EOF"},
+		{"half a hello", half, false, accepted, "22 of the 44 bytes of the hello: i/o timeout"},
+		{"half a hello, then gone", half, true, accepted, "22 of the 44 bytes of the hello: unexpected EOF"},
 	}
 	conns := make([]net.Conn, len(cases))
 	for i, c := range cases {
