@@ -37,9 +37,9 @@ const (
 	closeTimeout = 10 * time.Second
 )
 
-// gap returns for how long this process did not run since the last turn, because it was stopped or its host
-// slept. It returns 0 if the process ran: turns are at most a heartbeat apart then. A process that did not
-// run does not know whether other ranks were silent in that time.
+// gap returns how long this process did not run since the last turn, because it was stopped or its host
+// slept. It returns 0 if the process ran, because turns are then at most a heartbeat apart. A process that
+// did not run does not know whether other ranks were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d

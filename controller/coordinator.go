@@ -439,8 +439,8 @@ func (c *Coordinator) Advance() {
 	c.out = c.out[:0]
 }
 
-// decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that belong to
-// the same of these sets share a frame.
+// decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that get
+// decisions about the same sets share a frame.
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1

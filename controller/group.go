@@ -47,8 +47,8 @@ type group struct {
 	refused bool
 }
 
-// fail looks for an error among the items of the group. If there is one, no backend runs that tensor, and
-// fail turns the other items of the group into errors too.
+// fail turns all items of the group into errors if one of them is an error. An item is an error if no backend
+// runs its tensor.
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {

@@ -12,7 +12,7 @@ import (
 type arrivals struct {
 	bits [][]time.Duration // of ungranted cached tensors, by bit and member; nil without votes
 	// granted has the arrival times for granted tensors, by tensor in the order of the grants, then by
-	// member. Arrivals has already returned its first taken elements.
+	// member. Arrivals has returned the first taken elements already.
 	granted []time.Duration
 	taken   int
 }

@@ -53,10 +53,11 @@ func (b *voteState) answered(bit uint32) {
 	b.known.Clear(bit)
 }
 
-// Vectors returns what this rank contributes to the allreduces of the cycle by AND and by OR. The lengths are
-// equal at all ranks. or begins with one word of flags. Both vectors have the rank's unanswered votes in each
-// set, in the order of the sets. If the rank is not a member of a set, or rank 0 knows that it has joined,
-// the words of the set in and are all ones. The vectors are valid until the next call.
+// Vectors returns what this rank contributes to the cycle: the vector and, which all ranks combine by bitwise
+// AND, and the vector or, which they combine by bitwise OR. The lengths are equal at all ranks. The vector or
+// begins with one word of flags. Both vectors have the rank's unanswered votes in each set, in the order of
+// the sets. If the rank is not a member of a set, or rank 0 knows that it has joined, the words for that set
+// in the vector and are all ones. The vectors are valid until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&

@@ -33,7 +33,7 @@ const (
 	memberFailed
 )
 
-// Member is the part of a rank in the negotiation. It is not safe for concurrent use.
+// Member takes part in the negotiation for one rank. It is not safe for concurrent use.
 //
 // In each turn, call Tick, then Submit, Finished and so on for events at this rank, then Ready. Send the
 // frames that Ready returns and call Advance. Then, for each received frame, call Step and Ready, run the
@@ -107,8 +107,8 @@ type Ready struct {
 	Ups []*message.Up
 	// Grants are responses to run, in order within each set. Pass each of them to Finished after it has run.
 	Grants []*Grant
-	// Stop says that nothing more will be granted. The caller must answer requests that were not granted with
-	// the shutdown.
+	// Stop says that nothing more will be granted. The caller must end requests that were not granted with
+	// the error of the shutdown.
 	Stop bool
 	// StopReason is the reason for the stop, empty if this rank has asked for it. StopRanks are the ranks
 	// whose shutdown is the reason.
@@ -149,7 +149,7 @@ func (m *Member) Tick(now time.Duration) {
 }
 
 // Submit adds a request of this rank. The request must have passed Check, and its name must not be in flight.
-// After the stop Submit ignores requests, because the engine answers them with the shutdown.
+// After the stop Submit ignores requests, because the engine ends them with the error of the shutdown.
 func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if m.state != memberRunning {
 		return nil

@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// setTable has the process sets of a job at the coordinator. Process sets are added and removed by operations
-// of all ranks on the global set.
+// setTable is the coordinator's table of the process sets of a job. Process sets are added and removed by
+// operations of all ranks on the global set.
 type setTable struct {
 	size          int // number of ranks of the job
 	cacheCapacity int

@@ -60,8 +60,8 @@ type readyItem struct {
 	absent []topo.Rank
 	// group is the group that the tensor belongs to, or nil.
 	group *group
-	// row has the requests. It is nil if the item is cached, when bit identifies the requests, or if the item
-	// is a join.
+	// row has the requests for the tensor. It is nil if the item is cached or a join. If the item is cached,
+	// bit identifies its requests.
 	row    *tableRow
 	cached bool
 	bit    uint32

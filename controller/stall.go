@@ -88,7 +88,7 @@ func (w *waits) beginAt(since time.Duration) wait {
 	return wait{since: since, latest: since}
 }
 
-// last records that the wait ended has ended, because the last missing member, r, has made its request.
+// last records that a wait is over because the last missing member, r, has made its request.
 func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
@@ -205,8 +205,8 @@ func (c *Coordinator) stop(reason string) {
 }
 
 // eachWaiting calls visit for the tensors that wait for ranks, with their groups. First come the tensors that
-// were requested in full, in the order of their first requests, then the cached tensors. Last comes one
-// tensor for each group with complete tensors whose other tensors no rank has requested.
+// were requested in full, in the order of their first requests, then the cached tensors. Last come groups
+// whose other tensors no rank has requested, with one complete tensor for each group.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
 	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor that was visited
 	for _, row := range s.rows {

@@ -98,7 +98,7 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
-	// names has "" for ranks that have not joined
+	// Exclude "", because names has "" for ranks that have not joined.
 	case tensor != "" && slices.Contains(s.joined.names, tensor):
 		ranks = s.joining()
 		return message.Join, ranks, have(ranks) + " not joined"
@@ -113,10 +113,10 @@ func (s *setState) isReady(tensor string) bool {
 	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// unfinished returns which ranks keep a granted tensor from being done. It compares the oldest grants in the
-// set that the ranks' heartbeats name. Because the grants of a set run in order, the ranks with the oldest of
-// these grants hold up the others. Times may differ by less than a heartbeat period. If no heartbeat names a
-// grant, unfinished returns the rank that timed out.
+// unfinished returns which ranks keep a granted tensor from being done, and how. The grants of a set run in
+// order, so the ranks whose heartbeats name the oldest grant of the set hold up the others. Grants whose ages
+// differ by less than a heartbeat period count as equally old. If no heartbeat names a grant of the set,
+// unfinished returns the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {

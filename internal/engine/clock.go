@@ -83,8 +83,8 @@ func (e *Engine) sendProbe() {
 	_ = e.send(e.links[0], frame)
 }
 
-// handleProbe answers a probe if this rank is rank 0. At other ranks the frame is an answer, which
-// handleProbe evaluates. It returns an error if the frame cannot be decoded. The sender is at fault then.
+// handleProbe answers a probe from another rank if this rank is rank 0. At other ranks, it evaluates the
+// answer from rank 0. It returns an error if the frame cannot be decoded, which is the fault of the sender.
 func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	at := e.observer.since()
 	p, err := message.DecodeProbe(frame)
@@ -102,9 +102,8 @@ func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	return nil
 }
 
-// handleProbeReply evaluates an answer that arrived at the time at. It sends the next probe of the series.
-// After the last probe it records the best measurement instead. An answer with impossible times ends the
-// series.
+// handleProbeReply evaluates an answer that arrived at the time at. If the series has probes left, it sends
+// the next one. Otherwise it records the best measurement. An answer with impossible times ends the series.
 func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	c := &e.clock
 	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)

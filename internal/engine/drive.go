@@ -96,8 +96,8 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete answers the tensors of w and gives the lane back. If err is not nil, complete leaves w to the
-// lane, which answers the tensors when the verdict is known.
+// complete gives the lane of w back to its goroutine. If err is nil, complete answers the tensors of w before
+// that. Otherwise the lane answers them when the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
 	if w.failed = err != nil; !w.failed {
 		l.answer(w)

@@ -73,30 +73,30 @@ type Config struct {
 	// processor of its own. A negative value disables polling. With a greater value, a rank that waits for
 	// others has to be woken less often but takes more processor time.
 	Spin time.Duration
-	// LocalProcesses is the number of processes of the job on this host that need a processor: the ranks, and
-	// the programs for which ranks run operations in another process (see ForClient). 0 means Size. If
+	// LocalProcesses is the number of processes of the job on this host that need a processor. These are the
+	// ranks and, with ForClient, the programs that submit operations from other processes. 0 means Size. If
 	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
 	LocalProcesses int
 	// ForClient says that operations are submitted by a program in another process, as with the sidecar.
 	ForClient bool
 
-	// Ready is called when this rank is connected, if it is not nil. It returns when all ranks are connected.
-	// If it returns an error, Start fails.
+	// If Ready is not nil, Start calls it when this rank is connected. Ready returns when all ranks are
+	// connected. If Ready returns an error, Start fails.
 	Ready func(context.Context) error
 	// Log receives the log messages of the engine. nil disables logging.
 	Log *zap.Logger
 	// ClockDomain is the name of the clock that the process reads. Empty means a name made of the host and
 	// the time namespace. Tests set different names so that ranks in one process measure their clocks.
 	ClockDomain string
-	// Recorder receives a record of every operation, if it is not nil.
+	// If Recorder is not nil, it receives a record of every operation.
 	Recorder Recorder
-	// OnVerdict is called once when the epoch has failed, if it is not nil. It is called before any operation
-	// ends with the verdict. It delays the end of the operations, so its running time must be bounded.
+	// If OnVerdict is not nil, it is called once when the epoch has failed, before any operation ends with
+	// the verdict. It delays the end of the operations, so its running time must be bounded.
 	OnVerdict func(*PeerError)
-	// OnStallShutdown is called at every rank when the stall inspector ends the job, if it is not nil. It is
-	// called before any operation ends with the *StallError, so its running time must be bounded too.
+	// If OnStallShutdown is not nil, it is called at every rank when the stall inspector ends the job, before
+	// any operation ends with the *StallError. Its running time must be bounded too.
 	OnStallShutdown func(*StallError)
-	// OnStall is called at rank 0 for each report of the stall inspector, if it is not nil. It delays the
+	// If OnStall is not nil, it is called at rank 0 for each report of the stall inspector. It delays the
 	// negotiation, so it must return soon.
 	OnStall func(*controller.Stall)
 	// StallsExplained reports whether the launcher prints a report of all waiting operations when it receives
@@ -241,9 +241,9 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan chooses the backend and the algorithm of a response of numBytes for the coordinator. It asks the lane
-// of the global set, because rank 0 need not be a member of the response's process set and all lanes have the
-// same backends.
+// plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the size of the
+// response together with the responses that are fused with it. plan asks the lane of the global set, because
+// rank 0 need not be a member of the response's process set and all lanes have the same backends.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
@@ -334,8 +334,8 @@ type leaving struct {
 }
 
 const (
-	// expireTimeout is the maximum time in which a rank notifies the other ranks after the context of its
-	// Shutdown has ended.
+	// expireTimeout is the maximum time that Shutdown waits for the end of the epoch after its context has
+	// ended. In this time the rank notifies the other ranks.
 	expireTimeout = 500 * time.Millisecond
 	// failTimeout is the maximum time for which a rank that fails waits for the verdict.
 	failTimeout = time.Second

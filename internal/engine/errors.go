@@ -68,8 +68,8 @@ type PeerError struct {
 	Ranks []int
 	// Reason is what was observed of the failure, as a clause that follows the ranks.
 	Reason string
-	// ShutDown says that the ranks did not crash: they have shut down in order while other ranks waited for
-	// an operation that the ranks had not submitted. The error then also matches ErrShutDown.
+	// ShutDown says that Ranks did not crash. They shut down in order, but had not submitted an operation for
+	// which other ranks waited. The error then also matches ErrShutDown.
 	ShutDown bool
 }
 

@@ -55,7 +55,8 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	}
 }
 
-// answer ends the tensors of finished work: with the error of the tensor if it was refused, else with nil.
+// answer ends the tensors of w, which has been executed. A refused tensor ends with its error, the others end
+// with nil.
 func (l *lane) answer(w *work) {
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {

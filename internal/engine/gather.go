@@ -211,8 +211,7 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total returns the number of bytes that are sent of w's tensors, which is their size in elements of the wire
-// type.
+// total returns the size of w's tensors in bytes as they are sent, in elements of their wire type.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

@@ -50,9 +50,9 @@ var (
 	errTooLarge = errors.New("negotiation frame is too large")
 )
 
-// send queues a frame for sending. It does not block and copies frame; it allocates nothing in steady state.
-// If send returns an error other than errBacklog and errTooLarge, reading from the connection returns the
-// error too, after the frames that arrived before.
+// send queues a frame for sending. It copies the frame, does not block, and allocates nothing in steady
+// state. If send returns an error other than errBacklog and errTooLarge, reading from the connection returns
+// the error too, after the frames that arrived before.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0

@@ -22,8 +22,8 @@ const (
 // the same order. After starting one, which does not block, a rank polls test until the collective has
 // completed. Until then it must not change the arguments or start another collective.
 type collectives interface {
-	// andOr combines and by bitwise AND and or by bitwise OR over all ranks. The results replace the
-	// arguments.
+	// andOr combines the vectors and of all ranks by bitwise AND, and the vectors or by bitwise OR. The
+	// results replace the arguments.
 	andOr(and, or []uint64)
 	// gather sends one frame of each rank to rank 0.
 	gather(frame []byte)

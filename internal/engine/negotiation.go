@@ -42,7 +42,8 @@ func (n events) turn() error {
 	return nil
 }
 
-// sendReplies sends the frames that follow from the received frames and from the grants in them.
+// sendReplies sends all frames of the member and the coordinator that result from the received frames, and
+// dispatches the grants.
 func (n events) sendReplies() {
 	e := n.e
 	for again := true; again; {
@@ -56,7 +57,7 @@ func (n events) sendReplies() {
 			e.member.Drained()
 			sent = e.memberReady() || sent
 		}
-		again = sent && e.coordinator != nil // coordinatorReady ran before the coordinator got what was sent
+		again = sent && e.coordinator != nil // the coordinator has to decide about these frames
 	}
 }
 
@@ -80,7 +81,7 @@ func (n events) next() time.Duration {
 // frame.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // this rank is at fault, or the coordinator, which sent a wrong grant
+	var failed error // by the fault of this rank, or of a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {

@@ -97,7 +97,8 @@ func (w *work) enter(a activity) {
 	}
 }
 
-// exchangeNames has the names of the activity exchanging by backend and kind. They are Horovod's names.
+// exchangeNames has the names of the activity exchanging by backend and kind. They are formed like Horovod's
+// names, such as MPI_ALLREDUCE.
 var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
@@ -112,7 +113,7 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	return names
 }()
 
-// name returns the name that Horovod's timeline uses for a.
+// name returns the name of a for timelines. If Horovod has a name for the activity, name returns that name.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:

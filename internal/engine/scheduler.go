@@ -96,8 +96,8 @@ type peers interface {
 }
 
 const (
-	// defaultPoll is about the time that a wake-up takes, including the time that it costs the goroutine that
-	// wakes.
+	// defaultPoll is about the time that a wake-up takes, including the time that the waking goroutine spends
+	// on it.
 	defaultPoll = 50 * time.Microsecond
 	// defaultDrive is the poll budget of a driver that has a processor of its own. Other ranks may be late by
 	// the time that they need to queue the tensors of a training step.

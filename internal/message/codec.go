@@ -15,7 +15,7 @@ import (
 )
 
 // These are the limits of a frame. A decoder returns an error if a frame exceeds them. The caller of an
-// encoder must keep them.
+// encoder must not exceed them.
 const (
 	// MaxFrameBytes is the maximum size of an encoded frame.
 	MaxFrameBytes = 64 << 20
@@ -35,7 +35,7 @@ const (
 	MaxSets = 1024
 )
 
-// A frame is little-endian:
+// A frame is encoded in little-endian order:
 //
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
@@ -55,7 +55,7 @@ const (
 //	Vectors:  u8 type | and, or: u32 words, u64 each
 //	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
 //
-// A frame does not have its own length, because the channel has it.
+// A frame does not contain its own length, because the connection transmits the length.
 const (
 	flagShutdown = 1
 	flagGranted  = 2

@@ -49,11 +49,12 @@ type Up struct {
 	Shutdown bool
 	// Operations is the number of responses that the sender has finished. It is set with Shutdown.
 	Operations uint64
-	// Sets has the news of each process set, at most once for each set.
+	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
 	// Suspect is the suspected rank in an UpSuspect, and the rank that has left in an UpReleased.
 	Suspect topo.Rank
-	// Reason is the reason of an UpSuspect or of a Shutdown. With Shutdown it may be empty.
+	// Reason is why the sender suspects a rank (UpSuspect) or shuts down (Shutdown). With Shutdown it may be
+	// empty.
 	Reason string
 	// Tensor, Set and Millis have a meaning in three cases. In an UpTimeout, they are the operation, its
 	// process set and the time that the operation had. In an UpHeartbeat, they are the oldest grant that the
@@ -149,7 +150,7 @@ type DownSet struct {
 	Puts []Put
 }
 
-// Grant is one fused response. Its tensors are those of Bits, followed by those of Full.
+// Grant is one fused response. Its tensors are the tensors of Bits, followed by the tensors of Full.
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm

@@ -17,7 +17,7 @@ import (
 // Option identifies an option of an operation.
 type Option uint8
 
-// The options of operations.
+// These are the options of operations.
 const (
 	OptName Option = iota
 	OptOp

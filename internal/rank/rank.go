@@ -55,7 +55,7 @@ type Options struct {
 	LastEpoch uint64
 	// Sets are the process sets that exist from the start, besides the set of all ranks.
 	Sets [][]int
-	// OnStall is called at rank 0 for each stall, if it is not nil.
+	// If OnStall is not nil, it is called at rank 0 for each stall.
 	OnStall func(*controller.Stall)
 }
 

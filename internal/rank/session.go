@@ -29,8 +29,8 @@ type SessionConfig struct {
 	At *place.Meeting
 	// LastEpoch is the last epoch in which this process took part.
 	LastEpoch uint64
-	// Terms are further values, by name, that must be equal at all ranks. Settings that must be equal need
-	// not be among them.
+	// Terms are values, by name, that must be equal at all ranks. OpenSession adds the settings that must be
+	// equal.
 	Terms map[string]string
 	// Device is the name of this rank's accelerator (rendezvous.Record).
 	Device       string
@@ -177,8 +177,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	lacking, why := s.Lacking(message.SHM)
 	switch {
 	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size:
-		// Every rank detects this error as soon as it has all records. Wait for the others, because they
-		// would report a rank as dead that leaves before they have all records.
+		// Every rank detects this error as soon as it has all records. Wait until the other ranks are ready
+		// too. If this rank left earlier, they would report it as dead.
 		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}

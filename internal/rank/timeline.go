@@ -41,7 +41,8 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count makes next, which may be nil, the timeline whose dropped operations dropped adds.
+// count sets current to next, which may be nil. It adds the operations that the previous timeline dropped to
+// past.
 func (t *timelines) count(next *timeline.Timeline) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()

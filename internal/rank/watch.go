@@ -211,7 +211,8 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	e := r.engine
 	var stalls []string
 	for _, s := range r.reported {
-		// If the tensor still waited, the engine would have reported it again within this time.
+		// The engine reports a waiting tensor again within this time, so a tensor with an older report does
+		// not wait anymore.
 		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
 			stalls = append(stalls, s.Text)
 		}
