@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// PingPong measures round trips: one message to rank 1 and one back. The throughput counts both.
+// PingPong measures round trips of a message to the peer and back. The throughput counts the bytes of both
+// directions.
 func PingPong(b *testing.B, f Factory) {
 	for _, size := range []int{8, 64 << 10} {
 		b.Run(fmt.Sprintf("%dB", size), func(b *testing.B) {
@@ -39,7 +40,7 @@ func PingPong(b *testing.B, f Factory) {
 	}
 }
 
-// Stream measures messages of 1 MiB in one direction. Each message is flushed before the next one is sent.
+// Stream measures messages of 1 MiB in one direction. Each message is flushed before the next is sent.
 func Stream(b *testing.B, f Factory) {
 	const size = 1 << 20
 	zero, done := benchPair(b, f, func(one transport.Conn) {
@@ -63,8 +64,8 @@ func Stream(b *testing.B, f Factory) {
 	}
 }
 
-// benchPair connects two ranks on lane 1 and runs peer with rank 1's end of the channel. When peer returns,
-// the mesh of rank 1 is closed. done closes the mesh of rank 0 and waits until peer has returned.
+// benchPair connects two ranks on lane 1 and returns the Conn of rank 0. It calls peer with the Conn of rank
+// 1; when peer returns because of an error, rank 1 is closed. done closes rank 0 and waits for peer.
 func benchPair(b *testing.B, f Factory, peer func(one transport.Conn)) (zero transport.Conn, done func()) {
 	meshes := f(b, 2)
 	closeMesh := func(m transport.Mesh) {

@@ -15,11 +15,10 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// unread is a number of bytes that does not fit into the kernel's buffers of a stream that the peer does not
-// read.
+// unread is a number of bytes that the kernel's buffers cannot hold if the peer does not read.
 const unread = 64 << 20
 
-// sendPieces sends data in pieces of random size, some of them empty.
+// sendPieces sends data in pieces of random size. Some pieces are empty.
 func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 0))
 	for len(data) > 0 {
@@ -35,8 +34,7 @@ func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	return c.Flush()
 }
 
-// readPieces reads into buffers of random, mostly odd size until it has len(want) bytes, and compares them
-// with want.
+// readPieces reads len(want) bytes into buffers of random sizes, and compares them with want.
 func readPieces(c transport.Conn, want []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 1))
 	buf := make([]byte, 70_001)
@@ -107,7 +105,7 @@ func testAllSendFirst(s *suite) {
 				if p == r {
 					continue
 				}
-				// Each peer gets the bytes from a different offset on, so that the test detects swapped
+				// Each peer gets the bytes rotated by another offset, so that the test detects swapped
 				// streams.
 				if err := errors.Join(conns[r][p].Send(data[r][p+1:]),
 					conns[r][p].Send(data[r][:p+1])); err != nil {
@@ -165,7 +163,8 @@ func testManySmallSends(s *suite) {
 	}
 }
 
-// testSteadyBacklog keeps more bytes in flight than the kernel's buffers hold, while the receiver reads.
+// testSteadyBacklog keeps bytes queued all the time, while the receiver reads. All bytes must arrive in
+// order.
 func testSteadyBacklog(s *suite) {
 	const pieceBytes, backlog, rounds = 1000, 16_000, 40_000
 	zero, one := s.pair(s.open(2), 1)
@@ -314,7 +313,7 @@ func testSent(s *suite) {
 	)
 }
 
-// waitSent polls Sent until it returns want, because no notification of its changes exists.
+// waitSent polls c.Sent until it has reached want. Polling is necessary because nothing notifies of changes.
 func waitSent(c transport.Conn, want int) error {
 	for end := time.Now().Add(hangTimeout); c.Sent() < uint64(want); runtime.Gosched() {
 		if time.Now().After(end) {
@@ -330,7 +329,7 @@ func fill(b []byte, v byte) {
 	}
 }
 
-// readRounds reads n bytes in each of the given number of rounds. In round i all bytes must have the value i.
+// readRounds reads n bytes in each round, and checks that in round i all of them have the value i.
 func readRounds(c transport.Conn, rounds, n int) error {
 	got, want := make([]byte, n), make([]byte, n)
 	for i := range rounds {
@@ -363,8 +362,8 @@ func testContext(s *suite) {
 	s.exchange(s.pair(meshes, 1))
 }
 
-// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1 and then calls end. These calls, and all
-// later ones, must fail with want.
+// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls end. These calls and all
+// later ones must fail with want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
 	m := meshes[1]
@@ -385,7 +384,7 @@ func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	s.together(func() error { return c.Send(buf) })
 	flushing := s.begin(func() error {
 		err := c.Flush()
-		fill(buf[unread-1000:], 1) // the race detector reports if the Conn still reads it
+		fill(buf[unread-1000:], 1) // if the Conn still reads buf, the race detector reports this write
 		return wantErr("pending flush", err, want)
 	})
 	if got := c.Sent(); got >= unread {
@@ -432,14 +431,15 @@ func testAbortIsSilent(s *suite) {
 		return wantErr("read", err, errMine)
 	})
 	meshes[0].Abort(1, errBoom)
-	s.exchange(zero2, one2) // by now, Abort has taken effect on lane 1
+	s.exchange(zero2, one2) // afterwards Abort has certainly taken effect on lane 1
 	s.silent(one, read)
 	meshes[1].Abort(1, errMine)
 	s.await(read)
 	s.together(func() error { return wantErr("send", zero.Send([]byte{1}), errBoom) })
 }
 
-// silent checks that c gets neither bytes nor an error from its peer. read is a pending Read of c.
+// silent checks that c gets neither bytes nor an error from its peer. read has the result of a pending Read
+// of c.
 func (s *suite) silent(c transport.Conn, read <-chan error) {
 	s.Helper()
 	select {

@@ -13,14 +13,14 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// polling is a rank that polls its channels of the Control lane and parks when nothing arrives.
+// polling is a rank that polls its Control lane and parks when nothing arrives.
 type polling struct {
 	mesh     transport.Mesh
 	conns    []transport.Conn
 	notified chan struct{}
 }
 
-// polls connects two ranks on the Control lane. Both of them poll.
+// polls connects ranks 0 and 1 on the Control lane. Both ranks poll that lane.
 func (s *suite) polls() (meshes []transport.Mesh, zero, one *polling) {
 	s.Helper()
 	meshes = s.open(2)
@@ -39,20 +39,22 @@ func newPolling(m transport.Mesh, conns ...transport.Conn) *polling {
 	return p
 }
 
-// send sends b and notifies the peers, as a loop does before it parks.
+// send sends b on the first Conn and notifies the peer, as a loop does before it parks.
 func (p *polling) send(b []byte) error {
 	err := p.conns[0].Send(b)
 	p.mesh.NotifyPeers()
 	return err
 }
 
-// next polls the first channel until that returns bytes or an error. It parks while nothing arrives.
+// next polls the first Conn until it returns bytes or an error. If polling returns nothing several times,
+// next parks.
 func (p *polling) next(b []byte) (int, error) {
 	hung := time.NewTimer(hangTimeout)
 	defer hung.Stop()
 	for {
 		p.mesh.Unpark()
-		for range 3 { // bytes may arrive between the polls
+		// bytes may arrive between the polls
+		for range 3 {
 			if n, err := p.conns[0].TryRead(b); n > 0 || err != nil {
 				return n, err
 			}
@@ -68,7 +70,7 @@ func (p *polling) next(b []byte) (int, error) {
 	}
 }
 
-// park parks the rank. It returns an error if that does not succeed when nothing is left to read.
+// park parks the rank. If there is nothing to read, parking must succeed, perhaps after some attempts.
 func (p *polling) park() error {
 	for end := time.Now().Add(hangTimeout); !p.mesh.Park(); runtime.Gosched() {
 		for _, c := range p.conns {
@@ -93,7 +95,8 @@ func (p *polling) awaitNotify() error {
 	}
 }
 
-// testTryRead reads a stream with TryRead, on the Control lane and on another lane. The sender is often late.
+// testTryRead reads a stream with TryRead, on the Control lane and on another lane. The sender often pauses,
+// so that TryRead often finds nothing.
 func testTryRead(s *suite) {
 	meshes := s.open(2)
 	for _, lane := range []transport.Lane{transport.Control, 1} {
@@ -154,7 +157,7 @@ func testTryRead(s *suite) {
 	}
 }
 
-// testPollPingPong makes two ranks wait for each other in turn, polling or parked. The test fails if a
+// testPollPingPong lets two ranks wait for each other 2000 times, polling or parked. The test hangs if a
 // notification is lost.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
@@ -187,8 +190,8 @@ func testPollPingPong(s *suite) {
 	s.together(play(zero, true), play(one, false))
 }
 
-// testPollParks checks that a parked rank is notified of bytes on the Control lane, and of no others, whether
-// the sender polls or not.
+// testPollParks checks that a parked rank is notified of bytes on the Control lane, from a peer that polls
+// and from a peer that does not. It must not be notified of bytes on another lane.
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
@@ -227,8 +230,8 @@ func testPollParks(s *suite) {
 	}
 }
 
-// testPollPeerCloses checks that the end of a peer is reported after its bytes and notifies a parked rank,
-// and that a rank can park after a call has returned the error.
+// testPollPeerCloses checks that a parked rank is notified when a peer closes its mesh. The rank must then
+// read the last bytes of the peer, and then get an error. After that it must be able to park.
 func testPollPeerCloses(s *suite) {
 	meshes, zero, one := s.polls()
 	s.together(one.park)
@@ -253,7 +256,7 @@ func testPollPeerCloses(s *suite) {
 	s.together(one.park)
 }
 
-// testPollOwnEnd checks that Close and Abort notify the parked goroutine of the same rank.
+// testPollOwnEnd checks that Close and Abort of a mesh notify the parked goroutine of the same rank.
 func testPollOwnEnd(s *suite) {
 	for want, end := range map[error]func(transport.Mesh) error{
 		transport.ErrClosed: func(m transport.Mesh) error { return m.Close() },

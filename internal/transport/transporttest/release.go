@@ -16,8 +16,8 @@ func testReleaseUnblocks(s *suite) {
 	testUnblocks(s, func(m transport.Mesh) { m.Release(1) }, transport.ErrReleased)
 }
 
-// testReleaseDeliversAll checks that a peer gets all bytes of a released lane, even if it was still reading
-// when the lane was released, and has sent bytes that were not read.
+// testReleaseDeliversAll releases a lane while the peer is still reading and has sent bytes that this rank
+// has not read. The peer must get all bytes.
 func testReleaseDeliversAll(s *suite) {
 	meshes := s.open(2)
 	zero, one := s.pair(meshes, 1)
@@ -65,8 +65,8 @@ func testReleaseOneLane(s *suite) {
 	})
 }
 
-// testReleaseIsFinal releases lanes in several states, each of them twice. All calls on them must fail with
-// ErrReleased, also after Close.
+// testReleaseIsFinal releases lanes in every state, each of them twice. All later calls must fail with
+// ErrReleased.
 func testReleaseIsFinal(s *suite) {
 	meshes := s.open(2)
 	used, _ := s.pair(meshes, 1)
@@ -103,8 +103,8 @@ func testReleaseIsFinal(s *suite) {
 	})
 }
 
-// testReleaseEndsLateChannels opens channels on lanes that the peer releases without a call of Conn. Each
-// channel ends with a *PeerError, whether it is opened before or after the peer's release.
+// testReleaseEndsLateChannels opens channels for which the peer has never called Conn, before and after the
+// peer's release. They must end with a *PeerError.
 func testReleaseEndsLateChannels(s *suite) {
 	meshes := s.open(2)
 	for lane, open := range map[transport.Lane]bool{1: true, 2: false} {
@@ -145,12 +145,13 @@ func testReleaseOfControl(s *suite) {
 	s.await(read)
 }
 
-// testReleaseWhileInUse releases lanes that are in use, which is a misuse. All calls must end nevertheless.
+// testReleaseWhileInUse releases lanes that are in use, which is a misuse. All calls must still end.
 func testReleaseWhileInUse(s *suite) {
 	meshes := s.open(2)
 	for lane := range transport.Lane(20) {
 		zero, one := s.pair(meshes, lane+1)
-		// The rank that releases second may get the error of a lost peer from the first release.
+		// The rank that releases second may first get a *PeerError, because the other rank has released the
+		// lane.
 		until := func(peer topo.Rank, op func() error) func() error {
 			return func() error {
 				err := op()
@@ -187,7 +188,7 @@ func testReleaseWhileInUse(s *suite) {
 	}
 }
 
-// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process must not have more
+// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process must have no more
 // goroutines and open files than before.
 func testReleaseFreesAll(s *suite) {
 	meshes := s.open(2)

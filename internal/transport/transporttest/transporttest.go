@@ -1,4 +1,4 @@
-// Package transporttest checks that implementations of transport.Mesh keep their contract, and measures them.
+// Package transporttest checks that implementations of transport.Mesh obey its contract, and measures them.
 package transporttest
 
 import (
@@ -18,22 +18,23 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes them.
+// Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes the meshes.
 type Factory func(tb testing.TB, size int) []transport.Mesh
 
-// hangTimeout is the time after which a test regards a call as hung. No test that passes waits for so long.
+// hangTimeout is how long a call may take before a test fails because the call hangs. No test that passes
+// waits so long.
 const hangTimeout = time.Minute
 
-// Run checks the contract of transport.Mesh with the meshes of f. Each clause is a subtest.
+// Run checks the contract with meshes from f. Each clause of the contract is a subtest.
 func Run(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
 	}
 }
 
-// RunUnreleased runs the tests of Run without the clauses about Release and Park, for meshes that use the
-// Control lane for a lane of the tests. The Control lane cannot be released, and it is the only one that
-// goroutines poll and park for.
+// RunUnreleased runs the tests of Run except those for Release and for polling. It is for meshes that use the
+// Control lane in place of the lane that a test asks for. The Control lane cannot be released, and goroutines
+// poll and park only for that lane.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -43,8 +44,8 @@ func RunUnreleased(t *testing.T, f Factory) {
 	}
 }
 
-// RunInBubble runs each clause of Run in a testing/synctest bubble, for meshes that do no I/O. In a bubble a
-// call that hangs is detected at once.
+// RunInBubble runs each test of Run in a testing/synctest bubble. It is for meshes that do no I/O. In a
+// bubble, a call that hangs fails the test at once.
 func RunInBubble(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) {
@@ -99,7 +100,8 @@ type suite struct {
 	factory Factory
 }
 
-// open makes meshes. When the clause ends they are closed, and the suite checks for leaked goroutines.
+// open makes meshes for size ranks. When the clause ends, the meshes are closed, and the suite checks that no
+// goroutine is left.
 func (s *suite) open(size int) []transport.Mesh {
 	s.Helper()
 	before := goleak.IgnoreCurrent()
@@ -115,14 +117,13 @@ func (s *suite) open(size int) []transport.Mesh {
 	return meshes
 }
 
-// together runs fns at the same time and waits for all of them. It ends the clause if one of them fails or
-// hangs.
+// together runs fns at the same time and waits for all of them. If one fails or hangs, the clause ends.
 func (s *suite) together(fns ...func() error) {
 	s.Helper()
 	s.await(s.begin(fns...))
 }
 
-// begin starts fns. When all of them have returned, the channel receives their joined errors, or nil.
+// begin starts fns. When all have returned, the channel gets their joined errors, or nil.
 func (s *suite) begin(fns ...func() error) <-chan error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(fns))
@@ -144,7 +145,7 @@ func (s *suite) await(done <-chan error) {
 	}
 }
 
-// result returns what done receives. It ends the clause if that takes longer than hangTimeout.
+// result returns the error that done delivers. If none comes within hangTimeout, the clause ends.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
 	hung := time.NewTimer(hangTimeout)
@@ -158,14 +159,14 @@ func (s *suite) result(done <-chan error) error {
 	}
 }
 
-// pair connects ranks 0 and 1 on lane.
+// pair connects ranks 0 and 1 on lane and returns their Conns.
 func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one transport.Conn) {
 	s.Helper()
 	s.together(s.connect(&zero, meshes[0], lane, 1), s.connect(&one, meshes[1], lane, 0))
 	return zero, one
 }
 
-// connect returns a function that sets c to the channel of m.
+// connect returns a function that sets *c to the Conn of m to peer on lane.
 func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane,
 	peer topo.Rank) func() error {
 	return func() (err error) {
@@ -174,7 +175,7 @@ func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane
 	}
 }
 
-// exchange sends a word from each end and receives it at the other.
+// exchange sends a text from each end to the other end and checks that it arrives.
 func (s *suite) exchange(a, b transport.Conn) {
 	s.Helper()
 	half := func(c transport.Conn, send, want string) func() error {
@@ -202,7 +203,7 @@ func random(seed byte, n int) []byte {
 	return b
 }
 
-// wantPeer checks that err is a PeerError for peer on lane.
+// wantPeer returns an error unless err is a *PeerError for peer on lane.
 func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	var pe *transport.PeerError
 	if !errors.As(err, &pe) || pe.Peer != peer || pe.Lane != lane {
@@ -211,7 +212,7 @@ func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	return nil
 }
 
-// wantErr checks that err is want.
+// wantErr returns an error unless err wraps want. call names the call that has returned err.
 func wantErr(call string, err, want error) error {
 	if !errors.Is(err, want) {
 		return fmt.Errorf("%s: got error %v, want %v", call, err, want)
