@@ -232,7 +232,7 @@ func (o *options) check() error {
 	case o.warmup < 0 || o.checks < 0:
 		return fmt.Errorf("--warmup-iters is %d and --check is %d, want 0 or more", o.warmup, o.checks)
 	case !(o.seconds >= 0 && o.maxSeconds > 0):
-		return fmt.Errorf("--seconds is %v and --max-seconds is %v, want 0 or more and more than 0",
+		return fmt.Errorf("--seconds is %v, want 0 or more, and --max-seconds is %v, want more than 0",
 			o.seconds, o.maxSeconds)
 	case o.average < byKind || o.average > ofMax:
 		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (least) or 3 (greatest)", o.average)

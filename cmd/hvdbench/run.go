@@ -85,7 +85,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	if b.touch {
 		touched = ", written before every call"
 	}
-	b.out.begin(fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d iterations after %d",
+	b.out.begin(fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
 		b.kind, b.team.Size(), b.team, memoryName(b.arena), touched, b.iters, b.warmup))
 	var err error
 	if b.workload != "" || b.many.count > 0 {

@@ -163,7 +163,7 @@ func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 		if err := free(); err != nil {
 			return err
 		}
-		b.out.note(fmt.Sprintf("%s: %d tensors a step", r.collective, len(g.tensors)))
+		b.out.note(fmt.Sprintf("%s: %d tensors per step", r.collective, len(g.tensors)))
 		b.add(line{in: r})
 	}
 	return nil

@@ -316,11 +316,11 @@ func TestLimits(t *testing.T) {
 		{"locked memory", unix.RLIMIT_MEMLOCK, 65536, "ok locked memory: 64 KiB"},
 		{"open files", unix.RLIMIT_NOFILE, none, "ok open files: unlimited"},
 		{"open files", unix.RLIMIT_NOFILE, 1024,
-			"ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 for each rank of its host and 2 for each other, so jobs can have about 249 ranks on a host and 497 in all"},
-		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 248 ranks on a host and 496 in all"},
-		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 25 ranks on a host and 49 in all"},
-		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 24 ranks on a host and 48 in all"},
-		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks on a host and 1 in all"},
+			"ok open files: 1024 (RLIMIT_NOFILE): a rank needs about 4 files for each other rank on its host and 2 for each rank on another host, so a job can have about 249 ranks on one host and 497 ranks in total"},
+		{"open files", unix.RLIMIT_NOFILE, 1023, "warn open files: about 248 ranks on one host and 496 ranks in total"},
+		{"open files", unix.RLIMIT_NOFILE, 128, "warn open files: about 25 ranks on one host and 49 ranks in total"},
+		{"open files", unix.RLIMIT_NOFILE, 127, "fail open files: about 24 ranks on one host and 48 ranks in total"},
+		{"open files", unix.RLIMIT_NOFILE, 3, "fail open files: about 1 ranks on one host and 1 ranks in total"},
 	} {
 		s := soundSystem()
 		s.Rlimit = func(resource int) (unix.Rlimit, error) {
@@ -372,7 +372,7 @@ func TestInterfaces(t *testing.T) {
 		"idle": {append([]Interface{lo}, many[:2]...),
 			[]string{"ok interface lo", "ok no address: v0 v1"}},
 		"many idle": {append([]Interface{lo}, many...),
-			[]string{"ok interface lo", "ok no address: v7 and 2 more"}},
+			[]string{"ok interface lo", "ok no address: v7 and 2 other interfaces"}},
 		"none":  {nil, []string{"fail loopback: ip link set lo up"}},
 		"no lo": {[]Interface{eth}, []string{"ok interface eth0", "fail loopback"}},
 		"lo down": {[]Interface{with(lo, func(i *Interface) { i.Up = false })},

@@ -42,7 +42,7 @@ func hosts(ctx context.Context, s *System) []Line {
 				lines[i] = s.try(ctx, name, host)
 			case <-ctx.Done():
 				lines[i] = warn(name, "check fewer hosts at once",
-					"not tried: the other hosts took all of the time")
+					"not tried, because the other hosts took all the time")
 			}
 		})
 	}

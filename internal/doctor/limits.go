@@ -63,7 +63,8 @@ func openFiles(_ context.Context, s *System) []Line {
 	if err != nil {
 		return []Line{warn("", getrlimitFix, "%v", err)}
 	}
-	const format = "%d (RLIMIT_NOFILE): a rank needs about %d for each rank of its host and %d for each other, so jobs can have about %d ranks on a host and %d in all"
+	const format = "%d (RLIMIT_NOFILE): a rank needs about %d files for each other rank on its host and %d for each rank on " +
+		"another host, so a job can have about %d ranks on one host and %d ranks in total"
 	left := r.Cur - min(r.Cur, filesOwn)
 	values := []any{r.Cur, filesPerLocal, filesPerPeer, left/filesPerLocal + 1, left/filesPerPeer + 1}
 	switch {

@@ -118,8 +118,8 @@ func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
 		return []Line{fail("",
-			"raise the limit that the error names, or use a kernel (Linux 5.1) and a sandbox with memfd_create, fallocate and "+
-				"file seals; with HOROVOD_CPU_OPERATIONS=shm,tcp ranks run without shared memory", "%v", err)}
+			"raise the limit that the error names; or use Linux 5.1 or newer and a sandbox that permits memfd_create, fallocate and "+
+				"file seals; or run ranks without shared memory with HOROVOD_CPU_OPERATIONS=shm,tcp", "%v", err)}
 	}
 	return []Line{ok("", "shared memory can be created, sized and sealed")}
 }

@@ -41,7 +41,7 @@ func interfaces(_ context.Context, s *System) []Line {
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
 			lines = append(lines,
-				warn(name, "check its cable and the peer at the other end, or remove its address",
+				warn(name, "check the cable and the device at its other end, or remove the address of the interface",
 					"up without a carrier, %s", found))
 		default:
 			lines = append(lines, ok(name, "up, %s", found))
@@ -50,7 +50,7 @@ func interfaces(_ context.Context, s *System) []Line {
 	if len(idle) > 0 {
 		names := strings.Join(idle[:min(maxIdle, len(idle))], " ")
 		if more := len(idle) - maxIdle; more > 0 {
-			names += fmt.Sprintf(" and %d more", more)
+			names += fmt.Sprintf(" and %d other interfaces", more)
 		}
 		lines = append(lines, ok("no address", "%s", names))
 	}
@@ -87,7 +87,7 @@ func hostName(ctx context.Context, s *System) []Line {
 	}
 	addrs, err := s.LookupHost(ctx, name)
 	if err != nil {
-		return []Line{warn("", fix, "%s: %v; gloo of torch and MPI look up this name", name, err)}
+		return []Line{warn("", fix, "%s: %v; PyTorch's gloo and MPI look up this name", name, err)}
 	}
 	onlyLoopback := true
 	for _, a := range addrs {
@@ -97,7 +97,7 @@ func hostName(ctx context.Context, s *System) []Line {
 	found := fmt.Sprintf("%s is %s", name, strings.Join(addrs, " "))
 	switch {
 	case onlyLoopback && len(s.Hosts) > 0:
-		return []Line{warn("", fix, "%s, which other hosts cannot reach; gloo of torch uses this address",
+		return []Line{warn("", fix, "%s, which other hosts cannot reach; PyTorch's gloo uses this address",
 			found)}
 	case onlyLoopback:
 		return []Line{ok("", "%s, which only this host can reach", found)}
@@ -111,7 +111,7 @@ const maxClockError = time.Second
 
 // clock reports whether the clock is synchronized. Logs and certificates depend on that. Deadlines do not.
 func clock(_ context.Context, s *System) []Line {
-	const fix = "run chrony or systemd-timesyncd; in a container or virtual machine, on the host"
+	const fix = "run chrony or systemd-timesyncd; if this is a container or a virtual machine, run it on the host"
 	state, t, err := s.Clock()
 	if err != nil {
 		return []Line{warn("", "run in a sandbox that permits adjtimex", "%v", err)}

@@ -180,7 +180,7 @@ func (f *family) reapDead() (none bool, err error) {
 		case err == unix.EINTR:
 			continue
 		case err == unix.ECHILD && len(f.own) > 0:
-			return false, errors.New("launch: wait for children: other code in this process has reaped some")
+			return false, errors.New("launch: wait for children: other code in this process has reaped some of them")
 		case err == unix.ECHILD:
 			return true, nil
 		case err != nil:
