@@ -1,17 +1,17 @@
 // Package arena allocates tensors in memory that other processes can map.
 //
-// There is one allocator per process, as with the heap: tensors outlive engines, and several engines of a
-// process may use one tensor. Memory comes in chunks, each a shmem.Segment, so that peers map few large
-// pieces. Tensors are freed explicitly; a tensor that is not freed keeps its chunk for as long as the process
-// lives.
+// There is one allocator per process, like the heap, because tensors outlive engines, and several engines of
+// a process may use the same tensor. Memory comes in chunks, so that peers map few large pieces. Each chunk
+// is a shmem.Segment. Tensors are freed explicitly. A tensor that is not freed keeps its chunk until the
+// process ends.
 //
 // Invariants:
 //
 //  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: using a freed tensor is
 //     the same bug as with free(3). Chunks that were adopted are unmapped by Abandon.
 //  2. The IDs of chunks count from 1 and are not reused in the process.
-//  3. Watchers learn of a chunk before the Alloc that made it returns, and of its removal after its last
-//     tensor was freed and before it is unmapped.
+//  3. Watchers learn of a new chunk before the Alloc that made it returns. They learn of the removal of a chunk
+//     after its last tensor was freed and before the chunk is unmapped.
 package arena
 
 import (
@@ -27,56 +27,57 @@ import (
 )
 
 const (
-	// align is the alignment of tensors in bytes: a cache line, and a vector of AVX-512.
+	// align is the alignment of tensors in bytes: the size of a cache line and of an AVX-512 vector.
 	align = 64
-	// chunkBytes is the size of a chunk, except for tensors that are larger.
+	// chunkBytes is the size of a chunk, unless a tensor needs a larger one.
 	chunkBytes = 64 << 20
 )
 
 // Ref is the place of a tensor.
 type Ref struct {
-	// Chunk is the ID of the chunk.
+	// Chunk is the ID of the chunk that has the tensor.
 	Chunk uint32
-	// Offset is the offset of the first byte in the chunk.
+	// Offset is the offset of the tensor's first byte in the chunk.
 	Offset int64
 }
 
-// Chunk is a piece of shared memory that holds tensors.
+// Chunk is a piece of shared memory for tensors.
 type Chunk struct {
 	ID uint32
-	// Segment can be written by any process that has its descriptor until it is sealed. Seal it before giving
-	// the descriptor to peers.
+	// Segment is the memory. Any process that has its descriptor can map it for writing until it is sealed.
+	// So call Segment.Seal before you send the descriptor to peers.
 	Segment *shmem.Segment
-	// Adopted says that the chunk belongs to another process, and Alloc does not use it.
+	// Adopted is set if another process allocates the tensors in the chunk. Alloc then does not use it.
 	Adopted bool
 }
 
-// chunk is a Chunk with its allocation.
+// chunk is a Chunk and the state of its allocation.
 type chunk struct {
 	Chunk
 	bytes []byte
-	live  map[int64]int64 // maps the offset of a tensor to its bytes, a multiple of align
-	free  []span          // in ascending order; two spans never touch
-	// fresh is the offset of the bytes that were never handed out and are still zero.
+	live  map[int64]int64 // maps the offset of each tensor to the bytes that it takes up, a multiple of align
+	free  []span          // the free ranges, in ascending order; neighbours have live tensors between them
+	// fresh is the offset from which all bytes were never allocated, and so are still zero.
 	fresh int64
 }
 
-// span is a range of a chunk.
+// span is a range of bytes in a chunk.
 type span struct{ offset, size int64 }
 
-// heap is the allocator behind the package-level functions.
+// heap is the allocator behind the functions of this package.
 type heap struct {
-	// growing is held while a chunk is made, which takes long, so that waiting allocations share it. It is
-	// locked before mu.
+	// growing is held while a chunk is made, which takes long. Allocations that have waited for it look for
+	// room in the new chunk first. It is locked before mu.
 	growing sync.Mutex
 
 	mu       sync.Mutex
-	chunks   []*chunk // in ascending order of IDs
+	chunks   []*chunk // in ascending order of ID
 	lastID   uint32
-	live     int64 // number of bytes of live tensors, each rounded up to align
+	live     int64 // the bytes that live tensors take up, each a multiple of align
 	watchers []*watcher
 
-	// index is for Find: the chunks in ascending order of address. It is replaced and never changed in place.
+	// index has the chunks in ascending order of address, for Find. It is never changed in place: a new index
+	// replaces it.
 	index atomic.Pointer[[]chunkRange]
 }
 
@@ -93,43 +94,46 @@ type watcher struct {
 
 var process heap
 
-// Alloc allocates numBytes of zeroed shared memory, aligned to 64 bytes, until Free. The error is a
-// *shmem.NoMemoryError if there is none.
+// Alloc allocates numBytes of zeroed shared memory, aligned to 64 bytes. The memory is valid until Free. If
+// there is not enough memory, the error is a *shmem.NoMemoryError.
 //
-// It costs a few hundred ns and the clearing of reused memory; if a chunk has to be made, about 20 ms per 64
-// MiB.
+// Alloc takes a few hundred ns, and the time to clear reused memory. If it has to make a chunk, it takes
+// about 20 ms per 64 MiB.
 func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
 
-// Free frees the tensor that begins at the first byte of b. It is an error if none is allocated there.
+// Free frees the tensor that begins at the first byte of b. If no tensor begins there, it returns an error.
 func Free(b []byte) error { return process.release(b) }
 
-// Adopt makes a segment in which another process allocates tensors a chunk: Find finds it and watchers learn
-// of it. The arena owns the Segment until Abandon.
+// Adopt makes a chunk of a segment in which another process allocates tensors. From then on Find finds
+// tensors in the chunk, and watchers learn of the chunk. The arena owns the Segment until Abandon.
 func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 
-// Abandon removes an adopted chunk and unmaps it. The caller ensures that it is not used any more.
+// Abandon removes an adopted chunk and unmaps it. The caller must ensure that nothing uses it any more.
 func Abandon(id uint32) error { return process.abandon(id) }
 
-// Find returns the place of b if all of it is in one live chunk. It takes no lock, allocates nothing and
-// takes tens of ns. An empty b is found by the first byte of its capacity, if it has any.
+// Find returns the place of b if all of b is in one live chunk. It locks nothing, allocates nothing, and
+// takes some tens of ns. If b is empty but has capacity, Find returns the place of the first byte of the
+// capacity.
 func Find(b []byte) (Ref, bool) { return process.find(b) }
 
-// Watch calls added for every chunk, first for those that exist, and removed when one goes. The calls come
-// one at a time and under the lock of the allocator: they must return soon and call nothing of this package.
-// The Segment of a Chunk may be used until removed returns. After stop has returned neither is running or
-// called again.
+// Watch calls added for every chunk: first for the chunks that exist, and then for each new chunk. It calls
+// removed when a chunk is removed. The allocator makes one call at a time and holds its lock. So added and
+// removed must return soon and must not call this package. The Segment of a Chunk may be used until removed
+// returns. When stop has returned, neither function is running, and neither is called again.
 func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
 	return process.watch(added, removed)
 }
 
-// Stats returns the number of chunks, their size, and the size of live tensors, each rounded up to 64 bytes.
+// Stats returns the number of chunks, the sum of their sizes, and the sum of the sizes of live tensors, each
+// rounded up to 64 bytes.
 func Stats() (chunks int, mappedBytes, liveBytes int64) { return process.stats() }
 
 func (h *heap) alloc(numBytes int) ([]byte, error) {
 	if numBytes < 0 {
 		return nil, fmt.Errorf("arena: allocate: got %d bytes, want at least 0", numBytes)
 	}
-	size := max(align, (int64(numBytes)+align-1)/align*align) // an empty tensor has an address of its own too
+	// an empty tensor also gets an address of its own
+	size := max(align, (int64(numBytes)+align-1)/align*align)
 	if size < int64(numBytes) {
 		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes),
 			Err: errors.New("the size exceeds the address space")}
@@ -145,8 +149,8 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	return b[:numBytes:max(numBytes, 1)], nil
 }
 
-// take finds size bytes in the existing chunks, in the smallest free range that has them; b is nil if there
-// are none. The first dirty bytes have been used before.
+// take takes size bytes from the smallest free range of the existing chunks that is large enough. If there is
+// none, b is nil. The first dirty bytes of b have been used before.
 func (h *heap) take(size int64) (b []byte, dirty int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -165,7 +169,8 @@ func (h *heap) take(size int64) (b []byte, dirty int64) {
 	return h.cut(best, at, size)
 }
 
-// cut allocates the first size bytes of free range i of a chunk. The caller holds mu.
+// cut takes the first size bytes of free range i of c. The first dirty bytes of b have been used before. The
+// caller holds mu.
 func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	s := &c.free[i]
 	offset := s.offset
@@ -180,7 +185,8 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	return c.bytes[offset : offset+size], dirty
 }
 
-// grow makes a chunk and takes size bytes of it, unless another allocation has made room meanwhile.
+// grow makes a chunk and takes size bytes of it. If another allocation has made room in the meantime, grow
+// takes that.
 func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	h.growing.Lock()
 	defer h.growing.Unlock()
@@ -195,15 +201,15 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	defer h.mu.Unlock()
 	h.lastID++
 	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
-	// The rest of the last page after a large tensor stays unused: a small tensor there would keep the whole
-	// chunk.
+	// After a large tensor, the rest of the last page stays unused, because a small tensor there would keep
+	// the whole chunk alive.
 	c.free = []span{{0, max(size, chunkBytes)}}
 	h.add(c)
 	b, dirty = h.cut(c, 0, size)
 	return b, dirty, nil
 }
 
-// add adds a chunk. The caller holds mu.
+// add adds a chunk to the heap and tells the watchers. The caller holds mu.
 func (h *heap) add(c *chunk) {
 	h.chunks = append(h.chunks, c)
 	h.reindex()
@@ -212,7 +218,7 @@ func (h *heap) add(c *chunk) {
 	}
 }
 
-// remove takes chunk i, which add has added, out of the heap. The caller holds mu.
+// remove removes chunk i from the heap and tells the watchers. The caller holds mu.
 func (h *heap) remove(i int) {
 	id := h.chunks[i].ID
 	h.chunks = slices.Delete(h.chunks, i, i+1)
@@ -241,13 +247,13 @@ func (h *heap) abandon(id uint32) error {
 	segment := h.chunks[i].Segment
 	h.remove(i)
 	h.mu.Unlock()
-	return segment.Close() // the lock is not held, because this takes long
+	return segment.Close() // without the lock, because this takes long
 }
 
 func (h *heap) release(b []byte) error {
 	unused, err := h.free(b)
 	if unused != nil {
-		// The lock is not held, because this takes long: 0.1 s per GiB.
+		// This is done without the lock, because it takes long: 0.1 s per GiB.
 		err = unused.Segment.Close()
 	}
 	if err != nil {
@@ -256,15 +262,15 @@ func (h *heap) release(b []byte) error {
 	return nil
 }
 
-// free frees the tensor at the start of b. It returns the chunk if this was its last tensor and the chunk is
-// not kept for further tensors.
+// free frees the tensor at the start of b. If this was the last tensor of its chunk and the chunk is not kept
+// for further tensors, free removes the chunk from the heap and returns it.
 func (h *heap) free(b []byte) (unused *chunk, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	ref, ok := h.find(b[:0])
 	if !ok {
 		return nil, fmt.Errorf(
-			"got %d bytes at %p, which are in no arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
+			"got %d bytes at %p, which are not in an arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
 	}
 	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == ref.Chunk })
 	c := h.chunks[i]
@@ -283,12 +289,12 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 	return c, nil
 }
 
-// addFree frees s and merges it with the free ranges around it.
+// addFree adds s to the free ranges and merges it with the free ranges that touch it.
 func (c *chunk) addFree(s span) {
 	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int {
 		return cmp.Compare(f.offset, offset)
 	})
-	from, to := i, i // free[from:to] are merged into the new range
+	from, to := i, i // free[from:to] are merged into s
 	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
 		from--
 		s = span{c.free[from].offset, c.free[from].size + s.size}
@@ -300,8 +306,8 @@ func (c *chunk) addFree(s span) {
 	c.free = slices.Replace(c.free, from, to, s)
 }
 
-// keeps reports whether an empty chunk stays for further tensors: one of the standard size does. The caller
-// holds mu.
+// keeps reports whether an empty chunk stays for further tensors. One empty chunk of the standard size stays.
+// The caller holds mu.
 func (h *heap) keeps(c *chunk) bool {
 	if len(c.bytes) != chunkBytes {
 		return false
@@ -314,7 +320,7 @@ func (h *heap) keeps(c *chunk) bool {
 	return true
 }
 
-// reindex updates the index for Find. The caller holds mu.
+// reindex makes a new index for Find. The caller holds mu.
 func (h *heap) reindex() {
 	index := make([]chunkRange, 0, len(h.chunks))
 	for _, c := range h.chunks {
@@ -333,7 +339,7 @@ func (h *heap) find(b []byte) (Ref, bool) {
 		return Ref{}, false
 	}
 	at := address(b)
-	// Find the last chunk that begins at or before b. A search with a closure would take twice as long.
+	// This finds the last chunk that begins at or before b. A search with a closure would take twice as long.
 	lo, hi := 0, len(*index)
 	for lo < hi {
 		if mid := int(uint(lo+hi) / 2); (*index)[mid].from <= at {

@@ -8,26 +8,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Operations of futex(2), without FUTEX_PRIVATE_FLAG.
+// opWait and opWake are operations of futex(2), without FUTEX_PRIVATE_FLAG.
 const (
 	opWait = 0
 	opWake = 1
 )
 
-// maxWake is the number of waiters that one Wake wakes: all of them, since the kernel counts them in an
-// int32.
+// maxWake is the number of waiters that Wake wakes at most. The kernel counts waiters in an int32, so this is
+// all of them.
 const maxWake = 1<<31 - 1
 
-// Wait sleeps while *addr is val, until a Wake, or for at most d. It returns at once if *addr is not val or d
-// is not positive, and may return spuriously. It occupies a thread while it sleeps, but no P of the Go
-// scheduler.
+// Wait sleeps while *addr is val, until a Wake, but at most for d. It returns at once if *addr is not val or
+// d is not positive. It may also return early for no reason. While it sleeps, it occupies a thread but no P
+// of the Go scheduler.
 func Wait(addr *uint32, val uint32, d time.Duration) {
 	if d <= 0 {
 		return
 	}
 	ts := unix.NsecToTimespec(int64(d))
-	// The error does not matter (the word differs, the time is up, or a signal came), because in every case
-	// the caller checks the word again.
+	// The error does not matter: the word differs, the time is up, or a signal came. In every case the caller
+	// checks the word again.
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWait, uintptr(val),
 		uintptr(unsafe.Pointer(&ts)), 0, 0)
 }
@@ -39,6 +39,6 @@ func Wake(addr *uint32) {
 	_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWake, maxWake, 0, 0, 0)
 }
 
-// Yield lets another thread of this core run, if one is ready. It keeps the P of the Go scheduler, so
-// goroutines of this process do not run on that P meanwhile; runtime.Gosched lets them run.
+// Yield lets another thread of this core run, if one is ready. Unlike runtime.Gosched, it keeps the P of the
+// Go scheduler, so no other goroutine runs on that P in the meantime.
 func Yield() { _, _, _ = syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0) }

@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// checkLimits returns an error that names the limit that a segment of need bytes would exceed, if that can be
-// known in advance. If an allocation exceeds a cgroup's limit or the machine's memory, the kernel does not
-// fail it but kills a process.
+// checkLimits returns an error if a segment of need bytes would exceed a known limit. The error names the
+// limit. It is checked in advance because if an allocation exceeds the limit of a cgroup or the memory of the
+// machine, the kernel kills a process instead of reporting an error.
 func checkLimits(need int64) error {
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &files); err == nil && uint64(need) > files.Cur {
@@ -25,22 +25,23 @@ func checkLimits(need int64) error {
 	return cgroups{"/proc/self/cgroup", "/sys/fs/cgroup"}.check(need)
 }
 
-// explain adds to an error of the kernel what it may mean.
+// explain adds to an error of the kernel what the error may mean.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.EFBIG):
 		return fmt.Errorf("the size exceeds the limit for files (RLIMIT_FSIZE, ulimit -f): %w", err)
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.ENOMEM):
-		return fmt.Errorf("the machine has no memory left, or the kernel allows no more: %w", err)
+		return fmt.Errorf("the machine has no memory left, or the kernel does not allow more: %w", err)
 	default:
 		return fmt.Errorf("fallocate: %w", err)
 	}
 }
 
-// machine is the path of the kernel's file on the memory of the machine, /proc/meminfo.
+// machine is the path of the kernel's file about the memory of the machine, /proc/meminfo.
 type machine string
 
-// check returns an error if the machine has less than need bytes left, and nil if that is not known.
+// check returns an error if the machine has less than need bytes left. If the file cannot be read, it returns
+// nil.
 func (m machine) check(need int64) error {
 	text, err := os.ReadFile(string(m))
 	if err != nil {
@@ -54,15 +55,15 @@ func (m machine) check(need int64) error {
 	return nil
 }
 
-// cgroups has the paths with which this process's cgroups are found: the file that names them, and the
-// directory in which their hierarchies are mounted.
+// cgroups has the paths with which this process's cgroups are found. self is the file that names the cgroups,
+// and mount is the directory under which their hierarchies are mounted.
 type cgroups struct{ self, mount string }
 
-// files has the names of the files of a memory controller. They differ between version 1 and 2 of cgroups.
+// files has the names of the files of a memory controller, which differ between versions 1 and 2 of cgroups.
 type files struct {
 	limit, usage string
-	// cache are the fields of memory.stat that count pages that the kernel can reclaim: file contents that
-	// were read. Without them a job that has read its data would seem to have no memory left.
+	// cache are the fields of memory.stat that count file contents that were read. The kernel can reclaim
+	// these pages. If they counted as used, a job that has read its data would seem to have no memory left.
 	cache []string
 }
 
@@ -72,15 +73,16 @@ var (
 	version2 = files{"memory.max", "memory.current", []string{"inactive_file", "active_file"}}
 )
 
-// check returns an error if a cgroup of this process, or one above it, has less than need bytes left. A limit
-// that cannot be read is ignored.
+// check returns an error if a cgroup of this process, or a cgroup above it, has less than need bytes left. It
+// ignores a limit that it cannot read.
 func (c cgroups) check(need int64) error {
 	text, err := os.ReadFile(c.self)
 	if err != nil {
 		return nil
 	}
 	for line := range strings.Lines(string(text)) {
-		// A line is hierarchy-ID:controllers:path. Version 2 has ID 0 and no controllers (cgroups(7)).
+		// A line is hierarchy-ID:controllers:path. In version 2 the ID is 0 and there are no controllers
+		// (cgroups(7)).
 		part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 		if len(part) != 3 {
 			continue
@@ -100,9 +102,9 @@ func (c cgroups) check(need int64) error {
 	return nil
 }
 
-// check checks the cgroup path in the hierarchy at root, and all cgroups above it. Inside a container, path
-// may be the path on the host, which does not exist in the container; then root itself is the container's
-// cgroup.
+// check checks the cgroup at path in the hierarchy at root, and all cgroups above it. Inside a container,
+// path may be the path on the host, which does not exist in the container. The container's cgroup is then
+// root itself.
 func (f files) check(root, path string, need int64) error {
 	for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
 		if err := f.checkOne(filepath.Join(root, path), need); err != nil {
@@ -128,12 +130,12 @@ func (f files) checkOne(dir string, need int64) error {
 		}
 	}
 	if left = max(0, left); need > left {
-		return fmt.Errorf("the cgroup has %d bytes left of %d (%s)", left, limit, filepath.Join(dir, f.limit))
+		return fmt.Errorf("the cgroup has %d bytes left of its limit of %d bytes (%s)", left, limit, filepath.Join(dir, f.limit))
 	}
 	return nil
 }
 
-// number returns the number in a file, and false if the file has no number: "max", for example.
+// number returns the number in a file. If the file has no number, but for example "max", it returns false.
 func number(file string) (int64, bool) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -143,7 +145,7 @@ func number(file string) (int64, bool) {
 	return n, err == nil
 }
 
-// field returns the number that follows name at the start of a line of text.
+// field returns the number after name, from the line of text that begins with name.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		words := strings.Fields(line)

@@ -14,5 +14,5 @@ func Pause(n int) {
 // Fence executes a full memory barrier, by an atomic write.
 func Fence() { spent.Add(1) }
 
-// spent has no meaning. It is a variable that Pause can read and Fence can write.
+// spent only gives Pause a variable to read and Fence a variable to write. Its value has no meaning.
 var spent atomic.Uint32

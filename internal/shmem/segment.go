@@ -1,23 +1,24 @@
-// Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)), and
-// waits for words in it (futex(2)). Package arena allocates tensors in it.
+// Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)). It
+// also waits for words in such memory (futex(2)). Package arena allocates tensors in it.
 //
 // Invariants of a Segment:
 //
-//  1. A Segment is allocated completely before any other process sees it: no access to it can raise SIGBUS for lack of
-//     memory.
-//  2. It cannot shrink or grow (seals), so no access can raise SIGBUS because of the actions of another process.
-//  3. A process that is given the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). The only
-//     writer is the process that made it. A Segment of CreateOpen has this property only from Seal on; until then it may be
-//     given to one other process, which works for this one, also writes it, and seals it (Adopt).
-//  4. It is not in any file system. The kernel frees it when the last mapping and the last descriptor are gone, however
-//     their processes ended.
+//  1. A Segment is allocated completely before any other process sees it. So no access to it can raise SIGBUS
+//     because memory is missing.
+//  2. A Segment cannot shrink or grow (seals). So no access can raise SIGBUS because of what another process does.
+//  3. A process that gets the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). Only the
+//     process that made the Segment writes to it. A Segment made by CreateOpen has this property only from Seal on.
+//     Until then, its descriptor may be given to one other process that works for this process. That process also
+//     writes to the Segment, and seals it (Adopt).
+//  4. A Segment is not in any file system. The kernel frees it when the last mapping and the last descriptor are
+//     gone, however the processes ended.
 //
-// Invariants of Wait and Wake. They may be called in different processes that have mapped the page at
-// different addresses, and the process that waits may have mapped it read-only:
+// Invariants of Wait and Wake, which different processes may call. They may have mapped the page at different
+// addresses, and the waiting process may have mapped it read-only:
 //
-//  1. Wait checks the word after it has queued itself. So a waker that changes the word first and then calls Wake wakes
-//     every waiter that saw the old value.
-//  2. A return of Wait guarantees nothing: the caller must check the word again.
+//  1. Wait checks the word after it has queued itself. So if a waker first changes the word and then calls Wake,
+//     it wakes every waiter that saw the old value.
+//  2. When Wait returns, the word need not have changed: the caller must check it again.
 //
 // The word must not be in private memory of a read-only mapping.
 package shmem
@@ -33,17 +34,17 @@ import (
 )
 
 const (
-	// allocStep is the number of bytes of one fallocate call. A signal makes the kernel undo the whole call,
-	// so calls are kept shorter than the time between two signals of a profiler.
+	// allocStep is the number of bytes of one fallocate call. A signal makes the kernel undo the whole call.
+	// So calls must be shorter than the time between two signals of a profiler.
 	allocStep = 4 << 20
-	// maxRetries is how many times in a row one step is retried after it was interrupted by a signal.
+	// maxRetries is how many times in a row a step is retried after a signal has interrupted it.
 	maxRetries = 1000
 )
 
-// Segment is a mapping of a memfd. Its methods are safe for concurrent use, but no slice of Bytes may be used
-// during or after Close.
+// Segment is a mapping of a memfd. Its methods are safe for concurrent use. But a slice from Bytes must not
+// be used during or after Close.
 type Segment struct {
-	name  string // for the errors of Seal
+	name  string // appears in the errors of Seal
 	bytes []byte
 	// own is the descriptor, or -1 if the Segment does not own one.
 	own int
@@ -54,11 +55,11 @@ type Segment struct {
 
 // NoMemoryError is the error if there is not enough memory for a segment.
 type NoMemoryError struct {
-	// What names the purpose of the memory.
+	// What is the purpose of the memory.
 	What string
 	// NeedBytes is the size of the segment.
 	NeedBytes int64
-	// Err is the reason. It names the limit if that is known.
+	// Err is the reason. If the limit is known, it names the limit.
 	Err error
 }
 
@@ -68,10 +69,10 @@ func (e *NoMemoryError) Error() string {
 
 func (e *NoMemoryError) Unwrap() error { return e.Err }
 
-// Create makes a zeroed Segment of numBytes, rounded up to whole pages, that this process can write. name, up
-// to 249 bytes, shows in /proc. The error is a *NoMemoryError if there is not enough memory.
+// Create makes a Segment that this process can write to, of numBytes zeros, rounded up to whole pages. The
+// name appears in /proc and may have 249 bytes. If there is not enough memory, the error is a *NoMemoryError.
 //
-// Create clears all of the memory, which takes about 0.2 s per GiB.
+// Create clears the memory, which takes about 0.2 s per GiB.
 func Create(name string, numBytes int64) (*Segment, error) {
 	s, err := CreateOpen(name, numBytes)
 	if err != nil {
@@ -83,8 +84,8 @@ func Create(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// CreateOpen is like Create, but seals only the size of the Segment: until Seal, any process that has the
-// descriptor can map it for writing.
+// CreateOpen is like Create, but seals only the size of the Segment. Until Seal, any process that has the
+// descriptor can map the Segment for writing.
 func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	if numBytes <= 0 {
 		return nil, fmt.Errorf("shmem: %s: got a size of %d bytes, want at least 1", name, numBytes)
@@ -108,8 +109,8 @@ func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// open makes the file. The file is not executable if the kernel supports that (6.3 and later), because a
-// kernel may require it.
+// open makes the file. If the kernel supports it (6.3 and later), the file is not executable, because a
+// kernel may be configured to refuse executable files.
 func open(name string) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
@@ -119,7 +120,8 @@ func open(name string) (int, error) {
 	return fd, err
 }
 
-// fill allocates the memory of a new file. The Segment owns fd; if fill fails, the caller still owns it.
+// fill allocates the memory of a new file. If it succeeds, the Segment owns fd. If it fails, the caller still
+// owns fd.
 func fill(name string, fd int, size int64) (*Segment, error) {
 	if err := retry(func() error { return unix.Ftruncate(fd, size) }); err != nil {
 		return nil, &NoMemoryError{name, size, explain(err)}
@@ -140,8 +142,8 @@ func fill(name string, fd int, size int64) (*Segment, error) {
 	return &Segment{name: name, bytes: b, own: fd}, nil
 }
 
-// populate touches b through the mapping, because the kernel uses huge pages only then. If it fails, the
-// memory is only slower: allocate allocates the remaining pages.
+// populate writes to b through the mapping, because only then the kernel uses huge pages. It may fail: then
+// the memory is only slower, because allocate allocates the remaining pages.
 func populate(b []byte) {
 	if unix.Madvise(b, unix.MADV_HUGEPAGE) == nil && len(b) >= hugePage {
 		for at := 0; at < len(b); at += allocStep {
@@ -152,7 +154,7 @@ func populate(b []byte) {
 	}
 }
 
-// hugePage is the size of a Segment from which huge pages are possible.
+// hugePage is the size from which a Segment may get huge pages.
 const hugePage = 2 << 20
 
 // allocate makes the kernel reserve every page.
@@ -167,7 +169,7 @@ func allocate(fd int, size int64) error {
 	return nil
 }
 
-// retry calls f again while it is interrupted by signals, up to maxRetries times.
+// retry calls f again as long as a signal interrupts it, up to maxRetries times.
 func retry(f func() error) (err error) {
 	for range maxRetries {
 		if err = f(); err != unix.EINTR {
@@ -177,10 +179,10 @@ func retry(f func() error) (err error) {
 	return err
 }
 
-// fixed are the seals that fix the size.
+// fixed are the seals against shrinking and growing.
 const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// fix seals the size.
+// fix seals the size of a file.
 func fix(name string, fd int) error {
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, fixed); err != nil {
 		return fmt.Errorf("shmem: %s: seal: %w", name, err)
@@ -188,11 +190,12 @@ func fix(name string, fd int) error {
 	return nil
 }
 
-// seal seals the size and the writer. The last seal prevents further seals, so that a peer cannot add a
-// harmful one. It is not an error if the file already has these seals.
+// seal seals the size of a file and that no other process can map it for writing. The last seal prevents
+// further seals, so that a peer cannot add a harmful one. If the file already has these seals, seal returns
+// no error.
 func seal(name string, fd int) error {
 	err := addSeals(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
-	if err == unix.EINVAL { // Linux before 5.1, in which a peer could map the file for writing
+	if err == unix.EINVAL { // Linux before 5.1, where peers can map the file for writing
 		err = addSeals(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
@@ -201,10 +204,10 @@ func seal(name string, fd int) error {
 	return nil
 }
 
-// addSeals adds seals to a descriptor. It succeeds if the descriptor has them already.
+// addSeals adds seals to the file fd. If the file already has them, it returns no error.
 func addSeals(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-	if err == unix.EPERM { // the file allows no more seals
+	if err == unix.EPERM { // the seals of the file cannot change any more
 		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil &&
 			has&seals == seals {
 			return nil
@@ -213,8 +216,8 @@ func addSeals(fd, seals int) error {
 	return err
 }
 
-// Map maps all of a peer's segment for reading. The caller still owns fd, which is not needed afterwards. It
-// is an error if the file could shrink, is empty, or does not have whole pages, because reading it might
+// Map maps all of a peer's segment for reading. The caller still owns fd, and may close it afterwards. If the
+// file could shrink, is empty, or does not have whole pages, Map returns an error, because reading could
 // raise SIGBUS.
 func Map(fd int) (*Segment, error) {
 	size, err := check(fd, unix.F_SEAL_SHRINK)
@@ -230,10 +233,10 @@ func Map(fd int) (*Segment, error) {
 	return &Segment{bytes: b, own: -1}, nil
 }
 
-// Adopt maps all of a file that another process has made, for reading and writing, and then seals it as
-// Create does: from then on no other process can map it for writing, but existing mappings remain. The
-// Segment owns fd; if there is an error, Adopt closes it. It is an error if the file could raise SIGBUS: if
-// it is not sealed against shrinking and growing, does not have whole pages, or has holes.
+// Adopt maps all of a file that another process has made, for reading and writing, and seals it as Create
+// does. From then on no other process can map the file for writing, but existing mappings remain. The Segment
+// owns fd. If Adopt returns an error, it has closed fd. It returns an error if access to the file could raise
+// SIGBUS: if the file is not sealed against shrinking and growing, does not have whole pages, or has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
@@ -263,7 +266,7 @@ func adopt(fd int) (*Segment, error) {
 	if err := seal("adopt", fd); err != nil {
 		return nil, errors.Join(err, unmap(b))
 	}
-	// Until the seals were set, a process that breaks the rules could punch a hole. So check again.
+	// Until seal had set the seals, another process could punch a hole into the file. So this checks again.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
 		return nil, errors.Join(
 			fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d",
@@ -275,8 +278,8 @@ func adopt(fd int) (*Segment, error) {
 // blockBytes is the unit of st_blocks, in bytes.
 const blockBytes = 512
 
-// check returns the size of a file. It is an error if the file lacks one of the seals in want, or does not
-// have whole pages.
+// check returns the size of the file fd. If the file lacks one of the seals want, or does not have whole
+// pages, it returns an error.
 func check(fd int, want int) (size int64, err error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -296,20 +299,19 @@ func check(fd int, want int) (size int64, err error) {
 	return st.Size, nil
 }
 
-// Bytes returns the memory. Writing to the memory of a segment from Map is a fault.
+// Bytes returns the memory. Writing to it is a fault if the segment was made by Map.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
-// Seal ensures that from now on no process that has the descriptor can map the memory for writing. Existing
-// mappings, such as the one of this process, remain. Seal may be called again. The segment comes from
-// Create, CreateOpen or Adopt.
+// Seal prevents that any process maps the memory for writing from now on. Existing mappings, such as that of
+// this process, remain. Seal may be called again. The segment must have been made by Create, CreateOpen or
+// Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 
-// FD returns the descriptor of a segment of Create, CreateOpen or Adopt, to pass to peers. For a segment of
-// CreateOpen it must be called after Seal. The descriptor is valid until Close. FD returns -1 for a segment
-// of Map.
+// FD returns the descriptor, to send it to peers. It is valid until Close. For a segment made by CreateOpen,
+// Seal must be called first. For a segment made by Map, FD returns -1.
 func (s *Segment) FD() int { return s.own }
 
-// Close unmaps the memory and closes the descriptor. Later calls return the result of the first call.
+// Close unmaps the memory and closes the descriptor. Later calls return the same result as the first call.
 func (s *Segment) Close() error {
 	s.closing.Do(func() {
 		s.err = unmap(s.bytes)
@@ -320,8 +322,8 @@ func (s *Segment) Close() error {
 	return s.err
 }
 
-// Blank replaces the memory of a segment of Map with zeros, and releases the original memory. Until Close,
-// readers of Bytes then read zeros instead of faulting.
+// Blank replaces the memory of a segment made by Map with zeros, and releases the original memory. Until
+// Close, readers of Bytes read zeros, so that they do not fault.
 func (s *Segment) Blank() error {
 	const flags = unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_FIXED | unix.MAP_NORESERVE
 	at := unsafe.Pointer(unsafe.SliceData(s.bytes))
