@@ -11,28 +11,29 @@ import (
 )
 
 // These are the types of the functions in assembly. n is the number of elements. The pointers need not be
-// aligned. dst may be a, b or src if the elements have the same size.
+// aligned. dst may be equal to a, b or src if the elements have the same size.
 type (
 	reduceAssembly  func(dst, a, b *byte, n int)
 	factorAssembly  func(dst, src *byte, n int, factor float64)
 	convertAssembly func(dst, src *byte, n int)
 )
 
-// assembly is a function that must get at least least elements. run is nil if there is no function.
+// assembly is a function that must be called with at least least elements. If run is nil, there is no
+// function.
 type assembly[F any] struct {
 	run   F
 	least int
 }
 
-// functions has the functions of a level, indexed by type.
+// functions has the functions of a level. Each field is indexed by element type.
 type functions struct {
 	reduce [numTypes]reductions[assembly[reduceAssembly]]
-	scale  [numTypes]assembly[factorAssembly] // of floating-point types
-	// widen and narrow convert half-precision types to float32 and back.
+	scale  [numTypes]assembly[factorAssembly] // for floating-point types
+	// widen converts half-precision types to float32, and narrow converts float32 to half-precision types.
 	widen, narrow [numTypes]assembly[convertAssembly]
 }
 
-// vectorize replaces the plain functions of t for which f has assembly.
+// vectorize replaces the plain functions of t with the functions of f, where f has them.
 func (f *functions) vectorize(t *table) {
 	for i := range t {
 		dt, r := tensor.DType(i), &t[i]
@@ -46,13 +47,13 @@ func (f *functions) vectorize(t *table) {
 	}
 }
 
-// stretchBytes is the number of bytes that are passed to one call of a function in assembly. It takes tens of
-// microseconds. Go cannot preempt a goroutine inside such a call, and the garbage collector waits for all
-// goroutines to stop.
+// stretchBytes is the number of bytes that one call of a function in assembly handles. Such a call takes tens
+// of microseconds. Calls must be short because Go cannot preempt a goroutine inside a call, and the garbage
+// collector waits for all goroutines to stop.
 const stretchBytes = 1 << 20
 
-// stretch returns how many of n elements to pass to the next call. Either all elements are passed, or at
-// least least elements remain.
+// stretch returns how many of n elements the next call handles. These are all n, or so few that at least
+// least elements remain.
 func stretch(n, shift, least int) int {
 	if next := stretchBytes >> shift; n >= next+least {
 		return next
@@ -60,8 +61,8 @@ func stretch(n, shift, least int) int {
 	return n
 }
 
-// shiftOf returns the logarithm of a type's size, for shifts: a division would take longer than the rest of a
-// call with few elements.
+// shiftOf returns the binary logarithm of an element size. With it, callers shift instead of dividing. A
+// division would take longer than the rest of a call with few elements.
 func shiftOf(size int) int { return bits.TrailingZeros(uint(size)) }
 
 // at returns the address of byte i of b.
@@ -101,7 +102,7 @@ func scaling(f assembly[factorAssembly], size int, plain ScaleFunc) ScaleFunc {
 			return
 		}
 		if factor != factor {
-			factor = math.NaN() // some other NaNs are not NaNs when rounded to float32
+			factor = math.NaN() // NaNs with other bits may not be NaNs after rounding to float32
 		}
 		noteWrite(buf)
 		for i := 0; n > 0; {

@@ -1,9 +1,9 @@
 package kernel
 
-// The elements of Bool are bytes here and not Go bools, because a peer may send any byte, and Go does not
-// define operations on a bool that is neither 0 nor 1. Every byte other than 0 is true.
+// The elements of type Bool are handled as bytes and not as Go bools. A peer may send any byte, and Go does
+// not define operations on a bool that is neither 0 nor 1. Every byte other than 0 is true.
 
-// bools returns the row of Bool: Min is true if all elements are, Max if any element is.
+// bools returns the row of Bool. Min is true if all elements are true, and Max is true if any element is.
 func bools() row {
 	return row{
 		reductions: reductions[IntoFunc]{min: pairs(allOf), max: pairs(anyOf)},
@@ -25,5 +25,5 @@ func anyOf(d, a, b []uint8) {
 	}
 }
 
-// truth returns 1 unless x is 0. Only for 0 do both x and -x lack the highest bit.
+// truth returns 0 if x is 0, and otherwise 1. It works because x or -x has the highest bit unless x is 0.
 func truth(x uint8) uint8 { return (x | -x) >> 7 }

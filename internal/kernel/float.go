@@ -7,30 +7,30 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ConvertFunc converts the elements of src to the type of dst and stores them in dst.
+// ConvertFunc converts the elements of src to the element type of dst and stores them in dst.
 //
-// dst and src must have the same number of elements, each of its own type, or ConvertFunc panics. They must
-// be aligned for their elements and must not overlap. It allocates nothing.
+// It panics unless dst and src have the same number of elements, each of its own type. dst and src must be
+// aligned for their elements and must not overlap. It allocates nothing.
 type ConvertFunc func(dst, src []byte)
 
-// DotFunc returns the dot products a·b, a·a and b·b, computed in float64 with the same result on every
-// machine. The order in which the products are summed depends only on the length, so splitting an array may
-// change the last bits. Squares of float64s may overflow.
+// DotFunc returns the dot products a·b, a·a and b·b. It computes them in float64 and has the same result on
+// every machine. The order in which the products are added depends only on the length. So splitting an array
+// may change the last bits. For float64 elements, the squares may overflow.
 //
-// a and b must have the same length, a multiple of the element's size, or DotFunc panics. Both must be
-// aligned for the element, and may be the same. It allocates nothing.
+// It panics unless a and b have the same length, a multiple of the element's size. Both must be aligned for
+// the element, and may be the same. It allocates nothing.
 type DotFunc func(a, b []byte) (ab, aa, bb float64)
 
 // CombineFunc sets dst to ca·a + cb·b, element by element. It computes the two products and the sum in
-// float64, with the same result on every machine, and rounds the sum once to the element's type.
+// float64 and rounds the sum once to the element's type. It has the same result on every machine.
 //
-// All three must have the same length, a multiple of the element's size, or CombineFunc panics. They must be
-// aligned for the element and must not overlap, except that dst may be a or b. It allocates nothing.
+// It panics unless all three have the same length, a multiple of the element's size. They must be aligned for
+// the element and must not overlap, except that dst may be a or b. It allocates nothing.
 type CombineFunc func(dst, a, b []byte, ca, cb float64)
 
-// Convert returns the function that converts between two floating-point types. It rounds once, to nearest
-// even: a float64 is converted to a half-precision type without rounding to float32 in between. Values beyond
-// the largest number become infinity, and a NaN stays a NaN.
+// Convert returns the function that converts elements of type from to type to, both floating-point types. It
+// rounds once, to nearest even: a float64 is converted to a half-precision type without rounding to float32
+// in between. Values beyond the largest number become infinity, and a NaN stays a NaN.
 func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	if !to.IsFloat() || !from.IsFloat() {
 		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
@@ -38,8 +38,8 @@ func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	return rowOf(to).from[from], nil
 }
 
-// Dot returns the function that computes the dot products of two arrays of dt. It is an error if dt is not a
-// floating-point type.
+// Dot returns the function that computes the dot products of two arrays of type dt. If dt is not a
+// floating-point type, it returns an error.
 func Dot(dt tensor.DType) (DotFunc, error) {
 	f := rowOf(dt).dot
 	if f == nil {
@@ -48,8 +48,8 @@ func Dot(dt tensor.DType) (DotFunc, error) {
 	return f, nil
 }
 
-// Combine returns the function that adds multiples of two arrays of dt. It is an error if dt is not a
-// floating-point type.
+// Combine returns the function that adds multiples of two arrays of type dt. If dt is not a floating-point
+// type, it returns an error.
 func Combine(dt tensor.DType) (CombineFunc, error) {
 	f := rowOf(dt).combine
 	if f == nil {
@@ -100,15 +100,16 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	}
 }
 
-// conversions returns the functions that convert to the floating-point type to, indexed by the floating-point
-// type that they convert from.
+// conversions returns the functions that convert to the floating-point type to. The result is indexed by the
+// type from which they convert.
 func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	for dt := range tensor.DType(numTypes) {
 		switch {
 		case !to.IsFloat() || !dt.IsFloat():
 		case to == dt:
 			from[dt] = copyElems(to.Size())
-		case to == tensor.Float32 && dt == tensor.Float64: // load would round to odd
+		// not convertBlocks, because load would round to odd
+		case to == tensor.Float32 && dt == tensor.Float64:
 			from[dt] = roundElems
 		default:
 			from[dt] = convertBlocks(to, dt)
@@ -117,8 +118,8 @@ func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	return from
 }
 
-// mix returns ca·x + cb·y. The conversions, here and in dot, prevent the compiler from fusing a product with
-// the sum, which only some processors can do.
+// mix returns ca·x + cb·y. Here and in dot, the conversions to float64 prevent the compiler from fusing a
+// product with the sum. Only some processors can do that, so results would differ.
 func mix(x, y, ca, cb float64) float64 { return float64(ca*x) + float64(cb*y) }
 
 func copyElems(size int) ConvertFunc {
@@ -129,7 +130,7 @@ func copyElems(size int) ConvertFunc {
 	}
 }
 
-// roundElems converts float64 to float32.
+// roundElems converts float64s to float32s.
 func roundElems(dst, src []byte) {
 	d, s := elems[float32](dst), elems[float64](src)
 	sameCount(len(d), len(s))
@@ -138,7 +139,7 @@ func roundElems(dst, src []byte) {
 	}
 }
 
-// convertBlocks returns the function for a pair of types, other than float64 to float32.
+// convertBlocks returns the function for a pair of types. It must not be used for float64 to float32.
 func convertBlocks(to, from tensor.DType) ConvertFunc {
 	toSize, fromSize := to.Size(), from.Size()
 	return func(dst, src []byte) {

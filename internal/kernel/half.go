@@ -10,17 +10,17 @@ import (
 
 // block is a buffer for computing with half-precision elements: they are widened to float32, combined as
 // float32, and rounded back, one block at a time. A block is small enough for the stack and the first-level
-// cache. It stays on the stack because only functions known at compile time take it. For that reason the
-// half-precision type is a value here, on which load and store branch, and not a type parameter or a function
-// value.
+// cache. It stays on the stack because it is only passed to functions that are known at compile time. For
+// that reason load and store take the half-precision type as a value and branch on it. A type parameter or a
+// function value would move the block to the heap.
 type block [128]float32
 
-const halfSize = 2 // bytes
+const halfSize = 2 // size of an element in bytes
 
-// halves returns the row of dt, Float16 or BFloat16. one and inf are the bits of 1 and +Inf.
+// halves returns the row of dt, Float16 or BFloat16. one and inf are the bits of 1 and +Inf in that type.
 func halves(dt tensor.DType, one, inf uint16) row {
 	const sign = 0x8000
-	nans := sign - 1 - inf // number of positive NaNs, and of negative NaNs
+	nans := sign - 1 - inf // the number of positive NaNs, and also of negative NaNs
 	return row{
 		reductions: reductions[IntoFunc]{
 			sum:     reduceHalf(dt, tensor.Sum),
@@ -35,8 +35,8 @@ func halves(dt tensor.DType, one, inf uint16) row {
 	}
 }
 
-// bfloat16s returns the row of BFloat16. Its sum, the most frequent operation, does not go through a block:
-// widening a bfloat16 is only a shift, and the block would cost too much.
+// bfloat16s returns the row of BFloat16. Its sum, which is the most frequent operation, does not use a block:
+// to widen a bfloat16 is only a shift, so a block would cost more than it saves.
 func bfloat16s() row {
 	r := halves(tensor.BFloat16, 0x3f80, 0x7f80)
 	r.sum = pairs(addBFloat16)
@@ -50,8 +50,8 @@ func addBFloat16(d, a, b []half.BFloat16) {
 	}
 }
 
-// load widens len(v) elements of src to v. It rounds a float64 to odd, so that store can round it correctly
-// to a half-precision type.
+// load widens the first len(v) elements of src, of type dt, to v. It rounds a float64 to odd, so that store
+// can round it correctly to a half-precision type.
 func load(v []float32, dt tensor.DType, src []byte) {
 	switch dt {
 	case tensor.Float16:
@@ -73,7 +73,7 @@ func load(v []float32, dt tensor.DType, src []byte) {
 	}
 }
 
-// store rounds v to len(v) elements of dst.
+// store rounds the elements of v to type dt and stores them in dst.
 func store(dst []byte, dt tensor.DType, v []float32) {
 	switch dt {
 	case tensor.Float16:
@@ -98,10 +98,10 @@ func store(dst []byte, dt tensor.DType, v []float32) {
 	}
 }
 
-// roundToOdd returns f if it can be represented as a float32. Otherwise it returns the one of the two
-// float32s around f whose last bit is 1. That bit records that f was inexact: rounding the result again, to
-// at least two bits fewer, gives the same value as rounding f once (Boldo and Melquiond, "Emulation of FMA
-// and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+// roundToOdd returns f if a float32 can represent f. Otherwise f lies between two neighbouring float32s, and
+// roundToOdd returns the one whose last bit is 1. That bit records that f was inexact. So if the result is
+// rounded again, to at least two bits fewer, the value is the same as if f were rounded once (Boldo and
+// Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 func roundToOdd(f float64) float32 {
 	near := float32(f)
 	wide := float64(near)
@@ -119,7 +119,7 @@ func roundToOdd(f float64) float32 {
 	return math.Float32frombits(b)
 }
 
-// reduceHalf returns the function for op, Sum or Product, of dt.
+// reduceHalf returns the function that reduces elements of dt with op, Sum or Product.
 func reduceHalf(dt tensor.DType, op tensor.ReduceOp) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)
@@ -142,14 +142,15 @@ func reduceHalf(dt tensor.DType, op tensor.ReduceOp) IntoFunc {
 	}
 }
 
-// firstHalf returns the function that stores in d the first of a and b in an order: the smaller if flip is 0,
-// the greater if flip is all ones. A NaN comes before all numbers. The function works on the bits, which have
-// the same order in both half-precision types.
+// firstHalf returns the function that stores in d the element of a or b that comes first in an order. If flip
+// is 0, smaller elements come first. If flip is all ones, greater elements come first. In both cases NaNs
+// come before all numbers. The function compares bits, which have the same order in both half-precision
+// types.
 func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
 	return func(d, a, b []uint16) {
 		a, b = a[:len(d)], b[:len(d)]
 		for i, x := range a {
-			// The store is unconditional, so that there is no branch: the processor could not predict it.
+			// The store is unconditional, so that there is no branch, which the processor could not predict.
 			if y := b[i]; place(y, flip, nans) < place(x, flip, nans) {
 				x = y
 			}
@@ -158,9 +159,9 @@ func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
 	}
 }
 
-// place maps bits to the order of firstHalf. Negative numbers have descending bits, so they are inverted:
-// then the order is -NaN, -Inf … -0, +0 … +Inf, +NaN, or the reverse with flip. Adding nans wraps the NaNs at
-// the end around to the beginning.
+// place maps bits to a number in the order of firstHalf. The bits of negative numbers descend, so they are
+// inverted. The order is then -NaN, -Inf … -0, +0 … +Inf, +NaN, or the reverse with flip. Adding nans wraps
+// the NaNs at the end around to the beginning.
 func place(bits, flip, nans uint16) uint16 {
 	negative := uint16(int16(bits) >> 15)
 	return (bits ^ (negative | 0x8000) ^ flip) + nans

@@ -1,11 +1,11 @@
 // Package kernel implements the arithmetic of collective operations: loops over arrays of elements.
 //
 // A table has one function per operation and element type. The functions in plain Go run anywhere and define
-// the results. When the program starts, the table is filled with faster functions for the processor where
-// training spends its time: sum, min and max of uint8, int32, int64 and the floating-point types, scaling of
-// floating-point types, and conversions between half-precision types and float32. They compute the same bits
-// (for a NaN only the fact that it is one), with AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA on amd64, and
-// NEON on arm64. A build with the tag noasm has only plain Go.
+// the results. When the program starts, faster functions for its processor replace those on which training
+// spends its time: sum, min and max of uint8, int32, int64 and the floating-point types, scaling of
+// floating-point types, and conversions between half-precision types and float32. They compute the same bits,
+// except that a NaN may have other bits. On amd64 they use AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA, and
+// on arm64 NEON. A build with the tag noasm has only plain Go.
 //
 // All functions read and write only the bytes that they are given.
 package kernel
@@ -22,46 +22,46 @@ import (
 
 // Func combines src into dst element by element: dst[i] = dst[i] op src[i].
 //
-// dst and src must have the same length, a multiple of the element's size, or Func panics. Both must be
-// aligned for the element and must not overlap. It allocates nothing, and reads 2 and writes 1 × len(dst)
+// It panics unless dst and src have the same length, a multiple of the element's size. Both must be aligned
+// for the element and must not overlap. It allocates nothing. It reads 2 × len(dst) bytes and writes len(dst)
 // bytes.
 type Func func(dst, src []byte)
 
 // IntoFunc sets dst[i] = a[i] op b[i], element by element.
 //
-// All three must have the same length, a multiple of the element's size, or IntoFunc panics. They must be
-// aligned for the element and must not overlap, except that dst may be a or b. It allocates nothing, and
-// reads 2 and writes 1 × len(dst) bytes.
+// It panics unless all three have the same length, a multiple of the element's size. They must be aligned for
+// the element and must not overlap, except that dst may be a or b. It allocates nothing. It reads 2 ×
+// len(dst) bytes and writes len(dst) bytes.
 type IntoFunc func(dst, a, b []byte)
 
 // ScaleFunc multiplies the elements of buf by factor, in place.
 //
-// len(buf) must be a multiple of the element's size, or ScaleFunc panics. buf must be aligned for the
-// element. It allocates nothing.
+// It panics unless len(buf) is a multiple of the element's size. buf must be aligned for the element. It
+// allocates nothing.
 type ScaleFunc func(buf []byte, factor float64)
 
-// DivideFunc divides the integer elements of buf by n, in place, truncating toward zero. The rules of
-// ScaleFunc for buf apply.
+// DivideFunc divides the integer elements of buf by n, in place, truncating toward zero. buf must obey the
+// rules of ScaleFunc.
 type DivideFunc func(buf []byte, n int64)
 
 // row has the functions of one element type. A function is nil if the type does not have the operation.
 type row struct {
 	reductions[IntoFunc]
-	// inPlace are the reductions with a as the destination.
+	// inPlace has the reductions in which dst is also the first operand.
 	inPlace reductions[Func]
 	scale   ScaleFunc
 	divide  DivideFunc
 	dot     DotFunc
 	combine CombineFunc
-	// from has the conversions to this type, indexed by the source type.
+	// from has the conversions to this type, indexed by the type from which they convert.
 	from    [numTypes]ConvertFunc
 	neutral neutrals
 }
 
-// reductions has one F for each reduction.
+// reductions has an F for each reduction.
 type reductions[F any] struct{ sum, min, max, product F }
 
-// of returns the F for op, or the zero value if there is none.
+// of returns the F for op. If there is none, it returns the zero value.
 func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 	switch op {
 	case tensor.Sum:
@@ -76,13 +76,14 @@ func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 	return f
 }
 
-// numTypes is one more than the highest tensor.DType that has a row.
+// numTypes is one more than the greatest tensor.DType that has a row.
 const numTypes = tensor.Bool + 1
 
-// table is indexed by tensor.DType. The operations of a type without a row are errors.
+// table has the functions of each element type, indexed by tensor.DType. A type without a row has no
+// operations.
 type table [numTypes]row
 
-// plainTable returns the functions in plain Go.
+// plainTable returns the table of the functions in plain Go.
 func plainTable() *table {
 	t := &table{
 		tensor.Uint8:    integer[uint8](0, math.MaxUint8),
@@ -103,20 +104,21 @@ func plainTable() *table {
 	return t
 }
 
-// level is a set of functions for processors that have certain instructions.
+// level is the set of functions for processors that have certain instructions.
 type level struct {
 	name string
-	// vectorize replaces the functions of a plain table for which the level has faster ones.
+	// vectorize replaces functions of a plain table with the faster functions of the level.
 	vectorize func(t *table)
 	stream    func(dst, src []byte)
 }
 
-// plainLevel is the level that runs on any processor.
+// plainLevel is the level for any processor.
 var plainLevel = level{name: "none", vectorize: func(*table) {}, stream: func(dst, src []byte) {
 	copy(dst, src)
 }}
 
-// table returns the functions of l, with plain Go for the operations that l lacks.
+// table returns the functions of l. If l has no function for an operation, the table has the function in
+// plain Go.
 func (l level) table() *table {
 	t := plainTable()
 	l.vectorize(t)
@@ -129,7 +131,7 @@ func (l level) table() *table {
 	return t
 }
 
-// inPlace returns f with a as the destination, or nil if f is nil.
+// inPlace returns the Func that calls f with dst as both destination and first operand, or nil if f is nil.
 func (f IntoFunc) inPlace() Func {
 	if f == nil {
 		return nil
@@ -137,18 +139,18 @@ func (f IntoFunc) inPlace() Func {
 	return func(dst, src []byte) { f(dst, dst, src) }
 }
 
-// best is the best level of this processor, and rows has its functions.
+// best is the fastest level that this processor supports, and rows has its functions.
 var (
 	best = append(levels(), plainLevel)[0]
 	rows = best.table()
 )
 
 // Level returns the name of the instruction set that the functions use: "avx512", "avx2" or "neon". It
-// returns "none" for plain Go, which runs on other processors, and on all processors with the build tag
-// noasm.
+// returns "none" if the functions are plain Go: on all other processors, and if the build has the tag noasm.
 func Level() string { return best.name }
 
-// rowOf returns the row of dt, or an empty row if it has none. dt may come from the wire.
+// rowOf returns the row of dt. If dt has none, it returns an empty row. dt may be any value that a peer has
+// sent.
 func rowOf(dt tensor.DType) row {
 	if int(dt) >= len(rows) {
 		return row{}
@@ -156,15 +158,15 @@ func rowOf(dt tensor.DType) row {
 	return rows[dt]
 }
 
-// Reduce returns the function that combines elements of dt with op: Sum, Min, Max or Product. Bools have only
-// Min (all) and Max (any). Average is an error, because it is a Sum and a Scale, and so is Adasum, which does
-// not work element by element.
+// Reduce returns the function that combines elements of type dt with op: Sum, Min, Max or Product. Bools have
+// only Min (all) and Max (any). For the averages Reduce returns an error, because an average is a Sum and a
+// division. For Adasum it does too, because Adasum does not work element by element.
 //
 // Integers wrap around. Floating-point results are rounded once, to nearest even. Half-precision elements are
-// widened to float32, combined there, and rounded again. The second rounding makes no difference to the
-// result, except in a product of bfloat16 below 2^-126. If either element is a NaN, so is the result, for Min
-// and Max too; they order -0 before +0 (minimum and maximum of IEEE 754-2019). For bools every byte other
-// than 0 is true, and true is written as 1.
+// widened to float32, combined as float32, and rounded again. The second rounding makes no difference to the
+// result, except in a product of bfloat16 below 2^-126. If either element is a NaN, the result is a NaN, for
+// Min and Max too. Min and Max order -0 before +0 (minimum and maximum of IEEE 754-2019). For bools every
+// byte other than 0 is true, and the result true is the byte 1.
 func Reduce(op tensor.ReduceOp, dt tensor.DType) (Func, error) {
 	f := rowOf(dt).inPlace.of(op)
 	if f == nil {
@@ -173,7 +175,7 @@ func Reduce(op tensor.ReduceOp, dt tensor.DType) (Func, error) {
 	return f, nil
 }
 
-// ReduceInto is like Reduce, but the function has a separate destination. The results have the same bits.
+// ReduceInto is like Reduce, but its function has a separate destination. The results have the same bits.
 func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
 	f := rowOf(dt).of(op)
 	if f == nil {
@@ -183,17 +185,17 @@ func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
 }
 
 func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
-	return fmt.Errorf("kernel: reduce: got %v of %v, want sum, min, max or product of a type that has it", op,
+	return fmt.Errorf("kernel: reduce: got %v for type %v, want sum, min, max or product for a type that has it", op,
 		dt)
 }
 
-// Scale returns the function that multiplies elements of dt by a factor, with Horovod's arithmetic
-// (ScaleBufferCPUImpl in ops/collective_operations.h). For float32 and half-precision types the factor is
-// first rounded to float32 and the product is a float32, which for half-precision types is rounded again. For
-// float64 and integers both are float64. Bools are an error.
+// Scale returns the function that multiplies elements of type dt by a factor, with Horovod's arithmetic
+// (ScaleBufferCPUImpl in ops/collective_operations.h). For float32 and half-precision types, the factor is
+// first rounded to float32 and the product is a float32. For half-precision types, the product is then
+// rounded again. For float64 and integers, factor and product are float64s. For bools Scale returns an error.
 //
-// Integer results are truncated toward zero. Results that are undefined in Horovod are defined here: out of
-// range they saturate, and a NaN becomes 0. An int64 beyond ±2^53 is rounded to a float64 before it is
+// Integer results are truncated toward zero. Results that are undefined in Horovod are defined here: results
+// out of range saturate, and a NaN becomes 0. An int64 beyond ±2^53 is rounded to a float64 before it is
 // multiplied, except that a factor of 1 leaves every integer unchanged.
 func Scale(dt tensor.DType) (ScaleFunc, error) {
 	f := rowOf(dt).scale
@@ -203,12 +205,12 @@ func Scale(dt tensor.DType) (ScaleFunc, error) {
 	return f, nil
 }
 
-// Divide returns the function that divides elements of dt by a whole number, or nil for a type that is not an
-// integer type, which is scaled instead. An average of integers is a division: if it were multiplied by 1/n
-// in floating point, as in Horovod, the average of 49 ones would be 0.
+// Divide returns the function that divides elements of type dt by an integer. If dt is not an integer type,
+// it returns nil, because such elements are scaled instead. An average of integers is a division: if the sum
+// were multiplied by 1/n in floating point, as in Horovod, the average of 49 ones would be 0.
 func Divide(dt tensor.DType) DivideFunc { return rowOf(dt).divide }
 
-// elems returns b as a slice of elements. It panics if b does not hold a whole number of them.
+// elems returns b as a slice of elements. It panics if b has a part of an element at its end.
 func elems[T tensor.Element](b []byte) []T {
 	var z T
 	wholeElems(b, int(unsafe.Sizeof(z)))
@@ -229,7 +231,7 @@ func sameLength(a, b []byte) {
 	}
 }
 
-// pairs returns an IntoFunc that calls f on the elements in its arguments.
+// pairs returns an IntoFunc that calls f with its arguments as elements.
 func pairs[T tensor.Element](f func(dst, a, b []T)) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// neutrals has the neutral elements of a type, as bytes: zero for a sum, one for a product, the highest for a
-// minimum, the lowest for a maximum. An element is nil if the type does not have the operation.
+// neutrals has the neutral elements of a type, as bytes. zero is for a sum, one for a product, highest for a
+// minimum, and lowest for a maximum. An element is nil if the type does not have the operation.
 type neutrals struct {
 	zero, one, lowest, highest []byte
 }
@@ -18,12 +18,14 @@ func neutralsOf[T tensor.Element](zero, one, lowest, highest T) neutrals {
 	return neutrals{zero: encode(zero), one: encode(one), lowest: encode(lowest), highest: encode(highest)}
 }
 
-// Neutral returns the function that fills buf with the neutral element of dt in a reduction with op: x op the
-// element is x, to the bit (a NaN stays a NaN). A rank that has nothing to contribute to a reduction sends
-// it. The function panics unless len(buf) is a multiple of the element's size, and allocates nothing.
+// Neutral returns the function that fills buf with the neutral element of dt for a reduction with op.
+// Reducing x with this element gives the bits of x (a NaN stays a NaN). A rank that has nothing to contribute
+// to a reduction sends neutral elements. The function panics unless len(buf) is a multiple of the element's
+// size. It allocates nothing.
 //
-// For Min the element is the largest number, +Inf for floats, for Max the smallest, for Product 1. For Sum,
-// the averages and Adasum it is 0, which for floats is -0, because -0 plus +0 would be +0.
+// For Min the neutral element is the largest number, +Inf for floats. For Max it is the smallest number, and
+// for Product
+// 1. For Sum, the averages and Adasum it is 0. For floats this is -0, because -0 plus +0 would be +0.
 func Neutral(op tensor.ReduceOp, dt tensor.DType) (func(buf []byte), error) {
 	if err := tensor.CheckReduce(op, dt); err != nil {
 		return nil, fmt.Errorf("kernel: neutral element: %w", err)
@@ -42,7 +44,7 @@ func Neutral(op tensor.ReduceOp, dt tensor.DType) (func(buf []byte), error) {
 	return func(buf []byte) { fill(buf, elem) }, nil
 }
 
-// fill fills buf with repetitions of elem.
+// fill fills buf with copies of elem.
 func fill(buf, elem []byte) {
 	wholeElems(buf, len(elem))
 	for n := copy(buf, elem); n < len(buf); {

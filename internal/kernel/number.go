@@ -1,6 +1,6 @@
 package kernel
 
-// number has the types for which Go has arithmetic.
+// number is the constraint for the types for which Go has arithmetic.
 type number interface{ whole | float }
 
 type whole interface {
@@ -9,7 +9,7 @@ type whole interface {
 
 type float interface{ float32 | float64 }
 
-// integer returns the row of T, whose values are lowest to highest.
+// integer returns the row of T, whose values range from lowest to highest.
 func integer[T whole](lowest, highest T) row {
 	r := arithmetic[T]()
 	r.scale, r.divide = scaleInteger(lowest, highest), divide[T]
@@ -17,7 +17,7 @@ func integer[T whole](lowest, highest T) row {
 	return r
 }
 
-// arithmetic returns the functions that the rows of all number types have in common.
+// arithmetic returns the functions that all number types have in common.
 func arithmetic[T number]() row {
 	return row{reductions: reductions[IntoFunc]{
 		sum: pairs(add[T]), min: pairs(minimum[T]), max: pairs(maximum[T]), product: pairs(multiply[T]),
@@ -25,8 +25,8 @@ func arithmetic[T number]() row {
 }
 
 // The compiler neither unrolls loops nor inlines a function argument into a loop. So the loops below are
-// written out for each operation, with four elements per iteration: slices of constant length cost one bounds
-// check per iteration and none per element.
+// written out for each operation, with four elements per iteration. Slices of constant length make the
+// compiler check bounds once per iteration and not for each element.
 
 func add[T number](d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]
@@ -88,10 +88,10 @@ func maximum[T number](d, a, b []T) {
 	}
 }
 
-// scaleInteger returns the ScaleFunc of T, whose values are lowest to highest.
+// scaleInteger returns the ScaleFunc of T, whose values range from lowest to highest.
 func scaleInteger[T whole](lowest, highest T) ScaleFunc {
-	// A float64 cannot represent math.MaxInt64, but it can represent the next integer. So the comparison uses
-	// highest+1, from which on truncation is out of range.
+	// A float64 cannot represent math.MaxInt64, but it can represent the next integer. So f is compared with
+	// highest+1, from which on its truncated value is out of range.
 	low, beyond := float64(lowest), float64(highest)+1
 	return func(buf []byte, factor float64) {
 		v := elems[T](buf)
@@ -106,7 +106,7 @@ func scaleInteger[T whole](lowest, highest T) ScaleFunc {
 				v[i] = highest
 			case f <= low:
 				v[i] = lowest
-			default: // a NaN
+			default: // f is a NaN
 				v[i] = 0
 			}
 		}

@@ -7,7 +7,8 @@ import (
 	"unsafe"
 )
 
-// noteRead reports a read of b to the race detector, which does not instrument assembly.
+// noteRead reports a read of b to the race detector, because the race detector does not see reads in
+// assembly.
 func noteRead(b []byte) {
 	if len(b) > 0 {
 		runtime.RaceReadRange(unsafe.Pointer(unsafe.SliceData(b)), len(b))

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// levels returns the levels that this processor supports, best first.
+// levels returns the levels that this processor supports, the fastest first.
 func levels() []level {
 	var all []level
 	if x := cpu.X86; x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL {
@@ -20,10 +20,10 @@ func levels() []level {
 	return all
 }
 
-const streamAlign = 64 // bytes of a cache line; stores past the caches are fast only for whole lines
+const streamAlign = 64 // a cache line in bytes; stores past the caches are fast only for whole lines
 
-// copyPast returns a function that copies with run, past the caches. run copies n bytes; its dst and n are
-// multiples of streamAlign. The bytes before and after are copied normally.
+// copyPast returns a function that copies past the caches with run. run copies n bytes; dst and n must be
+// multiples of streamAlign. The function copies the bytes before and after with copy.
 func copyPast(run func(dst, src *byte, n int)) func(dst, src []byte) {
 	return func(dst, src []byte) {
 		head := min(len(dst), int(-uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%streamAlign))

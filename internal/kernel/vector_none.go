@@ -2,5 +2,5 @@
 
 package kernel
 
-// levels returns nothing: this build has only plain Go.
+// levels returns no level, because this build has only plain Go.
 func levels() []level { return nil }

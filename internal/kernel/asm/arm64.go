@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// arm64 returns the assembly of NEON and the declarations of its functions.
+// arm64 returns the assembly for NEON, and the Go file with the declarations of its functions.
 func arm64() (code, decls string) {
 	p := newProgram()
 	reductions(p)
@@ -23,8 +23,8 @@ func arm64() (code, decls string) {
 	return p.text.String(), string(text)
 }
 
-// program has the contents of the two files while they are written, and the rows of each field of package
-// kernel's functions.
+// program collects the contents of the two files, and the rows for each field of the type functions in
+// package kernel.
 type program struct {
 	text, decls                      bytes.Buffer
 	reduces, scales, widens, narrows strings.Builder
@@ -52,13 +52,13 @@ func (p *program) function(name, params string, size int) {
 	fmt.Fprintf(&p.text, "\n// func %s(%s)\nTEXT ·%s(SB), NOSPLIT, $0-%d\n", name, params, name, size)
 }
 
-// row adds the function of e to a field of functions. The 1 is the least number of elements that the function
-// takes.
+// row adds the function name for type e to a field of functions. The 1 in the row means that the function may
+// be called with one element.
 func row(field *strings.Builder, e neon, name string) {
 	fmt.Fprintf(field, "tensor.%s: {%s, 1},\n", e.name, suffixed(name))
 }
 
-// table declares the functions.
+// table writes the variable that lists the functions.
 func (p *program) table() {
 	fmt.Fprintln(&p.decls, "\nvar functionsNEON = functions{")
 	fmt.Fprintf(&p.decls, "reduce: [numTypes]reductions[assembly[reduceAssembly]]{\n%s},\n",
@@ -68,13 +68,13 @@ func (p *program) table() {
 	fmt.Fprintf(&p.decls, "narrow: [numTypes]assembly[convertAssembly]{\n%s},\n}\n", p.narrows.String())
 }
 
-// turnBytes is the number of bytes that the loop of a reduction or a scale handles per turn: four registers.
+// turnBytes is the number of bytes that a turn of the loop handles in a reduction or a scale: four registers.
 const turnBytes = 4 * 16
 
-// counter is the register that loop counts down. It comes after the registers of the other arguments.
+// counter is the register that loop counts down. The registers before it have the other arguments.
 const counter = "R3"
 
-// arguments loads the arguments of a function: the pointers into R0, R1 and so on, and the last one, a
+// arguments loads the arguments of a function: the pointers into R0, R1 and so on, and the last argument, a
 // number, into counter.
 func (p *program) arguments(names ...string) {
 	for i, name := range names {
@@ -86,16 +86,16 @@ func (p *program) arguments(names ...string) {
 	}
 }
 
-// bytes converts the number of elements of e in counter to a number of bytes.
+// bytes converts counter from a number of elements of e to a number of bytes.
 func (p *program) bytes(e neon) {
 	if e.size > 1 {
 		p.line("LSL $%d, %s, %s", bits.TrailingZeros(uint(e.size)), counter, counter)
 	}
 }
 
-// loop writes a loop over body with step per turn, while counter is at least step. step is a power of two.
-// For the rest it writes body once for each smaller power of two down to least, to run if the rest contains
-// it. step and least both count bytes, or both count elements.
+// loop writes a loop. While counter is at least step, each turn runs body(step). step is a power of two. For
+// the rest, loop writes body(n) for each smaller power of two n, down to least, and runs it if the binary
+// number of the rest has that bit. step and least both count bytes, or both count elements.
 func (p *program) loop(step, least int, body func(n int)) {
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BLT rest")
@@ -103,8 +103,8 @@ func (p *program) loop(step, least int, body func(n int)) {
 	body(step)
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BGE loop")
-	// counter is the rest minus step. The lower bits of step are 0, so those of counter are the bits of the
-	// rest.
+	// counter is now the rest minus step. The lower bits of step are 0, so the lower bits of counter are
+	// those of the rest.
 	p.label("rest")
 	for n := step / 2; n >= least; n /= 2 {
 		under := "under" + strconv.Itoa(n)
@@ -120,7 +120,7 @@ type neon struct {
 	elem
 	lanes lanes
 	half  *half // nil for other types
-	exact bool  // the results need no rounding
+	exact bool  // results need no rounding
 }
 
 var (
@@ -133,16 +133,17 @@ var (
 	neonBFloat16 = neon{elem: bfloat16, lanes: h8, half: &halfBFloat16}
 )
 
-// half has the functions that write the code for a half-precision type.
+// half has functions that write the code for a half-precision type.
 type half struct {
-	// widen sets d to the lower (up 0) or upper (up 1) half of n, widened to float32.
+	// widen sets d to one half of n, widened to float32: the lower half if up is 0, the upper half if up is
+	// 1.
 	widen func(p *program, d, n vec, up uint32)
-	// pack sets d to the float32s in v and v+1, which must be representable in the half-precision type.
+	// pack sets d to the float32s in v and v+1. The half-precision type must be able to represent them.
 	pack func(p *program, d, v vec)
-	// round rounds float32s for pack. They must be results of arithmetic with this type. It changes t. It is
-	// nil if pack rounds.
+	// round rounds float32s so that pack can take them. They must be results of arithmetic with this type.
+	// round changes t. It is nil if pack itself rounds.
 	round func(p *program, v, t vec)
-	// convert is like round, but for arbitrary float32s.
+	// convert is like round, but takes any float32s.
 	convert func(p *program, v, t vec)
 }
 
@@ -153,14 +154,14 @@ func (p *program) widenFloat16(d, n vec, up uint32) {
 }
 
 func (p *program) packFloat16(d, v vec) {
-	for up := range uint32(2) { // the lower half clears the upper
+	for up := range uint32(2) { // the store to the lower half clears the upper half
 		n := uint32(v) + up
 		p.word(0x0e216800|up<<30|n<<5|uint32(d), "fcvtn%s v%d.%s, v%d.4s", suffix[up], d, half16[up], n)
 	}
 }
 
-// Suffixes in Arm's notation of an instruction for the lower or upper half of a register, and of the lanes of
-// that half.
+// suffix is the suffix of an instruction for the lower or upper half of a register, in Arm's notation. half16
+// is the name of the lanes of that half.
 var (
 	suffix = [2]string{"", "2"}
 	half16 = [2]string{"4h", "8h"}
@@ -180,9 +181,9 @@ func (p *program) widenBFloat16(d, n vec, up uint32) {
 
 func (p *program) packBFloat16(d, v vec) { p.asm("VUZP2", h8, d, v, v+1) }
 
-// roundBFloat16 rounds as package half does: the addition carries into the exponent, up to infinity. It does
-// not carry in a NaN: if the NaN was a bfloat16, or is the result of arithmetic with bfloat16s, its lower
-// half is zero.
+// roundBFloat16 rounds as package half does: the addition carries into the exponent, up to infinity. In a NaN
+// it does not carry: if the NaN was a bfloat16, or is the result of arithmetic with bfloat16s, its lower half
+// is zero.
 func (p *program) roundBFloat16(v, t vec) {
 	p.line("VUSHR $16, V%d.S4, V%d.S4", v, t)
 	p.asm("VAND", b16, t, t, ones)
@@ -190,8 +191,8 @@ func (p *program) roundBFloat16(v, t vec) {
 	p.asm("VADD", s4, v, v, t)
 }
 
-// convertBFloat16 also handles NaNs from other sources. It makes them quiet and then clears their lower half:
-// without the quiet bit, a NaN with an empty upper half would become an infinity.
+// convertBFloat16 is for any float32s, and so for any NaNs. It makes NaNs quiet and then clears their lower
+// half. Without the quiet bit, a NaN whose upper half has no payload would become an infinity.
 func (p *program) convertBFloat16(v, t vec) {
 	p.three("fmax", s4, v, v, v)
 	p.three("fcmeq", s4, t, v, v)
@@ -200,7 +201,7 @@ func (p *program) convertBFloat16(v, t vec) {
 	p.roundBFloat16(v, t)
 }
 
-// constants sets the registers of the constants that the functions for e use.
+// constants writes the code that sets the registers for the constants of the functions for e.
 func (p *program) constants(e neon) {
 	if e.half == nil || e.half.round == nil {
 		return
@@ -224,16 +225,16 @@ func reductions(p *program) {
 		p.three("cmgt", l, temp, y, x)
 		p.asm("VBIT", b16, x, y, temp)
 	})
-	// FMIN and FMAX give a NaN if either is one, and order -0 before +0.
+	// FMIN and FMAX give a NaN if either operand is a NaN, and order -0 before +0.
 	for _, e := range []neon{neonFloat16, neonBFloat16, neonFloat32, neonFloat64} {
 		p.reduction(e, p.instruction("fadd"), p.instruction("fmin"), p.instruction("fmax"))
 	}
 }
 
-// step writes the code of x = x op y.
+// step writes the code that computes x = x op y.
 type step func(l lanes, x, y vec)
 
-// reduction writes the reductions of e.
+// reduction writes the functions for sum, min and max of type e.
 func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintf(&p.reduces, "tensor.%s: {\n", e.name)
 	for _, of := range []struct {
@@ -247,13 +248,13 @@ func (p *program) reduction(e neon, sum, min, max step) {
 	fmt.Fprintln(&p.reduces, "},")
 }
 
-// instruction returns the step that is the one instruction op.
+// instruction returns the step that consists of the instruction op.
 func (p *program) instruction(op string) step {
 	return func(l lanes, x, y vec) { p.three(op, l, x, x, y) }
 }
 
-// reduce writes the function that applies step to elements of e. Half-precision elements are widened to
-// float32 first.
+// reduce writes the function that reduces elements of type e with step. Half-precision elements are widened
+// to float32 first.
 func (p *program) reduce(op string, e neon, step step) {
 	p.function(op+e.name, "dst, a, b *byte, n int", 32)
 	p.arguments("dst", "a", "b", "n")
@@ -279,7 +280,7 @@ func (p *program) reduce(op string, e neon, step step) {
 	})
 }
 
-// pack packs the float32s in temp and temp+1 into d. It rounds them first unless they are exact, and changes
+// pack packs the float32s in temp and temp+1 into d. Unless they are exact, it rounds them first. It changes
 // temp+2 and temp+3.
 func (p *program) pack(e neon, d vec) {
 	if e.half.round != nil && !e.exact {
@@ -308,8 +309,8 @@ func scales(p *program) {
 	}
 }
 
-// scaling writes the function that applies step to each register of elements of e. The register factor has
-// the factor in each of its lanes l, as a float32 or float64.
+// scaling writes the function that applies step to each register of elements of type e. The register factor
+// has the factor in each of its lanes l, as a float32 or float64.
 func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	row(&p.scales, e, "scale"+e.name)
 	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
@@ -330,7 +331,7 @@ func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	})
 }
 
-// turnElems is the number of elements that the loop of a conversion handles per turn: one register of
+// turnElems is the number of elements that a turn of the loop handles in a conversion: one register of
 // half-precision elements.
 const turnElems = 8
 
@@ -357,7 +358,7 @@ func conversions(p *program) {
 	}
 }
 
-// conversion writes a function whose turn converts n elements.
+// conversion writes a function in which turn(n) converts n elements.
 func (p *program) conversion(kind string, e neon, turn func(n int)) {
 	p.function(kind+e.name, "dst, src *byte, n int", 24)
 	p.arguments("dst", "src", "n")

@@ -5,7 +5,7 @@ import (
 	"math"
 )
 
-// vectors returns the functions that load and store whole vectors of elements of size bytes.
+// vectors returns the functions that load and store vectors with elements of size bytes.
 func vectors(l level, size int) (load, store access) {
 	move := "VMOVDQU"
 	if l.masks {
@@ -28,7 +28,8 @@ func vectors(l level, size int) (load, store access) {
 	return load, store
 }
 
-// logic returns the name of a bitwise instruction at this level. AVX-512 has one for each element size.
+// logic returns the name of a bitwise instruction at this level. In AVX-512 the name ends with the element
+// size.
 func (l level) logic(name string) string {
 	if l.masks {
 		return name + "D"
@@ -36,7 +37,7 @@ func (l level) logic(name string) string {
 	return name
 }
 
-// reduction returns the kernel of dst = a op b.
+// reduction returns the kernel that computes dst = a op b.
 func reduction(l level, e elem, op string) *kernel {
 	if l == avx512 && !e.half() {
 		l = narrow
@@ -95,10 +96,10 @@ func firstInt64(k *kernel, op string) {
 	}
 }
 
-// reduceFloats makes k reduce floats with op. VMIN and VMAX return the second operand if an operand is a NaN
-// or both are zeros. So min is computed with both orders of the operands, and the results are combined with
-// OR: a NaN combined with any bits is a NaN, and -0 with +0 is -0. For max the zeros need AND, and the NaNs
-// are set afterwards.
+// reduceFloats makes k reduce floats with op. If an operand is a NaN or both are zeros, VMIN and VMAX return
+// the second operand. So the kernel computes min with both orders of the operands and combines the results
+// with OR: a NaN combined with any bits is a NaN, and -0 combined with +0 is -0. For max the zeros need AND,
+// and the NaNs are set afterwards.
 func reduceFloats(k *kernel, e elem, op string) {
 	l := k.level
 	suffix := "PS"
@@ -134,7 +135,7 @@ func reduceFloats(k *kernel, e elem, op string) {
 const unordered = 0x03
 
 // setOnes sets the elements of r that mask selects to all ones, which is a NaN. Elements have size bytes.
-// mask is a vector or a mask register.
+// mask is a vector register or a mask register.
 func setOnes(w *writer, size int, mask, r string) {
 	switch {
 	case mask[0] != 'K':
@@ -146,10 +147,11 @@ func setOnes(w *writer, size int, mask, r string) {
 	}
 }
 
-// addFloat16 widens both halves of the float16 vectors, adds them as float32s and rounds the sums.
+// addFloat16 makes k widen both halves of the float16 vectors, add them as float32s and round the sums.
 //
-// It adds by multiplying with 1 in a fused multiply-add, which rounds once and gives the same bits: AMD's Zen
-// adds on the units that also convert, and multiplies on other units.
+// It adds with a fused multiply-add that multiplies by 1. This rounds once, so it gives the same bits as an
+// addition. It is faster on AMD's Zen, which adds on the same units that convert, but multiplies on other
+// units.
 func addFloat16(k *kernel) {
 	l := k.level
 	one := l.constant(0)
@@ -168,14 +170,14 @@ func addFloat16(k *kernel) {
 	}
 }
 
-// roundFloat16s rounds the float32s in t and t+1 to float16s in vector r.
+// roundFloat16s rounds the float32s in t and t+1 to float16s in register r.
 func roundFloat16s(w *writer, l level, r int) {
 	w.op("VCVTPS2PH", 0, l.full(t), l.half(t))
 	w.op("VCVTPS2PH", 0, l.full(t+1), l.half(t+1))
 	joinHalves(w, l, t, t+1, r)
 }
 
-// upperHalf copies the upper half of one vector to the lower half of another.
+// upperHalf copies the upper half of register from to the lower half of register to.
 func upperHalf(w *writer, l level, from, to int) {
 	if l.size == 64 {
 		w.op("VEXTRACTI64X4", 1, l.full(from), l.half(to))
@@ -184,7 +186,7 @@ func upperHalf(w *writer, l level, from, to int) {
 	}
 }
 
-// joinHalves makes a vector of the lower halves of two others.
+// joinHalves sets register to to the lower halves of the registers lower and upper.
 func joinHalves(w *writer, l level, lower, upper, to int) {
 	if l.size == 64 {
 		w.op("VINSERTI64X4", 1, l.half(upper), l.full(lower), l.full(to))
@@ -193,11 +195,11 @@ func joinHalves(w *writer, l level, lower, upper, to int) {
 	}
 }
 
-// addBFloat16 adds the odd elements in place, because the bits of a bfloat16 are the upper half of a float32,
-// and shifts the even elements first.
+// addBFloat16 makes k add bfloat16s as float32s. The bits of a bfloat16 are the upper half of a float32, so
+// the odd elements are added in place, and the even elements are shifted first.
 //
-// The NaNs that result are quiet, and NaNs that come from bfloat16s have zeros in the lower half, so rounding
-// does not carry into the upper half.
+// Resulting NaNs are quiet, and NaNs that come from bfloat16s have zeros in the lower half. So rounding does
+// not carry into the upper half.
 func addBFloat16(k *kernel) {
 	l := k.level
 	k.setup = func(w *writer) { bfloat16Constants(w, l) }
@@ -214,16 +216,16 @@ func addBFloat16(k *kernel) {
 	}
 }
 
-// bfloat16Constants sets the constants of rounding: 1, the last bit that remains after the shift; the number
-// just below half of that bit; and the mask of the upper half of a float32.
+// bfloat16Constants sets the constants for rounding: the last bit that remains after the shift, which is 1;
+// the number just below half of the last bit of the result; and the mask of the upper half of a float32.
 func bfloat16Constants(w *writer, l level) {
 	w.broadcast(l, 1, l.constant(0))
 	w.broadcast(l, 0x7fff, l.constant(1))
 	w.broadcast(l, 0xffff0000, l.constant(2))
 }
 
-// joinBFloat16s rounds the float32s in t (even elements) and r (odd elements) to bfloat16s in vector r. No
-// float32 may be a NaN with bits in its lower half.
+// joinBFloat16s rounds the float32s in t (even elements) and r (odd elements) to bfloat16s in register r.
+// None of the float32s may be a NaN with bits in its lower half.
 func joinBFloat16s(w *writer, l level, r int) {
 	a, even := l.full(r), l.full(t)
 	roundUpper(w, l, t, t+1)
@@ -236,8 +238,8 @@ func joinBFloat16s(w *writer, l level, r int) {
 	}
 }
 
-// roundUpper rounds float32s to nearest even so that their upper halves are the bfloat16s. The lower halves
-// are undefined then.
+// roundUpper rounds float32s to nearest even, so that their upper halves are the bfloat16s. Afterwards the
+// lower halves are undefined.
 func roundUpper(w *writer, l level, r, tmp int) {
 	x, bit := l.full(r), l.full(tmp)
 	w.op("VPSRLD", 16, x, bit)
@@ -246,12 +248,12 @@ func roundUpper(w *writer, l level, r, tmp int) {
 	w.op("VPADDD", bit, x, x)
 }
 
-// firstHalf makes k compute min or max of half-precision elements. It compares them as signed integers, after
-// inverting the bits of negative numbers. Then the NaNs are at both ends; adding or subtracting their number
-// wraps them to the end that wins.
+// firstHalf makes k compute min or max of half-precision elements. It inverts the bits of negative numbers
+// and then compares the elements as signed integers. In this order the NaNs are at both ends. Adding or
+// subtracting their number wraps them to the end that wins.
 func firstHalf(k *kernel, e elem, op string) {
 	l := k.level
-	nans := uint32(0x03ff) // number of positive NaNs, and of negative NaNs
+	nans := uint32(0x03ff) // the number of positive NaNs, and also of negative NaNs
 	if e == bfloat16 {
 		nans = 0x007f
 	}
@@ -278,7 +280,7 @@ func firstHalf(k *kernel, e elem, op string) {
 	}
 }
 
-// scaling returns the kernel of dst = src · factor.
+// scaling returns the kernel that computes dst = src · factor.
 func scaling(l level, e elem) *kernel {
 	if l == avx512 && !e.half() {
 		l = narrow
@@ -326,14 +328,14 @@ func scaling(l level, e elem) *kernel {
 	return k
 }
 
-// conversion returns a kernel between a half-precision type and float32, without its load, compute and store.
-// A register holds the elements as float32s.
+// conversion returns a kernel between a half-precision type and float32. The caller sets load, compute and
+// store. A register holds the elements as float32s.
 func conversion(name string, l level, to, from elem) *kernel {
 	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4,
 		unroll: 4}
 }
 
-// widening returns the kernel that widens src, of type from, to float32.
+// widening returns the kernel that widens elements of type from to float32.
 func widening(l level, from elem) *kernel {
 	k := conversion("widen"+from.name, l, float32s, from)
 	_, k.store = vectors(l, 4)
@@ -353,7 +355,7 @@ func widening(l level, from elem) *kernel {
 	return k
 }
 
-// narrowing returns the kernel that rounds src, of float32s, to type to.
+// narrowing returns the kernel that rounds float32s to type to.
 func narrowing(l level, to elem) *kernel {
 	k := conversion("narrow"+to.name, l, to, float32s)
 	k.load, _ = vectors(l, 4)

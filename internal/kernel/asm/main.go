@@ -1,5 +1,5 @@
-// Command asm writes the assembly of package kernel for amd64 and arm64, and the Go files that declare it. go
-// generate runs it in the folder of that package.
+// Command asm writes the assembly of package kernel for amd64 and arm64, and the Go files that declare its
+// functions. go generate runs it in the directory of that package.
 package main
 
 import (

@@ -5,20 +5,21 @@ import "fmt"
 // vec is the number of a vector register.
 type vec int
 
-// Use of the registers. V8 to V15 are not used. Go would allow it, but there are enough others.
+// This is the use of the vector registers. V8 to V15 are not used: Go would allow it, but there are enough
+// others.
 const (
-	first  vec = 0  // and 3 more: the elements of a, and the result
-	second vec = 4  // and 3 more: the elements of b
-	temp   vec = 16 // up to 26: intermediate values
-	factor vec = 27 // of a scale
-	ones   vec = 28 // 1 in each lane, of 8 or 32 bits
-	upper  vec = 29 // the upper half of a float32
-	bias   vec = 30 // just less than half of a bfloat16's last bit
+	first  vec = 0  // and the next 3: the elements of a, and the result
+	second vec = 4  // and the next 3: the elements of b
+	temp   vec = 16 // to V26: temporaries
+	factor vec = 27 // the factor of a scale
+	ones   vec = 28 // 1 in each lane of 8 or 32 bits
+	upper  vec = 29 // a mask of the upper half of a float32
+	bias   vec = 30 // just less than half of the last bit of a bfloat16
 	zero   vec = 31
 )
 
-// lanes describes how an instruction divides a register: Arm's name, Go's name, and the size field of the
-// instruction.
+// lanes describes how an instruction divides a register into lanes: their name in Arm's notation and in Go's,
+// and the size field of the instruction.
 type lanes struct {
 	arm, asm string
 	size     uint32
@@ -31,17 +32,17 @@ var (
 	d2  = lanes{"2d", "D2", 3}
 )
 
-// Go's assembler has few arithmetic vector instructions. The others are assembled here from their encodings
-// in the Arm Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar
-// Floating-Point and Advanced SIMD". All are of the first ARMv8-A.
+// Go's assembler has few arithmetic vector instructions. The others are encoded here, according to the Arm
+// Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar Floating-Point and
+// Advanced SIMD". The first ARMv8-A has all of them.
 
-// word writes an instruction as its bits, with Arm's notation of it as a comment.
+// word writes an instruction as a number, with Arm's notation as a comment.
 func (p *program) word(bits uint32, form string, args ...any) {
 	p.line("WORD $0x%08x // %s", bits, fmt.Sprintf(form, args...))
 }
 
 // three has the instructions of the group "three same". The size field of a floating-point instruction is the
-// size of its lanes less 2, with the upper bit set if high is 1.
+// size field of its lanes minus 2, plus 2 if high is 1.
 var three = map[string]struct{ u, opcode, float, high uint32 }{
 	"smax":  {0, 0b01100, 0, 0},
 	"umax":  {1, 0b01100, 0, 0},
@@ -55,7 +56,7 @@ var three = map[string]struct{ u, opcode, float, high uint32 }{
 	"fcmeq": {0, 0b11100, 1, 0},
 }
 
-// three writes d = n op m, for an instruction in the map three.
+// three writes d = n op m. op is an instruction in the map three.
 func (p *program) three(op string, l lanes, d, n, m vec) {
 	e, ok := three[op]
 	if !ok {
@@ -66,8 +67,8 @@ func (p *program) three(op string, l lanes, d, n, m vec) {
 		"%s v%d.%s, v%d.%s, v%d.%s", op, d, l.arm, n, l.arm, m, l.arm)
 }
 
-// asm writes d = n op m, for an instruction that Go's assembler has. The assembler takes the operands as m,
-// n, d.
+// asm writes d = n op m. op is an instruction that Go's assembler has. The assembler takes the operands in
+// the order m, n, d.
 func (p *program) asm(op string, l lanes, d, n, m vec) {
 	p.line("%s V%d.%s, V%d.%s, V%d.%s", op, m, l.asm, n, l.asm, d, l.asm)
 }
@@ -78,12 +79,12 @@ func (p *program) fill(l lanes, d vec, value uint32) {
 	p.line("VDUP R4, V%d.%s", d, l.asm)
 }
 
-// load reads size bytes, a power of two up to 64, into v and the registers after it, and advances the pointer
-// by size. The bytes need not be aligned. If size is less than 8, the other bytes of the register are
+// load reads size bytes, a power of two up to 64, into v and the registers after it, and adds size to the
+// pointer. The bytes need not be aligned. If size is less than 8, the other bytes of the register are
 // undefined.
 func (p *program) load(pointer string, v vec, size int) { p.move("VLD1.P", pointer, v, size, true) }
 
-// store writes size bytes from v and the registers after it, and advances the pointer by size.
+// store writes size bytes from v and the registers after it, and adds size to the pointer.
 func (p *program) store(pointer string, v vec, size int) { p.move("VST1.P", pointer, v, size, false) }
 
 func (p *program) move(op, pointer string, v vec, size int, load bool) {
