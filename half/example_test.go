@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/half"
 )
 
-// A float16 has 11 significant bits, so above 2048 it cannot have every whole number; a bfloat16 has 8.
+// A float16 has 11 significant bits, so above 2048 it cannot represent every integer. A bfloat16 has only 8.
 func Example() {
 	for _, f := range []float32{0.1, 2049, 1e6} {
 		fmt.Println(f, half.Float16FromFloat32(f), half.BFloat16FromFloat32(f))

@@ -1,7 +1,7 @@
 // Package half implements the two 16-bit floating-point types, float16 and bfloat16.
 //
 // They are for storing and sending numbers. To compute with them, widen them to float32, which is exact, and
-// round the result back. The types are structs, so that an operator that would add or compare bits does not
+// round the result back. Both types are structs, so that code with an operator such as + or < does not
 // compile. The operator == compares bits: -0 is not equal to +0, and a NaN is equal to itself.
 package half
 
@@ -15,13 +15,13 @@ import (
 type Float16 struct{ bits uint16 }
 
 // BFloat16 is the upper half of a float32: 1 sign bit, 8 exponent bits, 7 fraction bits. It has the range of
-// a float32 and subnormal numbers down to 2^-133. The zero value is +0.
+// a float32, and its smallest number is 2^-133. The zero value is +0.
 type BFloat16 struct{ bits uint16 }
 
-// Float16FromBits returns the number with the given bits.
+// Float16FromBits returns the Float16 with the given bits.
 func Float16FromBits(bits uint16) Float16 { return Float16{bits} }
 
-// BFloat16FromBits returns the number with the given bits.
+// BFloat16FromBits returns the BFloat16 with the given bits.
 func BFloat16FromBits(bits uint16) BFloat16 { return BFloat16{bits} }
 
 // Bits returns the bits of h.
@@ -40,7 +40,7 @@ func (h BFloat16) String() string { return format(h.Float32()) }
 
 func format(f float32) string { return strconv.FormatFloat(float64(f), 'g', -1, 32) }
 
-// Parts of a float32.
+// These are parts of a float32.
 const (
 	absMask  = 1<<31 - 1
 	expMask  = 0xff << 23
@@ -48,23 +48,24 @@ const (
 	quietBit = 1 << 22
 )
 
-// Differences between float32 and float16.
+// These are differences between float32 and float16.
 const (
 	fractionShift = 23 - 10
 	biasShift     = (127 - 15) * expOne
-	minNormal16   = (127 - 14) * expOne // 2^-14 as a float32
-	beyond16      = (127 + 16) * expOne // 2^16 as a float32
+	minNormal16   = (127 - 14) * expOne // the bits of 2^-14 as a float32
+	beyond16      = (127 + 16) * expOne // the bits of 2^16 as a float32
 )
 
-// The conversions below select between computed values, so that compilers can use conditional moves instead
-// of branches: data with zeros and small numbers at random positions causes no mispredicted branches.
+// The conversions below compute several values and select one, so that compilers can use conditional moves
+// instead of branches. So data with zeros and small numbers at random positions causes no mispredicted
+// branches.
 
 // Float32 returns h as a float32, which is exact. A NaN keeps its sign and payload.
 func (h Float16) Float32() float32 {
 	u := uint32(h.bits&0x7fff) << fractionShift
 	v := u + biasShift
-	// Zero and subnormals lack the implicit 1 before the fraction. It is added here, and its value is
-	// subtracted.
+	// Zero and subnormals lack the implicit 1 before the fraction. v+expOne has that 1, and the subtraction
+	// removes its value.
 	subnormal := math.Float32bits(math.Float32frombits(v+expOne) - 0x1p-14)
 	if u < expOne {
 		v = subnormal
@@ -83,10 +84,10 @@ func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h.bits)
 func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
 	abs := b & absMask
-	// The addend is a power of two that is 2^13 times as large as f, so the last bit of the sum as a float32
-	// has the value of the last bit of f as a float16. The addition therefore rounds. The fraction is then in
-	// the lowest bits, below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent.
-	// 2^16 becomes infinity.
+	// The addend is a power of two that is 2^13 times as large as f. So the last bit of the sum as a float32
+	// has the value of the last bit of f as a float16, and the addition rounds. The fraction is then in the
+	// lowest bits, below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent. 2^16
+	// becomes infinity.
 	x := min(abs, beyond16)
 	exp := max(x&expMask, minNormal16)
 	sum := math.Float32bits(math.Float32frombits(x) + math.Float32frombits(exp+fractionShift*expOne))
@@ -101,7 +102,7 @@ func Float16FromFloat32(f float32) Float16 {
 // infinity. A NaN becomes a quiet NaN with the sign and the upper payload bits of f.
 func BFloat16FromFloat32(f float32) BFloat16 {
 	b := math.Float32bits(f)
-	// The addition rounds up by its carry, also into the exponent and to infinity.
+	// The addition rounds up with its carry, which may go into the exponent and make an infinity.
 	v := b + 0x7fff + b>>16&1
 	if b&absMask > expMask {
 		v = b | quietBit

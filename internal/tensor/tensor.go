@@ -15,7 +15,8 @@ import (
 // DType is an element type. The zero value is Invalid.
 type DType uint8
 
-// Element types. Their values are sent on the wire and are not those of other libraries.
+// These are the element types. Their values are sent on the wire. They differ from the values in other
+// libraries.
 const (
 	Invalid DType = iota
 	Uint8
@@ -50,7 +51,7 @@ var dtypes = [numDTypes]struct {
 	Bool:     {"bool", 1},
 }
 
-// NumDTypes is the number of element types, including Invalid. All values are less than it.
+// NumDTypes is one more than the greatest value of a valid element type.
 const NumDTypes = int(numDTypes)
 
 // Valid reports whether d is a known element type.
@@ -71,7 +72,7 @@ func (d DType) String() string {
 	return dtypes[d].name
 }
 
-// IsInteger reports whether d is an integer type. Bool is not one.
+// IsInteger reports whether d is an integer type. Bool is not an integer type.
 func (d DType) IsInteger() bool { return d >= Uint8 && d <= Int64 }
 
 // IsFloat reports whether d is a floating-point type, of any width.
@@ -89,7 +90,7 @@ func DTypes() []DType {
 	return all
 }
 
-// Element is the constraint for Go types that have a DType.
+// Element is the constraint for the Go types that have a DType.
 type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool |
 		half.Float16 | half.BFloat16
@@ -132,8 +133,8 @@ func Bytes[T Element](s []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))), len(s)*int(unsafe.Sizeof(s[0])))
 }
 
-// View returns b as elements of T. It does not copy. b must be aligned for T. A remainder that is shorter
-// than one element is left out. If T is a bool, every byte of b must be 0 or 1.
+// View returns b as elements of type T. It does not copy. b must be aligned for T. If b ends with a part of
+// an element, that part is left out. If T is a bool, every byte of b must be 0 or 1.
 func View[T Element](b []byte) []T {
 	var z T
 	n := len(b) / int(unsafe.Sizeof(z))
@@ -143,12 +144,12 @@ func View[T Element](b []byte) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
 }
 
-// Shape is the size of each dimension, outermost first. A nil Shape is a scalar: it has no dimensions and one
-// element.
+// Shape has the size of each dimension, outermost first. A nil Shape is the shape of a scalar: it has no
+// dimensions and one element.
 type Shape []int64
 
-// NumElems returns the product of the dimensions. It is an error if a dimension is negative or the product
-// does not fit in 63 bits.
+// NumElems returns the product of the dimensions. If a dimension is negative or the product exceeds 2^63-1,
+// it returns an error.
 func (s Shape) NumElems() (int64, error) {
 	n, zero := int64(1), false
 	for _, d := range s {
@@ -182,7 +183,7 @@ func (s Shape) Equal(t Shape) bool {
 	return true
 }
 
-// String formats the shape as [64 3 7 7].
+// String formats the shape, for example as [64 3 7 7].
 func (s Shape) String() string {
 	var b strings.Builder
 	b.WriteByte('[')
@@ -199,10 +200,10 @@ func (s Shape) String() string {
 // ReduceOp is a reduction: the way in which the elements of several ranks are combined.
 type ReduceOp uint8
 
-// Reductions. Average is a sum that is divided by the number of ranks (integers: truncated toward zero).
-// AverageActive is a sum that is divided by the number of ranks that have not joined. Adasum is the adaptive
-// sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). The zero value,
-// NoReduce, is for operations without a reduction, such as broadcast and allgather.
+// These are the reductions. Average is a sum that is divided by the number of ranks (integers are truncated
+// toward zero). AverageActive is a sum that is divided by the number of ranks that have not joined. Adasum is
+// the adaptive sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). NoReduce,
+// the zero value, is for operations without a reduction, such as broadcast and allgather.
 const (
 	NoReduce ReduceOp = iota
 	Average
@@ -222,10 +223,11 @@ var reduceOps = [numReduceOps]string{
 // Valid reports whether op is a known reduction.
 func (op ReduceOp) Valid() bool { return op > NoReduce && op < numReduceOps }
 
-// IsAverage reports whether op is an average, which is a sum that is divided afterwards.
+// IsAverage reports whether op is an average: a sum that is divided afterwards.
 func (op ReduceOp) IsAverage() bool { return op == Average || op == AverageActive }
 
-// Base returns the reduction that combines the elements for op: Sum for the averages, otherwise op itself.
+// Base returns the reduction with which op combines elements: Sum for an average, and op itself for other
+// reductions.
 func (op ReduceOp) Base() ReduceOp {
 	if op.IsAverage() {
 		return Sum
@@ -240,8 +242,8 @@ func (op ReduceOp) String() string {
 	return reduceOps[op]
 }
 
-// CheckReduce returns an error if elements of dt cannot be combined with op. Bools have only Min (all) and
-// Max (any), Adasum needs floats, and number types have all other reductions.
+// CheckReduce returns an error if elements of type dt cannot be combined with op. Bools have only Min (all)
+// and Max (any). Adasum needs a floating-point type. All number types have all other reductions.
 func CheckReduce(op ReduceOp, dt DType) error {
 	switch {
 	case !op.Valid():
@@ -256,7 +258,8 @@ func CheckReduce(op ReduceOp, dt DType) error {
 	return nil
 }
 
-// CheckScale returns an error if elements of dt cannot be multiplied by a factor other than 1. Bools cannot.
+// CheckScale returns an error if elements of type dt cannot be multiplied by a factor other than 1. This
+// holds for Bool.
 func CheckScale(dt DType) error {
 	if !dt.Valid() || dt == Bool {
 		return fmt.Errorf("tensor: scale: got %v, want a type of numbers", dt)
