@@ -10,13 +10,14 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Op is one rank's part in an operation. The functions below create one. Its fields may be changed until it
-// is submitted, which is done once.
+// Op is one rank's part in an operation. The functions below make one. Its fields may be changed until it is
+// submitted. An Op may be submitted only once.
 type Op struct {
-	// Entry is passed to the engine. If Output is nil, Submit allocates the result. If Splits is nil, every
-	// member receives the same number of rows. Submit sets Done and Allocate.
+	// Entry is passed to the engine. If Output is nil, Submit allocates the output. If the operation is an
+	// alltoall and Splits is nil, Submit sends every member the same number of rows. Submit sets Done and
+	// Allocate.
 	tensorqueue.Entry
-	// Err is the result of the operation, valid after Wait.
+	// Err is the result of the operation. It is valid after Wait.
 	Err error
 
 	done chan struct{}
@@ -33,14 +34,15 @@ func newOp(kind message.Kind, name string, dt tensor.DType, shape tensor.Shape, 
 	}
 }
 
-// Allreduce returns an Op that reduces input by op.
+// Allreduce returns an Op that reduces input with op.
 func Allreduce(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
 	o := newOp(message.Allreduce, name, dt, shape, input)
 	o.Request.Op = op
 	return o
 }
 
-// Reducescatter returns an Op that reduces input by op and scatters the rows of the result to the ranks.
+// Reducescatter returns an Op that reduces input with op and distributes the rows of the result among the
+// ranks.
 func Reducescatter(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
 	o := newOp(message.Reducescatter, name, dt, shape, input)
 	o.Request.Op = op
@@ -52,7 +54,7 @@ func Allgather(name string, dt tensor.DType, shape tensor.Shape, input []byte) *
 	return newOp(message.Allgather, name, dt, shape, input)
 }
 
-// Broadcast returns an Op that sends the input of root to all ranks.
+// Broadcast returns an Op that copies the input of root to all ranks.
 func Broadcast(name string, dt tensor.DType, shape tensor.Shape, root topo.Rank, input []byte) *Op {
 	o := newOp(message.Broadcast, name, dt, shape, input)
 	o.Request.Root = root
@@ -66,29 +68,29 @@ func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, 
 	return o
 }
 
-// Barrier returns an Op that waits for all ranks.
+// Barrier returns an Op that ends when all ranks have started it.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
-// Join returns an Op by which this rank joins: it has nothing more to submit. After the Op has finished, Last
+// Join returns an Op with which this rank joins: it has nothing more to submit. When the Op has ended, Last
 // returns the rank that joined last.
 func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
 
-// AddSet returns an Op that adds a process set of ranks, in ascending order. After the Op has finished, the
-// Set of its Response is the number of the new process set.
+// AddSet returns an Op that adds a process set with the given ranks, in ascending order. When the Op has
+// ended, its Response.Set is the number of the new process set.
 func AddSet(ranks ...topo.Rank) *Op {
 	o := newOp(message.AddProcessSet, "process_set.add", tensor.Invalid, nil, nil)
 	o.Request.Ranks = ranks
 	return o
 }
 
-// RemoveSet returns an Op that removes a process set.
+// RemoveSet returns an Op that removes the process set with number set.
 func RemoveSet(set topo.ProcessSetID) *Op {
 	o := newOp(message.RemoveProcessSet, "process_set.remove", tensor.Invalid, nil, nil)
 	o.Request.Set = set
 	return o
 }
 
-// Over sets the process set of ops, and returns the last op.
+// Over sets the process set of all ops, and returns the last op.
 func Over(set topo.ProcessSetID, ops ...*Op) *Op {
 	for _, op := range ops {
 		op.Set = set
@@ -103,10 +105,11 @@ func Group(name string, ops ...*Op) {
 	}
 }
 
-// InPlace makes the result replace the input, and returns op. r is the rank that will submit op.
+// InPlace makes op store its result in place of its input, and returns op. r is the rank that will submit op.
 //
-// InPlace makes the input of an allgather a part of a buffer that has room for as many rows from each rank.
-// The result of a reducescatter is a part of the input. In both cases Output is the result.
+// In an allgather, InPlace moves the input into a buffer that has room for the same number of rows from each
+// rank. In a reducescatter, the result becomes a part of the input. In both cases Output is the memory of the
+// result.
 func (op *Op) InPlace(r *Rank) *Op {
 	op.Entry.InPlace = true
 	switch members := r.Members(op.Set); op.Request.Kind {
@@ -124,7 +127,7 @@ func (op *Op) InPlace(r *Rank) *Op {
 	return op
 }
 
-// part returns the rows of a reducescatter's input that become the result at r.
+// part returns the rows of a reducescatter's input that r gets reduced.
 func (op *Op) part(r *Rank) []byte {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0] == 0 {
@@ -136,7 +139,7 @@ func (op *Op) part(r *Rank) []byte {
 	return op.Input[first*row : (first+rows)*row]
 }
 
-// prepare fills in the fields of op that the engine of r needs.
+// prepare sets the fields of op that the engine of r needs.
 func (op *Op) prepare(r *Rank) error {
 	members := r.Members(op.Set)
 	if members == nil {
@@ -172,7 +175,7 @@ func (op *Op) prepare(r *Rank) error {
 	return nil
 }
 
-// splitEvenly sets Splits to the same number of rows for each of n members.
+// splitEvenly sets Splits so that each of n members gets the same number of rows.
 func (op *Op) splitEvenly(n int) error {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0]%int64(n) != 0 {
@@ -182,5 +185,5 @@ func (op *Op) splitEvenly(n int) error {
 	return nil
 }
 
-// Last returns the rank that joined last, after a join.
+// Last returns the rank that joined last. op must be a Join that has ended.
 func (op *Op) Last() topo.Rank { return op.Response.Root }

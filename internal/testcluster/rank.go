@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Rank is one rank of a job. Its methods may be called from several goroutines, except the methods that can
-// end the rank's function (Wait, Try, Do, Must, Fatalf): only the goroutine that runs this function may call
+// Rank is one rank of a job. Its methods may be called from several goroutines, with an exception: Wait, Try,
+// Do, Must and Fatalf may end the rank's function, so only the goroutine that runs this function may call
 // them.
 type Rank struct {
 	topo.Rank
@@ -25,14 +25,15 @@ type Rank struct {
 	c      *cluster
 
 	mu   sync.Mutex
-	sets []controller.Set // all process sets of the job, also those without this rank
+	sets []controller.Set // all process sets of the job, including those without this rank
 }
 
 func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set) *Rank {
 	return &Rank{Rank: rank, Size: c.o.Ranks, Engine: e, c: c, sets: slices.Clone(sets)}
 }
 
-// Members returns the ranks of a process set, ascending, or nil if this rank does not know the set.
+// Members returns the ranks of a process set in ascending order. If this rank does not know the set, it
+// returns nil.
 func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -44,7 +45,7 @@ func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	return nil
 }
 
-// changeSets records the result of an operation that adds or removes a process set.
+// changeSets updates the process sets if done is the result of an operation that adds or removes one.
 func (r *Rank) changeSets(done *message.Response) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,8 +57,8 @@ func (r *Rank) changeSets(done *message.Response) {
 	}
 }
 
-// Submit passes operations of one process set to the engine, all of them or none, and does not wait for them.
-// It fills in outputs and even splits if they are missing.
+// Submit passes operations of one process set to the engine: all of them, or none if it returns an error. It
+// does not wait for the operations. It allocates missing outputs and sets missing Splits.
 func (r *Rank) Submit(ops ...*Op) error {
 	entries := make([]*tensorqueue.Entry, len(ops))
 	for i, op := range ops {
@@ -77,8 +78,8 @@ func (r *Rank) Submit(ops ...*Op) error {
 	return nil
 }
 
-// Wait waits for operations that were submitted, and returns their joined errors. If the job fails meanwhile,
-// Wait ends the rank's function like Fatalf.
+// Wait waits for operations that were submitted, and returns their joined errors. If the job fails in the
+// meantime, Wait ends the rank's function like Fatalf.
 func (r *Rank) Wait(ops ...*Op) error {
 	var errs []error
 	for _, op := range ops {
@@ -93,7 +94,7 @@ func (r *Rank) Wait(ops ...*Op) error {
 	return errors.Join(errs...)
 }
 
-// Try submits operations, waits for them and returns their errors.
+// Try submits operations, waits for them and returns their joined errors.
 func (r *Rank) Try(ops ...*Op) error {
 	if err := r.Submit(ops...); err != nil {
 		return err
@@ -101,10 +102,10 @@ func (r *Rank) Try(ops ...*Op) error {
 	return r.Wait(ops...)
 }
 
-// Do submits operations that must succeed, and waits for them.
+// Do submits operations and waits for them. They must succeed, else Do calls Fatalf.
 func (r *Rank) Do(ops ...*Op) { r.Must(r.Try(ops...)) }
 
-// Must ends the job unless err is nil.
+// Must calls Fatalf unless err is nil.
 func (r *Rank) Must(err error) {
 	if err != nil {
 		r.Fatalf("%v", err)
@@ -116,9 +117,9 @@ func (r *Rank) Errorf(format string, args ...any) {
 	r.c.t.Errorf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
 }
 
-// Fatalf makes the test fail and ends the job, so that the waits of the other ranks end with an error. It
-// does not return. If another rank has ended the job before, this failure is a consequence of that, and
-// Fatalf only logs the message.
+// Fatalf makes the test fail, ends the job and does not return. The other ranks' waits then end with an
+// error. If another rank has ended the job before, Fatalf only logs the message, because this failure is a
+// consequence of the other one.
 func (r *Rank) Fatalf(format string, args ...any) {
 	if r.c.ctx.Err() != nil {
 		r.c.t.Logf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))

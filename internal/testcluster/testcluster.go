@@ -1,8 +1,8 @@
-// Package testcluster runs whole jobs in one process, for tests: an engine for each rank, connected within
-// the process, over TCP on loopback, or by shared memory.
+// Package testcluster runs whole jobs in one process, for tests. Each rank has an engine. The ranks are
+// connected within the process, over TCP on loopback, or by shared memory.
 //
-// A test passes Run a function, which is called once for each rank, concurrently, and submits operations
-// through its Rank:
+// A test passes Run a function. Run calls it for all ranks at the same time, and the function submits
+// operations through its Rank:
 //
 //	testcluster.Run(t, testcluster.Options{Ranks: 3}, func(r *testcluster.Rank) {
 //		op := testcluster.Allreduce("x", tensor.Int64, tensor.Shape{1}, tensor.Sum, input)
@@ -10,8 +10,8 @@
 //		... op.Output ...
 //	})
 //
-// With the transport Mem a job does no I/O, so it also runs in a testing/synctest bubble, where time is
-// virtual and exact. Nothing waits for ever: after Options.Deadline the stacks of all goroutines are logged,
+// With the transport Mem a job does no I/O. So it also runs in a testing/synctest bubble, where time is
+// virtual and exact. No job hangs forever: after Options.Deadline, Run logs the stacks of all goroutines,
 // every wait ends, and the test fails. When Run returns, no goroutine of the job is left.
 package testcluster
 
@@ -41,13 +41,13 @@ import (
 // Transport selects how the ranks are connected.
 type Transport uint8
 
-// The transports.
+// These are the transports.
 const (
-	// Mem is transport/mem.
+	// Mem connects the ranks with transport/mem.
 	Mem Transport = iota
-	// TCP is transport/tcp on the loopback interface.
+	// TCP connects the ranks with transport/tcp on the loopback interface.
 	TCP
-	// SHM is TCP and shared memory, as between processes on one host.
+	// SHM connects the ranks with TCP and shared memory, like processes on one host.
 	SHM
 )
 
@@ -58,26 +58,27 @@ type Options struct {
 	// Ranks is the number of ranks, at least 1.
 	Ranks     int
 	Transport Transport
-	// Latency is the time that a byte takes from rank to rank, for Mem only. Default 0.
+	// Latency is the time that a byte takes from one rank to another. It is only for Mem. Default 0.
 	Latency time.Duration
-	// Sets are the members, ascending, of the process sets 1, 2, ... that exist from the start.
+	// Sets has the members, in ascending order, of the process sets 1, 2, ... that exist from the start.
 	Sets [][]topo.Rank
-	// Config, if not nil, changes the configuration of the rank in Config.Rank. It is called concurrently for
-	// all ranks and must give all of them the same settings of the negotiation. Over Mem, Spin is preset to
-	// -1, because in a bubble time does not pass for a loop that polls.
+	// Config, if not nil, changes the configuration of the engine of rank Config.Rank. It is called for all
+	// ranks at the same time, and must give all of them the same settings of the negotiation. With Mem, Spin
+	// is preset to -1, because in a bubble no time passes while a loop polls.
 	Config func(*engine.Config)
-	// OnFrame, if not nil, receives every frame of the negotiation before it is sent from one rank to
-	// another. The ranks call it concurrently. It must not keep or change the frame.
+	// OnFrame, if not nil, gets every frame of the negotiation before it is sent from one rank to another.
+	// The ranks may call it at the same time. It must not keep or change the frame.
 	OnFrame func(from, to topo.Rank, frame []byte)
-	// SegmentBytes is the size of the segments in which backends transfer data. Default: the backends' own.
+	// SegmentBytes is the size of the segments in which the backends transfer data. Default: the defaults of
+	// the backends.
 	SegmentBytes int
-	// Deadline is the time that the job may take. Default 60 s.
+	// Deadline is how long the job may take. Default 60 s.
 	Deadline time.Duration
 }
 
 const (
 	defaultDeadline = time.Minute
-	// shutdownTime is the time that ranks have to shut down when the job is over.
+	// shutdownTime is how long the ranks may take to shut down at the end of the job.
 	shutdownTime = 20 * time.Second
 )
 
@@ -85,15 +86,15 @@ const (
 type cluster struct {
 	t      testing.TB
 	o      Options
-	ctx    context.Context // it ends with the job
+	ctx    context.Context // ends with the job
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []opsshm.Memory // indexed by rank; only for SHM
+	memory []opsshm.Memory // by rank; only for SHM
 	ranks  []*Rank
 }
 
 // Run starts the engines of a job, calls f for each rank, and shuts the job down when f has returned for all
-// of them. If the job cannot be started, Run ends the test; if the job fails later, Run makes the test fail.
+// ranks. If the job cannot be started, Run ends the test. If the job fails later, Run makes the test fail.
 func Run(t testing.TB, o Options, f func(r *Rank)) {
 	t.Helper()
 	if o.Deadline == 0 {
@@ -113,8 +114,8 @@ func Run(t testing.TB, o Options, f func(r *Rank)) {
 	c.shutdown()
 }
 
-// watch starts a timer that logs the stacks of all goroutines and ends the job at the deadline. The returned
-// function stops the timer. If the timer has fired, the function waits until the job has been ended.
+// watch starts a timer. At the deadline the timer logs the stacks of all goroutines and ends the job. The
+// function end stops the timer. If the timer has fired, end waits until the job has ended.
 func (c *cluster) watch() (end func()) {
 	over := make(chan struct{})
 	timer := time.AfterFunc(c.o.Deadline, func() {
@@ -131,7 +132,7 @@ func (c *cluster) watch() (end func()) {
 	}
 }
 
-// connect creates the meshes of all ranks.
+// connect makes the meshes of all ranks.
 func (c *cluster) connect() error {
 	switch c.o.Transport {
 	case TCP:
@@ -176,7 +177,7 @@ func (c *cluster) connectTCP() error {
 	return nil
 }
 
-// shareMemory adds shared memory to the meshes.
+// shareMemory lets the ranks share memory: it replaces their meshes with meshes of transport/shm.
 func (c *cluster) shareMemory() error {
 	n := c.o.Ranks
 	endpoints, offers, hosts := make([]*shm.Endpoint, n), make([]shm.Offer, n), make([]string, n)
@@ -191,7 +192,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // used by the ranks to agree (shm.Epoch.Agree)
+	sessions := make([]*rendezvous.Session, n) // with which the ranks agree (shm.Epoch.Agree)
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {
@@ -233,7 +234,8 @@ func (c *cluster) shareMemory() error {
 	return err
 }
 
-// start starts the engines of all ranks. If one fails to start, it stops the others and returns the error.
+// start starts the engines of all ranks. If an engine cannot be started, start closes the others and returns
+// the error.
 func (c *cluster) start() error {
 	sets := []controller.Set{controller.Global(c.o.Ranks)}
 	for i, ranks := range c.o.Sets {
@@ -268,7 +270,7 @@ func (c *cluster) start() error {
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
-				c.fail(errs[i]) // so that the other ranks do not wait for this one
+				c.fail(errs[i]) // so that the other ranks do not wait for this rank
 				return
 			}
 			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)
@@ -286,7 +288,7 @@ func (c *cluster) start() error {
 	return err
 }
 
-// each calls f for all ranks concurrently.
+// each calls f for all ranks at the same time, and waits until all calls have returned.
 func (c *cluster) each(f func(r *Rank)) {
 	var wg sync.WaitGroup
 	for _, r := range c.ranks {
@@ -295,7 +297,7 @@ func (c *cluster) each(f func(r *Rank)) {
 	wg.Wait()
 }
 
-// shutdown shuts all engines down. It reports their errors unless the job has failed before.
+// shutdown shuts down all engines. Unless the job has failed before, errors make the test fail.
 func (c *cluster) shutdown() {
 	failed := c.ctx.Err() != nil
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
@@ -307,7 +309,7 @@ func (c *cluster) shutdown() {
 	})
 }
 
-// tapped is a mesh that passes the frames of the negotiation to onFrame before it sends them.
+// tapped is a mesh that passes each frame of the negotiation to onFrame before it sends the frame.
 type tapped struct {
 	transport.Mesh
 	rank    topo.Rank
@@ -323,8 +325,8 @@ func (m *tapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 	return &tap{Conn: c, mesh: m, peer: peer}, nil
 }
 
-// tap is a control connection that passes each frame to onFrame of its mesh. The engine sends each
-// frame with one call, after its length and number.
+// tap is a control connection that passes each frame to onFrame of its mesh. The engine sends each frame with
+// one call of Send, which begins with the length and the number of the frame.
 type tap struct {
 	transport.Conn
 	mesh *tapped

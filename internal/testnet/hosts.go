@@ -17,43 +17,45 @@ import (
 	"time"
 )
 
-// HostInterface is the name of the only network interface that each host has besides lo.
+// HostInterface is the name of the network interface of each host. The only other interface is lo.
 const HostInterface = "eth0"
 
-// MaxHosts is the most hosts of one NewHosts, because their addresses are in one /24 subnet.
+// MaxHosts is the largest number of hosts that one NewHosts can make, because their addresses are in one /24
+// subnet.
 const MaxHosts = 200
 
 const (
 	dir = "/run/netns" // the directory in which iproute2 keeps named namespaces
-	// prefix is the beginning of the names of all namespaces of this package.
+	// prefix is the beginning of the names of all namespaces that this package makes.
 	prefix = "gohvd-"
-	bridge = "br0" // the bridge's name in its namespace
-	// timeout is the limit of every command, every call of a server, and every wait of this package.
+	bridge = "br0" // the name of the bridge in its namespace
+	// timeout limits every command, every call of a server, and every wait of this package.
 	timeout = time.Minute
 )
 
-// Host is a host for tests that need several. It is a network namespace with one interface, which a bridge in
-// a namespace of its own connects to the other hosts. So the machine's own network does not change, and no
-// route leads out of the hosts' network. Host needs Linux, root, and Debian's packages iproute2 and
-// util-linux. Hosts share the machine's files, processes and clock.
+// Host is a simulated host, for tests that need several: a network namespace with one interface. A bridge in
+// another namespace connects it to the other hosts. So the network of the machine does not change, and no
+// route leads out of the hosts' network. Hosts need Linux, root, and Debian's packages iproute2 and
+// util-linux. They share the files, processes and clock of the machine.
 //
-// The namespaces are named gohvd-PID-START-RANDOM-WHAT, after the process that made them and the time at
-// which it started. So the next NewHosts can find and remove the namespaces of a process that was killed.
+// The namespaces are named gohvd-PID-START-RANDOM-WHAT. PID is the process that made the namespace, and START
+// is the time when that process started. With these names, the next NewHosts finds and removes the namespaces
+// of a process that was killed.
 //
-// Methods without an error result fail the test on an error. Only the test's goroutine may call them.
+// If a method without an error result fails, it fails the test. The test's goroutine must call it.
 type Host struct {
-	// Name is the name of the host and of its namespace, which "ip netns exec NAME" enters.
+	// Name is the name of the host and of its namespace. "ip netns exec NAME" runs a command there.
 	Name string
-	// Addr is the host's address. Only the other hosts of the same NewHosts can reach it.
+	// Addr is the host's address. Only hosts from the same NewHosts can reach it.
 	Addr netip.Addr
 
 	t      testing.TB
 	bridge string // the namespace of the bridge
-	port   string // the name of the bridge's end of the cable
+	port   string // the name of the end of the host's cable at the bridge
 }
 
-// haveHosts makes and removes a namespace with everything that NewHosts needs. If that fails, it returns the
-// error.
+// haveHosts tests whether NewHosts can work: it makes and removes a namespace with everything that a host
+// needs, and returns an error if that fails.
 var haveHosts = sync.OnceValue(func() (err error) {
 	name := newNames() + "probe"
 	defer func() { err = errors.Join(err, remove(name)) }()
@@ -69,8 +71,7 @@ var haveHosts = sync.OnceValue(func() (err error) {
 	return run(h.Command(ctx, "true"))
 })
 
-// NeedHosts skips the test if hosts cannot be made on this machine. In CI, where they can be made, it fails
-// the test instead.
+// NeedHosts skips the test if hosts cannot be made. In CI, where they can be made, it fails the test instead.
 func NeedHosts(t testing.TB) {
 	t.Helper()
 	err := haveHosts()
@@ -84,8 +85,8 @@ func NeedHosts(t testing.TB) {
 	t.Skipf("%s: %v", needs, err)
 }
 
-// NewHosts makes n hosts, 1 to MaxHosts, each of which can reach all others. When the test ends, also by a
-// panic, the processes on the hosts are killed and the hosts are removed. It takes about 10 ms for each host.
+// NewHosts makes n hosts, 1 to MaxHosts, which can all reach each other. When the test ends for any reason,
+// the processes on the hosts are killed and the hosts are removed. NewHosts takes about 10 ms for each host.
 func NewHosts(t testing.TB, n int) []*Host {
 	t.Helper()
 	NeedHosts(t)
@@ -114,7 +115,7 @@ func NewHosts(t testing.TB, n int) []*Host {
 	return hosts
 }
 
-// build makes the bridge in a namespace named middle, and connects the hosts to it.
+// build makes the bridge in a new namespace named middle, makes the hosts, and connects them to the bridge.
 func build(middle string, hosts []*Host) error {
 	if err := ip("netns", "add", middle); err != nil {
 		return err
@@ -151,23 +152,23 @@ func (h *Host) build() error {
 	return nil
 }
 
-// addPort makes a virtual cable from a port in one namespace to an interface in another. The caller's
-// namespace is not touched.
+// addPort makes a virtual cable from interface port in namespace from to interface iface in namespace to. It
+// does not change the caller's namespace.
 func addPort(from, port, to, iface string) error {
 	return ip("-n", from, "link", "add", port, "type", "veth", "peer", "name", iface, "netns", to)
 }
 
-// Command returns a command that runs on the host. The process that Start makes is the command itself. It
-// sees the host's network, in /sys too, and the host's name. When the test ends, it is killed.
+// Command returns a command that runs on the host. The process that the command's Start starts is name
+// itself. It sees the host's network, in /sys too, and the host's name. When the test ends, it is killed.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	const named = `echo "$0" >/proc/sys/kernel/hostname && exec "$@"`
 	in := []string{"netns", "exec", h.Name, "unshare", "--uts", "sh", "-c", named, h.Name, name}
 	return exec.CommandContext(ctx, "ip", append(in, args...)...)
 }
 
-// SetLink disconnects the host's cable from the bridge, or connects it again. A disconnected host keeps its
-// addresses and routes; packets from it and to it are lost without an error. The change is in effect when
-// SetLink returns.
+// SetLink connects the host's cable to the bridge or disconnects it. A disconnected host keeps its addresses
+// and routes, and packets to and from it are lost without an error. When SetLink returns, the change has
+// taken effect.
 func (h *Host) SetLink(up bool) {
 	h.t.Helper()
 	state := "down"
@@ -179,15 +180,15 @@ func (h *Host) SetLink(up bool) {
 	}
 }
 
-// newNames returns a prefix for the names of the namespaces of one NewHosts. No other NewHosts gets the same
+// newNames returns a prefix for the names of a set of namespaces of this process. Each call returns another
 // prefix.
 func newNames() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("%s%d-%s-%s-", prefix, pid, startOf(pid), strings.ToLower(rand.Text()[:8]))
 }
 
-// ownerLives reports whether the process that made the namespace still runs. It also returns true for a name
-// that newNames did not make, so that such a namespace is not removed.
+// ownerLives reports whether the process that made the namespace still runs. For a name that newNames did not
+// make it also returns true, so that such a namespace is not removed.
 func ownerLives(name string) bool {
 	pid, rest, _ := strings.Cut(strings.TrimPrefix(name, prefix), "-")
 	start, _, ok := strings.Cut(rest, "-")
@@ -195,14 +196,14 @@ func ownerLives(name string) bool {
 	return !ok || err != nil || startOf(n) == start
 }
 
-// startOf returns when a process started, in ticks since the boot, which distinguishes it from a later
-// process with the same ID. The result is empty if there is no such process or it has ended.
+// startOf returns when a process started, in ticks since the boot. This distinguishes the process from a
+// later process with the same ID. If there is no such process or it has ended, startOf returns "".
 func startOf(pid int) string {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return ""
 	}
-	// The third field, the state, comes after the name, which may have spaces and parentheses in it; see
+	// The third field, the state, follows the name, which may contain spaces and parentheses; see
 	// proc_pid_stat(5).
 	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
 	const state, start = 0, 22 - 3
@@ -237,7 +238,7 @@ func named(beginning string) (names []string, err error) {
 }
 
 // remove removes the namespaces whose names start with beginning, and kills the processes in them. Several
-// processes may call it at once.
+// processes may call it at the same time.
 func remove(beginning string) error {
 	names, err := named(beginning)
 	if err != nil {
@@ -255,7 +256,7 @@ func remove(beginning string) error {
 	return errors.Join(errs...)
 }
 
-// empty kills the processes in a namespace, until there are none.
+// empty kills the processes in a namespace until there are none.
 func empty(name string) error {
 	namespace, err := os.Stat(filepath.Join(dir, name))
 	if err != nil {
@@ -285,9 +286,9 @@ func empty(name string) error {
 	}
 }
 
-// kill kills the process whose directory in /proc is path if it is in the namespace, and reports whether it
-// was. It opens a handle of the process before it checks the namespace. So it does not kill another process
-// that has got the same ID in the meantime.
+// kill kills the process whose directory in /proc is path if that process is in the namespace. It reports
+// whether the process was in the namespace. It opens a handle of the process before it checks the namespace.
+// So it does not kill another process that has got the same ID in the meantime.
 func kill(path string, namespace os.FileInfo) bool {
 	pid, err := strconv.Atoi(filepath.Base(path))
 	if err != nil {
@@ -300,9 +301,9 @@ func kill(path string, namespace os.FileInfo) bool {
 	defer p.Release()
 	its, err := os.Stat(filepath.Join(path, "ns", "net"))
 	if err != nil || !os.SameFile(its, namespace) {
-		return false // an ended process has no namespace
+		return false // a process that has ended has no namespace
 	}
-	_ = p.Kill() // it fails only if the process has ended already
+	_ = p.Kill() // fails only if the process has ended already
 	return true
 }
 
@@ -313,7 +314,7 @@ func ip(args ...string) error {
 	return run(exec.CommandContext(ctx, "ip", args...))
 }
 
-// run runs a command. Its error includes the command line and the standard error.
+// run runs a command. Its error includes the command line and the command's standard error.
 func run(cmd *exec.Cmd) error {
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr

@@ -17,11 +17,11 @@ import (
 	"time"
 )
 
-// maxAnswer is the greatest number of bytes that get reads of an answer.
+// maxAnswer is the largest number of bytes that get reads from an answer.
 const maxAnswer = 16 << 20
 
-// prometheusProgram returns the path of a program of Debian's package prometheus. If the program is missing,
-// it skips the test; in CI it fails the test instead.
+// prometheusProgram returns the path of a program in Debian's package prometheus. If the program is missing,
+// it skips the test. In CI, which has the program, it fails the test instead.
 func prometheusProgram(t testing.TB, name string) string {
 	t.Helper()
 	path, err := exec.LookPath(name)
@@ -35,8 +35,8 @@ func prometheusProgram(t testing.TB, name string) string {
 	return path
 }
 
-// Promtool runs promtool in the directory dir with args and input. It returns the output, and whether
-// promtool reported success.
+// Promtool runs promtool in the directory dir with the arguments args and the standard input input. It
+// returns promtool's output. content is set if the exit status was 0.
 func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
@@ -53,11 +53,11 @@ func Promtool(t testing.TB, dir, input string, args ...string) (output string, c
 // Prometheus is a running Prometheus server.
 type Prometheus struct {
 	t    testing.TB
-	base string // the beginning of its URLs
+	base string // the beginning of the server's URLs
 }
 
-// StartPrometheus starts a Prometheus with a configuration. files are other files for the configuration's
-// directory, by name. The server is killed when the test ends.
+// StartPrometheus starts a Prometheus server with the configuration config and the further arguments args.
+// files are other files in the configuration's directory, by name. The server is killed when the test ends.
 func StartPrometheus(t testing.TB, config string, files map[string]string, args ...string) *Prometheus {
 	t.Helper()
 	path := prometheusProgram(t, "prometheus")
@@ -107,7 +107,7 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	t.Cleanup(func() {
 		cancel()
 		<-done
-		_ = cmd.Wait() // it was killed
+		_ = cmd.Wait() // fails because the server was killed
 		if t.Failed() {
 			t.Logf("prometheus:\n%s", log.String())
 		}
@@ -123,7 +123,7 @@ func StartPrometheus(t testing.TB, config string, files map[string]string, args 
 	return nil
 }
 
-// listening returns the server's address from its log, or "" if the server is not ready yet.
+// listening returns the server's address from its log. If the server is not ready yet, it returns "".
 func listening(log string) string {
 	// The two lines may be logged in either order.
 	ready := strings.Contains(log, `msg="Server is ready to receive web requests."`)
@@ -136,14 +136,15 @@ func listening(log string) string {
 	return addr
 }
 
-// Sample is the value of a series with its labels. The label __name__ is its name.
+// Sample is a value of a time series, with the labels of the series. The label __name__ is the name of the
+// series.
 type Sample struct {
 	Labels map[string]string
 	Value  float64
 }
 
-// Query evaluates an expression at the present time. It returns an error if the expression is wrong or the
-// server fails.
+// Query evaluates a PromQL expression at the present time. If the expression is wrong or the server fails, it
+// returns an error.
 func (s *Prometheus) Query(expression string) ([]Sample, error) {
 	var answer struct {
 		Data struct {
@@ -174,7 +175,7 @@ type Target struct {
 	LastError string `json:"lastError"`
 }
 
-// Targets returns the targets of the configuration.
+// Targets returns the targets that the server scrapes.
 func (s *Prometheus) Targets() ([]Target, error) {
 	var answer struct {
 		Data struct {
@@ -185,7 +186,7 @@ func (s *Prometheus) Targets() ([]Target, error) {
 	return answer.Data.Active, err
 }
 
-// get fetches a path of the server and decodes the JSON answer into to.
+// get fetches a path from the server and decodes the JSON answer into to.
 func (s *Prometheus) get(path string, to any) error {
 	ctx, cancel := context.WithTimeout(s.t.Context(), timeout)
 	defer cancel()
@@ -208,8 +209,8 @@ func (s *Prometheus) get(path string, to any) error {
 	return json.Unmarshal(body, to)
 }
 
-// Dashboard returns the queries of a Grafana dashboard, with values for its variables. It fails the test if
-// there are none.
+// Dashboard returns the queries of the Grafana dashboard in the file path, with values in place of its
+// variables. If there are no queries, it fails the test.
 func Dashboard(t testing.TB, path string) []string {
 	t.Helper()
 	text, err := os.ReadFile(path)

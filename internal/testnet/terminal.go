@@ -8,9 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Terminal returns the two ends of a new pseudoterminal. A program that the test runs uses slave as its
-// terminal. Both ends are closed when the test ends. If the system has no pseudoterminals, Terminal skips the
-// test.
+// Terminal returns the two ends of a new pseudoterminal. A program uses slave as its terminal. Both ends are
+// closed when the test ends. If the system has no pseudoterminals, Terminal skips the test.
 func Terminal(t *testing.T) (master, slave *os.File) {
 	t.Helper()
 	m, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)

@@ -1,5 +1,6 @@
-// Package testnet provides what tests need outside of a process: sockets, hosts made of network namespaces,
-// PyTorch and Prometheus. If one of the programs is missing, the test is skipped, but in CI it fails.
+// Package testnet provides what tests need outside of their process: sockets, hosts made of network
+// namespaces, PyTorch and Prometheus. If one of the programs is missing, the test is skipped. In CI it fails
+// instead.
 package testnet
 
 import (
@@ -19,15 +20,16 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 )
 
-// Context returns a context that ends after a minute or with the test, so that a test that hangs fails.
+// Context returns a context that ends with the test, but after at most a minute, so that a test that hangs
+// fails.
 func Context(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// Eventually polls cond until it returns true, for a change by another goroutine or process of which no
-// notification exists. After a minute it fails the test.
+// Eventually polls cond until it returns true. It is for changes by other goroutines for which a test cannot
+// wait in another way. If cond has not returned true after a minute, Eventually fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
 	ctx := Context(t)
@@ -48,7 +50,7 @@ func Logs() (*zap.Logger, *observer.ObservedLogs) {
 	return zap.New(core), entries
 }
 
-// Logged reports whether one entry has all parts, in its message or its fields.
+// Logged reports whether there is an entry that contains all parts in its message and fields.
 func Logged(entries *observer.ObservedLogs, parts ...string) bool {
 	for _, e := range entries.All() {
 		text := fmt.Sprint(e.Message, e.ContextMap())
@@ -63,7 +65,7 @@ func Logged(entries *observer.ObservedLogs, parts ...string) bool {
 	return false
 }
 
-// WantError fails the test unless err is an error whose text contains all parts.
+// WantError fails the test if err is nil or its text lacks one of parts.
 func WantError(t *testing.T, err error, parts ...string) {
 	t.Helper()
 	if err == nil {
@@ -77,8 +79,8 @@ func WantError(t *testing.T, err error, parts ...string) {
 	}
 }
 
-// FakeServer starts a server that passes each connection to serve, in a goroutine of its own, and returns its
-// address. A connection has a deadline of a minute. The server ends with the test.
+// FakeServer starts a server and returns its address. For each connection, the server calls serve in a new
+// goroutine. Reads and writes of the connection fail after a minute. The server is closed when the test ends.
 func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -106,8 +108,8 @@ func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
 	return ln.Addr().String()
 }
 
-// RawDial connects to addr and sends parts. The connection has a deadline of a minute, and is closed when the
-// test ends.
+// RawDial connects to addr and sends parts. Reads and writes of the connection fail after a minute. The
+// connection is closed when the test ends.
 func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", addr)
@@ -122,15 +124,15 @@ func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	return conn
 }
 
-// Standalone returns the flags of torchrun that do what its flag --standalone does. That flag makes torchrun
-// of PyTorch 1.13 listen on port 29400, which only one test can have at a time.
+// Standalone returns flags for torchrun that have the effect of its flag --standalone. The flag itself makes
+// torchrun of PyTorch 1.13 listen on port 29400, which only one test can use at a time.
 func Standalone(t testing.TB) []string {
 	t.Helper()
 	return []string{"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:" + strconv.Itoa(FreePort(t))}
 }
 
-// FreePort returns a loopback port on which no process listened a moment ago. The kernel does not assign it
-// by itself, because it is below the range of ephemeral ports.
+// FreePort returns a loopback port on which no process listened a moment ago. The kernel does not assign the
+// port to other sockets by itself, because it is below the range of ephemeral ports.
 func FreePort(t testing.TB) int {
 	t.Helper()
 	const first, last = 10000, 30000

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// Python is the interpreter in TESTTORCH_PYTHON, by default Debian's. The first interpreter on the path may
-// be another one, which does not see Debian's packages.
+// Python is the Python interpreter for tests: the value of TESTTORCH_PYTHON, or Debian's interpreter by
+// default. The first interpreter in PATH may be another one, which does not find Debian's packages.
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
 // haveTorch returns an error if Python cannot import PyTorch.
@@ -19,7 +19,7 @@ var haveTorch = sync.OnceValue(func() error {
 	return exec.Command(Python, "-c", "import torch.distributed").Run()
 })
 
-// NeedTorch skips the test if PyTorch is not installed. In CI, where it is, NeedTorch fails the test instead.
+// NeedTorch skips the test if PyTorch is missing. In CI, which has PyTorch, it fails the test instead.
 func NeedTorch(t testing.TB) {
 	t.Helper()
 	if err := haveTorch(); err != nil {
@@ -30,8 +30,9 @@ func NeedTorch(t testing.TB) {
 	}
 }
 
-// StartTorch starts a Python script with args in sys.argv[1:]. wait waits for its end. If the script fails,
-// wait fails the test and logs the output. The script is killed when the test ends, or after two minutes.
+// StartTorch starts a Python script with args in sys.argv[1:]. The function wait waits until the script has
+// ended. If the script has failed, wait fails the test and reports the output. The script is killed when the
+// test ends, or after two minutes.
 func StartTorch(t testing.TB, script string, args ...string) (wait func()) {
 	t.Helper()
 	NeedTorch(t)
