@@ -592,7 +592,7 @@ func TestImpossibleProcessSets(t *testing.T) {
 				{[]int{0, 2}, nil, "got rank 2, want 0 to 1"},
 				{[]int{-1}, nil, "got rank -1, want 0 to 1"},
 				{[]int{1, 0, 1}, nil, "got rank 1 twice in [1 0 1]"},
-				{[]int{0}, []hvd.Option{hvd.Name("x")}, "option Name does not apply"},
+				{[]int{0}, []hvd.Option{hvd.Name("x")}, "option Name does not apply to this operation"},
 			} {
 				_, err := hvd.AddProcessSet(ctx, c.ranks, append(c.opts, hvd.On(e))...)
 				wantMisuse(t, err, "add process set", c.want)

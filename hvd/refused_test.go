@@ -186,12 +186,12 @@ func (w *world) ofOptions() []refusal {
 		{"compression: integers", "allreduce", integers(hvd.CompressFP16()), nil,
 			"compression of int32 to float16"},
 		allreduce("error feedback without compression",
-			"option ErrorFeedback does not apply without compression", hvd.ErrorFeedback()),
+			"option ErrorFeedback needs option CompressFP16 or CompressBF16", hvd.ErrorFeedback()),
 		allreduce("timeout: 0", "got timeout 0s, want more than 0", hvd.Timeout(0)),
 		allreduce("timeout: negative", "got timeout -1s, want more than 0", hvd.Timeout(-time.Second)),
 		allreduce("option: Shapes", "option Shapes does not apply to a single tensor: use Shape",
 			hvd.Shapes([]int{1})),
-		allreduce("option: Empty", "option Empty does not apply", hvd.Empty()),
+		allreduce("option: Empty", "option Empty does not apply to this operation", hvd.Empty()),
 		{"option: Shape of a group", "allreduce", group([][]float32{{1}}, hvd.Shape(1)), nil,
 			"option Shape does not apply to a group: use Shapes"},
 		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil,
@@ -202,14 +202,14 @@ func (w *world) ofOptions() []refusal {
 		{"option: Op of a broadcast", "broadcast", func(name hvd.Option) error {
 			_, err := hvd.Broadcast(ctx, []int32{1}, 0, hvd.Op(hvd.Sum), name, hvd.On(e))
 			return err
-		}, nil, "option Op does not apply"},
+		}, nil, "option Op does not apply to this operation"},
 		{"option: compression of a reducescatter", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.CompressBF16(), name, hvd.On(e))
 			return err
-		}, nil, "option CompressFP16 or CompressBF16 does not apply"},
+		}, nil, "option CompressFP16 or CompressBF16 does not apply to this operation"},
 		{"option: InPlace of a barrier", "barrier", func(name hvd.Option) error {
 			return hvd.Barrier(ctx, hvd.InPlace(), name, hvd.On(e))
-		}, nil, "option InPlace does not apply"},
+		}, nil, "option InPlace does not apply to this operation"},
 		{"in place: no room for all ranks", "allgather", func(name hvd.Option) error {
 			_, err := hvd.Allgather(ctx, make([]int32, e.Size()+1), hvd.InPlace(), name, hvd.On(e))
 			return err

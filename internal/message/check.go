@@ -69,7 +69,7 @@ func (r *Request) checkParts() error {
 	case r.Group != "":
 		return fmt.Errorf("got a group as one request inside group %q", r.Group)
 	case len(r.Shape) != 1:
-		return fmt.Errorf("got a group as one request with shape %v, want one dimension, their number of elements", r.Shape)
+		return fmt.Errorf("got a group as one request with shape %v, want one dimension: the number of elements of all tensors", r.Shape)
 	}
 	if err := r.Parts.check(r.DType, r.Shape[0]); err != nil {
 		return err

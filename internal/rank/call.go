@@ -101,7 +101,7 @@ func (c *Call) Misuse(format string, args ...any) error {
 // CheckOption returns an error if option o does not apply to the operation of c.
 func (c *Call) CheckOption(o Option) error {
 	if applies[c.Kind]>>o&1 == 0 {
-		return c.Misuse("option %v does not apply", o)
+		return c.Misuse("option %v does not apply to this operation", o)
 	}
 	return nil
 }
@@ -115,7 +115,7 @@ func (c *Call) Check() error {
 	case c.Set.Me < 0:
 		return c.Misuse("rank %d is not a member of %v", c.Rank.Place.Rank, c.Set)
 	case c.ErrorFeedback && !c.Wire.Valid():
-		return c.Misuse("option ErrorFeedback does not apply without compression")
+		return c.Misuse("option ErrorFeedback needs option CompressFP16 or CompressBF16")
 	case c.ErrorFeedback && c.Op != tensor.Sum && !c.Op.IsAverage():
 		return c.Misuse("option ErrorFeedback: got reduction %v, want sum or average", c.Op)
 	case c.ErrorFeedback && c.Name == "":

@@ -125,7 +125,7 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 	r := c.Rank
 	q.Kind, c.Name = c.Kind, q.Name
 	if c.Set != r.Global {
-		return c.Misuse("option Over does not apply: all ranks of the job take part")
+		return c.Misuse("option Over does not apply to this operation, because all ranks of the job take part in it")
 	}
 	if !r.dynamicSets {
 		return c.Misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")

@@ -198,6 +198,6 @@ func (t *timelines) toggle() error {
 	if t.started++; t.started > 1 || taken {
 		path = beforeExt(path, fmt.Sprintf("-%d", t.started))
 	}
-	t.rank.cfg.Log.Info("a signal starts the timeline", zap.String("file", path))
+	t.rank.cfg.Log.Info("starting the timeline because of a signal", zap.String("file", path))
 	return t.start(path, set.TimelineMarkCycles)
 }

@@ -195,12 +195,12 @@ func (r *Watch) answer() {
 			}
 			return text
 		case joblink.Dump:
-			return r.encodedDump("asked for")
+			return r.encodedDump("requested by the launcher")
 		}
 		return nil
 	})
 	if err != nil {
-		r.cfg.Log.Debug("receiving requests of the launcher failed", zap.Error(err))
+		r.cfg.Log.Debug("receiving requests from the launcher failed", zap.Error(err))
 	}
 }
 
