@@ -163,8 +163,8 @@ func testManySmallSends(s *suite) {
 	}
 }
 
-// testSteadyBacklog keeps bytes queued all the time, while the receiver reads. All bytes must arrive in
-// order.
+// testSteadyBacklog keeps more bytes in flight than the kernel's buffers hold, while the receiver reads. All
+// bytes must arrive in order.
 func testSteadyBacklog(s *suite) {
 	const pieceBytes, backlog, rounds = 1000, 16_000, 40_000
 	zero, one := s.pair(s.open(2), 1)

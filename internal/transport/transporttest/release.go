@@ -66,7 +66,7 @@ func testReleaseOneLane(s *suite) {
 }
 
 // testReleaseIsFinal releases lanes in every state, each of them twice. All later calls must fail with
-// ErrReleased.
+// ErrReleased, even after Close. A lane that is released after Close must not count as released.
 func testReleaseIsFinal(s *suite) {
 	meshes := s.open(2)
 	used, _ := s.pair(meshes, 1)
