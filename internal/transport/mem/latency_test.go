@@ -16,8 +16,9 @@ import (
 
 const latency = 10 * time.Millisecond
 
-// The contract test runs in real time, because some of its loops poll Sent without blocking. In a synctest
-// bubble the clock would not advance during such a loop.
+// A cluster with latency obeys the contract of package transport. The test runs in real time, because some
+// tests of the contract poll Sent without blocking, and the clock of a synctest bubble would not advance
+// meanwhile.
 func TestContractWithLatency(t *testing.T) {
 	transporttest.Run(t, func(_ testing.TB, size int) []transport.Mesh {
 		return meshesOf(mem.NewWithLatency(size, 100*time.Microsecond), size)
@@ -32,7 +33,7 @@ type stopwatch struct {
 
 func newStopwatch(t *testing.T) *stopwatch { return &stopwatch{t, time.Now()} }
 
-// at checks that exactly d has passed since the start.
+// at fails the test unless exactly d has passed since the start.
 func (w *stopwatch) at(what string, d time.Duration) {
 	w.t.Helper()
 	if got := time.Since(w.began); got != d {
@@ -43,7 +44,7 @@ func (w *stopwatch) at(what string, d time.Duration) {
 // wait sleeps until d has passed since the start.
 func (w *stopwatch) wait(d time.Duration) { time.Sleep(d - time.Since(w.began)) }
 
-// wantRead checks that one Read of c returns want.
+// wantRead fails the test unless one Read of c returns want.
 func wantRead(t *testing.T, c transport.Conn, want string) {
 	t.Helper()
 	got := make([]byte, 100)
@@ -60,8 +61,8 @@ func mustSend(t *testing.T, c transport.Conn, text string) {
 	}
 }
 
-// TestLatency checks that each byte arrives exactly the latency after it was sent, however many bytes are in
-// flight. A byte counts as sent when the receiver reads it.
+// Each byte arrives exactly the latency after it was sent, however many bytes are in flight. Sent counts a
+// byte when the receiver has read it.
 func TestLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -97,8 +98,8 @@ func TestLatency(t *testing.T) {
 	})
 }
 
-// Each pair of ranks has a separate link for each lane and direction: bytes that are in flight or unread on
-// one link delay no other link.
+// Lanes, pairs of ranks and directions are separate links: bytes that are in flight or unread on one link do
+// not delay bytes on another link.
 func TestLinksAreIndependent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -124,7 +125,8 @@ func TestLinksAreIndependent(t *testing.T) {
 			ends[i] = connect(l)
 		}
 		w := newStopwatch(t)
-		// Each link's bytes are sent 1 ms after those of the link before. The bytes on links[0] stay unread.
+		// The bytes on each link are sent 1 ms after the bytes on the link before. The bytes on links[0] stay
+		// unread.
 		for i := range links {
 			mustSend(t, ends[i][0], string(make([]byte, 1<<20)))
 			time.Sleep(time.Millisecond)
@@ -145,8 +147,8 @@ func TestLinksAreIndependent(t *testing.T) {
 	})
 }
 
-// Peers observe the death of a rank when the last bytes of that rank arrive. Ranks that wait for it in Conn
-// observe the death at once, and its own calls fail at once.
+// If a rank is killed, its peers notice when the last bytes of the rank have arrived. Ranks that wait for it
+// in Conn notice at once, and its own calls fail at once.
 func TestKillWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -186,7 +188,7 @@ func TestKillWithLatency(t *testing.T) {
 	})
 }
 
-// An abort affects the rank's own calls at once, and does not affect bytes in flight.
+// Abort makes the rank's own calls fail at once. The bytes that it had sent still arrive.
 func TestAbortWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -228,7 +230,8 @@ func TestAbortWithLatency(t *testing.T) {
 	})
 }
 
-// The receiver learns that a lane was released only after it has read the bytes that were sent on the lane.
+// If a rank releases a lane, its peer first receives the bytes that were sent on the lane, and then learns of
+// the release.
 func TestReleaseWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -246,7 +249,7 @@ func TestReleaseWithLatency(t *testing.T) {
 		wantRead(t, b, "last words")
 		w.at("last words", latency)
 		w.wait(12 * time.Millisecond)
-		c.Kill(0) // this does not delay the end of the stream
+		c.Kill(0) // must not delay the end of the stream
 		_, err := b.Read(make([]byte, 1))
 		wantPeer(t, "read", err, 0)
 		w.at("read", latency+4*time.Millisecond)

@@ -22,7 +22,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func meshes(_ testing.TB, size int) []transport.Mesh { return meshesOf(mem.New(size), size) }
 
-// meshesOf returns the meshes of all size ranks of c.
+// meshesOf returns the meshes of all ranks of c.
 func meshesOf(c *mem.Cluster, size int) []transport.Mesh {
 	all := make([]transport.Mesh, size)
 	for r := range all {
@@ -78,7 +78,7 @@ func wantPeer(t *testing.T, call string, err error, peer topo.Rank) {
 	}
 }
 
-// If a rank is killed, calls that wait for it return an error. The bytes that it had sent can still be read,
+// If a rank is killed, calls that wait for it return an error. Its peers can read the bytes that it had sent,
 // and its buffers may be reused.
 func TestKill(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -124,7 +124,7 @@ func TestKill(t *testing.T) {
 	})
 }
 
-// Flush waits until the receiver has read everything. In a synctest bubble the test can check this exactly.
+// Flush returns exactly when the receiver has read all bytes.
 func TestFlushWaitsForReceiver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(2)
@@ -154,7 +154,7 @@ func TestFlushWaitsForReceiver(t *testing.T) {
 	})
 }
 
-// Conn waits for a peer until exactly the time at which its context ends.
+// If no peer comes, Conn returns exactly when its context ends.
 func TestConnInFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)

@@ -9,7 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// looker is rank 1 of a cluster of 3. It polls its Control channel to rank 0 and counts its notifications.
+// looker is rank 1 of a cluster with 3 ranks. It polls its Control channel to rank 0 and counts the
+// notifications that it gets.
 type looker struct {
 	t     *testing.T
 	c     *mem.Cluster
@@ -78,7 +79,7 @@ func TestPolling(t *testing.T) {
 	l.rang(0)
 	l.read("ab")
 
-	other := conn(t, l.c, 0, 1) // parked ranks are not notified of lanes other than Control
+	other := conn(t, l.c, 0, 1) // a parked rank must not be notified of bytes on this lane
 	l.park(true)
 	mustSend(t, other, "x")
 	l.rang(0)
@@ -90,8 +91,8 @@ func TestPolling(t *testing.T) {
 	}
 }
 
-// After the sender's OnNotify, its Send does not notify a parked peer: NotifyPeers does. NotifyPeers does not
-// notify a peer that has already read the bytes.
+// After OnNotify, Send does not notify a parked peer, but NotifyPeers does. If the peer has already read the
+// bytes, NotifyPeers does not notify it.
 func TestRing(t *testing.T) {
 	l := newLooker(t)
 	teller := l.c.Mesh(0)

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// After all ranks have released a lane, the cluster keeps no state of it. This includes aborted lanes and a
-// lane on which a rank called Conn only after its peer had released it.
+// When all ranks have released a lane, the cluster keeps no state of it. This also holds for aborted lanes,
+// and for a lane on which a rank called Conn only after its peer had released the lane.
 func TestReleaseKeepsNothing(t *testing.T) {
 	c := New(2)
 	for lane := transport.Lane(1); lane <= 200; lane++ {
@@ -29,7 +29,7 @@ func TestReleaseKeepsNothing(t *testing.T) {
 	}
 }
 
-// Without latency the cluster does not read the clock.
+// A cluster without latency does not read the clock.
 func TestNoLatencyNoClock(t *testing.T) {
 	for _, c := range []*Cluster{New(2), NewWithLatency(2, 0), NewWithLatency(2, -1)} {
 		if c.clock != (clock{}) {
