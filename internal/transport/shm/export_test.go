@@ -7,15 +7,15 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Inner returns the Mesh that Connect returned.
+// Inner returns the Mesh behind a Sharer from Connect.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
-// Put queues a message to rank to as if this rank had sent it. The message owns fds.
+// Put queues a message to rank to, as if this rank's code had sent it. The message owns fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
 	m.peer(to).outbox.put(message{kind, id, size, fds})
 }
 
-// The kinds of messages between the ranks of a host.
+// These are the kinds of messages between the ranks of a host.
 const (
 	ControlMessage = controlMessage
 	ShareMessage   = shareMessage
@@ -25,13 +25,12 @@ const (
 )
 
 // SetHead overwrites the head of the ring in which this rank sends to rank to. SetTail overwrites the tail of
-// the ring from rank to. The peer must check both words.
+// the ring in which rank to sends to this rank. The peer must check both words.
 func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }
 
-// Sleepers returns the number of parked goroutines, and whether the word that the peers read says that there
-// are any.
+// Sleepers returns the number of parked goroutines, and whether peers see that a goroutine is parked.
 func (m *Mesh) Sleepers() (int, bool) {
 	m.waker.mu.Lock()
 	defer m.waker.mu.Unlock()

@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// exchange sends a word on lane between the ranks a and b in both directions.
+// exchange sends a byte on lane from rank a to rank b and from b to a.
 func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	t.Helper()
 	done := make(chan error, 2)
@@ -52,7 +52,7 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 }
 
 // The group of a rank has exactly the ranks of its host. Their Control channels are in shared memory, and the
-// mesh still reaches the ranks of other hosts.
+// mesh also reaches the ranks of other hosts.
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
@@ -84,12 +84,12 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// If one rank cannot share memory, no rank of its host shares memory, and the ranks of other hosts still do.
-// UnsharedReason names the rank and the reason at all ranks of the host.
+// If one rank cannot share memory, no rank of its host shares memory. The ranks of other hosts still do. At
+// all ranks of the host, UnsharedReason names the rank and the reason.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)
-		why   []string // parts of UnsharedReason on host a
+		why   []string // UnsharedReason on host a must contain these
 	}{
 		"no offer": {func(t *testing.T, j *job) {
 			j.offers[2] = shm.Offer{}
@@ -115,7 +115,7 @@ func TestDissolved(t *testing.T) {
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			// The changed token is the one that the other ranks receive.
+			// The other ranks receive the changed token.
 			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...)
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {
@@ -141,8 +141,8 @@ func TestDissolved(t *testing.T) {
 	}
 }
 
-// dissolved connects j, whose ranks are on the hosts a, b, a, b, a. It checks that Connect returns soon at
-// all ranks, that no rank of host a shares memory, and that UnsharedReason there contains the texts in why.
+// dissolved connects j, whose ranks are on the hosts a, b, a, b, a. Connect must return soon at all ranks, no
+// rank of host a may share memory, and UnsharedReason there must contain the texts in why.
 func dissolved(t *testing.T, j *job, why []string) {
 	t.Helper()
 	if j.offers[2].Token == nil && j.offers[2].Reason == "" {
@@ -183,8 +183,8 @@ func dissolved(t *testing.T, j *job, why []string) {
 	exchange(t, meshes, 1, 0, 4)
 }
 
-// If a rank cannot allocate its segment, UnsharedReason has the size that it asked for, and the other ranks
-// do not wait for this rank.
+// If a rank cannot allocate its segment, UnsharedReason has the size of the segment, and the other ranks do
+// not wait for this rank.
 func TestNoMemory(t *testing.T) {
 	under := overTCP(t, 5)
 	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
@@ -236,8 +236,8 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// If a rank dies while the others form a group, Connect returns an error that names it at all of them, and
-// they do not wait for it.
+// If a rank dies while the others form a group, Connect of all others returns an error that names the rank.
+// They do not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -258,8 +258,7 @@ func TestDeathWhileForming(t *testing.T) {
 	}
 }
 
-// Unauthenticated processes that connect and send arbitrary bytes, or send nothing, do not prevent the ranks
-// from forming a group.
+// Ranks form a group even if strange processes connect to their sockets and send arbitrary bytes or nothing.
 func TestUnauthenticatedPeers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72),
@@ -337,8 +336,8 @@ func TestListenChecks(t *testing.T) {
 	}
 }
 
-// Listen creates the directory for temporary files if it is missing, as in a container image that was made
-// from scratch.
+// If the directory for temporary files is missing, as in a container image made from scratch, Listen creates
+// it.
 func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	missing := filepath.Join(t.TempDir(), "missing", "tmp")
 	t.Setenv("TMPDIR", missing)
@@ -355,8 +354,8 @@ func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	}
 }
 
-// Listen removes the sockets of gohvd on which no process listens. It removes neither sockets in use nor
-// other files.
+// Listen removes sockets of gohvd on which no process listens. It does not remove sockets in use or other
+// files.
 func TestSweep(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	live, err := shm.Listen(shm.Config{Dir: dir})

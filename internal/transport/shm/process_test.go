@@ -23,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child runs one rank in a child process that a test has started. The rank puts its socket into dir, and
-// waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
+// child is the main function of a child process that runs one rank, with its socket in dir and the time limit
+// waits. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
 //	< rank, the store of the job, addresses and offers of all
@@ -100,7 +100,7 @@ func child(dir, waits string) error {
 	return in.Err()
 }
 
-// offerText returns an offer as one word.
+// offerText returns an offer as JSON, which has no spaces.
 func offerText(o shm.Offer) string {
 	text, err := json.Marshal(o)
 	if err != nil {
@@ -114,7 +114,7 @@ func offerOf(text string) (o shm.Offer, err error) {
 	return o, err
 }
 
-// join makes a rank check in at the store kv and returns its session.
+// join checks in rank at the store kv and returns its session.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(),
@@ -122,7 +122,7 @@ func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rende
 	})
 }
 
-// serve serves a store over TCP until the end of the test. It returns the store and its address.
+// serve serves a new store until the test ends.
 func serve(tb testing.TB) (kv store.Store, addr string) {
 	tb.Helper()
 	h := store.NewHashStore(store.Limits{})
@@ -138,13 +138,13 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act runs the action with the name what, which the test has sent to a child process:
+// act runs the action what, which the test has sent to a child process:
 //
 //   - share: share a segment and a tensor with all ranks, and read those of the others
 //   - watch: wait until the other ranks have gone, and check that their memory can still be read
-//   - pong: answer the messages of the other one of two ranks
+//   - pong: in a job with two ranks, answer the messages of the other rank
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
-	// With two ranks, peer is the other one.
+	// peer is the other rank if there are two ranks.
 	peer := 1 - rank
 	switch what {
 	case "share":
@@ -171,7 +171,8 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 			if err != nil {
 				return err
 			}
-			// The peers write their bytes after they have shared the memory, so this loop polls for them.
+			// The peers write their bytes after they have shared the memory, so this loop waits for the
+			// bytes.
 			for theirs[0] != byte(100+r) || chunk[at.Offset] != byte(200+r) {
 				if err := m.Err(1, r); err != nil {
 					return err
@@ -199,7 +200,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 		if err != nil {
 			return err
 		}
-		fmt.Println("gone", strings.Join(gone, " "), b[0]) // b is still readable
+		fmt.Println("gone", strings.Join(gone, " "), b[0]) // b can still be read
 	case "pong":
 		c, err := m.Conn(ctx, transport.Control, peer)
 		if err != nil {
@@ -243,7 +244,7 @@ func start(tb testing.TB, dir string, limit time.Duration) *process {
 }
 
 func (p *process) kill() {
-	_ = p.cmd.Process.Kill() // an error only means that the process has ended already
+	_ = p.cmd.Process.Kill() // fails only if the process has ended already
 	_ = p.cmd.Wait()         // the exit status does not matter
 }
 
@@ -263,8 +264,8 @@ func (p *process) receive(tb testing.TB) string {
 	return p.out.Text()
 }
 
-// launch starts size ranks in child processes and collects their addresses and offers. It returns the
-// processes and, for each rank, the line that the test must send to it so that it joins.
+// launch starts size ranks in child processes and reads their addresses and offers. It returns the processes
+// and, for each rank, the line with which the test makes the rank join.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
 	_, kv := serve(tb)
@@ -281,7 +282,7 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	return ranks, epoch
 }
 
-// meetAll sends each rank its line of epoch and waits until all of them have checked in.
+// meetAll sends each rank its line of epoch and waits until all ranks have checked in.
 func meetAll(tb testing.TB, ranks []*process, epoch []string) {
 	tb.Helper()
 	for r, p := range ranks {
@@ -316,8 +317,8 @@ func empty(t *testing.T, when, dir string) {
 	}
 }
 
-// Processes share memory. If one of them is killed, the others notice it at once and can still read the
-// memory that it shared. No files are left in the socket directory or in /dev/shm.
+// If one of three processes that share memory is killed, the other two notice it at once and can still read
+// the memory that it shared. No file is left in the socket directory or in /dev/shm.
 func TestKill(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks := form(t, dir, 3)
@@ -330,7 +331,7 @@ func TestKill(t *testing.T) {
 			t.Fatalf("got %q", got)
 		}
 	}
-	for _, p := range ranks[:2] { // rank 0 waits for 1, then 2; rank 1 waits for 0, then 2
+	for _, p := range ranks[:2] { // rank 0 waits for ranks 1 and 2, and rank 1 for ranks 0 and 2
 		p.send(t, "watch")
 	}
 	began := time.Now()
@@ -354,7 +355,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// If a rank is killed before it calls Connect, its socket remains until the next Listen removes it.
+// If a rank is killed before it calls Connect, its socket stays until the next Listen, which removes it.
 func TestKillBeforeConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, _ := launch(t, dir, 2, hangTimeout)
@@ -377,7 +378,7 @@ func TestKillBeforeConnect(t *testing.T) {
 	empty(t, "closed", dir)
 }
 
-// If a rank is killed before it has connected to any peer, the others report it and do not wait for it.
+// If a rank is killed before it has connected to a peer, the other ranks report it and do not wait for it.
 func TestKillInConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, epoch := launch(t, dir, 3, hangTimeout)
@@ -397,7 +398,7 @@ func TestKillInConnect(t *testing.T) {
 	}
 }
 
-// BenchmarkProcesses is like BenchmarkPingPong, but the answering rank is in a child process, which polls
+// BenchmarkProcesses is like BenchmarkPingPong, but the rank that answers is in a child process. It polls
 // too.
 func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")

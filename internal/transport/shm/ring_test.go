@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// controls returns the Control channel between ranks 0 and 1, at rank 0 and at rank 1.
+// controls returns the Control channel between ranks 0 and 1: its end at rank 0 and its end at rank 1.
 func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	tb.Helper()
 	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
@@ -114,8 +114,8 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// A polling goroutine is notified if bytes arrive while it is parked, and is not notified otherwise. It
-// cannot park while there are unread bytes.
+// A parked rank is notified if bytes arrive, and a rank that is not parked is not notified. If there are
+// unread bytes, Park returns false.
 func TestPark(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
@@ -139,7 +139,7 @@ func TestPark(t *testing.T) {
 	if n, err := one.TryRead(got); n != 0 || err != nil {
 		t.Errorf("nothing has come: got %d, %v", n, err)
 	}
-	for range 2 { // the second call of Park changes nothing
+	for range 2 { // the second call of Park has no effect
 		if !polls.Park() {
 			t.Error("cannot park though nothing has arrived")
 		}
@@ -172,15 +172,15 @@ func TestPark(t *testing.T) {
 		t.Error("notified though no goroutine is parked")
 	}
 
-	// The failure of a channel that this test has never read does not prevent parking. An error that a read
-	// has already returned does not prevent it either.
+	// The failure of a channel does not prevent parking if Mesh.Conn has not returned the channel, or if a
+	// read has already returned the error.
 	if !polls.Park() {
 		t.Error("cannot park")
 	}
 	if err := meshes[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-notified // there may be further notifications
+	<-notified // there may be more notifications than one
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
 	polls.Unpark()
 	if !polls.Park() {
@@ -204,7 +204,7 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// A polling goroutine that parks while its peer sends is always notified of the bytes.
+// If a rank parks while its peer sends, it is always notified of the bytes.
 func TestParkRace(t *testing.T) {
 	const rounds = 20_000
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -258,8 +258,8 @@ func TestParkRace(t *testing.T) {
 	wg.Wait()
 }
 
-// If a head or tail has a value that no correct peer writes, calls on that direction of the channel fail with
-// a *PeerError.
+// If a head or tail has a value that no correct peer writes, calls for that direction of the channel fail
+// with a *PeerError.
 func TestImpossibleWords(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(m *shm.Mesh)
@@ -274,7 +274,7 @@ func TestImpossibleWords(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 			zero, one := controls(t, meshes)
-			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes a direction
+			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes in each direction
 				if err := way[0].Send(make([]byte, 100)); err != nil {
 					t.Fatal(err)
 				}
@@ -301,8 +301,8 @@ func TestImpossibleWords(t *testing.T) {
 	}
 }
 
-// A peer may write any values into the words of its segment at any time. Reading and sending then fail or
-// continue, but never touch memory outside of the ring.
+// Whatever values a peer writes into the words of its segment, reading and sending either fail or continue.
+// They never access memory outside of the ring.
 func FuzzRingWords(f *testing.F) {
 	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
 	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
@@ -322,8 +322,8 @@ func FuzzRingWords(f *testing.F) {
 	})
 }
 
-// In the steady state no call allocates, with a ring that holds the whole message and with one that is
-// smaller.
+// Once the first messages have been sent, no call allocates. This holds for a ring that has room for a whole
+// message and for a smaller ring.
 func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -371,11 +371,11 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
-	runtime.GC() // so that no garbage collection is due while the test measures
+	runtime.GC() // so that no garbage collection runs during the measurement
 	const idle = 300 * time.Millisecond
-	for tries := 1; ; tries++ { // on a busy machine it takes longer until all ranks wait
+	for tries := 1; ; tries++ { // on a busy machine it takes some time until all ranks wait
 		before := used()
-		<-time.After(idle) // the test measures the processor time that is used in this time
+		<-time.After(idle) // the measurement counts the processor time that is used meanwhile
 		took := used() - before
 		if took <= idle/10 {
 			break
@@ -393,8 +393,8 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// After OnNotify, only NotifyPeers notifies a parked peer. It does not notify a peer that has already read
-// the bytes.
+// After OnNotify, Send does not notify a parked peer, but NotifyPeers does. If the peer has already read the
+// bytes, NotifyPeers does not notify it.
 func TestNotifyPeers(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -402,7 +402,7 @@ func TestNotifyPeers(t *testing.T) {
 	sender.OnNotify(func() {})
 	notified := make(chan struct{}, 10)
 	looker.OnNotify(func() { notified <- struct{}{} })
-	// Connecting has notified the looker too. The loop consumes these notifications.
+	// Connecting has also notified the looker. The loop consumes these notifications.
 	looker.Park()
 	for settled := false; !settled; {
 		select {
@@ -427,7 +427,8 @@ func TestNotifyPeers(t *testing.T) {
 		if err := zero.Send([]byte("new")); err != nil {
 			t.Fatal(err)
 		}
-		<-time.After(time.Millisecond) // a notification before NotifyPeers would arrive in this time
+		// if Send notified the peer, the notification would arrive in this time
+		<-time.After(time.Millisecond)
 		if n := len(notified); n != 0 {
 			t.Errorf("round %d: notified %d times before NotifyPeers", i, n)
 		}
@@ -440,8 +441,8 @@ func TestNotifyPeers(t *testing.T) {
 	}
 }
 
-// If a mesh is closed while all its calls are in use, the calls fail with ErrClosed or a *PeerError, and no
-// call accesses unmapped memory.
+// If a mesh is closed while all of its methods run, they fail with ErrClosed or a *PeerError. No call
+// accesses unmapped memory.
 func TestCloseWhileInUse(t *testing.T) {
 	for i := range 20 {
 		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -480,7 +481,7 @@ func TestCloseWhileInUse(t *testing.T) {
 	}
 }
 
-// If a rank closes right after it has sent, its peer still receives all bytes, and then the end of the
+// If a rank closes its mesh right after it has sent, its peer receives all bytes and then the end of the
 // stream.
 func TestLastWords(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
@@ -520,8 +521,8 @@ func BenchmarkPingPong(b *testing.B) {
 	}
 }
 
-// measure sends messages of size bytes to a rank that answers them, and reports half of the median round-trip
-// time.
+// measure sends messages of size bytes to a rank that answers each of them, and reports half of the median
+// round-trip time.
 func measure(b *testing.B, c transport.Conn, size int) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -537,12 +538,12 @@ func measure(b *testing.B, c transport.Conn, size int) {
 			took = append(took, time.Since(began))
 		}
 	}
-	// The benchmark reports the median, because the mean depends more on the load of the machine.
+	// The median is reported because the mean depends more on the load of the machine.
 	slices.Sort(took)
 	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
 }
 
-// ping sends p. Then it polls without yielding the processor until it has received as many bytes.
+// ping sends p and then polls, without yielding the processor, until it has received len(p) bytes.
 func ping(c transport.Conn, p []byte) error {
 	if err := c.Send(p); err != nil {
 		return err
@@ -561,7 +562,7 @@ func spin(c transport.Conn, p []byte) error {
 	return nil
 }
 
-// pong answers messages of size bytes until a call fails.
+// pong answers each message of size bytes until a call fails.
 func pong(c transport.Conn, size int) {
 	p := make([]byte, size)
 	for spin(c, p) == nil && c.Send(p) == nil {

@@ -34,8 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls done until it returns true, for a condition of which no notification exists. After hangTimeout
-// it fails the test with the message what.
+// within polls done until it returns true, because nothing notifies of the condition. After hangTimeout it
+// fails the test with the message what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {
@@ -45,8 +45,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Every rank can read the segments that were shared with it, and no others. The order in which the ranks call
-// Share and Peer does not matter.
+// Every rank can read the segments that were shared with it, and no others. It does not matter in which order
+// the ranks call Share and Peer.
 func TestShare(t *testing.T) {
 	const size = 3
 	meshes := onOneHost(t, shm.Config{}, size)
@@ -61,7 +61,7 @@ func TestShare(t *testing.T) {
 			if p == r {
 				continue
 			}
-			go func() { // some of these calls begin before the peer calls Share
+			go func() { // some of these calls begin before the peer has called Share
 				b, err := m.Peer(t.Context(), 5, topo.Rank(p))
 				results <- got{p, r, b, err}
 			}()
@@ -105,7 +105,7 @@ func TestShare(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	_, err := meshes[2].Peer(ctx, 7, 0) // lane 7 was shared only with rank 1
+	_, err := meshes[2].Peer(ctx, 7, 0) // rank 0 has shared lane 7 only with rank 1
 	wantErr(t, "peer", err, context.DeadlineExceeded)
 	_, err = meshes[1].Peer(t.Context(), 7, 1)
 	if err == nil {
@@ -117,13 +117,13 @@ func TestShare(t *testing.T) {
 	}
 }
 
-// Abort, Release, Close and the death of a peer each end the pending and the later calls on a lane, and Err
-// returns the same error as the calls.
+// Pending and later calls on a lane end if the lane is aborted or released, the mesh is closed, or the peer
+// dies. Err returns the same error as the calls.
 func TestLaneEnds(t *testing.T) {
 	boom := errors.New("boom")
 	for name, c := range map[string]struct {
 		end  func(meshes []shm.Sharer)
-		want error // nil stands for a *PeerError
+		want error // nil means a *PeerError
 	}{
 		"abort":   {func(m []shm.Sharer) { m[1].Abort(2, boom) }, boom},
 		"release": {func(m []shm.Sharer) { m[1].Release(2) }, transport.ErrReleased},
@@ -183,8 +183,8 @@ func TestLaneEnds(t *testing.T) {
 	}
 }
 
-// If a lane has ended for several reasons, ErrReleased takes precedence over ErrClosed, ErrClosed over the
-// error of Abort, and the error of Abort over the error of a peer's death.
+// If a lane has ended for several reasons, ErrReleased has precedence over ErrClosed, ErrClosed over the
+// error of Abort, and the error of Abort over the death of a peer.
 func TestErrOrder(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	boom := errors.New("boom")
@@ -219,8 +219,8 @@ func TestErrCosts(t *testing.T) {
 	}
 }
 
-// Arena returns the chunks that existed before Connect and those that were allocated later. A chunk that has
-// been freed reads as zeros.
+// Arena returns chunks that existed before Connect and chunks that were made later. A chunk that has been
+// freed reads as zeros.
 func TestArena(t *testing.T) {
 	const large = 65 << 20 // so large that each tensor gets its own chunk
 	early := mustAlloc(t, large)
@@ -291,11 +291,11 @@ func mustAlloc(t *testing.T, n int) []byte {
 	return b
 }
 
-// Alloc does not wait for a peer that does not read: the messages about new chunks are queued if the socket
-// is full.
+// If a peer does not read, Alloc does not wait: messages about new chunks are queued if the socket is full.
 func TestAllocDoesNotWait(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
-	// This test cannot stop the receiver of a peer. Therefore it sends more messages than the socket holds.
+	// This test cannot stop the receiving goroutine of a peer. So it sends more messages than the socket
+	// holds.
 	m := shm.Inner(meshes[0])
 	for i := range uint32(5000) {
 		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
@@ -312,7 +312,7 @@ func TestAllocDoesNotWait(t *testing.T) {
 	}
 }
 
-// After Release and Close, the process has no more mapped memory and open descriptors than before.
+// After Release and Close, the process has no more mappings and open descriptors than before.
 func TestNothingIsLeft(t *testing.T) {
 	b := mustAlloc(t, 100)
 	defer func() {
@@ -366,7 +366,7 @@ func TestNothingIsLeft(t *testing.T) {
 				t.Fatal(err)
 			}
 			if lane%2 == 0 {
-				continue // Close must unmap the segments of these lanes
+				continue // so that Close has to unmap the segments of these lanes
 			}
 			for _, m := range meshes {
 				m.Release(lane)
@@ -400,7 +400,7 @@ func count(t *testing.T, dir string) int {
 	return len(names)
 }
 
-// mappings returns the number of memory mappings in this process that belong to memfds of gohvd.
+// mappings returns the number of mappings in this process that belong to memfds of gohvd.
 func mappings(t *testing.T) int {
 	t.Helper()
 	text, err := os.ReadFile("/proc/self/maps")
@@ -410,7 +410,7 @@ func mappings(t *testing.T) int {
 	return strings.Count(string(text), "/memfd:gohvd-")
 }
 
-// A message that violates the protocol fails the channels to its sender with a *PeerError. The receiver does
+// If a message violates the protocol, the channels to its sender fail with a *PeerError. The receiver does
 // not close its connection, so the sender does not notice.
 func TestBreaches(t *testing.T) {
 	segment := func(t *testing.T) (int, uint64) {
@@ -515,8 +515,8 @@ func TestBreaches(t *testing.T) {
 	}
 }
 
-// The allocator makes chunks that a sidecar can still write. Every chunk is sealed before its descriptor is
-// sent to peers.
+// Each chunk is sealed before its descriptor is sent to peers, because the allocator leaves chunks writable
+// for sidecars.
 func TestArenaIsSealed(t *testing.T) {
 	seals := func() (all []int) {
 		arena.Watch(func(c arena.Chunk) {

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// overTCP returns meshes that are connected over TCP on loopback.
+// overTCP returns the meshes of size ranks that are connected over TCP on loopback.
 func overTCP(tb testing.TB, size int) []transport.Mesh {
 	tb.Helper()
 	endpoints := make([]*tcp.Endpoint, size)
@@ -45,7 +45,7 @@ func overTCP(tb testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// overMem returns meshes that are connected in the memory of this process.
+// overMem returns the meshes of size ranks that are connected within this process.
 func overMem(_ testing.TB, size int) []transport.Mesh {
 	c := mem.New(size)
 	meshes := make([]transport.Mesh, size)
@@ -55,19 +55,19 @@ func overMem(_ testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// job holds the arguments of Connect for all ranks of a test.
+// job has the arguments of Connect for all ranks of a test.
 type job struct {
 	cfg       shm.Config
 	hosts     []string
 	endpoints []*shm.Endpoint
 	offers    []shm.Offer
 	under     []transport.Mesh
-	sessions  []*rendezvous.Session         // Connect gets their Agree
-	epoch     func(rank int, ep *shm.Epoch) // changes the Epoch that a rank passes to Connect, if not nil
-	after     func() error                  // called after Connect has returned at all ranks, if not nil
+	sessions  []*rendezvous.Session         // whose Agree is passed to Connect
+	epoch     func(rank int, ep *shm.Epoch) // if not nil, changes the Epoch that a rank passes to Connect
+	after     func() error                  // if not nil, called when Connect has returned at all ranks
 }
 
-// noOffer closes the endpoint of rank and replaces it by one that cannot share memory.
+// noOffer closes the endpoint of rank and replaces it with an endpoint that cannot share memory.
 func (j *job) noOffer(tb testing.TB, rank int) {
 	tb.Helper()
 	if err := j.endpoints[rank].Close(); err != nil {
@@ -76,7 +76,7 @@ func (j *job) noOffer(tb testing.TB, rank int) {
 	j.endpoints[rank] = shm.Unavailable(errors.New("not published"))
 }
 
-// newJob opens an endpoint for a rank on each of the given hosts and makes the ranks check in.
+// newJob opens an endpoint for one rank on each of the given hosts, and checks in the ranks.
 func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...string) *job {
 	tb.Helper()
 	if cfg.Dir == "" {
@@ -95,8 +95,8 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 	return j
 }
 
-// meet makes a rank on each of the given hosts check in. The sessions end with the test, or when the test
-// calls leave.
+// meet checks in one rank on each of the given hosts. The sessions end with the test or when the test calls
+// leave.
 func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	tb.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -121,15 +121,15 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	return sessions
 }
 
-// leave closes the sessions. It may be called several times. It ignores errors: the session of one rank
-// reports an error if the session of another was closed before.
+// leave closes the sessions. It may be called several times. It ignores errors, because the session of one
+// rank reports an error if the session of another rank was closed before.
 func leave(sessions []*rendezvous.Session) {
 	for _, s := range sessions {
 		_ = s.Close()
 	}
 }
 
-// connect calls Connect at all ranks at the same time, and returns their meshes and errors by rank.
+// connect calls Connect at all ranks at the same time. It returns their meshes and errors, by rank.
 func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	meshes, errs := make([]shm.Sharer, len(j.hosts)), make([]error, len(j.hosts))
 	var wg sync.WaitGroup
@@ -154,7 +154,8 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	return meshes, errs
 }
 
-// mustConnect is like connect, but fails the test on an error. It closes the meshes when the test ends.
+// mustConnect is like connect, but fails the test if a rank gets an error. It closes the meshes when the test
+// ends.
 func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 	tb.Helper()
 	ctx, cancel := context.WithTimeout(tb.Context(), hangTimeout)
@@ -178,7 +179,8 @@ func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 
 const hangTimeout = time.Minute
 
-// onOneHost returns connected meshes of size ranks on one host. The mesh underneath uses TCP on loopback.
+// onOneHost returns the connected meshes of size ranks on one host. The meshes underneath use TCP on
+// loopback.
 func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	tb.Helper()
 	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)
@@ -190,8 +192,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped is a Mesh on which lane and the Control lane are exchanged. So the contract's tests, which use
-// lane, test the Control channels in shared memory.
+// swapped is a Mesh in which lane and the Control lane are exchanged. The tests of the contract use lane, so
+// they test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane
@@ -217,7 +219,7 @@ func (s swapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 
 func (s swapped) Abort(lane transport.Lane, err error) { s.Mesh.Abort(s.other(lane), err) }
 
-// blame replaces the lane in a *PeerError by the lane that the test has asked for.
+// blame replaces the lane of a *PeerError with the lane that the test has used.
 func (s swapped) blame(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -258,7 +260,7 @@ func contractMeshes(ringBytes, ranksPerHost int,
 	}
 }
 
-// The mesh keeps the contract of package transport on every lane, also if only some of its Control channels
+// The mesh obeys the contract of package transport on every lane, even if only some of its Control channels
 // are in shared memory.
 func TestContract(t *testing.T) {
 	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
@@ -270,8 +272,8 @@ func TestContract(t *testing.T) {
 	}
 }
 
-// The channels in shared memory keep the contract of package transport, also if the rings are so small that
-// all sends wait for room. One clause of the contract uses only lane 3, so one case tests that lane.
+// The channels in shared memory obey the contract of package transport, even if the rings are so small that
+// all sends wait for room. One test of the contract uses only lane 3, so there is a case for that lane.
 func TestContractInMemory(t *testing.T) {
 	for _, c := range []struct {
 		ringBytes int
@@ -286,7 +288,7 @@ func TestContractInMemory(t *testing.T) {
 	}
 }
 
-// TestMain runs the tests, or one rank in a child process that a test has started (see child).
+// TestMain runs the tests. In a child process that a test has started, it runs one rank (see child).
 func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "rank" {
 		if err := child(os.Args[2], os.Args[3]); err != nil {

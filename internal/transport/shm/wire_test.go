@@ -65,18 +65,18 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// In a handshake each side detects that the other one does not know its token, or belongs to another epoch or
-// job.
+// A handshake fails if one side does not know the token of the other, or if the sides belong to different
+// epochs or jobs. Each case says which sides notice.
 func TestHandshake(t *testing.T) {
 	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
 	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
 	here := Epoch{Job: "job", Epoch: 3}
 	for name, c := range map[string]struct {
 		dialer, acceptor Epoch
-		rank             topo.Rank // the rank of the dialer
-		ofAcceptor       Offer     // the acceptor's offer, as the dialer knows it
-		ofDialer         Offer     // the dialer's offer, as the acceptor knows it
-		dials, accepts   error     // nil stands for no error, errAny for any error
+		rank             topo.Rank // the rank that the dialer claims to be
+		ofAcceptor       Offer     // the acceptor's offer as the dialer knows it
+		ofDialer         Offer     // the dialer's offer as the acceptor knows it
+		dials, accepts   error     // nil means no error, and errAny any error
 	}{
 		"good":                   {here, here, 0, good[1], good[0], nil, nil},
 		"dialer without token":   {here, here, 0, wrong, good[0], secret.ErrWrong, errAny},
