@@ -9,12 +9,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// agree makes the response to the requests of the members of a set. requests has them in the order of the
-// set. A member that has joined may lack a request, whose Kind is then NoKind. At least one member has not
-// joined. The response is an Error if the requests contradict each other, or if they cannot be served without
-// the members that lack a request. Its text says which rank sent what. If there are several contradictions,
-// the text names the first in the order of Horovod's checks. Unlike Horovod, agree compares the operations
-// before the element types, because a barrier has no element type.
+// agree makes the response to the requests of the members of a set. requests has an element for each member,
+// in the order of the set. A member that has joined may have made no request. Its element then has the kind
+// NoKind. At least one member has not joined.
+//
+// The response is an Error if the requests contradict each other, or if they cannot be served without the
+// members that made none. Its text says which rank sent what. If there are several contradictions, the text
+// names the first in the order of Horovod's checks. Unlike Horovod, agree compares the operations before the
+// element types, because a barrier has no element type.
 func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
 	first := firstOf(requests)
 	r := &message.Response{

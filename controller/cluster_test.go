@@ -39,7 +39,7 @@ type node struct {
 
 	pending []request // requests that were submitted and are unanswered
 	gone    []topo.ProcessSetID
-	lanes   []lane // lanes[i] belongs to sets[i]; that of a removed set stays until its grants finish
+	lanes   []lane // lanes[i] belongs to sets[i]; a removed set's lane stays until its grants finish
 	numbers map[topo.ProcessSetID]uint64
 	stopped bool // whether the member has applied a stop
 	drained bool

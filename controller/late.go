@@ -118,7 +118,7 @@ func (c *Coordinator) Stats() trace.Coordinator {
 	for r := range c.ranks {
 		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
 			st.Stalled++
-			break // the oldest operation is mostly the same at all ranks
+			break // the oldest operation is usually the same at all ranks
 		}
 	}
 	return st

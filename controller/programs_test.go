@@ -41,7 +41,7 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 //
 // In every step all members of a set submit the same names, each in a random order. So an undisturbed job
 // answers all requests. If a step ends with a join, each member submits a random subset of the names before
-// its join. Names repeat from step to step, mostly with the same parameters. Sometimes all ranks change the
+// its join. Names repeat from step to step, usually with the same parameters. Sometimes all ranks change the
 // parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand

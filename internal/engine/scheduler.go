@@ -110,7 +110,7 @@ const (
 	pauses = 4
 	// pollsPerNotify is the number of polls after which parked peers are notified, unless the poll budget
 	// passes earlier. Until then a peer may poll without being notified, because a rank that has just
-	// finished an operation mostly begins the next one.
+	// finished an operation usually begins the next one.
 	pollsPerNotify = 64
 	// lockTries is the number of times that a driver tries to take the lock before it blocks. The tries take
 	// about as long as a turn.

@@ -17,8 +17,8 @@ const never = time.Duration(math.MaxInt64)
 // repeated because the coordinator ignores the first one if its answer was already on the way.
 const timeoutReportInterval = time.Second
 
-// expire reports operations whose deadline has passed to the coordinator. It searches the operations in
-// flight only when the earliest known deadline has passed, so that it costs nothing while no operation is
+// expire tells the coordinator which operations have not ended by their deadlines. It searches the operations
+// in flight only when the earliest known deadline has passed, so that it costs nothing while no operation is
 // late.
 func (e *Engine) expire() {
 	if e.now < e.due {

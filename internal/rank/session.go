@@ -35,8 +35,8 @@ type SessionConfig struct {
 	// Device is the name of this rank's accelerator (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which backends this rank can serve (rendezvous.Record), besides those that this
-	// package knows.
+	// Capabilities say which further backends this rank can serve (rendezvous.Record). This package adds the
+	// backends that it knows.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
