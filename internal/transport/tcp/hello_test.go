@@ -18,7 +18,7 @@ func sampleHello() hello {
 		lane: 0xfffffffe}
 }
 
-// The encoding of a hello must not change, because it is part of the protocol: other versions must be able to
+// The encoding of a hello does not change. It is part of the protocol, and other versions must be able to
 // read the first eight bytes.
 func TestHelloBytes(t *testing.T) {
 	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" +
@@ -82,14 +82,15 @@ func FuzzReadHello(f *testing.F) {
 	})
 }
 
-// Ranks prove the secret of their job to each other before they send a hello.
+// Ranks prove to each other that they know the secret of their job before they send a hello. If they do not
+// share a secret, the dialer gets an error.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
 	for _, test := range []struct {
 		name      string
 		zero, one secret.Secret
-		want      error // error of the dialer, rank 0: nil is none, io.EOF stands for any error
+		want      error // the error of the dialer, rank 0: nil means none, and io.EOF means any error
 	}{
 		{"the same", key, key, nil},
 		{"another", key, other, secret.ErrWrong},
@@ -118,8 +119,8 @@ func TestSecret(t *testing.T) {
 				return
 			}
 			// The dialer retries until its timeout ends, because another process may have used the port at
-			// first. On a busy machine no handshake may complete within a short timeout, so the test repeats
-			// with longer ones.
+			// first. On a busy machine perhaps no handshake completes within a short timeout, so the test
+			// repeats with longer ones.
 			var err error
 			for timeout := 2 * time.Second; timeout < hangTimeout; timeout *= 4 {
 				zero, _ := meshes(timeout)

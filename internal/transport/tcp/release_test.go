@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually polls is until it returns true, for a condition of which no notification exists. After
-// hangTimeout it fails the test.
+// eventually polls is until it returns true, because nothing notifies of the condition. After hangTimeout it
+// fails the test with the message what.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
@@ -26,16 +26,16 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// unattachedConns returns the number of connections that are not channels yet, or not any more.
+// unattachedConns returns the number of connections that are not channels: not yet, or not any more.
 func unattachedConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.unattached)
 }
 
-// After Release, all bytes that the kernel has taken still arrive. This holds even if they are more than the
-// peer's socket holds, if the released rank has not read the peer's bytes, and if the peer sends more before
-// it reads.
+// After Release, all bytes that the kernel has taken still arrive. This holds even if the peer's socket
+// cannot hold them all, if the rank that released has not read the peer's bytes, and if the peer sends more
+// before it reads.
 func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
 
 func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
@@ -62,7 +62,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 	got := make([]byte, len(data))
 	n, err := io.ReadFull(b, got)
-	// With encryption the kernel may have taken records that are not counted in Sent yet.
+	// With encryption the kernel may have taken records that Sent does not count yet.
 	if n < sent || key.IsZero() && n > sent || n > sent+2*maxUnwrittenBytes {
 		t.Fatalf("got %d bytes, %v, and %d were sent", n, err, sent)
 	}
@@ -76,7 +76,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 }
 
-// After many lanes were released, a mesh keeps only one range of their numbers. This holds also for lanes on
+// After many lanes were released, a mesh keeps only one run of their numbers. This also holds for lanes on
 // which the peer called Conn only after this rank had released them.
 func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
 
@@ -86,7 +86,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	pair(t, zero, one, transport.Control)
 	for id := transport.Lane(1); id <= lanes; id++ {
 		if id%3 == 0 {
-			one.Release(id) // rank 0 connects only after this release
+			one.Release(id) // so that rank 0 connects after this release
 		}
 		c, err := zero.Conn(ctx(t), id, 1)
 		if err != nil {
@@ -108,8 +108,8 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a peer does not release a lane, the connection stays open until the linger timeout and is closed then. A
-// peer that only reads receives all bytes before the end of the stream.
+// If a peer does not release a lane, the connection stays open until the linger timeout and is then closed.
+// If the peer only reads, it receives all bytes and then the end of the stream.
 func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
 
 func testLingerExpires(t *testing.T, key secret.Secret) {
@@ -134,7 +134,7 @@ func testLingerExpires(t *testing.T, key secret.Secret) {
 	}
 }
 
-// Close does not wait for peers that have not released a lane.
+// Close does not wait for peers that have not released a lane, even if the linger timeout is an hour.
 func TestCloseEndsLinger(t *testing.T) { overBoth(t, testCloseEndsLinger) }
 
 func testCloseEndsLinger(t *testing.T, key secret.Secret) {
@@ -158,7 +158,8 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A dial that waits for the peer to listen ends when its lane is released.
+// If a lane is released while Conn waits for the peer to listen, Conn ends at once and no further attempt is
+// made.
 func TestReleaseEndsDial(t *testing.T) {
 	log, book := newLog()
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
@@ -179,8 +180,7 @@ func TestReleaseEndsDial(t *testing.T) {
 	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
 }
 
-// If a lane is released while its handshake is in progress, the handshake is completed, and then the
-// connection ends gracefully.
+// If a lane is released during a handshake, the handshake is completed. Then the connection ends gracefully.
 func TestReleaseDuringHandshake(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -218,8 +218,8 @@ func TestReleaseDuringHandshake(t *testing.T) {
 	eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
 }
 
-// A connection that is in its handshake while its lane is released belongs to the released lane. It does not
-// become a channel of the lane with the same number that is reserved after Release.
+// If a lane is released during a handshake, the connection belongs to the released lane. It does not become a
+// channel of the lane with the same number that is reserved after Release.
 func TestReleaseOfReserved(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -228,7 +228,7 @@ func TestReleaseOfReserved(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Release(3)
-	after, err := m.reserve(goodHello(3)) // the number of a released lane can be reserved
+	after, err := m.reserve(goodHello(3)) // a released lane can be reserved
 	if err != nil {
 		t.Fatal(err)
 	}

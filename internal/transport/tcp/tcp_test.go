@@ -32,10 +32,11 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// hangTimeout is the time after which a test regards a call as hung. No test that passes waits for so long.
+// hangTimeout is how long a call may take before a test fails because the call hangs. No test that passes
+// waits so long.
 const hangTimeout = time.Minute
 
-// overBoth runs a test twice: over plain connections without a secret, and over encrypted connections.
+// overBoth runs test with plain connections without a secret, and with encrypted connections.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
@@ -49,7 +50,7 @@ func encrypted() secret.Secret {
 // meshes returns the meshes of size ranks that are connected over loopback.
 func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
 
-// sealedMeshes is like meshes, with TLS.
+// sealedMeshes is like meshes, but the connections use TLS.
 func sealedMeshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, encrypted()) }
 
 func meshesOf(tb testing.TB, size int, key secret.Secret) []transport.Mesh {
@@ -90,7 +91,7 @@ func addrsOf(endpoints ...*Endpoint) []string {
 	return addrs
 }
 
-// join calls Connect for ep and sets defaults for its empty fields.
+// join calls Connect with ep and returns the Mesh. Empty fields of ep get defaults.
 func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	tb.Helper()
 	if ep.Job == "" {
@@ -106,7 +107,7 @@ func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	return m
 }
 
-// goodHello returns the hello with which rank 0 connects to rank 1 on lane in the default epoch.
+// goodHello returns the hello with which rank 0 connects to rank 1 on lane, in the default epoch.
 func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
@@ -132,7 +133,7 @@ func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *co
 	return x.(*conn), y.(*conn)
 }
 
-// pass sends a word from a to b.
+// pass sends a text from a and checks that it arrives at b.
 func pass(t *testing.T, a, b transport.Conn) {
 	t.Helper()
 	if err := a.Send([]byte("still here")); err != nil {
@@ -158,7 +159,8 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	return sendAs(t, secret.Secret{}, nc, b)
 }
 
-// sendAs proves key on nc and writes b. The other end may close the connection before it has read all of b.
+// sendAs proves on nc that it knows key, and writes b. The other end may close the connection before it has
+// read all of b.
 func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(nc, purpose)
@@ -172,7 +174,7 @@ func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	return over
 }
 
-// untilClosed returns all bytes that the other end sends before it closes nc.
+// untilClosed returns all bytes that arrive on nc before the other end closes it.
 func untilClosed(t *testing.T, nc net.Conn) []byte {
 	t.Helper()
 	b, err := io.ReadAll(nc)
@@ -182,7 +184,7 @@ func untilClosed(t *testing.T, nc net.Conn) []byte {
 	return b
 }
 
-// logBook records log entries. A test can wait for an entry.
+// logBook records log entries and lets a test wait for an entry.
 type logBook struct {
 	*observer.ObservedLogs
 	mu    sync.Mutex
@@ -201,7 +203,8 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait waits for an entry with this message whose field contains text, and returns its fields.
+// wait waits for an entry with this message whose field field contains text. It returns the fields of the
+// entry.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -226,15 +229,15 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// A process that is not a rank and sends arbitrary bytes gets the right answer, and its connection is logged.
-// The connections of real ranks are not affected.
+// If a process sends bytes that are not a good hello, it gets the right answer, and its connection is logged
+// with the reason. Connections of real ranks are not affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	// The silent connections stay open for a second. In this time the deadlines of the real ranks' handshakes
-	// pass too (the dialer's deadline is twice its timeout). These deadlines must not remain on the
-	// connections after the handshake.
+	// The silent connections stay open for a second. In this time the deadlines of the handshakes of the real
+	// ranks pass too. (The dialer's deadline is twice its timeout.) The test fails if these deadlines are
+	// still set after the handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
 	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
@@ -250,8 +253,8 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	cases := []struct {
 		name   string
 		sent   []byte
-		finish bool    // half-close the connection after sent
-		answer Refusal // accepted stands for no answer
+		finish bool    // end the outgoing stream after sent
+		answer Refusal // accepted means that there is no answer
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted,
@@ -317,10 +320,10 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A process that is not a rank makes this process allocate only the memory of a handshake, however much it
-// sends.
+// If a process that does not belong to the job sends a lot of data, this process allocates only the memory
+// for a handshake.
 func TestUnauthenticatedPeersCostLittle(t *testing.T) {
-	const otherJobs, limit = 16, 16 << 10 // if there were more, not all would be logged
+	const otherJobs, limit = 16, 16 << 10 // with more connections, not all would be logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -342,7 +345,7 @@ func TestUnauthenticatedPeersCostLittle(t *testing.T) {
 	}
 }
 
-// If the peer refuses a connection, the dialer gets the reason and does not retry.
+// If the peer refuses a connection, Conn of the dialer returns the reason and does not retry.
 func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
 
 func testDialRefused(t *testing.T, key secret.Secret) {
@@ -411,7 +414,7 @@ func TestDialNotOurs(t *testing.T) {
 	}
 }
 
-// If the peer does not listen yet, the dialer retries until it does.
+// If the peer does not listen yet, the dialer retries until the peer listens.
 func TestDialRetries(t *testing.T) {
 	log, book := newLog()
 	e0 := listen(t, Config{Log: log})
@@ -438,7 +441,7 @@ func TestDialRetries(t *testing.T) {
 }
 
 func TestDialTimeout(t *testing.T) {
-	const timeout = 500 * time.Millisecond // long enough for at least one refused attempt
+	const timeout = 500 * time.Millisecond // long enough for at least one attempt to be refused
 	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}),
 		listen(t, Config{})
 	if err := gone.Close(); err != nil {
@@ -462,7 +465,7 @@ func TestDialTimeout(t *testing.T) {
 
 func TestContextEndSaysWhatFailed(t *testing.T) {
 	log, book := newLog()
-	// The dial timeout is an hour: at the end of the test, Close must not wait for it.
+	// The dial timeout is an hour. At the end of the test, Close must not wait for it.
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
@@ -480,8 +483,8 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 	}
 }
 
-// An attempt to dial continues after the context of the Conn call that began it has ended. The peer may
-// already have accepted the connection, and would refuse another attempt as a duplicate.
+// If the context of Conn ends, the attempt to dial continues. A later Conn gets its connection, because the
+// peer may already have accepted it and would refuse another one as a duplicate.
 func TestDialOutlivesContext(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -526,8 +529,8 @@ func TestDialOutlivesContext(t *testing.T) {
 	}
 }
 
-// A faster peer may connect, and send data, before this rank has called Connect. The connection becomes a
-// channel of the epoch.
+// A faster peer may connect and send data before this rank calls Connect. Its connection becomes a channel of
+// the epoch. A connection from another job is refused.
 func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
 
 func testEarlyConnection(t *testing.T, key secret.Secret) {
@@ -554,7 +557,8 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	}
 }
 
-// A channel is reserved while its handshake runs. It can be reserved again if the handshake fails.
+// While the handshake of a channel runs, the channel cannot be reserved again. After the handshake has
+// failed, it can.
 func TestReserve(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -584,8 +588,8 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	}
 }
 
-// If too many connections send nothing, the oldest are closed to make room for real ranks. Close closes all
-// of them.
+// If too many connections send nothing, the oldest are closed, so that real ranks can connect. Close closes
+// all of them.
 func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
 
 func testTooManyHandshakes(t *testing.T, key secret.Secret) {
@@ -609,7 +613,7 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// failingListener is a listener whose first failures calls of Accept return EMFILE.
+// failingListener is a listener. Its first failures calls of Accept return EMFILE.
 type failingListener struct {
 	net.Listener
 	failures int
@@ -647,8 +651,8 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	}
 }
 
-// If a rank has no file descriptor left for a peer's connection, Conn fails instead of waiting for it. The
-// error does not blame the peer.
+// If a rank has no file descriptor left to accept a peer's connection, Conn fails at once. The error does not
+// blame the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -710,7 +714,7 @@ func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
 	return m[0], m[1]
 }
 
-// Bytes that the kernel has taken arrive even if the sender has closed its mesh.
+// If the sender closes its mesh, the bytes that the kernel has taken still arrive.
 func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
 
 func testDataBeforeClose(t *testing.T, key secret.Secret) {
@@ -797,7 +801,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			buf := make([]byte, c.pieceBytes)
-			start := make(chan struct{}) // the receiver begins after all sends, so most bytes are queued
+			// the receiver begins when all bytes were sent, so most of them are queued
+			start := make(chan struct{})
 			var wg sync.WaitGroup
 			defer wg.Wait()
 			wg.Go(func() {
@@ -810,8 +815,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 				}
 			})
 			defer close(start)
-			// Goroutines that other tests have left running may allocate during some of the runs, so the test
-			// takes the minimum. Messages that allocate would do so in all runs.
+			// Goroutines of earlier tests may still allocate during some of the runs, so the test takes the
+			// minimum. If a message allocates, it does so in all runs.
 			least := math.Inf(1)
 			for range 5 {
 				least = min(least, testing.AllocsPerRun(1, func() {
@@ -838,7 +843,7 @@ func BenchmarkStream(b *testing.B)      { transporttest.Stream(b, meshes) }
 func BenchmarkPingPongTLS(b *testing.B) { transporttest.PingPong(b, sealedMeshes) }
 func BenchmarkStreamTLS(b *testing.B)   { transporttest.Stream(b, sealedMeshes) }
 
-// BenchmarkDrain measures how fast a queue of messages empties after the receiver has begun to read.
+// BenchmarkDrain measures how fast a queue of messages is emptied when the receiver begins to read.
 func BenchmarkDrain(b *testing.B) {
 	const total = 32 << 20
 	for _, size := range []int{64, 1 << 10, 16 << 10} {

@@ -14,7 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// tappedListener is a listener that records all bytes from dialers. If spoil is set, it also changes them.
+// tappedListener is a listener that records all bytes from dialers. If spoil is set, it also changes some of
+// them.
 type tappedListener struct {
 	net.Listener
 	mu    sync.Mutex
@@ -73,9 +74,9 @@ func socketPair() (a, b net.Conn, err error) {
 	return a, b, err
 }
 
-// The bytes of tensors appear on the wire if the connection is plain, and never if it is encrypted: neither
-// in a message of one piece, nor in one of many pieces, nor in a batch of the writer. The receiver of an
-// encrypted connection detects a changed byte.
+// The bytes of a tensor appear on the wire of a plain connection. On an encrypted connection they do not, in
+// a message of one piece, of many pieces, or in a batch of the writer. If a byte is changed on the way, the
+// receiver of an encrypted connection gets an error.
 func TestWire(t *testing.T) {
 	const pattern = "-0123456789abcdef-" // every message repeats this pattern
 	overBoth(t, func(t *testing.T, key secret.Secret) {
@@ -125,7 +126,7 @@ func TestWire(t *testing.T) {
 	})
 }
 
-// Small messages share TLS records. One record for each message would need one system call for each message.
+// Small messages share TLS records. With one record for each message, each would need a system call.
 func TestRecordsAreShared(t *testing.T) {
 	for _, test := range []struct {
 		pieces  []int
@@ -164,7 +165,7 @@ func TestRecordsAreShared(t *testing.T) {
 }
 
 type recorder struct {
-	net.Conn // nil: the test calls only Write
+	net.Conn // nil, because the test calls only Write
 	records  [][]byte
 }
 
@@ -173,8 +174,8 @@ func (r *recorder) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Send does not wait for a peer that does not read or has not completed the handshake. Sent rises while a
-// large buffer is being written.
+// If a peer does not read, or has not completed the handshake, Send does not wait. Sent rises while a large
+// buffer is being written.
 func TestEncryptedSendDoesNotWait(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -196,10 +197,10 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// A process without the secret that uses TLS, or whose first bytes look like TLS, makes this process allocate
-// little memory too.
+// If a process without the secret uses TLS, or sends bytes that look like TLS, this process allocates little
+// memory.
 func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
-	const peers, limit = 16, 64 << 10 // if there were more, not all would be logged
+	const peers, limit = 16, 64 << 10 // with more connections, not all would be logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
 	for name, sent := range map[string][]byte{
 		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
@@ -225,7 +226,7 @@ func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
 	}
 }
 
-// In the steady state this package allocates no memory for a message, even with encryption.
+// Once the first messages were sent, this package allocates nothing for a message, with encryption too.
 func TestEncryptedSteadyState(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -240,14 +241,14 @@ func TestEncryptedSteadyState(t *testing.T) {
 		if err := a.Flush(); err != nil {
 			t.Fatal(err)
 		}
-	}); n > 10 { // crypto/tls itself allocates for a record
+	}); n > 10 { // crypto/tls itself allocates once for each record
 		t.Errorf("%v allocations per message of 7 records", n)
 	} else {
 		t.Logf("%v allocations per message", n)
 	}
 }
 
-// If a peer that has the secret closes its connection in the middle of a record, Read reports a lost peer,
+// If a peer that knows the secret closes its connection in the middle of a record, Read reports a lost peer
 // and not the end of the stream.
 func TestCutInARecord(t *testing.T) {
 	key := encrypted()
@@ -277,8 +278,8 @@ func TestCutInARecord(t *testing.T) {
 	}
 }
 
-// A rank that reads bytes that were tampered with reports an error at once, even while its own bytes wait for
-// a peer that does not read.
+// If a rank reads bytes that were changed on the way, it gets an error at once, even while its own bytes wait
+// for a peer that does not read.
 func TestTamperingIsSeenWhileSending(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
