@@ -33,7 +33,7 @@ func mustFree(t testing.TB, h *heap, b []byte) {
 	}
 }
 
-// drain checks that no tensor is in use and that h has at most one empty chunk, and frees that chunk.
+// drain fails the test if a tensor is live or if h has more than one empty chunk, and frees that chunk.
 func drain(t testing.TB, h *heap) {
 	t.Helper()
 	chunks, mapped, live := h.stats()
@@ -83,8 +83,8 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// TestModel compares a heap with a list of its allocations: random allocations do not overlap, are zeroed and
-// keep their bytes, and Find returns where they are.
+// TestModel makes random allocations and compares the heap with a list of them. The tensors must not overlap,
+// must be zeroed and keep their bytes, and Find must return where they are.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -159,7 +159,7 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// Freed ranges are merged in whichever order they are freed, so that the whole chunk can be allocated again.
+// Free ranges are merged in whatever order they were freed, so that the whole chunk can be allocated again.
 func TestCoalesce(t *testing.T) {
 	h := newHeap(t)
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}} {
@@ -178,7 +178,7 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
-// An allocation uses the smallest free range that is large enough, so that large ranges are not divided.
+// An allocation uses the smallest free range that is large enough, so that large ranges stay whole.
 func TestBestFit(t *testing.T) {
 	h := newHeap(t)
 	small, wall := mustAlloc(t, h, 4096), mustAlloc(t, h, 64)
@@ -202,7 +202,7 @@ func TestFreeChecks(t *testing.T) {
 			t.Errorf("%s: got no error from Free, want one", name)
 		}
 	}
-	mustFree(t, h, b[:10]) // a slice that begins at the tensor is enough
+	mustFree(t, h, b[:10]) // a slice that begins where the tensor begins is enough
 }
 
 func TestFind(t *testing.T) {
@@ -234,7 +234,7 @@ func TestFind(t *testing.T) {
 			t.Errorf("%s: got %v, %v, want %v", name, at, ok, c.ok)
 		}
 	}
-	// This slice ends one byte after the chunk; the test does not read it.
+	// This slice ends one byte after the chunk. Nothing reads it.
 	if _, ok := h.find(beyond(chunk)); ok {
 		t.Error("Find found a slice that ends after the chunk")
 	}
@@ -245,7 +245,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// A heap keeps at most one empty chunk. It does not reuse the IDs of chunks. If it removes a chunk, it frees
+// A heap keeps at most one empty chunk and does not reuse the IDs of chunks. If it removes a chunk, it frees
 // the chunk's memory and file.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
@@ -274,7 +274,7 @@ func TestChunks(t *testing.T) {
 			t.Errorf("got %d open files, want %d", n, before+1)
 		}
 	}
-	// The test frees a before b, so the chunk of a is kept.
+	// a is freed before b, so the chunk of a is kept.
 	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
 		t.Errorf("got chunks %v, want %v", got, want)
 	}
@@ -325,10 +325,11 @@ func TestWatch(t *testing.T) {
 	expect("after stop", "")
 }
 
-// Find and watchers know an adopted chunk, and Alloc does not use it. Only Abandon removes it.
+// Find finds tensors in an adopted chunk, watchers learn of the chunk, and Alloc does not use it. Only
+// Abandon removes it.
 func TestAdopt(t *testing.T) {
 	h := newHeap(t)
-	adopted, err := shmem.Create("adopted", chunkBytes) // as large as the chunks of the heap
+	adopted, err := shmem.Create("adopted", chunkBytes) // as large as the chunks that the heap makes
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -351,7 +352,7 @@ func TestAdopt(t *testing.T) {
 	if err := h.release(b[:64]); err == nil {
 		t.Error("memory of another process was freed")
 	}
-	mustFree(t, h, own) // own's chunk is kept, although the adopted one is empty too
+	mustFree(t, h, own) // own's chunk is kept although the adopted chunk is empty too
 	if chunks, mapped, live := h.stats(); chunks != 2 || mapped != 2*chunkBytes || live != 0 {
 		t.Errorf("got %d chunks of %d bytes, %d in use", chunks, mapped, live)
 	}
@@ -427,7 +428,7 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// The exported functions of the package all work on the heap of the process.
+// All exported functions work on the heap of the process.
 func TestProcess(t *testing.T) {
 	b, err := Alloc(100)
 	if err != nil {
@@ -477,8 +478,8 @@ func BenchmarkAllocFree(b *testing.B) {
 
 func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }
 
-// Another process can write to a chunk until the chunk is sealed. The chunks that a process has adopted have
-// Adopted set.
+// Another process can write to a chunk until the chunk is sealed. Adopted is set for an adopted chunk, and
+// not for other chunks.
 func TestChunksAreOpen(t *testing.T) {
 	h := newHeap(t)
 	var chunks []Chunk

@@ -18,12 +18,12 @@ import (
 )
 
 const (
-	never    = time.Hour // longer than any test: no wait may end by its timeout
+	never    = time.Hour // longer than any test, so that no wait ends by its timeout
 	pageSize = 4096
 )
 
-// TestMain runs the tests, or one of two child processes: the one that TestProcesses starts, or the one that
-// TestFileLimit starts with a limit on the size of files.
+// TestMain runs the tests. In a child process it runs the child of TestProcesses, or the child of
+// TestFileLimit, which has a limit on the size of files.
 func TestMain(m *testing.M) {
 	switch {
 	case len(os.Args) > 1 && os.Args[1] == "wake":
@@ -44,10 +44,10 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// wakeParent waits until the word in the file of descriptor 3 is 1. Then it sets the word in the file of
+// wakeParent waits until the word in the file with descriptor 3 is 1. Then it sets the word in the file with
 // descriptor 4 and wakes its waiters.
 func wakeParent() error {
-	b, err := mapFD(3, unix.PROT_READ) // a waiter needs only to read
+	b, err := mapFD(3, unix.PROT_READ) // a waiter needs only read access
 	if err != nil {
 		return err
 	}
@@ -112,8 +112,8 @@ func waitFor(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Wake wakes waiters that wait through another mapping of the same page, which may be read-only, as may the
-// mapping of Wake.
+// Wake wakes waiters that have another mapping of the same page. The mappings of the waiters and of the waker
+// may be read-only.
 func TestMappings(t *testing.T) {
 	for _, waker := range []int{readOnly, readWrite} {
 		words, _ := page(t, readWrite, readOnly, waker)
@@ -127,8 +127,8 @@ func TestMappings(t *testing.T) {
 				returned.Add(1)
 			}()
 		}
-		// The test cannot observe whether a thread sleeps, so some waiters may not have begun to wait. It
-		// passes then too, and fails if a sleeping waiter is not woken.
+		// The test cannot see whether a thread sleeps, so some waiters may not have begun to wait. In that
+		// case the test passes too. It fails if a sleeping waiter is not woken.
 		for range 1000 {
 			shmem.Yield()
 		}
@@ -138,8 +138,8 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// Two processes wake each other through two pages. Each process maps the page on which it waits only for
-// reading.
+// Two processes wake each other through two pages. Each process has mapped the page on which it waits
+// read-only.
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)
@@ -169,7 +169,7 @@ func TestProcesses(t *testing.T) {
 
 func TestWaitReturns(t *testing.T) {
 	words, _ := page(t, readWrite)
-	shmem.Wait(words[0], 1, never) // returns at once: the word is not 1
+	shmem.Wait(words[0], 1, never) // returns at once, because the word is not 1
 	shmem.Wait(words[0], 0, 0)
 	shmem.Wait(words[0], 0, -time.Second)
 	const d = 20 * time.Millisecond
@@ -180,7 +180,7 @@ func TestWaitReturns(t *testing.T) {
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("a wait of %v took %v", d, took)
 	}
-	// Wait really sleeps. If every call returned at once, the loop would make many more calls.
+	// If Wait returned at once instead of sleeping, this loop would make many more calls.
 	began = time.Now()
 	waits := 0
 	for time.Since(began) < d {
@@ -190,12 +190,12 @@ func TestWaitReturns(t *testing.T) {
 	if waits > 100 {
 		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
 	}
-	shmem.Wake(words[0]) // Wake without waiters does nothing
+	shmem.Wake(words[0]) // Wake without waiters has no effect
 }
 
 // If two threads each store to one word and then load the other's word, at least one of them sees the other's
-// store. The test uses plain words, and the threads meet before each round, so that even amd64 would reorder
-// the accesses without Fence.
+// store. The test uses ordinary loads and stores, and the threads meet before each round. So without Fence
+// the test would fail even on amd64.
 func TestFence(t *testing.T) {
 	if raceEnabled {
 		t.Skip("plain words, on purpose")
@@ -248,7 +248,7 @@ func TestPause(t *testing.T) {
 	}
 	shmem.Pause(0)
 	shmem.Pause(-1)
-	// An interruption can disturb a measurement, even the least of ten, so the test repeats it.
+	// An interruption can disturb even the smallest of ten measurements, so the test repeats them.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
 		if many >= 10*few {

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree writes files, whose paths are the keys and whose contents are the values, to a new directory and
-// returns that directory.
+// tree writes files to a new directory and returns the directory. The keys of files are paths, and the values
+// are contents.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -29,7 +29,7 @@ func tree(t *testing.T, files map[string]string) string {
 func TestCgroups(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string
-		left  int64 // -1 stands for no limit
+		left  int64 // -1 means no limit
 	}{
 		"none":       {nil, -1},
 		"not in one": {map[string]string{"self": "0::/\n"}, -1},
@@ -102,8 +102,8 @@ func TestMachine(t *testing.T) {
 	}
 }
 
-// If the kernel enforces the limit on the size of files, fill returns an error that names the limit and the
-// size. The kernel's signal does not end the process, because Go ignores it.
+// If only the kernel enforces the limit on the size of files, fill returns an error that names the limit and
+// the size. The signal of the kernel does not end the process, because Go ignores it.
 func TestFileLimitByKernel(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {

@@ -117,8 +117,8 @@ func TestPeerMayOnlyRead(t *testing.T) {
 	}
 }
 
-// Map refuses a file that is not sealed and a file whose size is not a multiple of the page size. The caller
-// still owns the descriptor then.
+// Map refuses a file that is not sealed and a file that does not have whole pages. The caller then still owns
+// the descriptor.
 func TestMapChecks(t *testing.T) {
 	file := func(size int64, seals int) int {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -157,8 +157,8 @@ func TestMapChecks(t *testing.T) {
 	mapped(t, file(page, unix.F_SEAL_SHRINK))
 }
 
-// Adopt maps another process's file for writing and prevents further writable mappings. It refuses a file on
-// which an access could raise SIGBUS.
+// Adopt maps another process's file for writing and prevents further writable mappings. It refuses a file if
+// access to it could raise SIGBUS.
 func TestAdopt(t *testing.T) {
 	const size, fixed = 8192, unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 	for _, c := range []struct {
@@ -250,7 +250,7 @@ func TestClose(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	peer, err := shmem.Map(fd) // the file exists while a process has a descriptor of it
+	peer, err := shmem.Map(fd) // the file exists as long as a process has a descriptor of it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,7 +276,8 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-// After Blank a mapping reads as zeros and no longer maps its file. The owner's mapping does not change.
+// After Blank, a peer's mapping reads as zeros and no longer maps the file. The owner's mapping does not
+// change.
 func TestBlank(t *testing.T) {
 	s := create(t, 3*int64(os.Getpagesize()))
 	for i := range s.Bytes() {
@@ -313,7 +314,8 @@ func TestImpossibleSizes(t *testing.T) {
 	}
 }
 
-// Under ulimit -f, Create returns an error that has the size and the limit. No signal ends the process.
+// If the size of files is limited (ulimit -f), Create returns an error with the size and the limit. No signal
+// ends the process.
 func TestFileLimit(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -327,7 +329,7 @@ func TestFileLimit(t *testing.T) {
 		{1<<20 + 1, fmt.Sprintf(
 			"true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
 	} {
-		// In bash, ulimit -f counts in KiB.
+		// The unit of ulimit -f in bash is KiB.
 		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe,
 			strconv.FormatInt(c.n, 10))
 		out, err := cmd.CombinedOutput()
@@ -337,8 +339,8 @@ func TestFileLimit(t *testing.T) {
 	}
 }
 
-// A process that has the descriptor of a segment from CreateOpen can write to it until it is sealed. The size
-// is fixed from the start. Adopt seals the segment too.
+// Until a segment from CreateOpen is sealed, a process that has its descriptor can write to it. The size is
+// fixed from the start. Seal and Adopt both seal the segment.
 func TestCreateOpen(t *testing.T) {
 	for _, how := range []string{"by its maker", "by who adopts it"} {
 		s, err := shmem.CreateOpen("test", 1)
@@ -376,7 +378,7 @@ func TestCreateOpen(t *testing.T) {
 			unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
-		if s.Bytes()[0] = 1; theirs[0] != 1 { // writable mappings that exist already stay writable
+		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing writable mappings stay writable
 			t.Errorf("got %d, want 1", theirs[0])
 		}
 		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {
@@ -388,7 +390,7 @@ func TestCreateOpen(t *testing.T) {
 	}
 }
 
-// Seal fails if another process has already set seals that allow writing, and has sealed the set of seals.
+// If another process has set seals that allow writing, and has prevented further seals, Seal fails.
 func TestSealIsRefused(t *testing.T) {
 	s, err := shmem.CreateOpen("test", 1)
 	if err != nil {
