@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// bools returns bytes as a peer may send them: all values occur, and many are 0.
+// bools returns n bytes as a peer may send them: all values occur, and many are 0.
 func bools(r *rand.Rand, n int) []uint8 {
 	v := make([]uint8, n)
 	for i := range v {

@@ -15,7 +15,7 @@ import (
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// encode returns v as elements of dt, rounded once by an independent implementation.
+// encode returns v as elements of dt. An independent implementation rounds them once.
 func encode(dt tensor.DType, v []float64) []byte {
 	b := tensor.Bytes(make([]float64, len(v)))[:len(v)*dt.Size()]
 	for i, x := range v {
@@ -33,7 +33,7 @@ func encode(dt tensor.DType, v []float64) []byte {
 	return b
 }
 
-// decode returns the elements of b, of type dt.
+// decode returns the elements of b, which have type dt.
 func decode(dt tensor.DType, b []byte) []float64 {
 	v := make([]float64, len(b)/dt.Size())
 	for i := range v {
@@ -51,7 +51,8 @@ func decode(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// checkFloats compares elements of dt by their bits, unless both are NaN.
+// checkFloats fails the test if elements of got and want, of type dt, differ in their bits and are not both
+// NaN.
 func checkFloats(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -64,8 +65,8 @@ func checkFloats(t *testing.T, what string, dt tensor.DType, got, want []byte) {
 	}
 }
 
-// guarded returns size bytes for a result of elements of dt, and a function that checks that the bytes around
-// it are unchanged.
+// guarded returns size bytes for a result with elements of type dt. check fails the test if the bytes around
+// them have changed.
 func guarded(t *testing.T, what string, dt tensor.DType, size int) (buf []byte, check func()) {
 	const guard = 3
 	around := guard * dt.Size()
@@ -113,8 +114,9 @@ func TestConvert(t *testing.T) {
 	}
 }
 
-// TestConvertOnce rounds float64s near the middle between every two half-precision numbers. They are so near
-// that rounding to float32 would give exactly the middle, which then would be rounded to the even neighbour.
+// TestConvertOnce converts float64s near the middle between two neighbouring half-precision numbers. They are
+// so near that a float32 would be exactly the middle, which would then be rounded to the even neighbour. The
+// results must be the correct neighbours.
 func TestConvertOnce(t *testing.T) {
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
 		var halves []uint16
@@ -147,7 +149,7 @@ func TestConvertOnce(t *testing.T) {
 			}
 		}
 	}
-	// Rounded to float32, this is the middle between 1 and its neighbour, which is rounded to 1.
+	// As a float32, this number is the middle between 1 and its neighbour, which is rounded to 1.
 	dst := make([]uint16, 1)
 	mustConvert(t, tensor.Float16, tensor.Float64)(tensor.Bytes(dst),
 		tensor.Bytes([]float64{1 + 0x1p-11 + 0x1p-40}))
@@ -164,7 +166,7 @@ func TestDot(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, n := range lengths() {
-			// The values are whole numbers, whose sums are exact in any order.
+			// The values are integers, whose sums are exact in any order.
 			x, y := make([]float64, n+1), make([]float64, n+1)
 			var ab, aa, bb float64
 			for i := range x {
@@ -185,8 +187,8 @@ func TestDot(t *testing.T) {
 	}
 }
 
-// Sums of squares that exceed the range of a half-precision type, or of float32, do not exceed the range of
-// float64.
+// If the sums of squares exceed the range of float32 or of a half-precision type, Dot returns the right
+// result, because they do not exceed the range of float64.
 func TestDotIsWide(t *testing.T) {
 	for dt, x := range map[tensor.DType]float64{tensor.Float16: 65504, tensor.BFloat16: 0x1p127,
 		tensor.Float32: 0x1p-140} {
@@ -235,7 +237,7 @@ func TestCombine(t *testing.T) {
 	}
 }
 
-// A half-precision result is rounded from the float64 sum, not from a rounded float32.
+// A half-precision result is rounded from the float64 sum and not from a rounded float32.
 func TestCombineRoundsOnce(t *testing.T) {
 	for dt, unit := range map[tensor.DType]float64{tensor.Float16: 0x1p-10, tensor.BFloat16: 0x1p-7} {
 		combine, err := kernel.Combine(dt)

@@ -17,9 +17,10 @@ func bfloat16(x float64) half.BFloat16 {
 	return half.BFloat16FromFloat32(float32(roundTo(tensor.BFloat16, x)))
 }
 
-// roundTo returns the number of the half-precision type dt next to x, rounded once from the float64.
+// roundTo returns the number of the half-precision type dt that is nearest to x. It rounds the float64 once.
 func roundTo(dt tensor.DType, x float64) float64 {
-	fraction, least, most := 10, -14, 15 // bits of fraction, least and most exponent of a normal number
+	// the bits of the fraction, and the least and greatest exponent of a normal number
+	fraction, least, most := 10, -14, 15
 	if dt == tensor.BFloat16 {
 		fraction, least, most = 7, -126, 127
 	}
@@ -34,7 +35,7 @@ func roundTo(dt tensor.DType, x float64) float64 {
 	return math.Copysign(rounded, x)
 }
 
-// halfRef computes in float64 and rounds once.
+// halfRef returns x op y. It computes in float64 and rounds once.
 func halfRef(dt tensor.DType, op tensor.ReduceOp, x, y float64) float64 {
 	switch op {
 	case tensor.Sum:
@@ -42,8 +43,8 @@ func halfRef(dt tensor.DType, op tensor.ReduceOp, x, y float64) float64 {
 	case tensor.Product:
 		z := x * y
 		if dt == tensor.BFloat16 && math.Abs(z) < 0x1p-126 {
-			// If the float32 is subnormal too, it lacks the additional bits that make rounding twice
-			// harmless.
+			// A subnormal float32 lacks the additional bits that make rounding twice harmless, so this rounds
+			// twice too.
 			z = float64(float32(z))
 		}
 		return roundTo(dt, z)
@@ -54,8 +55,8 @@ func halfRef(dt tensor.DType, op tensor.ReduceOp, x, y float64) float64 {
 	}
 }
 
-// nanFirst makes both arguments NaN if either is, because for math.Min and math.Max an infinity has
-// precedence over a NaN.
+// nanFirst returns x and y. If one of them is a NaN, it returns two NaNs, because math.Min and math.Max
+// prefer an infinity to a NaN.
 func nanFirst(x, y float64) (float64, float64) {
 	if math.IsNaN(x) || math.IsNaN(y) {
 		return math.NaN(), math.NaN()
@@ -87,7 +88,8 @@ func bfloat16s(r *rand.Rand, n int) []half.BFloat16 {
 	return v
 }
 
-// TestEveryHalf combines each of the 65536 values with some others.
+// TestEveryHalf combines each of the 65536 values with some other values. The result must be that of the
+// reference.
 func TestEveryHalf(t *testing.T) {
 	t.Run("float16", testEveryHalf(float16Ref, half.Float16FromBits, 0x3c00, 0x7c00))
 	t.Run("bfloat16", testEveryHalf(bfloat16Ref, half.BFloat16FromBits, 0x3f80, 0x7f80))
@@ -133,7 +135,8 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 	}
 }
 
-// The factor is rounded to float32, the product to float32, and then to the half-precision type.
+// For half-precision types, Scale rounds the factor to float32, then the product to float32, and then that to
+// the half-precision type.
 func TestScaleHalf(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, n := range lengths() {
@@ -149,7 +152,7 @@ func TestScaleHalf(t *testing.T) {
 		}
 	}
 	// The product is above the middle between 1 and its neighbour only if the factor is not rounded to
-	// float32.
+	// float32. So it must be 1.
 	checkScale(t, []half.Float16{float16(1)}, 1+0x1p-11+0x1p-40, []half.Float16{float16(1)})
 	checkScale(t, []half.BFloat16{bfloat16(1)}, 1+0x1p-8+0x1p-40, []half.BFloat16{bfloat16(1)})
 }

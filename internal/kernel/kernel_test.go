@@ -22,7 +22,7 @@ type integer interface {
 
 type float interface{ float32 | float64 }
 
-// lengths returns numbers of elements that cover every remainder of the loops.
+// lengths returns numbers of elements with every remainder for the loops.
 func lengths() []int {
 	var all []int
 	for n := range 71 {
@@ -50,8 +50,8 @@ func testReduce[T tensor.Element](ref func(op tensor.ReduceOp, a, b T) T,
 	return testReduceAs(tensor.Of[T](), ref, values)
 }
 
-// testReduceAs compares results with ref by their bits, unless both are NaN, at all offsets within a larger
-// array, and checks that the rest of the array is unchanged.
+// testReduceAs compares results with the results of ref. They must have the same bits or both be NaN. The
+// elements are at all offsets in a larger array, and the rest of the array must not change.
 func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp, a, b T) T,
 	values func(*rand.Rand, int) []T) func(*testing.T) {
 	return func(t *testing.T) {
@@ -89,7 +89,7 @@ func testReduceAs[T tensor.Element](dt tensor.DType, ref func(op tensor.ReduceOp
 	}
 }
 
-// sameBits compares bits, but treats all NaNs as equal.
+// sameBits reports whether a and b have the same bits or are both NaN.
 func sameBits[T tensor.Element](a, b T) bool {
 	if isNaN(a) || isNaN(b) {
 		return isNaN(a) && isNaN(b)
@@ -129,7 +129,7 @@ func floats[T float](r *rand.Rand, n int) []T {
 	return v
 }
 
-// integerRef computes without bounds and wraps at the end.
+// integerRef computes with unlimited integers and wraps the result.
 func integerRef[T integer](op tensor.ReduceOp, a, b T) T {
 	x, y := big.NewInt(int64(a)), big.NewInt(int64(b))
 	switch z := new(big.Int); op {
@@ -164,7 +164,7 @@ func floatRef[T float](op tensor.ReduceOp, a, b T) T {
 	exact := new(big.Float).SetPrec(4000)
 	finite := !math.IsInf(x, 0) && !math.IsInf(y, 0)
 	switch {
-	case op == tensor.Sum && (!finite || x+y == 0): // the sign of zero is the hardware's to know
+	case op == tensor.Sum && (!finite || x+y == 0): // for zeros, so that the hardware chooses the sign
 		return T(x + y)
 	case op == tensor.Sum:
 		exact.Add(big.NewFloat(x), big.NewFloat(y))
@@ -181,7 +181,7 @@ func floatRef[T float](op tensor.ReduceOp, a, b T) T {
 	return T(f)
 }
 
-// TestSpecial checks the results that the package defines for special values.
+// The results for special values, such as NaNs and zeros, are as the package defines.
 func TestSpecial(t *testing.T) {
 	negZero := math.Copysign(0, -1)
 	checkReduce(t, tensor.Min, 1, math.NaN(), math.NaN())
@@ -215,7 +215,7 @@ func checkReduce[T tensor.Element](t *testing.T, op tensor.ReduceOp, a, b, want 
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Five elements use both loops of a function.
+	// Five elements use both loops of a function: four per turn, and one.
 	dst, src := slices.Repeat([]T{a}, 5), slices.Repeat([]T{b}, 5)
 	reduce(tensor.Bytes(dst), tensor.Bytes(src))
 	for i := range dst {
@@ -240,7 +240,7 @@ func TestScaleFloat(t *testing.T) {
 			checkScale(t, f64, factor, want64)
 		}
 	}
-	// A product in float64 would be 1e-16 here.
+	// If the factor were not rounded to float32, the product would be 1e-16.
 	checkScale(t, []float32{1e30}, 1e-46, []float32{0})
 }
 
@@ -270,7 +270,7 @@ func TestScaleInteger(t *testing.T) {
 	checkScale(t, []int64{}, 3, []int64{})
 }
 
-// checkScale scales a copy of in, and checks that the elements around it are unchanged.
+// checkScale scales a copy of in and compares it with want. The elements around the copy must not change.
 func checkScale[T tensor.Element](t *testing.T, in []T, factor float64, want []T) {
 	t.Helper()
 	scale, err := kernel.Scale(tensor.Of[T]())
@@ -288,14 +288,14 @@ func checkScale[T tensor.Element](t *testing.T, in []T, factor float64, want []T
 	}
 }
 
-// guardElem returns an element that every operation changes.
+// guardElem returns an element that every operation would change.
 func guardElem[T tensor.Element]() T {
 	b := make([]byte, tensor.Of[T]().Size())
 	b[0] = 7
 	return tensor.View[T](b)[0]
 }
 
-// TestTable checks the table against the types of package tensor.
+// Each operation exists for exactly those element types for which package tensor allows it.
 func TestTable(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, op := range ops {
@@ -431,8 +431,7 @@ func mustPanic(t *testing.T, dt tensor.DType, what string, f func()) {
 	f()
 }
 
-// TestNoAllocation checks that the functions do not allocate, because they run once for each part of each
-// tensor.
+// No function allocates, because the functions are called for each part of each tensor.
 func TestNoAllocation(t *testing.T) {
 	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)),
 		tensor.Bytes(make([]int64, 256))

@@ -29,7 +29,7 @@ func TestNeutral(t *testing.T) {
 	t.Run("bool", testNeutral(func(*rand.Rand, int) []bool { return []bool{false, true} }))
 }
 
-// every returns all values of a type of one or two bytes.
+// every returns all values of a type with one or two bytes.
 func every[T tensor.Element](*rand.Rand, int) []T {
 	words := make([]uint16, 1<<16)
 	for i := range words {
@@ -38,8 +38,8 @@ func every[T tensor.Element](*rand.Rand, int) []T {
 	return tensor.View[T](tensor.Bytes(words))
 }
 
-// testNeutral combines values with the neutral element of each operation, as the first and as the second
-// operand.
+// testNeutral combines values with the neutral element of each operation, as first and as second operand. The
+// result must have the bits of the value.
 func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testing.T) {
 	return func(t *testing.T) {
 		dt := tensor.Of[T]()
@@ -72,8 +72,8 @@ func testNeutral[T tensor.Element](values func(*rand.Rand, int) []T) func(*testi
 	}
 }
 
-// combination returns the function that combines the elements of two ranks. For Adasum a rank with neutral
-// elements is orthogonal to the others, and then Adasum is a sum.
+// combination returns the function that combines the elements of two ranks. For Adasum it returns a sum:
+// neutral elements are orthogonal to all others, and the Adasum of orthogonal vectors is their sum.
 func combination(t *testing.T, op tensor.ReduceOp, dt tensor.DType) kernel.Func {
 	t.Helper()
 	if op == tensor.Adasum {
@@ -90,7 +90,7 @@ func combination(t *testing.T, op tensor.ReduceOp, dt tensor.DType) kernel.Func 
 	return reduce
 }
 
-// TestNeutralFills checks the whole buffer and the bytes beside it.
+// Neutral fills the whole buffer and changes no bytes beside it.
 func TestNeutralFills(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		fill, err := kernel.Neutral(tensor.Min, dt)

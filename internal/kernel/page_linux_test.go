@@ -29,7 +29,8 @@ func pages(t *testing.T, n int) []byte {
 	return all[page : page+n]
 }
 
-// TestNothingBeyond uses buffers that begin or end next to memory that cannot be accessed.
+// No function accesses memory outside of its arguments. The buffers begin or end next to memory that cannot
+// be accessed.
 func TestNothingBeyond(t *testing.T) {
 	sets := vectorSets(t)
 	size := syscall.Getpagesize()
@@ -64,7 +65,7 @@ func TestNothingBeyond(t *testing.T) {
 	}
 }
 
-// faults fails the test if f accesses memory that it must not access.
+// faults calls f and fails the test if f accesses memory that cannot be accessed.
 func faults(t *testing.T, what func() string, f func()) {
 	t.Helper()
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))

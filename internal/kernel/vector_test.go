@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The tests in this file compare the functions in assembly with the functions in plain Go, for all levels
-// that this processor supports. Other tests check the results of plain Go.
+// The tests in this file compare functions in assembly with functions in plain Go, for all levels that this
+// processor supports. Other tests check the results of plain Go.
 
-// set has the functions of a level, or of plain Go.
+// set has the functions of a level or of plain Go.
 type set struct {
 	level
 	*table
@@ -27,7 +27,7 @@ func (s set) named() string { return s.name }
 
 var plainSet = set{plainLevel, plainLevel.table()}
 
-// vectorSets returns the sets of the levels that this processor supports.
+// vectorSets returns a set for each level that this processor supports. If there is none, it skips the test.
 func vectorSets(t testing.TB) []set {
 	var all []set
 	for _, l := range levels() {
@@ -39,22 +39,22 @@ func vectorSets(t testing.TB) []set {
 	return all
 }
 
-// operation is an operation of the package, with its arguments.
+// operation is an operation of the package with its types.
 type operation struct {
 	name string
 	to   tensor.DType
 	in   []tensor.DType
 	run  func(s set, dst []byte, in [][]byte)
-	// variant is set if the operation differs from another one only in a number. Tests of values include
-	// variants; tests of memory layout do not.
+	// variant is set if the operation differs from another operation only in a number. Tests of values
+	// include variants. Tests of memory layout do not.
 	variant bool
 }
 
 var reduceOps = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}
 
 // factors are the factors for scaling. 1 is special for integers. The others cause truncation, saturation,
-// rounding to float32, and overflow of float32. One is a NaN whose upper half is not a NaN, and one is a NaN
-// that is not a NaN when rounded to float32.
+// rounding to float32, and overflow of float32. Of the three NaNs, the second has all fraction bits of a
+// float32 set, and the third is an infinity if its lower bits are cut off.
 var factors = []float64{
 	1, 0, math.Copysign(0, -1), -1, 0.5, 1.0 / 3, 2.5, -3.999, 1 - 0x1p-30, 1e10, -1e-10, 1e300, 5e-324,
 	math.Inf(1), math.Inf(-1), math.NaN(), float64(math.Float32frombits(0x7fffffff)),
@@ -114,17 +114,17 @@ func layoutOperations() []operation {
 	return slices.DeleteFunc(operations(), func(o operation) bool { return o.variant })
 }
 
-// inPlace reports whether the destination may be a source.
+// inPlace reports whether the destination may also be a source.
 func (o operation) inPlace() bool { return len(o.in) == 2 }
 
-// apply returns the result of o on the elements of in, computed by the functions of s.
+// apply returns the result of o for the elements of in, computed by the functions of s.
 func (o operation) apply(s set, in [][]byte) []byte {
 	dst := make([]byte, len(in[0])/o.in[0].Size()*o.to.Size())
 	o.run(s, dst, in)
 	return dst
 }
 
-// check compares two results.
+// check fails the test if got and want differ. Two NaNs are equal.
 func (o operation) check(t testing.TB, what func() string, got, want []byte, in [][]byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -145,7 +145,7 @@ func (o operation) check(t testing.TB, what func() string, got, want []byte, in 
 	}
 }
 
-// number64 returns element b of a floating-point type.
+// number64 returns the element b of a floating-point type.
 func number64(dt tensor.DType, b []byte) float64 {
 	switch dt {
 	case tensor.Float16:
@@ -160,7 +160,7 @@ func number64(dt tensor.DType, b []byte) float64 {
 
 func isNaN(dt tensor.DType, b []byte) bool { return dt.IsFloat() && math.IsNaN(number64(dt, b)) }
 
-// special returns bit patterns of dt at which the behaviour of an operation changes.
+// special returns bit patterns of type dt at which the behaviour of an operation changes.
 func special(dt tensor.DType) []uint64 {
 	width := 8 * dt.Size()
 	top := uint64(1) << (width - 1)
@@ -174,11 +174,11 @@ func special(dt tensor.DType) []uint64 {
 	inf := top - unit
 	one := inf / 2 &^ (unit - 1)
 	positive := []uint64{
-		0, 1, 2, unit - 1, unit, unit + 1, // subnormal to normal
+		0, 1, 2, unit - 1, unit, unit + 1, // from subnormal to normal numbers
 		one - 1, one, one + 1, one + unit, one + unit/2, one - unit, one + uint64(fraction)*unit,
 		one + uint64(fraction+1)*unit,
-		inf - unit, inf - 1, inf, // the largest, and infinity
-		// NaNs, signalling and quiet
+		inf - unit, inf - 1, inf, // the largest numbers, and infinity
+		// signalling and quiet NaNs
 		inf + 1, inf + unit/2 - 1, inf + unit/2, inf + unit/2 + 1, inf + unit - 1,
 	}
 	var all []uint64
@@ -188,14 +188,14 @@ func special(dt tensor.DType) []uint64 {
 	return all
 }
 
-// put sets an element.
+// put stores bits as the first element of b.
 func put(dt tensor.DType, b []byte, bits uint64) {
 	var word [8]byte
 	binary.LittleEndian.PutUint64(word[:], bits)
 	copy(b[:dt.Size()], word[:])
 }
 
-// values returns n elements of dt: some special values, some with random bits, and some numbers of moderate
+// values returns n elements of type dt: some special values, some random bits, and some numbers of moderate
 // size.
 func values(r *rand.Rand, dt tensor.DType, n int) []byte {
 	buf := make([]byte, n*dt.Size())
@@ -222,14 +222,14 @@ func values(r *rand.Rand, dt tensor.DType, n int) []byte {
 }
 
 const (
-	mostElems = 257 // so many turns of every loop, and every rest
+	mostElems = 257 // enough for many turns of every loop, and for every rest
 	fence     = 64
 	filling   = 0xa5
 )
 
-// TestLengthsAndAlignments runs all operations on every number of elements up to 257, at every position in a
-// cache line that an element can have, with the destination separate or equal to a source, and checks the
-// bytes around the destination.
+// TestLengthsAndAlignments runs all operations on up to 257 elements, at every position in a cache line that
+// an element can have. The destination is separate or equal to a source. The results must be those of plain
+// Go, and the bytes around the destination must not change.
 func TestLengthsAndAlignments(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -298,10 +298,11 @@ func fillWith(b []byte, x byte) {
 	}
 }
 
-// align returns b without the bytes before its first whole cache line.
+// align returns b without the bytes before the first cache line boundary.
 func align(b []byte) []byte { return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))%fence:] }
 
-// TestSpecialPairs combines each special value with each other one, at different positions of a vector.
+// TestSpecialPairs combines each special value with each other special value, at different positions in a
+// vector. The results must be those of plain Go.
 func TestSpecialPairs(t *testing.T) {
 	for _, s := range vectorSets(t) {
 		for _, o := range operations() {
@@ -319,7 +320,8 @@ func TestSpecialPairs(t *testing.T) {
 	}
 }
 
-// TestAllHalves tests all half-precision values: converted, scaled, and combined with others.
+// TestAllHalves converts, scales and combines all half-precision values. The results must be those of plain
+// Go.
 func TestAllHalves(t *testing.T) {
 	sets := vectorSets(t)
 	all := make([]uint16, 1<<16)
@@ -355,9 +357,9 @@ func TestAllHalves(t *testing.T) {
 	}
 }
 
-// TestBoundaries converts to half-precision types the numbers at which rounding changes: each half-precision
-// number, the middle to the next one, and the neighbours of these, which in a float64 may be nearer than a
-// float32 can represent. It also converts many other numbers.
+// TestBoundaries converts numbers to half-precision types at which rounding changes: each half-precision
+// number, the middle to the next one, and the neighbours of both. A neighbouring float64 may be nearer than
+// any float32. It also converts many other numbers. The results must be those of plain Go.
 func TestBoundaries(t *testing.T) {
 	sets := vectorSets(t)
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
@@ -398,8 +400,8 @@ func TestBoundaries(t *testing.T) {
 	}
 }
 
-// TestQuotients divides and scales numbers next to multiples, for which the quotient is nearest to the next
-// whole number.
+// TestQuotients divides and scales numbers next to multiples of the divisor, where the quotient is nearest to
+// an integer. The results must be those of plain Go.
 func TestQuotients(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(5, 6))
@@ -432,7 +434,8 @@ func TestQuotients(t *testing.T) {
 	}
 }
 
-// TestLong uses lengths for which the functions in assembly are called more than once.
+// TestLong uses lengths for which a function in assembly is called more than once. The results must be those
+// of plain Go.
 func TestLong(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(7, 8))
@@ -444,7 +447,7 @@ func TestLong(t *testing.T) {
 		whole := longBytes / largest
 		var data [][]byte
 		for _, dt := range o.in {
-			chunk := values(r, dt, 1021) // a prime, so that no two lanes or stretches have the same
+			chunk := values(r, dt, 1021) // a prime, so that no two lanes or calls get the same elements
 			data = append(data, bytes.Repeat(chunk, 2*whole/1021+2))
 		}
 		lengths := []int{whole + 1, 2*whole + 3}
@@ -464,11 +467,11 @@ func TestLong(t *testing.T) {
 	}
 }
 
-// longBytes is at least the number of bytes that are passed to one call of a function in assembly.
+// longBytes is at least the number of bytes that one call of a function in assembly handles.
 const longBytes = 1 << 20
 
-// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources, one source
-// after another.
+// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources one after
+// another. It compares each level with plain Go.
 func FuzzLevels(f *testing.F) {
 	all := operations()
 	for i, o := range all {
@@ -543,7 +546,7 @@ func TestStream(t *testing.T) {
 func nonZero(r rune) bool { return r != 0 }
 
 // BenchmarkReduce counts the bytes of the destination, which is also a source. 8 KiB stay in the first-level
-// cache, 64 KiB in the second. All bits are zero, a value that every operation keeps zero: there are no
+// cache, and 64 KiB in the second. All elements are zero, which every operation keeps zero, so there are no
 // overflows and no denormals.
 func BenchmarkReduce(b *testing.B) {
 	run := func(s set, dt tensor.DType, op tensor.ReduceOp, size int) {
@@ -554,7 +557,7 @@ func BenchmarkReduce(b *testing.B) {
 		b.Run(fmt.Sprintf("%v/%v/bytes=%d/%s", dt, op, size, s.name), func(b *testing.B) {
 			dst, src := align(make([]byte, size+fence))[:size], align(make([]byte, size+fence))[:size]
 			for _, buf := range [][]byte{dst, src} {
-				fillWith(buf, 0) // else the pages are all the one page of zeros
+				fillWith(buf, 0) // otherwise all pages would be the same page of zeros
 			}
 			b.SetBytes(int64(size))
 			for b.Loop() {

@@ -191,8 +191,8 @@ func (p *program) roundBFloat16(v, t vec) {
 	p.asm("VADD", s4, v, v, t)
 }
 
-// convertBFloat16 rounds any float32s, and so any NaNs, to bfloat16s. It makes NaNs quiet and then clears their
-// lower half. Without the quiet bit, a NaN whose upper half has no payload would become an infinity.
+// convertBFloat16 rounds any float32s, and so any NaNs. It makes NaNs quiet and then clears their lower
+// half. Without the quiet bit, a NaN whose upper half has no payload would become an infinity.
 func (p *program) convertBFloat16(v, t vec) {
 	p.three("fmax", s4, v, v, v)
 	p.three("fcmeq", s4, t, v, v)
