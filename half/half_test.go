@@ -10,10 +10,10 @@ import (
 	"github.com/gohvd/gohvd/half"
 )
 
-// format describes one of the two types, with functions on bits.
+// format describes one of the two types, with functions that work on bits.
 type format struct {
 	name          string
-	exp, fraction int // bits
+	exp, fraction int // numbers of bits
 	round         func(float32) uint16
 	widen         func(uint16) float32
 	print         func(uint16) string
@@ -38,7 +38,7 @@ var formats = []format{
 func (f format) inf() uint16 { return uint16(1<<f.exp-1) << f.fraction }
 
 // value returns the number that bits encode in IEEE 754, computed from the fields. For infinity it returns
-// the number that the next exponent would encode, because rounding treats infinity as that number.
+// the number that the next exponent would encode, because rounding treats infinity like that number.
 func (f format) value(bits uint16) float64 {
 	exp, fraction := int(bits&0x7fff)>>f.fraction, float64(bits&(1<<f.fraction-1))
 	if exp > 0 {
@@ -54,7 +54,7 @@ func (f format) value(bits uint16) float64 {
 	return v
 }
 
-// values returns all values that are not negative, up to infinity, in order.
+// values returns all values from 0 to infinity in ascending order.
 func (f format) values() []float64 {
 	var all []float64
 	for bits := range f.inf() + 1 {
@@ -63,7 +63,8 @@ func (f format) values() []float64 {
 	return all
 }
 
-// nearest returns the one of values that is next to x, and the even one of two at the same distance.
+// nearest returns the bits of the element of values that is nearest to x. If two are equally near, it returns
+// the even one.
 func nearest(values []float64, x float64) uint16 {
 	var sign uint16
 	if math.Signbit(x) {
@@ -87,7 +88,7 @@ func each(t *testing.T, test func(t *testing.T, f format)) {
 	}
 }
 
-// The test covers all 65536 bit patterns.
+// Each of the 65536 bit patterns is widened to the float32 with the same value.
 func TestWiden(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		for i := range 1 << 16 {
@@ -139,8 +140,8 @@ func (f format) check(t *testing.T, values []float64, x float32) {
 	}
 }
 
-// The test covers every value, the middle of every two neighbours, and the float32s next to these. Infinity
-// also has a lower neighbour.
+// Float32s are rounded to the nearest number, ties to even. The test covers every number, the middle of every
+// two neighbours, and the float32s next to these.
 func TestRoundBoundaries(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		inf := float32(math.Inf(1))
@@ -167,7 +168,7 @@ func TestRoundRandom(t *testing.T) {
 		values := f.values()
 		for range n {
 			f.check(t, values, math.Float32frombits(r.Uint32()))
-			// Choose numbers within the range of float16, which has few of all float32s.
+			// These numbers are in the range of float16, to which few of all float32s belong.
 			f.check(t, values, float32(math.Ldexp(r.Float64()*2-1, r.IntN(44)-27)))
 		}
 	})
@@ -189,7 +190,7 @@ func TestRoundNaN(t *testing.T) {
 	})
 }
 
-// TestKnown checks the numbers in the doc comments.
+// The numbers in the doc comments are right.
 func TestKnown(t *testing.T) {
 	for _, c := range []struct {
 		f    format

@@ -6,7 +6,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// The parts follow each other, cover all rows, and differ by at most one row, with the larger parts first.
+// The parts of the ranks are contiguous and cover all rows. Their lengths differ by at most one row, and
+// longer parts come first.
 func TestRows(t *testing.T) {
 	for n := 1; n <= 9; n++ {
 		for rows := range int64(40) {

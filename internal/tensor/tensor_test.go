@@ -35,7 +35,7 @@ func TestDTypes(t *testing.T) {
 				w.dt.Valid(), w.name, w.size)
 		}
 	}
-	// Values from the wire may be out of range.
+	// Values from a peer may be out of range.
 	for _, dt := range []tensor.DType{tensor.Invalid, tensor.Bool + 1, 255} {
 		if dt.IsFloat() || dt.IsHalf() || dt.IsInteger() {
 			t.Errorf("%v is of a kind: float %v, half %v, integer %v", dt, dt.IsFloat(), dt.IsHalf(),
@@ -47,7 +47,8 @@ func TestDTypes(t *testing.T) {
 	}
 }
 
-// Each type is an integer type, a floating-point type or Bool. Half-precision types are floating-point types.
+// Each type is either an integer type, a floating-point type or Bool. Half-precision types are floating-point
+// types.
 func TestKinds(t *testing.T) {
 	floats := []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 	for _, dt := range tensor.DTypes() {
@@ -75,7 +76,7 @@ type (
 	mask    bool
 )
 
-// Types that are only named differently map to the same DType.
+// Of returns the right DType for each type, also for a named type such as type pixel uint8.
 func TestOf(t *testing.T) {
 	for _, c := range []struct {
 		name      string
@@ -119,7 +120,8 @@ func TestBytesAndView(t *testing.T) {
 	if v[1] = 7; s[1] != 7 {
 		t.Error("View copies")
 	}
-	// A remainder is left out, and a slice ends where its bytes do.
+	// View leaves out a part of an element at the end. The capacity of the results ends where their bytes
+	// end.
 	if v := tensor.View[weight](b[:11]); len(v) != 2 || cap(v) != 2 {
 		t.Errorf("View of 11 bytes has length %d and capacity %d, want 2", len(v), cap(v))
 	}
@@ -156,8 +158,8 @@ func TestNumElems(t *testing.T) {
 		{tensor.Shape{1 << 62, 1 << 62, 1 << 62}, 0, "more than 2^63-1 elements"},
 		{tensor.Shape{-1}, 0, "shape [-1] has a negative dimension"},
 		{tensor.Shape{math.MinInt64}, 0, "negative dimension"},
-		// A dimension of 0 does not hide a negative dimension or, in either order, dimensions that are too
-		// large.
+		// A dimension of 0 hides neither a negative dimension nor dimensions that are too large, in any
+		// order.
 		{tensor.Shape{0, -1}, 0, "shape [0 -1] has a negative dimension"},
 		{tensor.Shape{-1, 0}, 0, "negative dimension"},
 		{tensor.Shape{0, most, 2}, 0, "more than 2^63-1 elements"},
@@ -272,7 +274,7 @@ func TestCheckScale(t *testing.T) {
 	checkError(t, tensor.CheckScale(255), "got DType(255)")
 }
 
-// checkError checks that err is nil if want is empty, and otherwise that its text contains want.
+// checkError fails the test if want is empty and err is not nil, or if the text of err does not contain want.
 func checkError(t *testing.T, err error, want string) {
 	t.Helper()
 	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
