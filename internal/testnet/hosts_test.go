@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// programVariable names an environment variable. If it is set, this test binary does not run tests but the
-// program with that name, for a test that runs it on a host.
+// programVariable is the name of an environment variable. If it is set, this test binary does not run tests,
+// but the program that the variable names. Tests use this to run programs on hosts.
 const programVariable = "GOHVD_TESTHOSTS_PROGRAM"
 
 func TestMain(m *testing.M) {
@@ -43,8 +43,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// echo accepts connections at addr and sends back the bytes that it receives, until an error. It prints its
-// address first.
+// echo accepts connections at addr and sends back the bytes that it receives, until an error. It first prints
+// its address.
 func echo(addr string) error {
 	ln, err := net.Listen("tcp", addr)
 	if err != nil {
@@ -72,7 +72,7 @@ func talk(addr string) error {
 	return err
 }
 
-// where prints the host's name and, for each interface, its name and addresses.
+// where prints the host's name, and the name and addresses of each interface.
 func where() error {
 	name, err := os.Hostname()
 	if err != nil {
@@ -83,8 +83,8 @@ func where() error {
 	return err
 }
 
-// interfaces returns the interfaces of this process's network and their addresses. It leaves out IPv6
-// addresses, because the kernel may assign them later.
+// interfaces returns the network interfaces that this process sees, with their addresses. It leaves out IPv6
+// addresses, because they are assigned at an unknown time.
 func interfaces() (string, error) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -102,12 +102,12 @@ func interfaces() (string, error) {
 			}
 		}
 	}
-	// The test checks /sys too, because some programs find network interfaces there.
+	// The result includes /sys, because some programs look for network interfaces there.
 	seen, err := filepath.Glob("/sys/class/net/*")
 	return fmt.Sprint(text, seen), err
 }
 
-// process is a program of this test binary that runs in a process of its own.
+// process is a child process of the test.
 type process struct {
 	t     *testing.T
 	what  string
@@ -116,7 +116,7 @@ type process struct {
 	lines chan string
 }
 
-// program starts the program called name on h. It is killed when the test ends.
+// program starts the program with this name on h. The program is killed when the test ends.
 func program(t *testing.T, h *testnet.Host, name string, args ...string) *process {
 	t.Helper()
 	return begin(t, h.Command(t.Context(), self(t), args...), programVariable+"="+name)
@@ -153,7 +153,7 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 		for s := bufio.NewScanner(out); s.Scan(); {
 			p.lines <- s.Text()
 		}
-		_ = cmd.Wait() // the tests check how it ends, if they need to
+		_ = cmd.Wait() // tests that need the exit status check it themselves
 		close(p.lines)
 	}()
 	t.Cleanup(func() {
@@ -163,8 +163,8 @@ func begin(t *testing.T, cmd *exec.Cmd, env ...string) *process {
 	return p
 }
 
-// line returns the next line that the program prints. It fails the test if the program ends or prints nothing
-// for a minute.
+// line returns the next line that the process prints. If the process ends or prints nothing for a minute, it
+// fails the test.
 func (p *process) line() string {
 	p.t.Helper()
 	select {
@@ -179,7 +179,7 @@ func (p *process) line() string {
 	}
 }
 
-// end waits until the program has ended. It fails the test after a minute.
+// end waits until the process has ended. After a minute it fails the test.
 func (p *process) end() {
 	p.t.Helper()
 	late := time.After(time.Minute)
@@ -202,15 +202,15 @@ func (p *process) say(text string) {
 	}
 }
 
-// TCP works between any two hosts. A host whose link is down can neither reach others nor be reached. Its
-// connections continue when the link is up again, and the other hosts are not affected.
+// TCP works between any two hosts. If the link of a host is down, the host cannot reach the others, and they
+// cannot reach it. When the link is up again, its connections continue. The other hosts are not affected.
 func TestLinks(t *testing.T) {
 	hosts := testnet.NewHosts(t, 3)
 	addrs := make([]string, len(hosts))
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
 	}
-	// connects checks which hosts can connect to which.
+	// connects checks that host from can connect to host to exactly if should returns true.
 	connects := func(should func(from, to int) bool) {
 		t.Helper()
 		for i, h := range hosts {
@@ -247,8 +247,8 @@ func TestLinks(t *testing.T) {
 	connects(func(int, int) bool { return true })
 }
 
-// A host has a name, the interface lo and one other interface. It can reach nothing except the hosts of its
-// own network, and the machine's own network does not change.
+// A host has a name, the interface lo and one other interface. It can reach only the hosts of its own
+// network. The network of the machine does not change.
 func TestHostsAreApart(t *testing.T) {
 	machine := func() string {
 		text, err := interfaces()
@@ -289,7 +289,7 @@ func TestHostsAreApart(t *testing.T) {
 	if now := machine(); now != before {
 		t.Errorf("before there was %s, now %s", before, now)
 	}
-	// The hosts of another NewHosts have the same addresses, and no connection to the first ones.
+	// The hosts of another NewHosts have the same addresses but no connection to the first hosts.
 	others := testnet.NewHosts(t, 2)
 	addr := program(t, hosts[1], "echo", net.JoinHostPort(hosts[1].Addr.String(), "0")).line()
 	got := "timeout"
@@ -302,8 +302,8 @@ func TestHostsAreApart(t *testing.T) {
 	}
 }
 
-// Command keeps the promises of os/exec: the process is the command itself, with its arguments and exit
-// status, and the end of the context kills it.
+// A command behaves as os/exec promises: its process is the command itself, with the command's arguments and
+// exit status.
 func TestCommand(t *testing.T) {
 	h := testnet.NewHosts(t, 1)[0]
 	cmd := h.Command(t.Context(), "sh", "-c", `echo $$ "$0" "$1"; exit 7`, "a b", "$c")
@@ -333,17 +333,17 @@ func namespaces(t *testing.T, beginning string) []string {
 	return names
 }
 
-// group returns the common prefix of the names of all namespaces that the same NewHosts made as h.
+// group returns the common prefix of the names of all namespaces that were made together with h.
 func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
-// runs reports whether the process pid runs. An ended process that was not waited for does not count.
+// runs reports whether the process pid runs. A zombie does not run.
 func runs(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !strings.Contains(string(text), ") Z ")
 }
 
-// stray starts an orphaned process on a host, which only SIGKILL can end before the test ends. Its parent has
-// ended, so it can be found only through its namespace.
+// stray starts an orphan on a host, which only SIGKILL can end before the test ends. Its parent has ended, so
+// it can be found only through its namespace.
 func stray(t testing.TB, h *testnet.Host) (pid int) {
 	t.Helper()
 	cmd := h.Command(t.Context(), "sh", "-c",
@@ -358,8 +358,8 @@ func stray(t testing.TB, h *testnet.Host) (pid int) {
 	return pid
 }
 
-// storm starts a process on a host that starts 2000 others, faster than they can be found and killed. It
-// returns a word that is among the arguments of all of them.
+// storm starts a process on a host that starts 2000 other processes, faster than they can be found and
+// killed. It returns a word that all of them have as an argument.
 func storm(t testing.TB, h *testnet.Host) (word string) {
 	t.Helper()
 	word = fmt.Sprintf("20.%d", os.Getpid()) // the argument of sleep, in seconds
@@ -387,7 +387,7 @@ func running(t *testing.T, word string) (n int) {
 	return n
 }
 
-// When a test ends, its hosts, their namespaces and all processes on them are gone.
+// When a test has ended, its hosts, their namespaces and all processes on them are gone.
 func TestNothingStays(t *testing.T) {
 	var names, word string
 	var pids []int
@@ -423,10 +423,11 @@ func wantNothing(t *testing.T, names string, pids ...int) {
 	}
 }
 
-// childVariable names an environment variable that makes TestChild run. Its value says how TestChild ends.
+// childVariable is the name of an environment variable with which TestChild runs. Its value says how
+// TestChild ends.
 const childVariable = "GOHVD_TESTHOSTS_CHILD"
 
-// TestChild makes hosts and a stray process, for tests that run it in a child process.
+// TestChild makes hosts and a stray process. Other tests run it in a child process.
 func TestChild(t *testing.T) {
 	end := os.Getenv(childVariable)
 	if end == "" {
@@ -453,8 +454,8 @@ func child(t *testing.T, end string) (p *process, names string, pid int) {
 	return p, names, pid
 }
 
-// A test that panics removes its hosts. The next NewHosts removes the hosts of a process that was killed, and
-// does not touch the hosts of live processes.
+// If a test panics, its hosts are removed. If a process was killed, the next NewHosts removes its hosts. It
+// does not remove the hosts of processes that still run.
 func TestLeftovers(t *testing.T) {
 	testnet.NeedHosts(t)
 	panicking, names, pid := child(t, "panic")
@@ -482,8 +483,8 @@ func TestLeftovers(t *testing.T) {
 	wantNothing(t, living, livingPID)
 }
 
-// sweep finds the owner of a namespace by process ID and start time, and removes the namespace if the owner
-// has ended. It does not touch namespaces with other names.
+// NewHosts removes a namespace if the process with the process ID and start time in its name has ended. It
+// does not remove namespaces with other names.
 func TestSweep(t *testing.T) {
 	testnet.NeedHosts(t)
 	ended := exec.CommandContext(t.Context(), "sleep", "1000")
@@ -500,7 +501,7 @@ func TestSweep(t *testing.T) {
 	}
 	testnet.Eventually(t, "the process has ended", func() bool { return !runs(ended.Process.Pid) })
 	for name, goes := range map[string]bool{
-		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has the ID
+		fmt.Sprintf("gohvd-%d-1-later-0", os.Getpid()):                   true, // a later process has this ID
 		fmt.Sprintf("gohvd-%d-%s-zombie-0", ended.Process.Pid, start):    true, // a zombie
 		fmt.Sprintf("gohvd-%d-%s-gone-bridge", os.Getpid()+1<<23, start): true, // no process has this ID
 		"gohvd-apple-1-x-0":                        false,
@@ -526,7 +527,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-// If hosts cannot be made, a test is skipped with the reason. In CI it fails.
+// If hosts cannot be made, a test is skipped with the reason. In CI it fails instead.
 func TestNeed(t *testing.T) {
 	testnet.NeedHosts(t)
 	const unprivileged = "setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "
