@@ -31,8 +31,8 @@ type Manager struct {
 	backends []Backend // in the order of registry
 }
 
-// NewManager makes the backends of a process set. If one backend cannot be made, NewManager closes those that
-// it has already made.
+// NewManager makes the backends of a process set. If one backend cannot be made, NewManager closes the
+// backends that it has already made.
 func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me int) (*Manager, error) {
 	m := &Manager{registry: registry}
 	for _, r := range registry {

@@ -19,10 +19,11 @@ import (
 // The backend must then not be used any more, because its connections may have been left in the middle of a
 // message.
 type Backend interface {
-	// Plan returns the algorithm with which the backend would run a response of r's kind whose output has
-	// numBytes bytes, or an error if the backend cannot run it. The error states only the reason, because the
-	// Manager adds the backend and the operation. Only the coordinator calls Plan, and the result binds all
-	// ranks. So Plan must return the same result on every rank with the same capabilities.
+	// Plan returns the algorithm that the backend would use for a response of r's kind whose output has
+	// numBytes bytes. If the backend cannot run the response, Plan returns an error. The error states only
+	// the reason, because the Manager adds the backend and the operation. Only the coordinator calls Plan,
+	// and the result binds all ranks. So Plan must return the same result on every rank with the same
+	// capabilities.
 	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
 
 	// Start begins op. It does not wait for other ranks.
@@ -74,8 +75,8 @@ type Operation struct {
 
 	// Buf is the buffer of the kinds other than Allreduce:
 	//
-	//   - An Allgather fills Buf with the blocks of all ranks in order. The caller has stored this rank's block in
-	//     its place.
+	//   - An Allgather fills Buf with the blocks of all ranks in order. The caller has stored this rank's
+	//     block in its place.
 	//   - A Broadcast copies the Buf of Root to the Buf of all other ranks.
 	//   - A Reducescatter reduces Buf and leaves the result in this rank's block. The other blocks are then
 	//     undefined.

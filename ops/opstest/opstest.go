@@ -1,5 +1,5 @@
-// Package opstest lets tests and benchmarks call each collective of a backend as a function that returns when
-// the operation has ended.
+// Package opstest has blocking collectives for tests and benchmarks of backends: each collective is a
+// function that returns when the operation has ended.
 package opstest
 
 import (
