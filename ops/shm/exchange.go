@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is the buffer size from which pullStep writes results past the caches. Results of that size do
-// not fit into the caches and would evict each other.
+// streamBytes is the buffer size at which pullStep begins to write results past the caches. Results of that
+// size do not fit into the caches and would evict each other.
 const streamBytes = 8 << 20
 
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column

@@ -15,7 +15,7 @@ func PretendToCome(segment []byte, numBytes int64, chunk uint32, change func(tab
 }
 
 // PretendToHaveDone writes to segment what a rank has written when it has finished such an operation. If
-// gaveUp is set, it also sets the abort word, with which a rank tells that it gave up the operation.
+// gaveUp is set, it also sets the abort word, as a rank does that gives up the operation.
 func PretendToHaveDone(segment []byte, numBytes int64, chunk uint32, gaveUp bool) {
 	if gaveUp {
 		atomic.StoreUint32(flag(segment, abortAt), 1)

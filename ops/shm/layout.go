@@ -18,8 +18,8 @@ type extent struct {
 	in, out place
 }
 
-// place says where peers find the bytes of an extent: at offset in an arena chunk, or in the staging area if
-// chunk is 0.
+// place says where peers find the bytes of an extent. If chunk is not 0, they are at offset in that arena
+// chunk. Otherwise they are in the staging area.
 type place struct {
 	chunk  uint32
 	offset int64

@@ -34,13 +34,14 @@ type Memory interface {
 //	abortAt       u32  not 0: the rank has failed, and its buffers may change from now on
 //	parkedAt      u32  not 0: the rank sleeps or is about to, so a rank that posts must wake it
 //	tablesAt      two tables that operations use in turn: where the rank's tensors lie
-//	slotsAt       two slots that small operations use in turn: u64 number of the operation, then its data if short
+//	slotsAt       two slots that small operations use in turn: u64 number of the operation, then short data
 //	ringAt        ring buffer for the longer data of small operations
 //	stagingAt     stages × stageBytes: data that the peers cannot read in place
 //
-// Two tables and two slots are enough, because no operation ends before all ranks have begun it. When a rank
-// writes to a table or slot again, it has finished the operation in between. So all others have begun the
-// operation in between, and have finished the one before that, which used the same table or slot.
+// Two tables and two slots are enough. Operations k and k+2 use the same table or slot. When a rank begins
+// operation k+2, it has finished operation k+1. No operation ends before all ranks have begun it, so all
+// ranks have begun operation k+1. So all ranks have finished operation k and no longer read the table or
+// slot.
 const (
 	progressAt = 0
 	abortAt    = 128

@@ -45,7 +45,7 @@ const DefaultStageBytes = 512 << 10
 
 const defaultDirectBytes = 3 << 19
 
-// Config configures a Backend. Fields that are zero stand for their defaults.
+// Config configures a Backend. If a field is zero, its default applies.
 type Config struct {
 	// StageBytes is the number of bytes that a rank stages in a step. It is rounded down to a multiple of one
 	// cache line per member of the set, with at least one line each. All ranks must use the same value.
@@ -56,12 +56,12 @@ type Config struct {
 	// size is the number of bytes that a rank reads from all other ranks together. All ranks must use the
 	// same value. Default and maximum 64 KiB.
 	//
-	// DirectBytes is the size from which a reduction reads tensors in arenas in place. Smaller reductions
-	// copy the tensors first, because in place the result overwrites what the peers have just read. Writing
-	// cache lines that other processors hold costs more than the copy, unless the data is so large that it
-	// has left their caches. An allreduce of 1 MiB between two ranks took 85 us in place and 50 us with the
-	// copy. If Oversubscribed is set, DirectBytes has no effect and all sizes are read in place. Default 1.5
-	// MiB.
+	// DirectBytes is the smallest size of a reduction that reads tensors in arenas in place. Smaller
+	// reductions copy the tensors first, because in place the result overwrites what the peers have just
+	// read. Writing cache lines that other processors hold costs more than the copy, unless the data is so
+	// large that it has left their caches. An allreduce of 1 MiB between two ranks took 85 us in place and 50
+	// us with the copy. If Oversubscribed is set, DirectBytes has no effect, and reductions of all sizes read
+	// in place. Default 1.5 MiB.
 	SmallBytes, DirectBytes int64
 
 	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must soon yield its

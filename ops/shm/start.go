@@ -51,7 +51,7 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 // Close implements ops.Backend. It does nothing, because the mesh frees the memory when the lane is released.
 func (b *Backend) Close() {}
 
-// state is the state of the backend: idle, or the kind of the step that comes next.
+// state is the state of the backend: idle, or the kind of the next step.
 type state uint8
 
 const (

@@ -129,5 +129,6 @@ func (b *Backend) waitError(i int) error {
 func reached(word *uint64, want uint64) bool { return int64(atomic.LoadUint64(word)-want) >= 0 }
 
 // lowHalf returns the low 32 bits of a word, because a futex has 32 bits. The low half changes whenever the
-// word increases. gohvd supports only little-endian processors, where the low half comes first.
+// word increases. gohvd supports only little-endian processors, where the low half is at the address of the
+// word.
 func lowHalf(word *uint64) *uint32 { return (*uint32)(unsafe.Pointer(word)) }
