@@ -5,7 +5,7 @@ import (
 )
 
 // allgather runs an allgather with the algorithm Ring: every block travels once round the ring. Each rank
-// sends all blocks except that of its right neighbour, in n-1 steps.
+// sends all blocks except the block of its right neighbour, in n-1 steps.
 func (b *Backend) allgather() error {
 	if err := b.by(message.Ring); err != nil {
 		return err
@@ -19,9 +19,9 @@ func (b *Backend) allgather() error {
 	return b.allgatherRing(b.op.Buf)
 }
 
-// allgatherRing fills out with the blocks of all ranks. Let i be this rank's index in the set. In step s,
-// from 0 to n-2, the rank receives part i-s-1 (modulo n). It sends the part on unless the step is the last.
-// No byte of out is written after it was sent.
+// allgatherRing fills out with the blocks of all ranks. i is this rank's index in the set. In step s, from 0
+// to n-2, the rank receives part i-s-1 (modulo n). It sends the part on unless the step is the last. No byte
+// of out is written after it was sent.
 func (b *Backend) allgatherRing(out []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {

@@ -6,10 +6,12 @@ import (
 )
 
 // The reductions in this file cannot deadlock, although each rank reads from the other ranks in its own
-// order. A rank first queues the input that the others need, and Send does not wait. So the data that a rank
-// reads in the first step is in flight whatever its peers do, and every rank completes the first step. In
-// that step the rank queues its results, so the data of the second step is in flight too. A flush ends
-// because the peer completes its steps.
+// order:
+//
+//   1. A rank first queues the input that the others need, and Send does not wait. So the data for the first
+//      step is in flight whatever the ranks do, and every rank completes the first step.
+//   2. In the first step a rank queues its results. So the data for the second step is in flight too.
+//   3. A flush ends because the peer completes its steps.
 
 // allreduceDirect reduces buf over two or more ranks. b.parts must cut buf into even parts. Each rank reduces
 // its own part, and sends each segment of the result to all other ranks as soon as the segment is complete.

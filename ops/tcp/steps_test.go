@@ -68,7 +68,7 @@ func TestStepsOnThreads(t *testing.T) {
 	c.backends[1].Close()
 }
 
-// Operations that run step by step over sockets give the right result, in plain text and with TLS. The
+// Operations that run step by step over sockets compute the right result, in plain text and with TLS. The
 // sockets accept fewer bytes at once than the ranks send. Some ranks use steps that wait, and the others use
 // steps that do not.
 func TestSteps(t *testing.T) {

@@ -16,7 +16,7 @@
 //	allgather      ring    n-1 steps; each rank sends all blocks but one
 //	broadcast      tree    ceil(log2 n) deep; the root sends ceil(log2 n) times the buffer, the leaves nothing
 //	alltoall       direct  1 step; each rank sends all blocks but its own, and 8 bytes before each
-//	adasum         halving-doubling: log2 n halvings and as many doublings; each rank sends 2(n-1)/n of the buffer
+//	adasum         halving-doubling: log2 n halvings and doublings; each rank sends 2(n-1)/n of the buffer
 //
 // # Order of additions
 //
@@ -68,18 +68,18 @@ import (
 // DefaultSegmentBytes is the default of Config.SegmentBytes.
 const DefaultSegmentBytes = 256 << 10
 
-// Config configures a Backend. Fields that are zero stand for their defaults.
+// Config configures a Backend. If a field is zero, its default applies.
 type Config struct {
 	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
 	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
 	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB.
 	SegmentBytes int
 
-	// Deterministic makes Plan choose algorithms with which the result of an element depends only on the
-	// ranks' values, and not on its position in the buffer or on the length of the buffer. These algorithms
-	// need channels from every rank to every other rank. Deterministic does not change Adasum, which has only
-	// one algorithm: the last bits of an Adasum are reproducible only if its tensors are not fused. Default
-	// false.
+	// Deterministic makes Plan choose only algorithms whose result for an element depends on nothing but the
+	// ranks' values for it: not on the position of the element in the buffer, nor on the length of the
+	// buffer. These algorithms need channels from every rank to every other rank. Deterministic does not
+	// change Adasum, which has only one algorithm: the last bits of an Adasum are reproducible only if its
+	// tensors are not fused. Default false.
 	Deterministic bool
 }
 

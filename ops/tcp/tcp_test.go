@@ -32,8 +32,8 @@ func checkAll(t *testing.T, c *cluster, numElems int) {
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
 }
 
-// All collectives work on a subset of the ranks that is not in ascending order, with a segment size that is a
-// multiple of the size of no element type except those of one byte.
+// All collectives work on ranks 5, 1 and 4, in this order. The segment size, 61 bytes, is a multiple of no
+// element size except 1.
 func TestProcessSet(t *testing.T) {
 	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
 	checkAll(t, c, 1000)

@@ -53,8 +53,8 @@ func (w *watch) ended(ctx context.Context) {
 	}
 }
 
-// end records that the running operation has ended with err. If the lane was aborted meanwhile and err does
-// not wrap the reason, end returns the reason. Otherwise it returns err.
+// end records that the running operation has ended with err. If the lane was aborted during the operation and
+// err does not wrap the reason, end returns the reason. Otherwise it returns err.
 func (w *watch) end(err error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

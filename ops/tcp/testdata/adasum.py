@@ -1,8 +1,9 @@
-"""Compute Adasum of whole vectors, in the tree that the comment of package tcp defines.
+"""Combines vectors with Adasum, in the tree that the comment of package tcp defines.
 
-The program reads cases from the standard input until it ends. A case is a line with the element type, the number of
-ranks and the number of elements of each tensor, and then the vectors of all ranks. A vector is the rank's tensors one
-after another, in the machine's byte order. The program writes the combined vector of each case.
+Reads cases from the standard input until it ends. A case begins with a line: the element type, the number of
+ranks, and the number of elements of each tensor. Then follow the vectors of all ranks, in the machine's byte
+order. A vector is the concatenation of the tensors of a rank. Writes the combined vector of each case to the
+standard output.
 """
 
 import sys
@@ -17,14 +18,14 @@ def factor(dot, square):
 
 
 def pair(a, b):
-    """Return the adaptive sum of two tensors, computed in float64 and rounded once."""
+    """Returns the adaptive sum of two tensors, computed in float64 and rounded once."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     dot = np.dot(x, y)
     return (factor(dot, np.dot(x, x)) * x + factor(dot, np.dot(y, y)) * y).astype(a.dtype)
 
 
 def adasum(v):
-    """Return the combination of the tensors of all ranks."""
+    """Returns the combination of the tensors of all ranks. v has one tensor for each rank."""
     p = 1 << (len(v).bit_length() - 1)
     v = [pair(v[i], v[p + i]) if p + i < len(v) else v[i] for i in range(p)]
     while len(v) > 1:
