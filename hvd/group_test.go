@@ -112,7 +112,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 							t.Errorf("%v: %v", some, err)
 							return
 						}
-						factor := e.Size() * (e.Size() + 1) / 2 // ratio of the sum to the number of rank 0
+						factor := e.Size() * (e.Size() + 1) / 2 // of the sum to the element of rank 0
 						for i, dt := range some {
 							want := make([]byte, 0, len(got[i]))
 							for k := range lengths[i] {

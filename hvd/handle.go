@@ -17,7 +17,7 @@ type operation struct {
 	kind  message.Kind
 	flags atomic.Uint32
 	name  string
-	err   error // is written before the operation is done
+	err   error // set before the operation is done
 	// signal is nil until a caller needs the channel. It is closedSignal from the time when the operation is
 	// done.
 	signal atomic.Pointer[signal]

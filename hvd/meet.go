@@ -22,9 +22,9 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store
 //	file:///path?rank=R&world_size=N         a file that all ranks can access and that does not exist yet
 //
 // The URL may omit rank and size if a launcher, or HOROVOD_RANK and HOROVOD_SIZE, provide them. If the ranks
-// are on several hosts, HVD_SECRET_FILE must name a file with a secret. With a file URL, HOROVOD_GLOO_IFACE
-// must also choose an interface. The setting HVD_INIT_METHOD has the same effect for a program that passes no
-// option.
+// are on several hosts, HVD_SECRET_FILE must name a file with a secret. If they meet at a file there, an
+// interface must also be chosen with HOROVOD_GLOO_IFACE. The setting HVD_INIT_METHOD has the same effect for
+// a program that passes no option.
 func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.Method = url } }
 
 // An InitMethod opens the store at which the ranks of a job meet. It is called with a URL u whose scheme the
