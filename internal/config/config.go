@@ -92,7 +92,8 @@ type Config struct {
 	// Deterministic makes results bitwise equal from run to run, even if data arrives in another order. It
 	// makes operations slower.
 	Deterministic bool
-	// OperationTimeout is the time limit of every operation, from submission to completion. 0 is no limit.
+	// OperationTimeout is the time limit of every operation except Join, from submission to completion. 0
+	// means no limit.
 	OperationTimeout time.Duration
 	// Timeline is the file to which rank 0 writes its timeline. The other ranks write to files beside it.
 	// With TimelineDynamic no timeline is started. The empty value means the same, except to Horovod's Python

@@ -32,7 +32,7 @@ type Setting struct {
 	Secret bool
 
 	kind
-	form *form // of values in the file and in flags; nil: as in the environment
+	form *form // how the file and flags write values; nil if as in the environment
 }
 
 // Flag is a flag of hvdrun that sets a setting.
