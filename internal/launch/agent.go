@@ -391,7 +391,7 @@ func (a *agent) environment() []string {
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
 		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	own := without(without(a.environ, given), a.job.Ranks[0]) // all ranks have the same names
+	own := without(without(a.environ, given), a.job.Ranks[0]) // same names for every rank
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)
 		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)
