@@ -30,7 +30,7 @@ var ErrClosed = errors.New("transport: closed")
 // ErrReleased is the error of a lane that this rank has released, and of the lane's Conns.
 var ErrReleased = errors.New("transport: lane was released")
 
-// ErrControl is the error with which the Control lane is aborted if it is released.
+// ErrControl is the reason why the Control lane fails after a call of Release for that lane.
 var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
 
 // PeerError says that the channel to a peer failed. It is only a suspicion: the coordinator decides which
@@ -118,7 +118,7 @@ type Poller interface {
 	// The caller may poll again without calling Unpark, but polling is faster after Unpark.
 	Park() bool
 
-	// Unpark says that the caller polls again, so the mesh need not notify it.
+	// Unpark says that the caller polls again. The mesh then need not notify it.
 	Unpark()
 
 	// EntersKernel reports whether polling needs system calls. If it does, a loop may yield its processor

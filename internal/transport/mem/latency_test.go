@@ -17,8 +17,8 @@ import (
 const latency = 10 * time.Millisecond
 
 // A cluster with latency obeys the contract of package transport. The test runs in real time, because some
-// tests of the contract poll Sent without blocking, and the clock of a synctest bubble would not advance
-// meanwhile.
+// tests of the contract poll Sent without blocking. The clock of a synctest bubble does not advance while a
+// goroutine polls.
 func TestContractWithLatency(t *testing.T) {
 	transporttest.Run(t, func(_ testing.TB, size int) []transport.Mesh {
 		return meshesOf(mem.NewWithLatency(size, 100*time.Microsecond), size)

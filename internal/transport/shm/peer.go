@@ -47,7 +47,7 @@ type peer struct {
 	// goroutine uses these fields, and Close after that goroutine has ended.
 	stale      []*shmem.Segment
 	staleBytes int64
-	// shares is the number of lanes for which the peer has shared a segment and which are not released.
+	// shares is the number of segments that the peer has shared for lanes that this rank has not released.
 	// Guarded by the Mesh's mu.
 	shares int
 }

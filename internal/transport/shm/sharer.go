@@ -29,7 +29,7 @@ type Sharer interface {
 	// Share makes this rank's segment for lane and gives it to peers. The segment has numBytes bytes, rounded
 	// up to whole pages, all zero. peers must be ranks of the group; this rank is ignored in peers. Share may
 	// be called once for a lane. It does not wait for the peers. If there is not enough memory, the error is
-	// a *shmem.NoMemoryError. If the lane has failed, the error is that of Err.
+	// a *shmem.NoMemoryError. If the lane has failed, Share returns the same error as Err.
 	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
 
 	// Peer returns the segment that rank has shared for lane, mapped read-only. It waits until the segment

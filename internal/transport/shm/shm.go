@@ -3,19 +3,19 @@
 //
 // A rank opens an Endpoint and publishes its Offer with its check-in record. When it knows all offers and has
 // a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then send each other
-// file descriptors over Unix connections, on which they prove their identity. They agree on whether all of
-// this has succeeded: either all ranks of a host share memory or none does. In the mesh that Connect returns,
-// the Control lane between ranks of the host is in shared memory, and all other lanes use the mesh
-// underneath. The backends get memory for their lanes through Sharer. docs/arena.md describes the formats,
-// and what happens when a rank dies.
+// file descriptors over Unix connections. Before that, they prove their identity on these connections. They
+// agree on whether all of this has succeeded: either all ranks of a host share memory or none does. In the
+// mesh that Connect returns, the Control lane between ranks of the host is in shared memory, and all other
+// lanes use the mesh underneath. The backends get memory for their lanes through Sharer. docs/arena.md
+// describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
 //  1. No rank writes to another rank's memory. What a peer wrote is checked before it is used.
-//  2. The file system has the socket only until Connect returns. If the owner of the socket is killed before, the
-//     next Listen removes the socket.
-//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes a connection before
-//     it gives up the mesh.
+//  2. The socket is in the file system only until Connect returns. If the owner of the socket is killed
+//     before that, the next Listen removes the socket.
+//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes a connection
+//     before it gives up the mesh.
 //  4. All of this belongs to one epoch. The next epoch makes new connections and new memory.
 package shm
 
@@ -55,7 +55,7 @@ const (
 	permSocket, permSocketUp = 0o600, 0o700
 )
 
-// Config configures an Endpoint. Fields that are zero stand for their defaults.
+// Config configures an Endpoint. If a field is zero, its default applies.
 type Config struct {
 	// Dir is the directory of the socket. Listen makes the directory if it does not exist. Only this user may
 	// have access to it. Its path may have at most about 80 bytes. Default: gohvd-UID in os.TempDir().

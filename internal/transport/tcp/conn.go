@@ -30,9 +30,9 @@ const (
 // queue as the socket drains. While the queue is not empty, Send only appends to it. So Send and the writer
 // never write at the same time. On an encrypted connection only the writer writes.
 //
-// Deadlines and the end of the stream are those of the socket, with TLS too. The close message of TLS is not
-// sent, because it would have to wait for room in the socket. It is not needed, because every end of a stream
-// is an error at the peer.
+// TLS does not change deadlines and the end of the stream: both are those of the socket. The close message of
+// TLS is not sent, because it would have to wait for room in the socket. It is not needed, because every end
+// of a stream is an error at the peer.
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank

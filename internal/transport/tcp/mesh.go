@@ -342,7 +342,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			// If ctx has ended, the error of the attempt before says more than err.
+			// If ctx has ended, the error of the previous attempt says more than err.
 			last = err
 		}
 		m.failed(l, peer, last)

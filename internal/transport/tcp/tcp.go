@@ -44,7 +44,7 @@ const (
 	lastPause  = 500 * time.Millisecond
 )
 
-// Config configures an Endpoint. Fields that are zero stand for their defaults, except for ListenAddr.
+// Config configures an Endpoint. If a field other than ListenAddr is zero, its default applies.
 type Config struct {
 	// ListenAddr is the host and port to listen on. An empty host means all interfaces, and port 0 means any
 	// free port.

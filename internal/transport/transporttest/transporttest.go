@@ -32,9 +32,9 @@ func Run(t *testing.T, f Factory) {
 	}
 }
 
-// RunUnreleased runs the tests of Run except those for Release and for polling. It is for meshes that use the
-// Control lane in place of the lane that a test asks for. The Control lane cannot be released, and goroutines
-// poll and park only for that lane.
+// RunUnreleased runs the tests of Run, but not the tests of Release and of polling. It is for meshes that
+// exchange the Control lane with another lane, so that the tests use the Control lane. The Control lane
+// cannot be released, and goroutines poll and park only for that lane.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -145,7 +145,7 @@ func (s *suite) await(done <-chan error) {
 	}
 }
 
-// result returns the error that done delivers. If none comes within hangTimeout, the clause ends.
+// result returns the error that arrives on done. If none arrives within hangTimeout, the clause ends.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
 	hung := time.NewTimer(hangTimeout)
