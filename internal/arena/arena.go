@@ -10,8 +10,8 @@
 //  1. A chunk is unmapped only when no tensor in it is live. There is no finalizer: using a freed tensor is
 //     the same bug as with free(3). Chunks that were adopted are unmapped by Abandon.
 //  2. The IDs of chunks count from 1 and are not reused in the process.
-//  3. Watchers learn of a new chunk before the Alloc that made it returns. They learn of the removal of a chunk
-//     after its last tensor was freed and before the chunk is unmapped.
+//  3. Watchers learn of a new chunk before the Alloc that made it returns. They learn of the removal of a
+//     chunk after its last tensor was freed and before the chunk is unmapped.
 package arena
 
 import (
@@ -57,7 +57,7 @@ type chunk struct {
 	bytes []byte
 	live  map[int64]int64 // maps the offset of each tensor to the bytes that it takes up, a multiple of align
 	free  []span          // the free ranges, in ascending order; neighbours have live tensors between them
-	// fresh is the offset from which all bytes were never allocated, and so are still zero.
+	// fresh is an offset. The bytes from fresh on were never allocated, so they are still zero.
 	fresh int64
 }
 

@@ -138,8 +138,8 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// Two processes wake each other through two pages. Each process has mapped the page on which it waits
-// read-only.
+// Two processes wake each other. Each waits on a page that it has mapped read-only, and wakes the other on a
+// second page.
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)

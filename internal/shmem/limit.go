@@ -55,8 +55,8 @@ func (m machine) check(need int64) error {
 	return nil
 }
 
-// cgroups has the paths with which this process's cgroups are found. self is the file that names the cgroups,
-// and mount is the directory under which their hierarchies are mounted.
+// cgroups tells where to find the cgroups of this process: self is the file that names the cgroups, and mount
+// is the directory under which their hierarchies are mounted.
 type cgroups struct{ self, mount string }
 
 // files has the names of the files of a memory controller, which differ between versions 1 and 2 of cgroups.

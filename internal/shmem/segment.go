@@ -5,19 +5,20 @@
 //
 //  1. A Segment is allocated completely before any other process sees it. So no access to it can raise SIGBUS
 //     because memory is missing.
-//  2. A Segment cannot shrink or grow (seals). So no access can raise SIGBUS because of what another process does.
-//  3. A process that gets the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). Only the
-//     process that made the Segment writes to it. A Segment made by CreateOpen has this property only from Seal on.
-//     Until then, its descriptor may be given to one other process that works for this process. That process also
-//     writes to the Segment, and seals it (Adopt).
-//  4. A Segment is not in any file system. The kernel frees it when the last mapping and the last descriptor are
-//     gone, however the processes ended.
+//  2. A Segment cannot shrink or grow (seals). So no access can raise SIGBUS because of what another process
+//     does.
+//  3. A process that gets the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). Only
+//     the process that made the Segment writes to it. A Segment made by CreateOpen has this property only
+//     from Seal on. Until then, its descriptor may be given to one other process that works for this process.
+//     That process also writes to the Segment, and seals it (Adopt).
+//  4. A Segment is not in any file system. The kernel frees it when the last mapping and the last descriptor
+//     are gone, however the processes ended.
 //
 // Invariants of Wait and Wake, which different processes may call. They may have mapped the page at different
 // addresses, and the waiting process may have mapped it read-only:
 //
-//  1. Wait checks the word after it has queued itself. So if a waker first changes the word and then calls Wake,
-//     it wakes every waiter that saw the old value.
+//  1. Wait checks the word after it has queued itself. So if a waker first changes the word and then calls
+//     Wake, it wakes every waiter that saw the old value.
 //  2. When Wait returns, the word need not have changed: the caller must check it again.
 //
 // The word must not be in private memory of a read-only mapping.
@@ -154,7 +155,7 @@ func populate(b []byte) {
 	}
 }
 
-// hugePage is the size from which a Segment may get huge pages.
+// hugePage is the size of a huge page. Smaller Segments cannot use one.
 const hugePage = 2 << 20
 
 // allocate makes the kernel reserve every page.
@@ -302,9 +303,9 @@ func check(fd int, want int) (size int64, err error) {
 // Bytes returns the memory. Writing to it is a fault if the segment was made by Map.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
-// Seal prevents that any process maps the memory for writing from now on. Existing mappings, such as that of
-// this process, remain. Seal may be called again. The segment must have been made by Create, CreateOpen or
-// Adopt.
+// Seal prevents all processes from mapping the memory for writing from now on. Existing mappings stay valid,
+// such as the mapping of this process. Seal may be called again. The segment must have been made by Create,
+// CreateOpen or Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 
 // FD returns the descriptor, to send it to peers. It is valid until Close. For a segment made by CreateOpen,
