@@ -100,8 +100,8 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	}
 }
 
-// conversions returns the functions that convert to the floating-point type to. The result is indexed by the
-// type from which they convert.
+// conversions returns the functions that convert to the floating-point type to. from is indexed by the source
+// type.
 func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	for dt := range tensor.DType(numTypes) {
 		switch {

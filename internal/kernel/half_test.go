@@ -88,7 +88,7 @@ func bfloat16s(r *rand.Rand, n int) []half.BFloat16 {
 	return v
 }
 
-// TestEveryHalf combines each of the 65536 values with some other values. The result must be that of the
+// TestEveryHalf combines each of the 65536 values with several other values and compares the results with the
 // reference.
 func TestEveryHalf(t *testing.T) {
 	t.Run("float16", testEveryHalf(float16Ref, half.Float16FromBits, 0x3c00, 0x7c00))

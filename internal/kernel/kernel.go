@@ -1,11 +1,11 @@
 // Package kernel implements the arithmetic of collective operations: loops over arrays of elements.
 //
 // A table has one function per operation and element type. The functions in plain Go run anywhere and define
-// the results. When the program starts, faster functions for its processor replace those on which training
-// spends its time: sum, min and max of uint8, int32, int64 and the floating-point types, scaling of
-// floating-point types, and conversions between half-precision types and float32. They compute the same bits,
-// except that a NaN may have other bits. On amd64 they use AVX-512 (F, BW, DQ, VL) or AVX2, F16C and FMA, and
-// on arm64 NEON. A build with the tag noasm has only plain Go.
+// the results. When the program starts, functions in assembly replace those that take most of the time in
+// training, if the processor can run them: sum, min and max of uint8, int32, int64 and the floating-point
+// types, scaling of floating-point types, and conversions between half-precision types and float32. They
+// compute the same bits, except that a NaN may have other bits. On amd64 they use AVX-512 (F, BW, DQ, VL) or
+// AVX2, F16C and FMA, and on arm64 NEON. A build with the tag noasm has only plain Go.
 //
 // All functions read and write only the bytes that they are given.
 package kernel
@@ -53,7 +53,7 @@ type row struct {
 	divide  DivideFunc
 	dot     DotFunc
 	combine CombineFunc
-	// from has the conversions to this type, indexed by the type from which they convert.
+	// from has the conversions to this type, indexed by the source type.
 	from    [numTypes]ConvertFunc
 	neutral neutrals
 }

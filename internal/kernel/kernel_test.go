@@ -295,7 +295,7 @@ func guardElem[T tensor.Element]() T {
 	return tensor.View[T](b)[0]
 }
 
-// Each operation exists for exactly those element types for which package tensor allows it.
+// An operation exists for an element type exactly if package tensor allows it.
 func TestTable(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		for _, op := range ops {

@@ -1,6 +1,6 @@
 package kernel
 
-// number is the constraint for the types for which Go has arithmetic.
+// number is the constraint for types with Go's arithmetic.
 type number interface{ whole | float }
 
 type whole interface {
@@ -90,8 +90,8 @@ func maximum[T number](d, a, b []T) {
 
 // scaleInteger returns the ScaleFunc of T, whose values range from lowest to highest.
 func scaleInteger[T whole](lowest, highest T) ScaleFunc {
-	// A float64 cannot represent math.MaxInt64, but it can represent the next integer. So f is compared with
-	// highest+1, from which on its truncated value is out of range.
+	// A float64 cannot represent math.MaxInt64, but it can represent the next integer, highest+1. If f is at
+	// least highest+1, it is out of range even after truncation.
 	low, beyond := float64(lowest), float64(highest)+1
 	return func(buf []byte, factor float64) {
 		v := elems[T](buf)

@@ -1,7 +1,7 @@
 package kernel
 
-// streamBytes is the length from which Stream writes past the caches. The result of a shorter copy is likely
-// to be read again from the caches.
+// streamBytes is the smallest length that Stream writes past the caches. The result of a shorter copy is
+// likely to be read again soon, from the caches.
 const streamBytes = 4 << 10
 
 // Stream copies src to dst. It panics unless they have the same length. They must not overlap. From 4 KiB on,

@@ -228,8 +228,8 @@ const (
 )
 
 // TestLengthsAndAlignments runs all operations on up to 257 elements, at every position in a cache line that
-// an element can have. The destination is separate or equal to a source. The results must be those of plain
-// Go, and the bytes around the destination must not change.
+// an element can have. The destination is separate or equal to a source. Each level must give the same
+// results as plain Go, and the bytes around the destination must not change.
 func TestLengthsAndAlignments(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -302,7 +302,7 @@ func fillWith(b []byte, x byte) {
 func align(b []byte) []byte { return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))%fence:] }
 
 // TestSpecialPairs combines each special value with each other special value, at different positions in a
-// vector. The results must be those of plain Go.
+// vector. Each level must give the same results as plain Go.
 func TestSpecialPairs(t *testing.T) {
 	for _, s := range vectorSets(t) {
 		for _, o := range operations() {
@@ -320,8 +320,8 @@ func TestSpecialPairs(t *testing.T) {
 	}
 }
 
-// TestAllHalves converts, scales and combines all half-precision values. The results must be those of plain
-// Go.
+// TestAllHalves converts, scales and combines all half-precision values. Each level must give the same
+// results as plain Go.
 func TestAllHalves(t *testing.T) {
 	sets := vectorSets(t)
 	all := make([]uint16, 1<<16)
@@ -359,7 +359,7 @@ func TestAllHalves(t *testing.T) {
 
 // TestBoundaries converts numbers to half-precision types at which rounding changes: each half-precision
 // number, the middle to the next one, and the neighbours of both. A neighbouring float64 may be nearer than
-// any float32. It also converts many other numbers. The results must be those of plain Go.
+// any float32. It also converts many other numbers. Each level must give the same results as plain Go.
 func TestBoundaries(t *testing.T) {
 	sets := vectorSets(t)
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
@@ -401,7 +401,7 @@ func TestBoundaries(t *testing.T) {
 }
 
 // TestQuotients divides and scales numbers next to multiples of the divisor, where the quotient is nearest to
-// an integer. The results must be those of plain Go.
+// an integer. Each level must give the same results as plain Go.
 func TestQuotients(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(5, 6))
@@ -434,8 +434,8 @@ func TestQuotients(t *testing.T) {
 	}
 }
 
-// TestLong uses lengths for which a function in assembly is called more than once. The results must be those
-// of plain Go.
+// TestLong uses so many elements that a function in assembly is called more than once. Each level must give
+// the same results as plain Go.
 func TestLong(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(7, 8))

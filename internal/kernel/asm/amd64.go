@@ -145,8 +145,8 @@ func (k *kernel) signature() string {
 	return s
 }
 
-// least returns the smallest number of elements with which the function may be called. Without masks, this is
-// a whole vector.
+// least returns the smallest number of elements that the function can handle. Without masks, this is a whole
+// vector.
 func (k *kernel) least() int {
 	if k.level.masks {
 		return 1

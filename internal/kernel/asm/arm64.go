@@ -103,8 +103,8 @@ func (p *program) loop(step, least int, body func(n int)) {
 	body(step)
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BGE loop")
-	// counter is now the rest minus step. The lower bits of step are 0, so the lower bits of counter are
-	// those of the rest.
+	// counter is now the rest minus step. The lower bits of step are 0, so counter and the rest have the same
+	// lower bits.
 	p.label("rest")
 	for n := step / 2; n >= least; n /= 2 {
 		under := "under" + strconv.Itoa(n)
