@@ -168,7 +168,7 @@ func TestRoundRandom(t *testing.T) {
 		values := f.values()
 		for range n {
 			f.check(t, values, math.Float32frombits(r.Uint32()))
-			// These numbers are in the range of float16, to which few of all float32s belong.
+			// These numbers are in the range of float16. Few of the random float32s above are.
 			f.check(t, values, float32(math.Ldexp(r.Float64()*2-1, r.IntN(44)-27)))
 		}
 	})

@@ -226,7 +226,7 @@ func (op ReduceOp) Valid() bool { return op > NoReduce && op < numReduceOps }
 // IsAverage reports whether op is an average: a sum that is divided afterwards.
 func (op ReduceOp) IsAverage() bool { return op == Average || op == AverageActive }
 
-// Base returns the reduction with which op combines elements: Sum for an average, and op itself for other
+// Base returns the reduction that combines the elements for op: Sum for an average, and op itself for other
 // reductions.
 func (op ReduceOp) Base() ReduceOp {
 	if op.IsAverage() {
