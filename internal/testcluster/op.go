@@ -71,7 +71,7 @@ func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, 
 // Barrier returns an Op that ends when all ranks have started it.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
-// Join returns an Op with which this rank joins: it has nothing more to submit. When the Op has ended, Last
+// Join returns an Op that joins this rank: the rank has nothing more to submit. When the Op has ended, Last
 // returns the rank that joined last.
 func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
 

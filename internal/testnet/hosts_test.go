@@ -423,8 +423,8 @@ func wantNothing(t *testing.T, names string, pids ...int) {
 	}
 }
 
-// childVariable is the name of an environment variable with which TestChild runs. Its value says how
-// TestChild ends.
+// childVariable is the name of an environment variable. TestChild runs only if it is set, and its value says
+// how TestChild ends.
 const childVariable = "GOHVD_TESTHOSTS_CHILD"
 
 // TestChild makes hosts and a stray process. Other tests run it in a child process.

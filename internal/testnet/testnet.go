@@ -28,8 +28,8 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
-// Eventually polls cond until it returns true. It is for changes by other goroutines for which a test cannot
-// wait in another way. If cond has not returned true after a minute, Eventually fails the test.
+// Eventually polls cond until it returns true. It is for changes that other goroutines make without notifying
+// the test. If cond has not returned true after a minute, Eventually fails the test.
 func Eventually(t *testing.T, what string, cond func() bool) {
 	t.Helper()
 	ctx := Context(t)
