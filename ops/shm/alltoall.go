@@ -106,7 +106,7 @@ func (b *Backend) readCounts() error {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
 					return b.peerError(i,
-						fmt.Errorf("got a block of %d bytes, want 0 or more and a sum of at most %d", c,
+						fmt.Errorf("got a block of %d bytes, want at least 0 and at most %d in all blocks", c,
 							int64(math.MaxInt64)))
 				}
 				total += c

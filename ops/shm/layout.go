@@ -120,7 +120,8 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 		e.out.offset = int64(binary.LittleEndian.Uint64(at[24:]))
 		at = at[extentBytes:]
 		if e.end <= begin || e.end > total {
-			return fmt.Errorf("got an extent from byte %d to byte %d in a buffer of %d bytes", begin, e.end, total)
+			return fmt.Errorf("got an extent from byte %d to byte %d, want a larger end of at most %d", begin,
+				e.end, total)
 		}
 		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
 			return fmt.Errorf("got an extent with end %d and offsets %d and %d, want multiples of %d", e.end,

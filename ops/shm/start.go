@@ -183,7 +183,7 @@ var endedContext = func() context.Context {
 
 var (
 	// errNotFinished is the error of Start if an operation is in progress.
-	errNotFinished = errors.New("the previous operation has not finished")
+	errNotFinished = errors.New("Start was called before the previous operation had finished")
 	// errNotStarted is the error of Step if no operation is in progress.
-	errNotStarted = errors.New("no operation is in progress")
+	errNotStarted = errors.New("Step was called without an operation in progress")
 )
