@@ -17,7 +17,7 @@ func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
 // size bytes.
 func (c cut) even(numBytes, size int) error {
 	if numBytes%size != 0 {
-		return fmt.Errorf("got %d bytes, want whole elements of %d bytes", numBytes, size)
+		return fmt.Errorf("got %d bytes, want a multiple of the element size, %d bytes", numBytes, size)
 	}
 	n := len(c) - 1
 	each, more := numBytes/size/n, numBytes/size%n

@@ -23,8 +23,8 @@ type steps struct {
 	closed  bool
 }
 
-// next runs b's operation up to the end of its next step. A step that may wait runs all of the operation,
-// unless an earlier step has begun it on the coroutine.
+// next runs the next step of b's operation. A step that may wait runs the operation to its end: directly, or
+// on the coroutine if an earlier step has begun it there.
 func (s *steps) next(b *Backend) (ops.Progress, error) {
 	if !s.running && b.ctx != nil {
 		return ops.Finished, b.run()
