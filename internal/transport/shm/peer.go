@@ -236,7 +236,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, error) {
 	p := m.peer(rank)
 	if p == nil {
-		return nil, fmt.Errorf("shm: arena chunk %d of rank %d: %w", id, rank, errNoPeer)
+		return nil, fmt.Errorf("shm: get arena chunk %d of rank %d: %w", id, rank, errNoPeer)
 	}
 	if c, ok := (*p.arenas.Load())[id]; ok && c.err == nil && !m.isClosed.Load() {
 		return c.seg.Bytes(), nil
@@ -257,7 +257,7 @@ func (m *Mesh) Arena(ctx context.Context, rank topo.Rank, id uint32) ([]byte, er
 		return false, nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("shm: arena chunk %d of rank %d: %w", id, rank, err)
+		return nil, fmt.Errorf("shm: get arena chunk %d of rank %d: %w", id, rank, err)
 	}
 	return c.seg.Bytes(), nil
 }

@@ -330,7 +330,7 @@ func (c *conn) sendErr() error {
 // breach returns the error for a word whose value violates the protocol.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane,
-		Err: fmt.Errorf("shm: the peer wrote %s %d, want %d to %d", word, got, least, most)}
+		Err: fmt.Errorf("shm: the peer wrote %d as %s, want %d to %d", got, word, least, most)}
 }
 
 // waiting reports whether a read would return bytes, or an error that no read has returned yet.

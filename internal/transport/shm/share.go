@@ -223,7 +223,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]byte, error) {
 	p := m.peer(rank)
 	if p == nil && rank != m.rank {
-		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, errNoPeer)
+		return nil, fmt.Errorf("shm: get the segment of rank %d for lane %d: %w", rank, id, errNoPeer)
 	}
 	var b []byte
 	err := m.await(ctx, func() (bool, error) {
@@ -253,7 +253,7 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 		return false, nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("shm: lane %d of rank %d: %w", id, rank, err)
+		return nil, fmt.Errorf("shm: get the segment of rank %d for lane %d: %w", rank, id, err)
 	}
 	return b, nil
 }

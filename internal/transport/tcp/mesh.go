@@ -120,7 +120,7 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 // attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
-		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d, but not this rank, %d",
+		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d except this rank, %d",
 			id, peer, len(m.addrs)-1, m.rank)
 	}
 	m.e.mu.Lock()
@@ -276,7 +276,7 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from,
 			h.epoch, m.epoch)
 	case h.to != m.rank:
-		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, this is rank %d", NotMe, h.from,
+		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, but this is rank %d", NotMe, h.from,
 			h.to, m.rank)
 	case h.from < 0 || h.from >= m.rank:
 		return nil, fmt.Errorf("%w: got rank %d, want a rank below %d, because only lower ranks dial",

@@ -270,7 +270,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		{"newer epoch", but(func(h *hello) { h.epoch = 1 << 63 }), false, StaleEpoch,
 			"rank 0 is in epoch 9223372036854775808, this rank in epoch 1"},
 		{"to another rank", but(func(h *hello) { h.to = 0 }), false, NotMe,
-			"rank 0 wants to connect to rank 0, this is rank 1"},
+			"rank 0 wants to connect to rank 0, but this is rank 1"},
 		{"to a huge rank", but(func(h *hello) { h.to = -1 }), false, NotMe, "wants to connect to rank -1"},
 		{"from oneself", but(func(h *hello) { h.from = 1 }), false, UnknownRank,
 			"got rank 1, want a rank below 1"},
