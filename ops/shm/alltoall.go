@@ -135,7 +135,7 @@ func (b *Backend) readCounts() error {
 // copies this rank's block for itself there.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
-	// this rank's own block first, so that an overflow is always caused by a peer
+	// This rank's own block is counted first, so that an overflow is always caused by a peer.
 	total := b.counts[b.me][b.me]
 	for i := range b.counts {
 		c := b.counts[i][b.me]

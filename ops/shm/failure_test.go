@@ -181,7 +181,7 @@ func TestPeersCounts(t *testing.T) {
 			put(table, 2)
 			put(table[8:], 16)
 			put(table[8+16:], 2*pretended-16)
-			// the second extent overwrites the place of the counts, so they follow it
+			// The second extent overwrites the place of the counts, so the counts follow it.
 			put(table[8+32:], pretended, 0)
 		},
 		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },

@@ -140,7 +140,7 @@ func TestAllreduceFused(t *testing.T) {
 				total := common.IntN([]int{300, 3000, 30_000}[round%3]) + 1
 				longest := total
 				if round%4 == 0 {
-					// some tensors are small enough to be packed, and others are not
+					// Some tensors are then small enough to be packed, and others are not.
 					longest = min(total, 700)
 				}
 				if round == 32 {

@@ -97,8 +97,8 @@ type Backend struct {
 	peers   []peer          // indexed by rank of the set, including this rank
 	// connected is set if the segments of all peers are mapped.
 	connected bool
-	// progress and parked are the words at progressAt and parkedAt of this rank's segment (see segment layout
-	// in memory.go).
+	// progress and parked are the words at progressAt and parkedAt of this rank's segment. memory.go
+	// describes the layout of a segment.
 	progress *uint64
 	parked   *uint32
 

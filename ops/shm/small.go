@@ -79,8 +79,8 @@ func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// smallBuffer returns the place in a segment of the contribution to the running small operation, which has
-// total bytes.
+// smallBuffer returns the part of a segment that has a rank's contribution to the running small operation.
+// The contribution has total bytes.
 func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
 		return slotOf(segment, b.smallSlot())[flagBytes:][:total]

@@ -22,8 +22,8 @@ const (
 	// is just being written.
 	oversubscribedSpins = 2
 	// yields is the number of times that a rank yields its core before it sleeps. oversubscribedYields
-	// replaces it if there are more ranks than cores. Then each yield may run another rank for a while, and
-	// it takes longest to wake a rank.
+	// replaces yields if there are more ranks than cores. It is larger because then each yield may run
+	// another rank for a while, and because a sleeping rank is woken late.
 	yields               = 30
 	oversubscribedYields = 100
 	// yieldsPerGosched is the number of yields for each call of runtime.Gosched, because a call of Gosched
