@@ -92,7 +92,7 @@ func TestAlltoall(t *testing.T) {
 			func(from, to int) int64 { return int64(from*61+to*17) % 200 },
 			func(from, to int) int64 { return int64((from + to) % 2 * 333) },
 			func(from, to int) int64 { return int64(from / (n - 1 + 1/n) * 7) }, // only the last rank sends
-			// only the last rank receives
+			// Only the last rank receives bytes.
 			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },
 			func(int, int) int64 { return 0 },
 		} {

@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// steps runs operations step by step. An operation is written as code that blocks in reads and flushes. In a
-// step that may wait, this code blocks. In a step that may not wait, it runs on a coroutine, and the
-// coroutine is suspended instead until the next step.
+// steps runs operations step by step. An operation is written as code that blocks in reads and flushes. A
+// step that may wait runs this code directly. A step that may not wait runs it on a coroutine. Where the code
+// would block, the coroutine is suspended until the next step.
 //
 // A goroutine that is locked to a thread, such as any goroutine that was called from C, must not resume the
 // coroutine, because the runtime would then abort the process.
