@@ -1,8 +1,7 @@
-// Package mem connects the ranks of a cluster within one process, for tests. Callers can observe no
-// difference to transport/tcp: Conn of the higher rank waits for Conn of the lower rank, lanes are
-// independent, and if a rank closes its mesh, its peers receive the bytes that it had sent and then a
-// *transport.PeerError. Package mem does no I/O and leaves no goroutine behind, so it works in a
-// testing/synctest bubble.
+// Package mem connects the ranks of a cluster within one process, for tests. To callers it behaves like
+// transport/tcp: Conn of the higher rank waits for Conn of the lower rank, lanes are independent, and if a
+// rank closes its mesh, its peers receive the bytes that it had sent and then a *transport.PeerError. Package
+// mem does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
 //
 // It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer only when the
 // receiver reads it, so Flush waits for the receiver. So tests with this transport detect callers that rely

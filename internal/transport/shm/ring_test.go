@@ -427,7 +427,7 @@ func TestNotifyPeers(t *testing.T) {
 		if err := zero.Send([]byte("new")); err != nil {
 			t.Fatal(err)
 		}
-		// if Send notified the peer, the notification would arrive in this time
+		// If Send notified the peer, the notification would arrive in this time.
 		<-time.After(time.Millisecond)
 		if n := len(notified); n != 0 {
 			t.Errorf("round %d: notified %d times before NotifyPeers", i, n)

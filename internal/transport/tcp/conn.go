@@ -61,7 +61,7 @@ type conn struct {
 
 	mu      sync.Mutex
 	changed sync.Cond // signals that queue became empty or got a buffer, or that cause was set
-	// the unwritten buffers are queue[head:]; the writer removes a buffer after it has written it
+	// queue has the unwritten buffers from head on. The writer removes a buffer after it has written it.
 	queue  [][]byte
 	head   int
 	writer bool  // the writer has been started

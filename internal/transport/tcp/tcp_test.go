@@ -801,7 +801,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			buf := make([]byte, c.pieceBytes)
-			// the receiver begins when all bytes were sent, so most of them are queued
+			// The receiver begins when all bytes were sent, so most of the bytes are queued.
 			start := make(chan struct{})
 			var wg sync.WaitGroup
 			defer wg.Wait()

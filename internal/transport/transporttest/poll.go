@@ -53,7 +53,7 @@ func (p *polling) next(b []byte) (int, error) {
 	defer hung.Stop()
 	for {
 		p.mesh.Unpark()
-		// bytes may arrive between the polls
+		// Bytes may arrive between the polls.
 		for range 3 {
 			if n, err := p.conns[0].TryRead(b); n > 0 || err != nil {
 				return n, err
