@@ -132,7 +132,7 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	if numBytes < 0 {
 		return nil, fmt.Errorf("arena: allocate: got %d bytes, want at least 0", numBytes)
 	}
-	// an empty tensor also gets an address of its own
+	// An empty tensor takes align bytes too, so that it has an address of its own.
 	size := max(align, (int64(numBytes)+align-1)/align*align)
 	if size < int64(numBytes) {
 		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes),
@@ -186,7 +186,7 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 }
 
 // grow makes a chunk and takes size bytes of it. If another allocation has made room in the meantime, grow
-// takes that.
+// makes no chunk and takes the bytes there.
 func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	h.growing.Lock()
 	defer h.growing.Unlock()

@@ -108,7 +108,7 @@ func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 		case !to.IsFloat() || !dt.IsFloat():
 		case to == dt:
 			from[dt] = copyElems(to.Size())
-		// not convertBlocks, because load would round to odd
+		// convertBlocks would be wrong here, because load would round to odd.
 		case to == tensor.Float32 && dt == tensor.Float64:
 			from[dt] = roundElems
 		default:

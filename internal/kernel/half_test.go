@@ -19,7 +19,8 @@ func bfloat16(x float64) half.BFloat16 {
 
 // roundTo returns the number of the half-precision type dt that is nearest to x. It rounds the float64 once.
 func roundTo(dt tensor.DType, x float64) float64 {
-	// the bits of the fraction, and the least and greatest exponent of a normal number
+	// fraction is the number of bits of the fraction. least and most are the least and greatest exponent of a
+	// normal number.
 	fraction, least, most := 10, -14, 15
 	if dt == tensor.BFloat16 {
 		fraction, least, most = 7, -126, 127

@@ -22,7 +22,7 @@ type integer interface {
 
 type float interface{ float32 | float64 }
 
-// lengths returns numbers of elements with every remainder for the loops.
+// lengths returns numbers of elements that leave every possible remainder after the turns of the loops.
 func lengths() []int {
 	var all []int
 	for n := range 71 {
@@ -431,7 +431,7 @@ func mustPanic(t *testing.T, dt tensor.DType, what string, f func()) {
 	f()
 }
 
-// No function allocates, because the functions are called for each part of each tensor.
+// The functions allocate nothing. This matters because they are called for each part of each tensor.
 func TestNoAllocation(t *testing.T) {
 	a, b, c := tensor.Bytes(make([]int64, 256)), tensor.Bytes(make([]int64, 256)),
 		tensor.Bytes(make([]int64, 256))

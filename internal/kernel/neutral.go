@@ -23,9 +23,9 @@ func neutralsOf[T tensor.Element](zero, one, lowest, highest T) neutrals {
 // to a reduction sends neutral elements. The function panics unless len(buf) is a multiple of the element's
 // size. It allocates nothing.
 //
-// For Min the neutral element is the largest number, +Inf for floats. For Max it is the smallest number, and
-// for Product
-// 1. For Sum, the averages and Adasum it is 0. For floats this is -0, because -0 plus +0 would be +0.
+// For Min the neutral element is the largest number, +Inf for floats. For Max it is the smallest number. For
+// Product it is 1. For Sum, the averages and Adasum it is 0; for floats this is -0, because -0 plus +0 would
+// be +0.
 func Neutral(op tensor.ReduceOp, dt tensor.DType) (func(buf []byte), error) {
 	if err := tensor.CheckReduce(op, dt); err != nil {
 		return nil, fmt.Errorf("kernel: neutral element: %w", err)

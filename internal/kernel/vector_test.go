@@ -178,7 +178,7 @@ func special(dt tensor.DType) []uint64 {
 		one - 1, one, one + 1, one + unit, one + unit/2, one - unit, one + uint64(fraction)*unit,
 		one + uint64(fraction+1)*unit,
 		inf - unit, inf - 1, inf, // the largest numbers, and infinity
-		// signalling and quiet NaNs
+		// These are signalling and quiet NaNs.
 		inf + 1, inf + unit/2 - 1, inf + unit/2, inf + unit/2 + 1, inf + unit - 1,
 	}
 	var all []uint64

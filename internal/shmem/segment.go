@@ -56,7 +56,7 @@ type Segment struct {
 
 // NoMemoryError is the error if there is not enough memory for a segment.
 type NoMemoryError struct {
-	// What is the purpose of the memory.
+	// What names the purpose of the memory, such as "tensor".
 	What string
 	// NeedBytes is the size of the segment.
 	NeedBytes int64
