@@ -176,8 +176,8 @@ func (o *own) pack() {
 	if o.room == nil {
 		o.room = make([]byte, roomBytes)
 	}
-	// begin is the offset in room of the tensor that is being packed, or -1 if the previous tensor was too
-	// large to be packed.
+	// begin is the offset in room of the tensor that is being packed. It is -1 if the previous tensor was not
+	// packed.
 	n, used, begin := 0, 0, -1
 	for i, t := range o.tensors {
 		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
