@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Example finds the ranks that are late and those that are waited for. Rank 1 asks for an operation 5 ms
-// after rank 0 in each of three steps. Then rank 0 asks for another operation, for which rank 1 does not ask.
+// Example finds the ranks that were late and the ranks that others wait for. In each of three steps, rank 1
+// asks for an operation 5 ms after rank 0. Then rank 0 asks for another operation, and rank 1 does not.
 func Example() {
 	const ms = time.Millisecond
 	late := analysis.NewLate(func(*analysis.Member, time.Duration, time.Duration, time.Duration) {})

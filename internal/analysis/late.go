@@ -11,34 +11,34 @@ import (
 )
 
 const (
-	// maxPending limits the number of records and arrivals that are kept of operations that lack other ranks'
-	// records.
+	// maxPending limits how many records and arrivals are kept of operations for which the records of other
+	// ranks are missing.
 	maxPending = 1 << 19
 	// maxSlots limits the number of these operations.
 	maxSlots = 1 << 16
-	// window is how long an operation waits for records. Ranks end an operation within moments of each other,
-	// but the root of a broadcast, for example, may be far ahead.
+	// window is how long an operation waits for missing records. Ranks usually end an operation within
+	// moments of each other, but some may be far ahead, for example the root of a broadcast.
 	window = 10 * time.Second
-	// maxWaits limits the number of waits that are kept to be sorted.
+	// maxWaits limits how many waits are kept for sorting.
 	maxWaits = 1 << 15
-	// maxEnds is the number of ended operations that a member remembers.
+	// maxEnds is how many ended operations a member remembers.
 	maxEnds = 64
 
 	never   = time.Duration(math.MinInt64)
 	forever = time.Duration(math.MaxInt64)
 )
 
-// Clock describes how exactly a rank's times are known on the clock that the ranks share.
+// Clock describes how exactly a rank's times are known on the clock that all ranks share.
 type Clock struct {
-	// Domain is equal for ranks whose times are exact relative to each other.
+	// Domain is a number that is equal for ranks whose times are exact relative to each other.
 	Domain int
-	// Error is the greatest error of the rank's times relative to ranks of other domains. Known is false if
-	// there is no such bound.
+	// Error is the greatest error of the rank's times relative to ranks in other domains. Known is false if
+	// this error is not bounded.
 	Error time.Duration
 	Known bool
 }
 
-// apart returns the greatest difference at which the times of two ranks count as equal.
+// apart returns the greatest difference up to which times of the two ranks count as equal.
 func (c Clock) apart(other Clock) time.Duration {
 	if c.Domain == other.Domain {
 		return 0
@@ -46,30 +46,31 @@ func (c Clock) apart(other Clock) time.Duration {
 	return c.Error + other.Error
 }
 
-// Late finds which ranks were late in the operations of a job, by the rules of docs/timeline.md. The records
-// of a rank are added in the order in which the operations ended; the records of different ranks may
-// alternate in any way. Memory is bounded by the number of records by which ranks are apart, and by
-// constants.
+// Late finds which ranks were late in the operations of a job, by the rules in docs/timeline.md. The records
+// of one rank must be added in the order in which its operations ended. The records of different ranks may
+// alternate in any way. Memory is bounded by constants and by the number of records by which one rank is
+// ahead of another.
 type Late struct {
-	// waited is called with the time for which a rank waited for the submissions of others.
+	// waited is called for each time that a rank waited for the submissions of other ranks.
 	waited   func(m *Member, from, to, granted time.Duration)
 	members  []*Member
 	clockErr time.Duration // the greatest clock error of the members
 
 	pending map[operation]*slot
-	// queue has the slots of pending from head on, oldest first. Slots that are done are removed when they
-	// reach the front.
+	// queue has the slots of pending from index head on, the oldest first. Slots that are done are removed
+	// when they reach the front.
 	queue []*slot
 	head  int
 	// kept is the number of records and arrivals in the slots of pending.
 	kept    int
 	tensors map[string]*tensor
-	asked   []*Member // by rank; stands for ranks that are not members but whose requests were seen to arrive
+	asked   []*Member // by rank; for ranks without records whose arrivals are known
 
-	// held is for how long each rank held up all others. startup is the part of it before startupEnd, which
-	// becomes steadyFrom when the first operation after steadyFrom is counted. waits are added to held in the
-	// order in which they ended. any has one entry, rank 0, which stands for whichever rank was the last: it
-	// is for how long any rank waited, by the same rules, and startupAny is the part of it before startupEnd.
+	// held has how long each rank held up all others, and startup has the part of it before startupEnd.
+	// startupEnd becomes steadyFrom when the first operation after steadyFrom is counted. waits are added to
+	// held in the order in which they ended. any has one entry, rank 0, which stands for any rank that was
+	// last. It has how long some rank waited, by the same rules, and startupAny is the part of it before
+	// startupEnd.
 	held, any              Held
 	waits                  waits
 	startup                []HeldUp
@@ -80,44 +81,46 @@ type Late struct {
 	ranks map[int]*RankLateness
 }
 
-// Lateness is the result of Late: which ranks were late. It covers the time after the start-up, except fields
-// that say otherwise.
+// Lateness is the result of Late. It says which ranks were late and how late. It covers the time after the
+// start-up, except for fields that say otherwise.
 type Lateness struct {
-	// Compared is the number of operations for which the submissions of at least two ranks are known. Alone
-	// is the number of operations of the global set for which the submission of only one rank is known.
+	// Compared is the number of operations for which the submission times of at least two ranks are known.
+	// Alone is the number of operations of process set 0 for which the submission time of only one rank is
+	// known.
 	Compared, Alone int64
-	// Arrivals says that for some ranks the time when their request arrived at rank 0 is used instead of the
-	// time of their submission. It includes the start-up.
+	// Arrivals is set if, for some ranks, the times at which their requests arrived at rank 0 are used in
+	// place of their submission times. It covers the start-up too.
 	Arrivals bool
-	// Waited is the time in ns for which all ranks waited, added up: for each operation and rank, from its
-	// own submission to the last one.
+	// Waited is the total time, in ns, that ranks waited. For each operation and rank it is the time from the
+	// rank's own submission to the last rank's submission.
 	Waited float64
-	// Anybody is the wall time during which any rank waited for another.
+	// Anybody is the wall time during which at least one rank waited for another.
 	Anybody time.Duration
-	// Ranks are the ranks that were compared, ascending.
+	// Ranks has the ranks that were compared, in ascending order.
 	Ranks []*RankLateness
 }
 
-// RankLateness is how late a rank was.
+// RankLateness says how late one rank was.
 type RankLateness struct {
 	Rank int
-	// Last is the number of operations for which the rank was the last, by itself or together with ranks that
-	// the clocks cannot tell from it.
+	// Last is the number of operations that this rank submitted last. If the clocks are too inexact to tell
+	// which of several ranks was last, each of them counts.
 	Last int64
 	// Caused is the part of Lateness.Waited that the rank caused, in ns.
 	Caused float64
-	// Held is for how long the rank held up all others after the start-up, StartupHeld for how long in the
+	// Held is how long the rank held up all others after the start-up. StartupHeld is the same for the
 	// start-up.
 	Held, StartupHeld time.Duration
-	// Lateness has, for each operation, the time from the first rank's submission to this rank's, in ns.
+	// Lateness has one value for each operation: the time in ns from the first rank's submission to this
+	// rank's.
 	Lateness Sketch
 }
 
-// Member is a rank whose records are added.
+// Member is a rank whose records are added to a Late.
 type Member struct {
 	Rank  int
 	Clock Clock
-	ends  [maxEnds]ending // the operations that ended last, in a ring
+	ends  [maxEnds]ending // a ring buffer of the operations that ended last
 	ended int
 }
 
@@ -127,10 +130,10 @@ type operation struct {
 	number uint64
 }
 
-// tensor is what is known of a tensor name.
+// tensor is what Late knows of a tensor name.
 type tensor struct {
-	// overtaken says that a rank submitted another operation while this tensor was in flight: the program
-	// goes on without waiting for it.
+	// overtaken is set if a rank submitted another operation while this tensor was in flight. So the program
+	// goes on without waiting for this tensor.
 	overtaken bool
 }
 
@@ -145,30 +148,31 @@ type slot struct {
 	done      bool
 }
 
-// submission is when a rank submitted an operation, and which operation had ended there before.
+// submission is the submission of an operation by a rank: when it was, and which operation had ended at the
+// rank before.
 type submission struct {
 	*Member
 	at, granted time.Duration // at is 0 if it is not known
 	before      ending
 }
 
-// ending is an operation that has ended at a rank; ended is never if no operation has.
+// ending is an operation that has ended at a rank. If no operation has ended, its field ended is never.
 type ending struct {
 	operation
 	submitted, ended time.Duration
 	last             *tensor
 }
 
-// wait is the time from others to asked, in which all ranks but one had submitted an operation; the first
-// rank had submitted it at first. last is the tensor of the operation; if it is nil, the ranks certainly
-// waited for the operation.
+// wait is an operation that rank submitted last, at asked. The first rank submitted it at first, and all but
+// the last had submitted it by others. last is the tensor of the operation. If last is nil, it is certain
+// that the ranks waited for the operation.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
 	last                 *tensor
 }
 
-// waits is a heap of waits, ordered by the time at which they ended.
+// waits is a heap of waits, ordered by asked, the time at which a wait ended.
 type waits []wait
 
 func (w waits) Len() int           { return len(w) }
@@ -182,9 +186,9 @@ func (w *waits) Pop() any {
 	return x
 }
 
-// NewLate returns an empty Late. waited is called for each rank of an operation: the rank waited for the
-// submissions of others from its own submission, at from, until the last one, at to, and the operation was
-// granted a little later, at granted.
+// NewLate returns an empty Late. Late calls waited for each rank of an operation: the rank submitted at from
+// and waited for the submissions of others until to, when the last rank submitted. The operation was granted
+// a little later, at granted.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
@@ -193,7 +197,8 @@ func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	}
 }
 
-// Member adds a rank. All ranks are added before the first record, and rank 0, if it is one of them, first.
+// Member adds a rank. All ranks must be added before the first record. Rank 0, if it is added, must be the
+// first.
 func (l *Late) Member(rank int, clock Clock) *Member {
 	m := &Member{Rank: rank, Clock: clock}
 	l.members = append(l.members, m)
@@ -203,7 +208,7 @@ func (l *Late) Member(rank int, clock Clock) *Member {
 	return m
 }
 
-// rank returns the findings on a rank, which it makes if there are none.
+// rank returns the findings about a rank. If there are none yet, it makes an empty entry.
 func (l *Late) rank(rank int) *RankLateness {
 	s := l.ranks[rank]
 	if s == nil {
@@ -213,21 +218,21 @@ func (l *Late) rank(rank int) *RankLateness {
 	return s
 }
 
-// Steady ends the start-up at a time. It drops the findings up to then, except for how long each rank held up
-// the others.
+// Steady says that the start-up ended at time at. It drops all findings up to then, except how long each rank
+// held up the others.
 func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
 }
 
-// Step records that a step of the program began at m. It counts as an operation that the ranks wait for: a
-// program waits for at least one in each step.
+// Step records that a training step began at m. The beginning counts as an operation that the ranks wait for,
+// because a program waits for at least one operation in each step.
 func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Rank, at, at, at, nil}) }
 
-// Add adds the record of an operation that has ended at a rank. arrivals has, by position in the process set,
-// the times when the requests of the ranks arrived at rank 0; it is empty if they are not known. If the
-// operation has several tensors, r is the record of the tensor that was submitted last. An operation without
-// a number is not compared with others.
+// Add adds the record of an operation that has ended at a rank. arrivals has, for each position in the
+// process set, the time at which the rank's request arrived at rank 0. It is empty if these times are not
+// known. If the operation has several tensors, r must be the record of the tensor that was submitted last. An
+// operation without a number is not compared with other ranks' operations.
 func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	o, last := operation{r.Set, r.Number}, l.tensor(r.Name)
 	p := l.pending[o]
@@ -242,7 +247,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.kept++
-	// Arrivals are by position in the set, which is a rank in the global one only.
+	// Arrivals are indexed by position in the set. Only in process set 0 the position is the rank.
 	if r.Set == 0 && len(p.arrivals) == 0 {
 		p.arrivals = append(p.arrivals, arrivals...)
 		l.kept += len(arrivals)
@@ -252,7 +257,8 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	}
 }
 
-// tensor returns the entry of a tensor name, which it makes if there is none; nil for an empty name.
+// tensor returns the entry of a tensor name. If there is none yet, it makes one. For an empty name it returns
+// nil.
 func (l *Late) tensor(name string) *tensor {
 	if name == "" {
 		return nil
@@ -265,7 +271,7 @@ func (l *Late) tensor(name string) *tensor {
 	return t
 }
 
-// before returns the last operation that ended at the rank at or before a time.
+// before returns the last operation that ended at the rank at or before the time by.
 func (m *Member) before(by time.Duration) ending {
 	last := ending{ended: never}
 	for i := range m.ends[:min(m.ended, maxEnds)] {
@@ -276,10 +282,10 @@ func (m *Member) before(by time.Duration) ending {
 	return last
 }
 
-// end records an operation that has ended. It marks as overtaken the operations that were in flight when this
-// one was submitted, and this one if another was submitted while it was in flight. A program that waits for
-// an operation cannot submit another, so it does not wait for these operations before it goes on, in other
-// steps neither.
+// end records an operation that has ended. It marks operations as overtaken: those that were in flight when
+// this one was submitted, and this one if another was submitted while it was in flight. A program that waits
+// for an operation cannot submit another one meanwhile. So it does not wait for overtaken operations before
+// it goes on, and does not in other steps either.
 func (m *Member) end(o ending) {
 	for i := range m.ends[:min(m.ended, maxEnds)] {
 		overtaken := o.last
@@ -298,8 +304,8 @@ func (m *Member) end(o ending) {
 	m.ended++
 }
 
-// Advance states that the records of all members have reached a time. It judges operations that ended long
-// before it without the records that are still missing.
+// Advance says that the records of all members have reached the time frontier. Operations that ended long
+// before are judged, even if records of them are missing.
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]
@@ -316,21 +322,21 @@ func (l *Late) Advance(frontier time.Duration) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
 		l.head = 0
 	}
-	// Operations that are judged from now on were submitted after this time, except those that took longer
-	// than the window.
+	// Waits that ended before this time are complete and can be counted: operations that are judged later
+	// were submitted later, except those that took longer than the window.
 	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier ||
 		len(l.waits) > maxWaits) {
 		l.count(heap.Pop(&l.waits).(wait))
 	}
 }
 
-// Findings judges the remaining operations and returns which ranks were late.
+// Findings judges the remaining operations and returns the result.
 func (l *Late) Findings() *Lateness {
 	l.Advance(forever)
 	f := l.found
 	startup, rest := l.startup, l.held.Ranks()
 	f.Anybody = l.anybodyWaited() - l.startupAny
-	if l.steadyFrom != l.startupEnd { // nothing was counted after the start-up
+	if l.steadyFrom != l.startupEnd { // no wait was counted after the start-up
 		startup, rest, f.Anybody = rest, nil, 0
 	}
 	for rank := range rest {
@@ -356,7 +362,7 @@ func (l *Late) Findings() *Lateness {
 	return &f
 }
 
-// count adds a wait to the time for which its rank held up all others. Waits are counted in the order in
+// count adds a wait to the time for which its rank held up all others. Waits must be counted in the order in
 // which they ended.
 func (l *Late) count(w wait) {
 	if w.asked >= l.steadyFrom && l.startupEnd != l.steadyFrom {
@@ -367,7 +373,7 @@ func (l *Late) count(w wait) {
 	l.any.Add(0, w.first, w.asked, waited)
 }
 
-// anybodyWaited returns for how long any rank has waited for another so far, including the start-up.
+// anybodyWaited returns for how long so far some rank has waited for another, including the start-up.
 func (l *Late) anybodyWaited() time.Duration {
 	if all := l.any.Ranks(); len(all) > 0 {
 		return all[0].Held
@@ -375,23 +381,24 @@ func (l *Late) anybodyWaited() time.Duration {
 	return 0
 }
 
-// judge finds which ranks were late for an operation and how long the others waited for them.
+// judge finds which ranks were late for an operation and how long the other ranks waited for them.
 //
-// A rank that had submitted by s waits until L, when the last rank submits. That time is charged backwards.
-// From the second latest submission to the latest, all others wait for the latest rank only. From the third
-// latest to the second latest, they wait for the latest two ranks, and it would not have helped if only the
-// second latest had been faster; so the time between two submissions is charged to the later one. The sum of
-// the charges is exactly the time that the ranks waited. Ranks whose submissions the clocks cannot tell apart
-// share a charge, and a rank that the clocks cannot tell from the late ones does not wait for them.
+// A rank that submits at time s waits until L, when the last rank submits. To attribute this time to ranks,
+// judge goes backwards from L. From the second latest submission to the latest, all others wait only for the
+// latest rank. From the third latest to the second latest, they wait for the latest two ranks. There it would
+// not have helped if only the latest rank had been faster or only the second latest. judge charges the time
+// between two successive submissions to the later one. So the sum of the charges is exactly the time that the
+// ranks waited. If the clocks cannot tell the submissions of several ranks apart, these ranks share a charge.
+// A rank that the clocks cannot tell from the late ranks does not count as waiting for them.
 func (l *Late) judge(p *slot) {
 	p.done = true
 	delete(l.pending, p.operation)
 	l.kept -= len(p.submitted) + len(p.arrivals)
 	var all []submission
 	latest := never
-	// The submission of a single rank cannot be compared with anything, but the arrivals of all ranks can be
-	// compared with each other. Horovod's file has no other submission: a bar there begins with the first
-	// rank's request.
+	// A single submission has nothing to be compared with, so the arrivals of all ranks are compared instead.
+	// In Horovod's file there is no other submission than the arrivals: a bar begins with the first rank's
+	// request.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.submitted {
 			if s.at != 0 && s.Clock.Known {
@@ -412,7 +419,7 @@ func (l *Late) judge(p *slot) {
 		}
 	}
 	if p.kind == join {
-		return // a rank that has no more data is not late
+		return // ranks join when they have no more data, which is not lateness
 	}
 	switch {
 	case len(all) > 1:
@@ -433,7 +440,7 @@ func (l *Late) judge(p *slot) {
 	}
 }
 
-// absent returns a stand-in for a rank that is not a member but whose arrivals at rank 0 are known.
+// absent returns a Member that stands for a rank without records. Only its arrivals at rank 0 are known.
 func (l *Late) absent(rank int) *Member {
 	for len(l.asked) <= rank {
 		l.asked = append(l.asked, &Member{Rank: len(l.asked), Clock: l.members[0].Clock})
@@ -441,9 +448,9 @@ func (l *Late) absent(rank int) *Member {
 	return l.asked[rank]
 }
 
-// discountResults subtracts from each submission by how much later than the first rank this rank had the
-// result of the previous operation, if that is the same operation at all ranks: the exchange of data took
-// that time, not the program.
+// discountResults makes ranks comparable that got the result of the previous operation at different times. If
+// the previous operation is the same at all ranks, it subtracts from each submission by how much later than
+// the first rank this rank got the result. This delay was caused by the exchange of data, not by the program.
 func discountResults(all []submission) {
 	first := forever
 	for _, s := range all {
@@ -457,7 +464,8 @@ func discountResults(all []submission) {
 	}
 }
 
-// charge records for how long each rank made others wait. steady is false for operations of the start-up.
+// charge records for how long each rank made other ranks wait. steady is false if the operation belongs to
+// the start-up.
 func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int {
 		return cmp.Or(cmp.Compare(b.at, a.at), cmp.Compare(a.Rank, b.Rank))
@@ -479,7 +487,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			below++
 		}
 		if below == len(all) {
-			if i == 0 { // no rank was late, but the ranks may have waited for the operation
+			if i == 0 { // nobody was late, but the ranks may have waited for the operation
 				heap.Push(&l.waits, wait{top.Rank, top.at, top.at, top.at, last})
 			}
 			break
@@ -506,7 +514,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 				}
 			}
 			if i == 0 {
-				// The late ranks share the time: each gets a part of it, one after the other.
+				// Several late ranks share the time: it is divided into successive parts, one for each rank.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
 				heap.Push(&l.waits, wait{s.Rank, begin, from, to, last})
 				begin, from = to, to
@@ -516,5 +524,5 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	}
 }
 
-// later reports whether a was later than b by more than the error of their clocks.
+// later reports whether a was later than b by more than the error of the clocks.
 func later(a, b submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }

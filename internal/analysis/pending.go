@@ -8,89 +8,91 @@ import (
 	"time"
 )
 
-// shown is the number of items of a list that are shown; of the others only the number is reported.
+// shown is how many items of a list a report shows. For the others it gives only the number.
 const shown = 10
 
-// join is the kind of a join (message.Join).
+// join is the name of the kind message.Join.
 const join = "join"
 
-// Findings is what the dumps of all ranks show together. Lists of names have at most 10, the longest waiting
-// first, next to the number of all. Durations are in nanoseconds.
+// Findings is what the snapshots of all ranks show together. A list of names has at most 10 names, those that
+// have waited longest, and the total number is in a field beside it. Durations are in nanoseconds.
 type Findings struct {
 	Size int `json:"size"`
-	// Epoch is the newest epoch. Snapshots of older epochs were ignored.
+	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are ignored.
 	Epoch uint64 `json:"epoch"`
-	// Waiting are tensors that some ranks have asked for and others have not. Tensors that wait for known
-	// ranks come first, then tensors that may wait for ranks that did not answer, then tensors that all ranks
-	// have asked for. Among equals the longest waiting is first.
+	// Waiting has the tensors that some ranks have asked for and that are not granted. First come tensors
+	// that wait for known ranks, then tensors that may wait for ranks that did not answer, then tensors that
+	// all ranks have asked for. Within each of these classes the longest waiting comes first.
 	Waiting []Waiting `json:"waiting"`
-	// Running are operations that were granted and have not ended on all ranks, the oldest first.
+	// Running has the operations that were granted and have not ended on all ranks, the oldest first.
 	Running []Running `json:"running"`
-	// Silent are the ranks without a dump.
+	// Silent has the ranks without a snapshot.
 	Silent []Silent `json:"silent"`
-	// Stalls are rank 0's descriptions of stalls.
+	// Stalls has rank 0's descriptions of stalls.
 	Stalls []string `json:"stalls"`
-	// Ranks are the ranks with a dump.
+	// Ranks has the ranks with a snapshot.
 	Ranks []Rank `json:"ranks"`
 }
 
-// Waiting is one or several tensors of a process set for which the same ranks wait for the same other ranks.
+// Waiting is one or more tensors of a process set that the same ranks have asked for and the same other ranks
+// have not.
 type Waiting struct {
 	Set      uint32        `json:"set"`
 	Kind     string        `json:"kind"`
 	Names    []string      `json:"names"`
 	NumNames int           `json:"num_names"`
-	Ranks    []int         `json:"ranks"`      // the ranks that have asked for them
+	Ranks    []int         `json:"ranks"`      // the ranks that have asked for the tensors
 	Longest  time.Duration `json:"longest_ns"` // the longest time that one of the tensors has waited
-	Missing  []Missing     `json:"missing"`    // the ranks that have not asked for them
+	Missing  []Missing     `json:"missing"`    // the ranks that have not asked for the tensors
 	Silent   []int         `json:"silent"`     // the ranks that did not answer; they may not be members
 }
 
-// Missing is a rank that others wait for.
+// Missing is a rank that other ranks wait for.
 type Missing struct {
 	Rank int `json:"rank"`
-	// Times is how often the rank has called the first of the names before, as far back as its recorder goes;
-	// Complete says that the recorder goes back to the start of the epoch. Ago is the time since the last
+	// Times is how often the rank has called the first of the names before, as far as its recorder goes back.
+	// Complete is set if the recorder goes back to the start of the epoch. Ago is the time since the last
 	// call ended.
 	Times    int           `json:"times"`
 	Complete bool          `json:"complete"`
 	Ago      time.Duration `json:"ago_ns"`
 }
 
-// Running is one or several tensors of a process set that were granted together.
+// Running is one or more tensors of a process set that were granted as one operation.
 type Running struct {
 	Set      uint32   `json:"set"`
-	Number   uint64   `json:"number"` // number of the grant; 0 if it is not known
+	Number   uint64   `json:"number"` // the number of the grant; 0 if it is not known
 	Kind     string   `json:"kind"`
 	Backend  string   `json:"backend"`
 	Names    []string `json:"names"`
 	NumNames int      `json:"num_names"`
-	Inside   []int    `json:"inside"` // the ranks inside the operation
-	Queued   []int    `json:"queued"` // the ranks that have not begun it
-	// Waiting are the ranks that have asked for it and have not received the grant.
+	Inside   []int    `json:"inside"` // the ranks that are executing the operation
+	Queued   []int    `json:"queued"` // the ranks that have the grant but have not begun
+	// the ranks that have asked for the operation but have not received the grant
 	Waiting []int         `json:"waiting"`
-	Ended   []int         `json:"ended"` // the ranks where it has ended
+	Ended   []int         `json:"ended"` // the ranks at which the operation has ended
 	Longest time.Duration `json:"longest_ns"`
 }
 
-// Silent is a rank without a dump. Why is what is known of it, as a clause.
+// Silent is a rank without a snapshot. Why is a clause that says what else is known of the rank.
 type Silent struct {
 	Rank int    `json:"rank"`
 	Why  string `json:"why"`
 }
 
-// Rank is the state of a rank with a dump.
+// Rank is the state of a rank, taken from its snapshot.
 type Rank struct {
 	Rank    int    `json:"rank"`
 	Host    string `json:"host"`
 	PID     int    `json:"pid"`
 	Why     string `json:"why"`
 	Pending int    `json:"pending"`
-	// First is the pending operation that the rank has waited for longest, and Waited is for how long. It is
-	// nil if nothing is pending.
+	// First is the pending operation that the rank has waited for longest, and Waited is how long. First is
+	// nil if no operation is pending.
 	First  *Record       `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
-	// Last is the operation that ended last, and Ago is the time since then. It is nil if none has ended.
+	// Last is the operation that ended last, and Ago is the time since then. Last is nil if no operation has
+	// ended.
 	Last *Record       `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
@@ -101,7 +103,7 @@ type tensorKey struct {
 	name string
 }
 
-// view is a snapshot indexed by tensor and process set.
+// view is a snapshot whose records are indexed by tensor and process set.
 type view struct {
 	*Snapshot
 	pending map[tensorKey]*Record
@@ -109,14 +111,14 @@ type view struct {
 	joined  map[uint32]bool
 }
 
-// calls are the operations on a tensor that have ended: how many without those in which the rank took part as
-// an absent one, and the last.
+// calls describes the operations on a tensor that have ended at a rank. times is their number without those
+// that the rank executed as an absent rank. last is the last of all of them.
 type calls struct {
 	times int
 	last  *Record
 }
 
-// newView indexes a snapshot.
+// newView returns an indexed view of a snapshot.
 func newView(s *Snapshot) *view {
 	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
 	for i := range s.Pending {
@@ -141,7 +143,7 @@ func newView(s *Snapshot) *view {
 	return v
 }
 
-// number returns the number of the tensor's last grant that has ended at this rank; 0 if there is none.
+// number returns the number of the tensor's last grant that has ended at this rank, or 0 if none has ended.
 func (v *view) number(key tensorKey) uint64 {
 	if c := v.ended[key]; c != nil {
 		return c.last.Number
@@ -149,15 +151,15 @@ func (v *view) number(key tensorKey) uint64 {
 	return 0
 }
 
-// ago returns the time from t, a time of this rank, to the snapshot; at least 0.
+// ago returns the time from t to the snapshot, at least 0. t is a time on this rank's clock.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
-// Analyse compares the snapshots of a job of size ranks, of which there is at most one per rank. absent has,
-// for ranks without a snapshot, what else is known of them, as a clause for people. If a rank has several
-// snapshots, the one of the latest epoch is used, or of these the last in the list.
+// Analyse compares the snapshots of the ranks of a job with size ranks. absent has a clause for ranks without
+// a snapshot that says what else is known of the rank. If a rank has several snapshots, Analyse uses the one
+// with the newest epoch, and among equals the last in the list.
 //
-// The snapshots need not be of one moment: the numbers of the grants tell which ranks have continued since
-// others were asked. Time and memory are in proportion to the records of all snapshots.
+// The snapshots may be taken at different moments: the numbers of the grants show which ranks went on after
+// other snapshots were taken. Time and memory are proportional to the number of records in all snapshots.
 func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{},
 		Stalls: []string{}, Ranks: []Rank{}}
@@ -168,7 +170,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 			f.Epoch = max(f.Epoch, s.Epoch)
 		}
 	}
-	views := make([]*view, size) // nil for silent ranks
+	views := make([]*view, size) // nil for ranks without a snapshot
 	for r, s := range newest {
 		why := absent[r]
 		if s != nil && s.Epoch < f.Epoch {
@@ -186,7 +188,8 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	var granted, waiting []*pendingTensor
 	for _, t := range pendingTensors(views) {
 		if len(t.inside)+len(t.queued)+len(t.ended) > 0 {
-			// No rank is missing, even if some ranks have not received the grant yet.
+			// The tensor is granted, so no rank is missing, even if some ranks have not received the grant
+			// yet.
 			granted = append(granted, t)
 		} else {
 			waiting = append(waiting, t)
@@ -197,7 +200,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	return f
 }
 
-// state returns the state of the rank.
+// state returns the state of the rank, for Findings.Ranks.
 func (v *view) state() Rank {
 	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown,
 		0)}
@@ -212,8 +215,8 @@ func (v *view) state() Rank {
 	return s
 }
 
-// membersOf returns the members of each process set, ascending. If no snapshot lists the members of a set,
-// they are the ranks that have records of it.
+// membersOf returns the members of each process set, in ascending order. If no snapshot lists the members of
+// a set, the ranks that have records of the set count as its members.
 func membersOf(views []*view) map[uint32][]int {
 	members := map[uint32][]int{0: make([]int, len(views))}
 	for r := range views {
@@ -249,16 +252,16 @@ func membersOf(views []*view) map[uint32][]int {
 	return members
 }
 
-// pendingTensor is what all ranks together report about a tensor that is pending on some rank.
+// pendingTensor is what all ranks together report about a tensor that is pending at some rank.
 type pendingTensor struct {
 	tensorKey
 	kind, backend                                   string
-	number                                          uint64 // number of the grant; 0 if it is not known
+	number                                          uint64 // of the grant; 0 if there is none
 	since                                           time.Duration
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendingTensors returns all tensors that are pending on some rank, in the order of the ranks and of their
+// pendingTensors returns all tensors that are pending at some rank, in the order of the ranks and of their
 // lists.
 func pendingTensors(views []*view) (all []*pendingTensor) {
 	known := make(map[tensorKey]*pendingTensor)
@@ -287,12 +290,12 @@ func pendingTensors(views []*view) (all []*pendingTensor) {
 	return all
 }
 
-// classify finds how far each member has got with a tensor.
+// classify adds each member of the set to the list for its progress with the tensor.
 func (t *pendingTensor) classify(views []*view, members []int) {
 	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
-		*list = []int{} // empty in JSON, not null
+		*list = []int{} // so that JSON has [] and not null
 	}
-	var before uint64 // the newest of its grants that ended on a rank where it is pending now
+	var before uint64 // the tensor's newest grant that ended at a rank at which the tensor is pending again
 	for _, r := range members {
 		if v := views[r]; v != nil && v.pending[t.tensorKey] != nil {
 			before = max(before, v.number(t.tensorKey))
@@ -311,14 +314,14 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 		} else if v.number(t.tensorKey) > before {
 			list = &t.ended
 		} else if v.joined[t.set] {
-			continue // a joined rank takes part in everything as an absent rank
+			continue // a rank that has joined is never missing: it takes part as an absent rank
 		}
 		*list = append(*list, r)
 	}
 }
 
-// gather groups tensors that have the same key, in the order of the first of each group. In a group the
-// longest waiting is first.
+// gather groups tensors with the same key. Groups are in the order of their first tensors. Within a group the
+// tensor that has waited longest comes first.
 func gather(all []*pendingTensor, key func(*pendingTensor) string) (groups [][]*pendingTensor) {
 	at := make(map[string]int)
 	for _, t := range all {
@@ -337,7 +340,7 @@ func gather(all []*pendingTensor, key func(*pendingTensor) string) (groups [][]*
 	return groups
 }
 
-// names returns the names of the first tensors of a group, at most shown.
+// names returns the names of the first tensors of a group, at most as many as are shown.
 func names(group []*pendingTensor) (some []string) {
 	for _, t := range group[:min(len(group), shown)] {
 		some = append(some, t.name)
@@ -369,8 +372,8 @@ func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
 	})
 }
 
-// class returns the rank of w in the order of Findings.Waiting: a lower class is more conclusive. It is no
-// fault that a rank has joined and others have not.
+// class returns the class of w in the order of Findings.Waiting. A lower class is more conclusive. A rank
+// that has not joined is not at fault, so joins are in the last class.
 func (w *Waiting) class() int {
 	switch {
 	case len(w.Missing) > 0 && w.Kind != join:
@@ -394,8 +397,8 @@ func (f *Findings) addRunning(all []*pendingTensor) {
 			Inside: t.inside, Queued: t.queued, Waiting: t.waiting, Ended: t.ended, Longest: t.since,
 		})
 	}
-	// Operations that some rank is inside of come first: they hold up the operations that are queued behind
-	// them.
+	// Operations that some rank is executing come first, because they hold up the operations that are queued
+	// behind them.
 	slices.SortStableFunc(f.Running, func(a, b Running) int {
 		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)),
 			cmp.Compare(b.Longest, a.Longest))

@@ -5,20 +5,20 @@ import (
 	"math/bits"
 )
 
-// Sketch is a histogram of numbers of 0 and more. Its buckets grow with the numbers, 2^Bits to an octave, so
-// that a quantile has a relative error of at most 1/2^(Bits+1). It has room only for the buckets between its
-// least and its greatest number: at most 63 octaves.
+// Sketch is a histogram of numbers from 0 on. Its buckets grow with the numbers: there are 2^Bits buckets to
+// an octave. So a quantile has a relative error of at most 1/2^(Bits+1). A Sketch has memory only for the
+// buckets between its smallest and its greatest number, which are at most 63 octaves.
 type Sketch struct {
 	Bits     uint8
 	N        uint64
 	Sum      float64
 	Min, Max int64
 
-	low    int // the bucket that counts[0] counts
+	low    int // the index of the bucket that counts[0] counts
 	counts []uint32
 }
 
-// bucket returns the bucket of a number.
+// bucket returns the index of the bucket for a number.
 func (s *Sketch) bucket(v int64) int {
 	if v < 1<<s.Bits {
 		return int(v)
@@ -58,7 +58,7 @@ func (s *Sketch) Add(v int64) {
 	}
 }
 
-// Quantile returns the q-quantile, q from 0 to 1; 0 if there are no numbers.
+// Quantile returns the q-quantile, for q from 0 to 1. It returns 0 if there are no numbers.
 func (s *Sketch) Quantile(q float64) int64 {
 	want := uint64(math.Ceil(q * float64(s.N)))
 	seen := uint64(0)
@@ -70,7 +70,7 @@ func (s *Sketch) Quantile(q float64) int64 {
 	return s.Max
 }
 
-// Mean returns the mean; 0 if there are no numbers.
+// Mean returns the mean of the numbers, or 0 if there are none.
 func (s *Sketch) Mean() float64 {
 	if s.N == 0 {
 		return 0

@@ -7,35 +7,35 @@ import (
 )
 
 const (
-	// majority is the share of the whole from which a part counts as most of it.
+	// majority is the threshold from which a share counts as most of the whole.
 	majority = 0.5
-	// minShare is the share of the time below which a wait is not worth looking into.
+	// minShare is the minimum share of the time that makes a wait worth looking into.
 	minShare = 0.05
-	// minPerStep is the time per step below which a wait is not worth looking into either: waking a process
-	// late costs as much.
+	// minPerStep is the minimum time per step that makes a wait worth looking into. Shorter waits may only be
+	// the time that it takes to wake a process.
 	minPerStep = 100 * time.Microsecond
-	// dominance is how many times as long as any other rank a rank must hold up the others to be named by
-	// itself. If ranks take turns, one of them is the worst too, and of two that waited for each other 50
-	// times one often has two thirds of the time.
+	// dominance is how many times longer than any other rank a rank must hold up the others to be named by
+	// itself. If ranks take turns in being late, one of them is the worst by chance: if two ranks waited for
+	// each other 50 times, one of them often has two thirds of the time.
 	dominance = 3
-	// jointShare is the share of all waiting from which ranks that are late at the same time are named as its
-	// cause.
+	// jointShare is the minimum share of all waiting that ranks which are late at the same time must have
+	// caused to be named together.
 	jointShare = 0.8
 )
 
-// Span is a part of a job: how long it took, and how many steps it had, 0 if no steps are known.
+// Span is a period of a job: its length, and its number of steps, or 0 if the steps are not known.
 type Span struct {
 	Time  time.Duration
 	Steps int64
 }
 
-// Long reports whether a time within the span is long enough to look into.
+// Long reports whether d, a time within the span, is long enough to look into.
 func (s Span) Long(d time.Duration) bool {
 	return float64(d) >= minShare*float64(s.Time) && d >= minPerStep*time.Duration(max(s.Steps, 1))
 }
 
-// Worst returns the ranks that held up all others longest and second longest. A result is nil if there is no
-// such rank.
+// Worst returns the rank that held up all others longest and the rank that did so second longest. Either is
+// nil if there is no such rank.
 func (f *Lateness) Worst() (worst, second *RankLateness) {
 	for _, r := range f.Ranks {
 		switch {
@@ -49,8 +49,8 @@ func (f *Lateness) Worst() (worst, second *RankLateness) {
 	return worst, second
 }
 
-// WorstInStartup returns the rank that held up all others longest in a start-up of the given length; nil if
-// none did for 5 % of it.
+// WorstInStartup returns the rank that held up all others longest in a start-up of the given length. It
+// returns nil if no rank did so for 5 % of the start-up.
 func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	for _, r := range f.Ranks {
 		if worst == nil || r.StartupHeld > worst.StartupHeld {
@@ -63,7 +63,7 @@ func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	return worst
 }
 
-// Held returns for how long any single rank held up all others, added up over the ranks.
+// Held returns how long single ranks held up all others, as the sum over the ranks.
 func (f *Lateness) Held() (sum time.Duration) {
 	for _, r := range f.Ranks {
 		sum += r.Held
@@ -71,7 +71,7 @@ func (f *Lateness) Held() (sum time.Duration) {
 	return sum
 }
 
-// Share returns the share of all waiting that the given ranks caused.
+// Share returns the share of all waiting that the given ranks caused together.
 func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	for _, r := range ranks {
 		if f.Waited > 0 {
@@ -81,9 +81,9 @@ func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	return share
 }
 
-// Suspects returns the ranks to look at after the start-up; steady is the time after it. The result is the
-// rank that holds up all others, or, ascending, several ranks that are late together, so that none of them
-// holds up all others by itself. It is empty if no rank stands out.
+// Suspects returns the ranks to look at. steady is the span after the start-up. The result is the one rank
+// that holds up all others, or, in ascending order, several ranks that are late together, so that none of
+// them alone holds up all others. It is empty if no rank stands out.
 func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	worst, second := f.Worst()
 	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= majority*float64(f.Held()) &&

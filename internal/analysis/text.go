@@ -11,17 +11,17 @@ import (
 )
 
 const (
-	// maxRankLines limits the lines of a report with one rank each.
+	// maxRankLines limits how many ranks get a line each in a report.
 	maxRankLines = 64
-	// maxLineBytes limits how much a report repeats of a text that a rank provided.
+	// maxLineBytes limits how many bytes of a text from a rank a report repeats.
 	maxLineBytes = 500
 )
 
-// HasEntries reports whether a rank waits for an operation or executes one, or there is a stall.
+// HasEntries reports whether some rank waits for an operation or executes one, or there is a stall.
 func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
-// Blame takes into account which ranks ended the job. If an operation may wait for one of them, it removes
-// the other ranks from the operation's missing and silent ranks: they were on their way.
+// Blame says which ranks ended the job. If an operation may wait for one of them, Blame removes all other
+// ranks from the operation's missing and silent ranks, because they may have been about to ask for it.
 func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
 	for i := range f.Waiting {
@@ -35,8 +35,8 @@ func (f *Findings) Blame(culprits []int) {
 	}
 }
 
-// Text returns the report for people: first what is wrong, then the state of each rank. It has some hundred
-// lines at most, each without control characters.
+// Text returns the report as text for people: first what is wrong, then the state of each rank. It has at
+// most a few hundred lines, and no control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
 	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) {
@@ -63,7 +63,7 @@ func (f *Findings) Text() string {
 	return b.String()
 }
 
-// list writes up to most of n items, and the number of the others.
+// list writes n items, at most most of them, and then the number of the others.
 func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 	for i := range min(n, most) {
 		write(i)
@@ -81,7 +81,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	for _, m := range w.Missing {
 		missing = append(missing, m.Rank)
 	}
-	unknown := "" // the others may wait for these ranks
+	unknown := "" // names the silent ranks, for which the others may wait too
 	if len(w.Silent) > 0 {
 		unknown = fmt.Sprintf("; %s did not answer and may be missing too", topo.FormatRanks(w.Silent))
 	}
@@ -149,7 +149,7 @@ func writeRunning(b *strings.Builder, r *Running) {
 	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
 }
 
-// writeSilent writes a line for each reason for which ranks did not answer.
+// writeSilent writes one line for each reason why ranks did not answer, with these ranks.
 func (f *Findings) writeSilent(b *strings.Builder) {
 	var whys []string
 	of := make(map[string][]int)
@@ -169,7 +169,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 	})
 }
 
-// describe returns the state of the rank as a clause.
+// describe returns a clause with the state of the rank.
 func (r *Rank) describe() string {
 	text := "no operation is pending"
 	if r.First != nil {
@@ -197,7 +197,7 @@ func (r *Rank) describe() string {
 	return text
 }
 
-// label returns a name for n tensors, of which some are listed.
+// label returns a text for n tensors of a kind. It lists the names in some.
 func label(kind string, some []string, n int, set uint32) string {
 	var b strings.Builder
 	b.WriteString(Plain(kind))
@@ -244,7 +244,7 @@ func count(times int) string {
 
 func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
-// span formats a duration for people.
+// span formats a duration for people, in a unit that suits its size.
 func span(d time.Duration) string {
 	switch {
 	case d < time.Second:
@@ -255,8 +255,8 @@ func span(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// Plain returns a text from elsewhere in a form that is safe for a report or a terminal: characters that a
-// terminal would interpret are replaced by ?, and a long text is cut.
+// Plain returns a text that came from a rank in a form that is safe for a report or a terminal. It replaces
+// characters that a terminal would interpret by ?, and cuts a long text.
 func Plain(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {
