@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testcluster"
 )
 
-// changes are pairs of operations: base, and the operation that change makes of it by one parameter.
+// changes has pairs of operations that differ in one parameter: base, and what change makes of base.
 var changes = []struct {
 	name   string
 	base   what
@@ -37,12 +37,13 @@ func movedOf(kind message.Kind) what {
 	return what{kind: kind, reduction: reduction{dt: tensor.Int16, pre: 1, post: 1}}
 }
 
-// Operations that differ in one parameter are not mixed up: fusion keeps them apart if they are ready
-// together, and the cache if they have the same name one after the other.
+// Operations that differ in one parameter each give the reference's result. If they are ready together, they
+// must not be fused. If they have the same name one after the other, the cache must not take one for the
+// other.
 func TestOneParameterChanges(t *testing.T) {
 	const ranks = 3
 	members := global(ranks)
-	// pair returns base i and its changed form.
+	// pair returns base operation i and its changed form.
 	pair := func(i int, names [2]string, seed uint64) []*job {
 		jobs := make([]*job, 2)
 		for k := range jobs {
@@ -54,10 +55,10 @@ func TestOneParameterChanges(t *testing.T) {
 	}
 	for _, l := range links {
 		t.Run(l.String(), func(t *testing.T) {
-			var steps [][]*job // The jobs of a step are submitted together.
+			var steps [][]*job // the jobs of a step are submitted together
 			for i, c := range changes {
 				steps = append(steps, pair(i, [2]string{c.name + " 0", c.name + " 1"}, 0))
-				for round := range 3 { // From the second round on the cache knows the name.
+				for round := range 3 { // from the second round on the name is in the cache
 					for _, j := range pair(i, [2]string{c.name, c.name}, uint64(round)) {
 						steps = append(steps, []*job{j})
 					}
@@ -73,7 +74,7 @@ func TestOneParameterChanges(t *testing.T) {
 					}
 					r.Must(r.Submit(ops...))
 					for k, j := range jobs {
-						_ = r.Wait(ops[k]) // check reports the error.
+						_ = r.Wait(ops[k]) // check reports the error
 						if err := j.check(r, ops[k]); err != nil {
 							r.Errorf("%v", err)
 						}

@@ -17,8 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// These are the values of the parameters of a case, except for its operation. With -full all values are
-// combined, except that each case has only one way of joining and either wild inputs or not.
+// These are the values of each parameter of a trial, except of its operation. With -full all values are
+// combined, with two exceptions: each trial has only one way of joining, and its inputs are either wild or
+// not.
 var (
 	rankCounts    = []int{1, 2, 3, 4, 5, 8}
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
@@ -30,29 +31,29 @@ var (
 	}
 )
 
-// mode is how the tensors of a case are submitted.
+// mode is how the tensors of a trial are submitted.
 type mode uint8
 
 const (
 	plain   mode = iota // one tensor
-	fused               // several tensors at once, which are fused
-	cached              // one name three times, with different data
+	fused               // several tensors at the same time, which are fused
+	cached              // one tensor three times, with different data
 	grouped             // several tensors as a group
-	subset              // one tensor, in a process set of some ranks
+	subset              // one tensor, in a process set without some ranks
 )
 
 func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
 
-// joining is whether some ranks have joined before the others submit, and how they take part.
+// joining says whether some ranks join before the others submit, and how the joined ranks then take part.
 type joining uint8
 
 const (
 	nobody joining = iota
 	withoutData
-	withNothing // with empty contributions (Request.Empty)
+	withNothing // they submit empty contributions (Request.Empty)
 )
 
-// link is a transport and a way to negotiate.
+// link is a transport, and whether the job negotiates in lock-step.
 type link struct {
 	transport testcluster.Transport
 	lockstep  bool
@@ -65,9 +66,9 @@ func (l link) String() string {
 	return l.transport.String() + "/event"
 }
 
-// sensible reports whether an operation exists. Bools have minimum and maximum and no arithmetic. Adasum is
-// an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to one of the 16-bit
-// floats. A scale must not be NaN.
+// sensible reports whether an operation exists. Bools have only minimum and maximum, no arithmetic. Adasum is
+// an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to a 16-bit float. A
+// scale must not be NaN.
 func sensible(w what) bool {
 	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
 	isHalf := func(dt tensor.DType) bool { return dt == tensor.Float16 || dt == tensor.BFloat16 }
@@ -87,10 +88,11 @@ func sensible(w what) bool {
 	return true
 }
 
-// factors are pairs of prescale and postscale.
+// factors has pairs of prescale and postscale factors.
 var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
 
-// reductions returns all combinations of the parameters of a reduction, also those that do not exist.
+// reductions returns all combinations of the parameters of a reduction, including operations that do not
+// exist.
 func reductions(factors [][2]float64) iter.Seq[what] {
 	return func(yield func(what) bool) {
 		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
@@ -125,7 +127,7 @@ func operations() []what {
 	return append(all, what{kind: message.Barrier}, what{kind: message.Join})
 }
 
-// trial is a case: an operation with a value of each parameter.
+// trial is one case of the test: an operation with a value for each parameter.
 type trial struct {
 	what
 	number   int
@@ -142,20 +144,21 @@ func (c *trial) String() string {
 		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
 }
 
-// script is a trial, prepared for all ranks.
+// script is a trial with the jobs that all its ranks run.
 type script struct {
 	trial
 	set     topo.ProcessSetID
 	members []topo.Rank
-	// The jobs of a round are submitted together, one round after the other.
+	// rounds has the jobs of each round. The jobs of a round are submitted together. The rounds run one after
+	// the other.
 	rounds [][]*job
-	// The members in joined (bit i is member i) join before round number join.
+	// joined has the members that join before round number join: bit i is member i.
 	joined uint
 	join   int
 	last   agreement
 }
 
-// global returns all ranks of a job.
+// global returns the members of the set of all ranks.
 func global(ranks int) (all []topo.Rank) {
 	for r := range ranks {
 		all = append(all, topo.Rank(r))
@@ -163,8 +166,8 @@ func global(ranks int) (all []topo.Rank) {
 	return all
 }
 
-// sets returns the additional process sets of a job: all ranks but the first, and every other rank. With one
-// rank, both sets have that rank.
+// sets returns the additional process sets of a job: all ranks but the first, and every other rank. In a job
+// with one rank, both sets have this rank.
 func sets(ranks int) [][]topo.Rank {
 	all := global(ranks)
 	if ranks == 1 {
@@ -189,7 +192,7 @@ func (c trial) script() *script {
 	rounds, together := 1, 1
 	switch {
 	case c.mode == cached:
-		rounds, s.join = 3, 1 // Ranks join when the cache has the entry already.
+		rounds, s.join = 3, 1 // ranks join when the request is in the cache
 	case (c.mode == fused || c.mode == grouped) && c.kind != message.Join:
 		together = 3
 	}
@@ -199,7 +202,7 @@ func (c trial) script() *script {
 	return s
 }
 
-// jobs returns the jobs of a round. The second has another size than the others.
+// jobs returns the jobs of a round. The second job has another size than the others.
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
@@ -218,7 +221,7 @@ func (s *script) jobs(round, together int) (jobs []*job) {
 	return jobs
 }
 
-// run runs r's part of the script, if r is a member of the set.
+// run runs r's part of the script. If r is not a member of the set, it does nothing.
 func (s *script) run(r *testcluster.Rank, heard *frames) {
 	m := slices.Index(s.members, r.Rank)
 	if m < 0 {
@@ -252,7 +255,7 @@ func (s *script) runRound(r *testcluster.Rank, k int, jobs []*job) {
 		r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 	}
 	for i, j := range jobs {
-		_ = r.Wait(ops[i]) // An error may be the right result.
+		_ = r.Wait(ops[i]) // check decides whether an error is the right result
 		if err := j.check(r, ops[i]); err != nil {
 			r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 		}
@@ -271,8 +274,8 @@ func (s *script) runJoin(r *testcluster.Rank) {
 	}
 }
 
-// checkFrames checks that the cache was hit and that tensors were fused, as far as the frames of ranks other
-// than 0 show it.
+// checkFrames checks by the frames that the cache was hit in mode cached and that tensors were fused in modes
+// fused and grouped. The frames do not show this for rank 0.
 func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	requests, granted := heard.take(r.Rank, j.name)
 	if r.Rank == 0 {
@@ -288,13 +291,13 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	}
 }
 
-// pairwise returns trials in which any two parameters have every pair of values.
+// pairwise returns trials by link. For any two parameters, each pair of their values is in some trial.
 func pairwise() map[link][]trial {
 	what := operations()
 	all := make(map[link][]trial)
 	elementCounts := elementCounts
 	if testing.Short() {
-		elementCounts = elementCounts[:5] // The largest takes most of the time.
+		elementCounts = elementCounts[:5] // the largest count takes most of the time
 	}
 	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2,
 		2}
@@ -309,8 +312,8 @@ func pairwise() map[link][]trial {
 	return all
 }
 
-// everything returns all trials with a number of ranks. Trials with the same result follow each other, so
-// that the reference is computed only once for them.
+// everything returns all trials with the given number of ranks. Trials with the same result are adjacent, so
+// that the reference result is computed only once for them.
 func everything(ranks int) []trial {
 	var all []trial
 	for _, w := range operations() {
@@ -330,10 +333,10 @@ func everything(ranks int) []trial {
 	return all
 }
 
-// clusterTime bounds the time of one cluster for its trials, to detect a hang.
+// clusterTime limits how long one cluster may take for its trials, to detect a hang.
 const clusterTime = 2 * time.Minute
 
-// runTrials runs trials on one cluster. All of them must have the same number of ranks.
+// runTrials runs trials on one cluster. All trials must have the same number of ranks.
 func runTrials(t *testing.T, l link, trials []trial) {
 	if len(trials) == 0 {
 		return
@@ -348,7 +351,7 @@ func runTrials(t *testing.T, l link, trials []trial) {
 		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {
-				cfg.CycleTime = 20 * time.Microsecond // The default is too long for thousands of trials.
+				cfg.CycleTime = 20 * time.Microsecond // with the default, thousands of trials take too long
 			}
 		},
 	}, func(r *testcluster.Rank) {
@@ -380,7 +383,7 @@ func TestConformance(t *testing.T) {
 	t.Logf("%d cases", count.Load())
 }
 
-// chunks cuts a slice between neighbours for which alike returns false.
+// chunks cuts s into parts, at each pair of neighbours for which alike returns false.
 func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	return func(yield func([]T) bool) {
 		for len(s) > 0 {
@@ -396,7 +399,7 @@ func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	}
 }
 
-// testEverything runs all combinations: 500 trials on all links in parallel, then the next 500.
+// testEverything runs all combinations. It runs 500 trials at a time, on all links in parallel.
 func testEverything(t *testing.T) {
 	const atOnce = 500
 	began, count := time.Now(), 0
@@ -424,7 +427,7 @@ func testEverything(t *testing.T) {
 	t.Logf("%d cases", count)
 }
 
-// An operation that does not exist is refused by the rank itself when it is submitted.
+// If a rank submits an operation that does not exist, the rank itself refuses it without negotiation.
 func TestRefusals(t *testing.T) {
 	refused := 0
 	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {

@@ -8,18 +8,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// frames counts what ranks other than 0 send and receive in the negotiation. The result of a tensor does not
-// show whether it came from the cache or was fused; the frames do.
+// frames counts what ranks other than 0 send and receive in the negotiation. The frames show whether a tensor
+// came from the cache and whether it was fused. The result of the operation does not show this.
 type frames struct {
 	mu       sync.Mutex
-	requests map[said]int // how often a rank sent a request in full
-	grants   map[said]int // number of tensors in the grant that described the tensor in full to the rank
-	// log, if not nil, has the grants with responses in full that each rank received, in order and each in
-	// brackets.
+	requests map[said]int // how often the rank sent the request in full
+	grants   map[said]int // number of tensors in the grant that described this tensor in full
+	// log, if it is not nil, has for each rank the received grants that describe responses in full. They are
+	// in order, each in brackets.
 	log map[topo.Rank]string
 }
 
-// said is a tensor at a rank.
+// said identifies a tensor at a rank.
 type said struct {
 	rank topo.Rank
 	name string
@@ -29,7 +29,7 @@ func newFrames() *frames {
 	return &frames{requests: make(map[said]int), grants: make(map[said]int)}
 }
 
-// hear implements testcluster.Options.OnFrame.
+// hear counts a frame. It is the testcluster.Options.OnFrame of a cluster.
 func (f *frames) hear(from, to topo.Rank, frame []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -78,7 +78,7 @@ func grantText(g message.Grant) string {
 	return fmt.Sprint(names)
 }
 
-// take returns the counts of a tensor at a rank and resets them.
+// take returns the counts for a tensor at a rank and resets them to 0.
 func (f *frames) take(rank topo.Rank, name string) (requests, granted int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

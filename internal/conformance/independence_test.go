@@ -15,9 +15,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// The operations of a process set take exactly as long whether another set is idle, works, or waits for a
-// rank. Two ranks are in both sets and one of them is the lowest rank of the second set; the coordinator is
-// in neither set or in both. (Lock-step does not promise this, because all ranks take part in its cycles.)
+// The operations of a process set take exactly the same time whether another set is idle, works, or waits for
+// a rank. Two ranks are in both sets, and one of them is the lowest rank of the second set. The coordinator
+// is in neither set or in both. (This does not hold in lock-step, because all ranks take part in its cycles.)
 func TestProcessSetsAreIndependent(t *testing.T) {
 	for _, sets := range [][][]topo.Rank{
 		{{1, 2, 3}, {2, 3, 4}},
@@ -42,7 +42,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	}
 }
 
-// fixedSequence returns operations of every kind. Names repeat, so that the cache knows some of them.
+// fixedSequence returns operations of every kind. Names repeat, so that some of the requests are in the
+// cache.
 func fixedSequence() []*job {
 	var jobs []*job
 	for i := range 12 {
@@ -59,9 +60,9 @@ func fixedSequence() []*job {
 	return jobs
 }
 
-// timesOf runs the fixed sequence on set 1 and other on set 2, over links with a latency of 1 ms. It returns
-// the times at which the operations of set 1 ended, since the beginning, rank by rank. It fails the test if
-// other ends before the sequence does.
+// timesOf runs the fixed sequence on set 1 and other on set 2, over links with a latency of 1 ms. It returns,
+// rank by rank, when the operations of set 1 ended, measured from the beginning. If other ends before the
+// sequence does, it fails the test.
 func timesOf(t *testing.T, sets [][]topo.Rank,
 	other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
 	const ranks = 5
@@ -71,7 +72,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 	)
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
-		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // in the fake time of synctest
+		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // fake time
 		jobs := fixedSequence()
 		for _, j := range jobs {
 			j.set, j.members = 1, sets[0]
@@ -81,7 +82,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 		left.Store(int64(len(sets[0])))
 		testcluster.Run(t, testcluster.Options{Ranks: ranks, Latency: time.Millisecond, Sets: sets},
 			func(r *testcluster.Rank) {
-				at(100 * time.Millisecond) // All ranks are connected by now.
+				at(100 * time.Millisecond) // by now all ranks are connected
 				var work sync.WaitGroup
 				if other != nil && slices.Contains(sets[1], r.Rank) {
 					work.Go(func() {
@@ -98,7 +99,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 						close(stop)
 					}
 				}()
-				at(120 * time.Millisecond) // The other set is at work by now.
+				at(120 * time.Millisecond) // by now the other set is working
 				for _, j := range jobs {
 					op := j.submission(r)
 					r.Do(op)
@@ -124,7 +125,8 @@ func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// manyGrants submits many alltoalls at once. They cannot be fused, so many grants are unfinished at a time.
+// manyGrants submits many alltoalls at the same time. They cannot be fused, so many of their grants are
+// unfinished at the same time.
 func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	rows := int64(100 * len(r.Members(2)))
 	for range 5 {
@@ -138,7 +140,8 @@ func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// stuck waits at a barrier for the last rank of the set, which enters it when the other set is done.
+// stuck waits at a barrier for the last rank of the set. This rank enters the barrier only when the other set
+// is done.
 func stuck(r *testcluster.Rank, stop <-chan struct{}) {
 	if members := r.Members(2); r.Rank == members[len(members)-1] {
 		<-stop

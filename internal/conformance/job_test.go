@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// what is the description of an operation, without its data.
+// what describes an operation without its data.
 type what struct {
 	kind message.Kind
-	// uneven alltoalls give each member a different number of rows.
+	// uneven is set for an alltoall that gives each member a different number of rows.
 	uneven bool
 	reduction
 }
@@ -39,20 +39,20 @@ func (w what) String() string {
 	return s
 }
 
-// job is one operation of all members of a process set. It knows the input of each member, and its right
-// result.
+// job is one operation of all members of a process set. It has the input of each member and computes the
+// right result.
 type job struct {
 	what
 	name     string
 	set      topo.ProcessSetID
 	members  []topo.Rank
-	elements int // approximate number of elements of each member
+	elements int // the approximate number of elements of each member
 	seed     uint64
 	lead     uint64 // chooses the root
 	wild     bool
 	inPlace  bool
-	// The members in joined (bit i is member i) have joined before. If empty is set, they contribute empty
-	// tensors.
+	// joined has the members that have joined before: bit i is member i. If empty is set, they contribute
+	// empty tensors.
 	joined uint
 	empty  bool
 
@@ -64,7 +64,8 @@ func (j *job) String() string {
 		j.what, j.name, j.elements, j.members, j.inPlace, j.wild, j.joined, j.empty, j.seed)
 }
 
-// agreement checks that all members have the same bytes as the first that calls check.
+// agreement checks that all members have the same bytes. It compares with the bytes of the first call of
+// check.
 type agreement struct {
 	mu    sync.Mutex
 	first []byte
@@ -78,14 +79,14 @@ func (a *agreement) check(b []byte) error {
 		a.first, a.set = bytes.Clone(b), true
 	}
 	if !bytes.Equal(a.first, b) {
-		return errors.New("the members have not the same bits")
+		return errors.New("members have different bits, want the same bits at all members")
 	}
 	return nil
 }
 
 func (j *job) absent(m int) bool { return j.joined>>m&1 == 1 }
 
-// active returns the members that take part, by position.
+// active returns the positions of the members that take part.
 func (j *job) active() (all []int) {
 	for m := range j.members {
 		if !j.absent(m) {
@@ -95,7 +96,7 @@ func (j *job) active() (all []int) {
 	return all
 }
 
-// root returns a member that takes part.
+// root returns the position of a member that takes part, to be the root of the operation.
 func (j *job) root() int {
 	all := j.active()
 	return all[j.lead%uint64(len(all))]
@@ -105,7 +106,7 @@ func (j *job) root() int {
 func (j *job) width() int {
 	switch {
 	case j.elements == 0 && j.uneven:
-		return 0 // rows without elements, of which only the number matters
+		return 0 // the rows have no elements, and only their number matters
 	case j.elements%4 == 0:
 		return 4
 	default:
@@ -113,7 +114,7 @@ func (j *job) width() int {
 	}
 }
 
-// rows returns the first dimension of member m's tensor.
+// rows returns the number of rows of member m's tensor.
 func (j *job) rows(m int) int {
 	width, n := j.width(), len(j.members)
 	if width == 0 {
@@ -139,7 +140,7 @@ func (j *job) input(m int) []byte {
 	return inputs.get(inputKey{s, m, elements}, func() []byte { return s.bytes(m, elements) })
 }
 
-// splits returns how many rows of an alltoall member m sends to each member.
+// splits returns how many rows member m sends to each member in an alltoall.
 func (j *job) splits(m int) []int {
 	n, left := len(j.members), j.rows(m)
 	each, more := left/n, left%n
@@ -151,10 +152,10 @@ func (j *job) splits(m int) []int {
 		switch k := (m + i) % n; {
 		case !j.uneven:
 			splits[i] = each
-		case !j.inPlace: // Some rows are not sent.
+		case !j.inPlace: // some rows are not sent
 			splits[i] = int(hash(j.seed, uint64(m), uint64(i)) % uint64(left/2+1))
 			left -= splits[i]
-		case k == 0: // In place, every member must receive as many rows as it sends.
+		case k == 0: // in place, every member must receive as many rows as it sends
 			splits[i] = each + more
 		case k == 1:
 			splits[i] = each - each/2
@@ -165,7 +166,7 @@ func (j *job) splits(m int) []int {
 	return splits
 }
 
-// submission returns the operation that r submits. r must be a member that takes part.
+// submission returns the operation that r submits for the job. r must be a member that takes part.
 func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	m := slices.Index(j.members, r.Rank)
 	input := bytes.Clone(j.input(m))
@@ -203,7 +204,7 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	return op
 }
 
-// check compares the result of r's op with the reference.
+// check compares the result of op, r's operation, with the reference.
 func (j *job) check(r *testcluster.Rank, op *testcluster.Op) error {
 	if err := j.checkResult(slices.Index(j.members, r.Rank), op); err != nil {
 		return fmt.Errorf("%v: %w", j, err)
@@ -237,7 +238,7 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 	return j.checkReduced(m, op.Output)
 }
 
-// refusal returns the reason why member m must get an error, or "".
+// refusal returns the reason why member m must get an error, or "" if it must get none.
 func (j *job) refusal(m int) string {
 	if j.joined != 0 && !j.empty && j.kind.MovesData() && j.kind != message.Allreduce {
 		return "members have joined"
@@ -261,8 +262,8 @@ func (j *job) checkLast(op *testcluster.Op) error {
 	return j.same.check([]byte(fmt.Sprint(op.Last())))
 }
 
-// moved returns the right result of member m for an operation that only moves elements; for an alltoall, also
-// the number of rows from each member.
+// moved returns the right result of member m for an operation that only moves elements. For an alltoall it
+// also returns the number of rows from each member.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:
@@ -303,7 +304,7 @@ func (j *job) checkMoved(m int, op *testcluster.Op) error {
 	return nil
 }
 
-// reduced is the result of a reduction, either of integers or of floats.
+// reduced is the reference result of a reduction, of either integers or floats.
 type reduced struct {
 	ints   []int64
 	floats []interval
@@ -335,7 +336,7 @@ func (j *job) checkReduced(m int, out []byte) error {
 }
 
 // part returns the range of elements that member m gets from a reducescatter. Each member gets the same
-// number of rows, and the first members get one more if they do not divide evenly.
+// number of rows. If the rows do not divide evenly, the first members get one row more.
 func (j *job) part(m int) (from, to int) {
 	n, rows := len(j.members), j.rows(m)
 	for i := range m + 1 {
@@ -374,19 +375,19 @@ func (j *job) reduce() reduced {
 	}
 }
 
-// The latest inputs and results of reductions are kept, because many jobs differ only in how they are run.
+// The most recent inputs and results of reductions are cached, because many jobs differ only in how they run.
 var (
 	inputs  memo[inputKey, []byte]
 	results memo[resultKey, reduced]
 )
 
-// inputKey is everything that the input of a member depends on.
+// inputKey has all that the input of a member depends on.
 type inputKey struct {
 	source
 	member, elements int
 }
 
-// resultKey is everything that the result of a reduction depends on.
+// resultKey has all that the result of a reduction depends on.
 type resultKey struct {
 	reduction
 	elements, members int
@@ -395,14 +396,14 @@ type resultKey struct {
 	wild              bool
 }
 
-// result returns the reference result of the reduction.
+// result returns the reference result of the reduction from the cache, or computes it.
 func (j *job) result() reduced {
 	key := resultKey{j.reduction, j.rows(0) * j.width(), len(j.members), j.joined, j.seed, j.wild}
 	return results.get(key, j.reduce)
 }
 
-// memo keeps up to a hundred computed values. If several goroutines want the same value, one computes it and
-// the others wait.
+// memo caches up to 100 computed values. If several goroutines want the same value, one of them computes it
+// and the others wait.
 type memo[K comparable, V any] struct {
 	mu  sync.Mutex
 	all map[K]func() V
@@ -423,8 +424,8 @@ func (m *memo[K, V]) get(key K, compute func() V) V {
 	return known()
 }
 
-// joiners returns the members that may join, as bits: never all of them. It returns the first or the last
-// member, and the second one too if there are more than three.
+// joiners returns the members that join, as bits. It never returns all members: it returns the first or the
+// last member and, if there are more than three, also the second.
 func joiners(members int, which uint64) uint {
 	if members == 1 {
 		return 0

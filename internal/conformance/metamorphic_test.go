@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// configuration is how a job is set up. It may change no result, except that sums of floats may be added in
-// another order.
+// configuration is the configuration of a job. It must not change any result, except that floats may be added
+// in another order.
 type configuration struct {
 	link               link
 	cacheCapacity      int
@@ -40,7 +40,7 @@ func (c configuration) apply(cfg *engine.Config) {
 }
 
 // configurations returns one configuration for each row that rows returns. With product these are all
-// configurations; with pairs, some in which any two settings have every pair of values.
+// configurations. With pairs these are fewer, in which every pair of values of any two settings occurs.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
@@ -50,7 +50,7 @@ func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	return all
 }
 
-// product returns all rows of a table with values from 0 to sizes[a]-1 in column a.
+// product returns all rows of a table in which column a has values from 0 to sizes[a]-1.
 func product(sizes []int) [][]int {
 	rows := [][]int{nil}
 	for _, n := range sizes {
@@ -66,7 +66,8 @@ func product(sizes []int) [][]int {
 }
 
 // A random program gives the reference's results in every configuration, and the same bits in all
-// deterministic ones. Each program runs in some configurations; with -full one program runs in all.
+// deterministic configurations. Each program runs in some of the configurations. With -full one program runs
+// in all of them.
 func TestSameAnswersInEveryConfiguration(t *testing.T) {
 	seed := pickSeed(t)
 	if *full {
@@ -82,8 +83,9 @@ func TestSameAnswersInEveryConfiguration(t *testing.T) {
 }
 
 func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
-	// Deterministic configurations are compared with the first of them. For Adasum they are compared with the
-	// first that has the same segment size, because the order in which Adasum adds products depends on it.
+	// The results of deterministic configurations are compared with those of the first one. The results of
+	// Adasum are compared only between equal segment sizes, because the order in which Adasum adds products
+	// depends on the segment size.
 	var first answers
 	bySegments := make(map[int]answers)
 	for i, c := range configurations {
@@ -109,8 +111,8 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 	}
 }
 
-// In deterministic mode the bits of a reduction do not depend on the order in which requests arrive, and so
-// neither on the fusion nor on the number of cycles.
+// In deterministic mode, requests arrive in different orders, so that fusion and the number of cycles differ.
+// The results have the same bits each time.
 func TestDeterministicWhateverArrivesWhen(t *testing.T) {
 	seed := pickSeed(t)
 	for name, fit := range map[string]func(w what) bool{

@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// format is a binary floating-point format. Its numbers are a subset of float64's.
+// format is a binary floating-point format. All its numbers are also float64 numbers.
 type format struct {
-	precision int // bits of the significand, the one before the point included
+	precision int // bits of the significand, including the one before the point
 	least     int // the smallest positive number is 2^least
 	largest   float64
 }
@@ -22,14 +22,14 @@ var formats = [...]format{
 	tensor.Float64:  {precision: 53, least: -1074, largest: 0x1.fffffffffffffp1023},
 }
 
-// unit returns the largest relative error of rounding to f.
+// unit returns the unit roundoff: the largest relative error of rounding to f.
 func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
 
 // tiny returns the smallest positive number of f.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
-// round returns x rounded to the nearest number of f, ties to even. It scales x by its last place, so that
-// rounding to an integer does it.
+// round returns x rounded to the nearest number of f, ties to even. It scales x so that the last place of f
+// becomes 1, and then rounds to an integer.
 func (f format) round(x float64) float64 {
 	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return x
@@ -46,7 +46,7 @@ func (f format) round(x float64) float64 {
 // bits16 returns the encoding of x in a 16-bit format.
 func (f format) bits16(x float64) uint16 {
 	fraction := f.precision - 1
-	special := uint16(1)<<(15-fraction) - 1 // exponent of infinities and NaNs
+	special := uint16(1)<<(15-fraction) - 1 // the exponent of infinities and NaNs
 	var sign uint16
 	if math.Signbit(x) {
 		sign, x = 1<<15, -x
@@ -57,8 +57,8 @@ func (f format) bits16(x float64) uint16 {
 	case math.IsInf(x, 0):
 		return sign | special<<fraction
 	}
-	// Counted in units of the smallest positive number, a subnormal is its own encoding. Each further power
-	// of two adds one to the exponent.
+	// If a subnormal number is divided by the smallest positive number, the quotient is its encoding. Each
+	// further power of two adds one to the exponent.
 	units, exponent := math.Ldexp(x, -f.least), 0
 	if _, exp := math.Frexp(units); exp > f.precision {
 		exponent = exp - f.precision
@@ -67,7 +67,7 @@ func (f format) bits16(x float64) uint16 {
 	return sign | (uint16(exponent)<<fraction + uint16(units))
 }
 
-// from16 returns the number that bits encodes.
+// from16 returns the number that bits encodes in a 16-bit format.
 func (f format) from16(bits uint16) float64 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1
@@ -89,7 +89,7 @@ func (f format) from16(bits uint16) float64 {
 	return x
 }
 
-// encodeFloats returns the bytes of numbers of type dt.
+// encodeFloats returns the bytes of the numbers v in type dt.
 func encodeFloats(dt tensor.DType, v []float64) []byte {
 	b := make([]byte, 0, len(v)*dt.Size())
 	for _, x := range v {
@@ -121,7 +121,8 @@ func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// widths has the width of each integer type in bits, and whether it is signed. A bool is 0 or 1.
+// widths has the width of each integer type in bits, and whether the type is signed. A bool is an integer 0
+// or 1.
 var widths = [...]struct {
 	bits   int
 	signed bool
@@ -135,7 +136,7 @@ var widths = [...]struct {
 	tensor.Bool:   {8, false},
 }
 
-// limits returns the smallest and the largest number of dt.
+// limits returns the smallest and the largest number of type dt.
 func limits(dt tensor.DType) (lo, hi int64) {
 	w := widths[dt]
 	if w.signed {
@@ -144,7 +145,7 @@ func limits(dt tensor.DType) (lo, hi int64) {
 	return 0, 1<<w.bits - 1
 }
 
-// wrap returns x modulo 2^n, where n is the number of bits of dt, as a number of dt.
+// wrap returns x modulo 2^n as a number of dt, where n is the number of bits of dt.
 func wrap(dt tensor.DType, x int64) int64 {
 	w := widths[dt]
 	if w.signed {
@@ -187,8 +188,8 @@ func decodeInts(dt tensor.DType, b []byte) []int64 {
 	return v
 }
 
-// The reference's formats agree with IEEE 754 for known numbers, ties and limits. Every pattern of 16 bits is
-// the same after decoding and encoding.
+// The reference's formats encode known numbers, ties and limits as IEEE 754 does. Every pattern of 16 bits is
+// unchanged after decoding and encoding.
 func TestFormats(t *testing.T) {
 	for _, c := range []struct {
 		dt   tensor.DType
@@ -235,7 +236,7 @@ func TestFormats(t *testing.T) {
 			}
 		}
 	}
-	for x := 1e-44; x < 1e38; x *= 1.37 { // Go's own conversion must agree.
+	for x := 1e-44; x < 1e38; x *= 1.37 { // Go's own conversion must give the same result
 		if got := formats[tensor.Float32].round(x); got != float64(float32(x)) {
 			t.Errorf("%v is rounded to float32 %v, want %v", x, got, float32(x))
 		}

@@ -5,9 +5,9 @@ import (
 	"testing"
 )
 
-// pairs returns rows of a table, row[a] from 0 to sizes[a]-1, so that for any two columns every pair of
-// values is in some row (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise testing",
-// 1998). If the largest size is first, there are hardly more rows than the product of the two largest sizes.
+// pairs returns rows of a table with row[a] from 0 to sizes[a]-1. For any two columns, every pair of values
+// occurs in some row (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise testing",
+// 1998). If the largest size is first, there are few more rows than the product of the two largest sizes.
 func pairs(sizes []int) [][]int {
 	var rows [][]int
 	for a := range sizes[0] {
@@ -17,8 +17,8 @@ func pairs(sizes []int) [][]int {
 	}
 	for column := 2; column < len(sizes); column++ {
 		missing := newPairSet(sizes, column)
-		// First each row gets the value that covers most missing pairs. Ties are broken by a hash: taking the
-		// values in turn would correlate this column with others.
+		// First each row gets the value that covers most missing pairs. A hash decides between equally good
+		// values, because taking them in turn would correlate this column with others.
 		for i, row := range rows {
 			best, most := 0, -1
 			first := int(hash(uint64(i), uint64(column)) % uint64(sizes[column]))
@@ -36,11 +36,11 @@ func pairs(sizes []int) [][]int {
 	return rows
 }
 
-// pairSet is the set of value pairs of one column and an earlier column that no row has yet.
+// pairSet has the pairs of values of one column and an earlier column that no row has yet.
 type pairSet struct {
 	sizes   []int
 	column  int
-	missing [][][]bool // indexed by earlier column, its value, and the column's value
+	missing [][][]bool // indexed by the earlier column, its value, and the value of column
 }
 
 func newPairSet(sizes []int, column int) *pairSet {
@@ -57,7 +57,7 @@ func newPairSet(sizes []int, column int) *pairSet {
 	return s
 }
 
-// count returns the number of missing pairs that row would have with v in the column.
+// count returns how many missing pairs row would have if its value in the column were v.
 func (s *pairSet) count(row []int, v int) (n int) {
 	for c := range s.column {
 		if s.missing[c][row[c]][v] {
@@ -73,7 +73,7 @@ func (s *pairSet) cover(row []int, v int) {
 	}
 }
 
-// complete appends rows until no pair is missing. Each row has as many missing pairs as fit.
+// complete appends rows until no pair is missing. Each new row covers as many missing pairs as fit.
 func (s *pairSet) complete(rows [][]int) [][]int {
 	for v := range s.sizes[s.column] {
 		for row := s.row(v); row != nil; row = s.row(v) {
@@ -84,8 +84,8 @@ func (s *pairSet) complete(rows [][]int) [][]int {
 	return rows
 }
 
-// row returns a row with v in the column and, in each earlier column that has one, the value of a missing
-// pair. It returns nil if no pair with v is missing.
+// row returns a row with v in the column that covers missing pairs: in each earlier column that still has a
+// missing pair with v, it has the value of such a pair. It returns nil if no pair with v is missing.
 func (s *pairSet) row(v int) []int {
 	row, found := make([]int, s.column+1, len(s.sizes)), false
 	row[s.column] = v
@@ -103,7 +103,8 @@ func (s *pairSet) row(v int) []int {
 	return row
 }
 
-// pairs covers every pair of values, in fewer rows than all combinations if there are many columns.
+// The rows that pairs returns have every pair of values. If there are many columns, they are fewer than all
+// combinations.
 func TestPairs(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	tables := [][]int{{1, 1}, {2, 3}, {2, 2, 2, 2}, {9, 4, 4, 3, 2, 1, 2}, {3, 7, 2, 9}}

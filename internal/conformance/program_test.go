@@ -16,43 +16,44 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// program is a random sequence of operations of all ranks. In each round a rank submits its part in an order
-// of its own and then waits for all of it. Ranks do not wait for each other between rounds.
+// program is a random sequence of operations for all ranks. In each round a rank submits its part in its own
+// random order, and then waits for all of it. Ranks do not wait for each other between rounds.
 type program struct {
 	ranks  int
-	sets   [][]topo.Rank // members of the sets 0, 1, 2 ...
+	sets   [][]topo.Rank // the members of sets 0, 1, 2 ...
 	rounds [][]*unit
 	jobs   int
 }
 
-// unit is what a rank submits by one call: a tensor of a process set, a group of tensors if it has a name, or
-// a join.
+// unit is what a rank submits by one call: one tensor, a group of tensors, or a join. group is empty unless
+// it is a group.
 type unit struct {
 	set   topo.ProcessSetID
 	jobs  []*job
-	first int // number of its first job
+	first int // the number of its first job
 	group string
 	join  *joint
 }
 
-// joint is a join of a process set. The members in joined (bit i is member i) join without taking part in the
-// round.
+// joint is a join of a process set. The members in joined join without taking part in the round: bit i is
+// member i.
 type joint struct {
 	joined uint
 	empty  bool
 	last   agreement
 }
 
-// author is a random generator of programs, with the state of the one that it writes.
+// author generates a random program and holds the state of the program so far.
 type author struct {
 	*rand.Rand
 	p *program
-	// kinds are the operations of the program. They are few, so that many tensors can be fused; some differ
-	// from each other in one parameter only and must not be fused.
+	// kinds has the operations of the program. They are few, so that many tensors can be fused. Some differ
+	// from each other in only one parameter and must not be fused.
 	kinds []kin
-	// fresh gives every tensor a name of its own.
+	// fresh is set if every tensor gets a new name.
 	fresh bool
-	// names has the last operation of each name. Most operations repeat it, so that the cache has work.
+	// names has the last operation of each name. Most operations repeat the last one of their name, so that
+	// the cache is used.
 	names map[string]habit
 }
 
@@ -63,8 +64,8 @@ type habit struct {
 	inPlace  bool
 }
 
-// kin is an operation, and a sibling that differs from it in one parameter. If there is none, sibling is the
-// operation itself.
+// kin is an operation with a sibling: an operation that differs from it in one parameter. If there is no such
+// operation, sibling is the operation itself.
 type kin struct {
 	what
 	sibling what
@@ -79,8 +80,8 @@ func kinship(a, b what) int {
 
 const programRanks = 5
 
-// write returns a program of at least the given number of operations. They are of that many kinds, drawn from
-// choices, and of the sibling of each. The same seed gives the same program.
+// write returns a program with at least the given number of operations. It draws the given number of kinds
+// from choices, and uses these and the sibling of each. The same seed gives the same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
 	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)
@@ -100,7 +101,7 @@ func write(seed uint64, operations, kinds int, choices []what, fresh bool) *prog
 	return p
 }
 
-// round returns up to 30 units and joins. Each name is at most once in a set.
+// round returns up to 30 units, including joins. Within a set each name occurs at most once.
 func (a *author) round() []*unit {
 	var units []*unit
 	joints := make([]*joint, len(a.p.sets))
@@ -126,7 +127,7 @@ func (a *author) round() []*unit {
 	return units
 }
 
-// unit returns a tensor by itself or a group, or nil if its name is in use.
+// unit returns a unit with a single tensor or a group. If its name is in use, it returns nil.
 func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) *unit {
 	u, count := &unit{set: set}, 1
 	name := fmt.Sprintf("t%d", a.IntN(20))
@@ -174,7 +175,7 @@ func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) 
 	return u
 }
 
-// answers are results, indexed by job number and rank. An element is nil if there is no result.
+// answers has results, indexed by job number and rank. An element is nil if there is no result.
 type answers [][][]byte
 
 func (p *program) newAnswers() answers {
@@ -185,8 +186,8 @@ func (p *program) newAnswers() answers {
 	return all
 }
 
-// run runs r's part, checks each result against the reference, and writes it to got. The order of submissions
-// depends on order and on the rank. run calls pause at random between submissions.
+// run runs r's part of the program, checks each result against the reference, and stores it in got. The order
+// of submissions depends on order and on the rank. At random times between submissions run calls pause.
 func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func(random *rand.Rand)) {
 	random := rand.New(rand.NewPCG(order, uint64(r.Rank)))
 	for _, units := range p.rounds {
@@ -196,8 +197,8 @@ func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func
 				mine = append(mine, u)
 			}
 		}
-		// A rank submits the join of a set last, because after it the rank can submit nothing more to that
-		// set in this round.
+		// A rank submits the join of a set last, because after it the rank cannot submit anything else to
+		// this set in the round.
 		random.Shuffle(len(mine), func(i, k int) { mine[i], mine[k] = mine[k], mine[i] })
 		slices.SortStableFunc(mine, func(a, b *unit) int {
 			return boolInt(a.join != nil) - boolInt(b.join != nil)
@@ -232,7 +233,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 			continue
 		}
 		for k, op := range submitted[i] {
-			_ = r.Wait(op) // An error may be the right result.
+			_ = r.Wait(op) // check decides whether an error is the right result
 			r.Must(u.jobs[k].check(r, op))
 			if op.Err == nil {
 				got[u.first+k][r.Rank] = op.Output
@@ -241,7 +242,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 	}
 }
 
-// ops returns what r submits of u. It leaves out the operations for which r has already joined.
+// ops returns the operations that r submits for u, without the operations for which r has already joined.
 func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	if u.join != nil {
 		op := testcluster.Over(u.set, testcluster.Join("join"))
@@ -263,11 +264,11 @@ func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 // yield lets other goroutines run.
 func yield(*rand.Rand) { runtime.Gosched() }
 
-// sleep pauses for up to 3 ms in the fake time of synctest, which costs no real time.
+// sleep sleeps up to 3 ms in the fake time of synctest, which takes no real time.
 func sleep(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond) }
 
-// sameBits fails the test if a and b differ in the result of a job that compare selects. NaNs may differ in
-// their bits.
+// sameBits fails the test if a and b have different results of a job for which compare returns true. NaNs may
+// have different bits.
 func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool) {
 	for _, units := range p.rounds {
 		for _, u := range units {
@@ -308,7 +309,7 @@ func choices(fit func(w what) bool) []what {
 	return slices.DeleteFunc(operations(), func(w what) bool { return w.kind == message.Join || !fit(w) })
 }
 
-// pickSeed returns the seed of the flag, or a new one, and logs it.
+// pickSeed returns the seed that the flag -seed sets, or else a new one. It logs the seed.
 func pickSeed(t *testing.T) uint64 {
 	s := *seed
 	if s == 0 {
