@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// In deterministic mode every run gives the same bits. They do not depend on the order in which tensors
-// arrive, nor on the fusion.
+// In deterministic mode several runs of a job give the same bits, even if tensors arrive in another order and
+// are fused differently.
 func TestDeterministicRuns(t *testing.T) {
 	hashes := make(map[string]int)
 	for range 5 {

@@ -19,17 +19,17 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// purposes are the handshake purposes of a job's listeners: the store, the root of rank 0, and the endpoints
-// of the ranks.
+// purposes has the purposes that the handshakes of a job's listeners name: the store, the root at rank 0, and
+// the endpoints of the ranks.
 var purposes = []string{"GHVS", "GHVB", "ghvd"}
 
-// doorDeadline bounds how long a listener may keep an unauthenticated connection open. A handshake may take
-// 10 s; the deadline is three times that.
+// doorDeadline limits how long a listener may keep an unauthenticated connection open. It is three times the
+// 10 s that a handshake may take.
 const doorDeadline = 30 * time.Second
 
-// Peers that do not know the secret of a running job are refused at each of its ports, also if they replay a
-// captured handshake. They learn nothing, and the job logs them. Meanwhile the job goes on, and peers with
-// the secret can connect.
+// Peers that do not know the secret of a running job connect to each of its ports, some with a replayed
+// handshake. They are refused and learn nothing, and the job logs them. The job goes on, and peers with the
+// secret can connect.
 func TestDoors(t *testing.T) {
 	for _, mode := range []struct{ name, tls string }{{"plain", "0"}, {"TLS", "1"}} {
 		t.Run(mode.name, func(t *testing.T) {
@@ -47,8 +47,8 @@ func TestDoors(t *testing.T) {
 				key, wrong = key.Encrypted(), wrong.Encrypted()
 			}
 			doors := find(t, pids, key)
-			// The four are hvdrun's store, rank 0's root and the endpoint of each rank. PyTorch's store has
-			// no secret.
+			// These are hvdrun's store, rank 0's root and the endpoint of each rank. PyTorch's store has no
+			// secret, so it is not among them.
 			if len(doors) != 4 {
 				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
 			}
@@ -57,7 +57,7 @@ func TestDoors(t *testing.T) {
 				d.attack(t, key, wrong)
 			}
 			halfOpen(t, doors, key)
-			// The limit leaves room for some 2,000 connections, also under the race detector.
+			// The limit leaves room for about 2,000 connections, even under the race detector.
 			if after := peakMiB(t, pids[0]); after > before+256 {
 				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
 			}
@@ -83,7 +83,7 @@ func TestDoors(t *testing.T) {
 	}
 }
 
-// door is a listening port of a job, with the purpose of its handshake.
+// door is a listening port of a job, with the purpose that its handshake names.
 type door struct {
 	port    int
 	purpose string
@@ -97,8 +97,8 @@ func (d door) dial() (net.Conn, error) {
 	return conn, err
 }
 
-// enter connects to d, proves the secret and closes the connection. It returns an error if the server
-// refuses.
+// enter connects to d, proves that it knows the secret, and closes the connection. It returns an error if the
+// server refuses.
 func (d door) enter(key secret.Secret) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -112,8 +112,8 @@ func (d door) enter(key secret.Secret) error {
 	return accepted(over)
 }
 
-// find returns the listening ports of the processes on which a handshake with key succeeds, with the purpose
-// of that handshake.
+// find returns the listening ports of the processes on which a handshake with key succeeds. Each has the
+// purpose with which the handshake succeeded.
 func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	t.Helper()
 	var mu sync.Mutex
@@ -121,7 +121,8 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	for _, pid := range pids {
 		for _, port := range listening(t, pid) {
 			for _, purpose := range purposes {
-				// A server of another protocol may wait for more bytes before it closes the connection.
+				// Ports are tried in parallel, because a server of another protocol may wait for more bytes
+				// before it closes the connection.
 				wg.Go(func() {
 					d := door{port, purpose}
 					conn, err := d.dial()
@@ -149,7 +150,7 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 }
 
 // accepted returns an error if the server closes the connection after the client's proof. The server does not
-// answer that proof, so 200 ms without an end of the connection count as acceptance.
+// answer the proof, so the connection counts as accepted if it is still open after 200 ms.
 func accepted(conn net.Conn) error {
 	conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
 	_, err := conn.Read(make([]byte, 1))
@@ -159,7 +160,7 @@ func accepted(conn net.Conn) error {
 	return err
 }
 
-// overheard is a connection that keeps a copy of all bytes that the client writes.
+// overheard is a connection that keeps a copy of all bytes that the client sends.
 type overheard struct {
 	net.Conn
 	said *bytes.Buffer
@@ -170,8 +171,8 @@ func (o overheard) Write(b []byte) (int, error) {
 	return o.Conn.Write(b)
 }
 
-// attack tries to connect to d with another secret, with a captured handshake, and with no proof at all. It
-// fails the test if d accepts the other secret, refuses the right one, or leaves a connection open.
+// attack tries to connect to d with a wrong secret, with a captured handshake, and without a proof. It fails
+// the test if d accepts the wrong secret, refuses the right one, or leaves a connection open.
 func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	t.Helper()
 	conn, err := d.dial()
@@ -206,7 +207,7 @@ func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	}
 }
 
-// say sends words and returns an error unless the server closes the connection within doorDeadline.
+// say sends words to d. If the server does not close the connection within doorDeadline, it returns an error.
 func (d door) say(words []byte) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -223,8 +224,8 @@ func (d door) say(words []byte) error {
 	return nil
 }
 
-// halfOpen opens a thousand connections to every door and sends nothing on them. It checks that a peer with
-// the secret can connect meanwhile, and that the server closes all of the silent connections.
+// halfOpen opens 1,000 silent connections to every door. It checks that a peer with the secret can still
+// connect, and that the server closes all silent connections.
 func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	t.Helper()
 	const many = 1000
@@ -244,7 +245,8 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 		}
 	}
 	for _, d := range doors {
-		// The server may close this connection while it makes room for others. A retry follows, as in a rank.
+		// The server may close this connection to make room for others. Then enter is tried again, as a rank
+		// would do.
 		ctx, cancel := context.WithTimeout(t.Context(), doorDeadline)
 		err := dial.Retry(ctx, func() error { return d.enter(key) })
 		cancel()
@@ -273,8 +275,8 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 }
 
-// variable returns the value of a variable in the environment with which a process was started, or "" if it
-// was not set.
+// variable returns the value of a variable in the environment with which a process was started. It returns ""
+// if the variable was not set.
 func variable(t *testing.T, pid int, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))

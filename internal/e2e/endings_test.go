@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// An ending is a way in which a rank ends in the middle of training, while the others go on.
+// ending is a way in which a rank ends in the middle of training while the others go on.
 type ending struct {
 	name   string
 	status int    // exit status of the rank's process
@@ -54,7 +54,7 @@ for step in range(10):
     hvd.allreduce(np.ones(3, np.float32), name="gradient")
 `
 
-// ends is the program of a Go rank that may end early. It has the structure that the README shows.
+// ends is the program of a Go rank that may end early. It has the structure of the program in the README.
 func ends() error {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {
@@ -81,8 +81,8 @@ func ends() error {
 
 var errCulprit = errors.New("step 5")
 
-// If a rank ends while others wait for it, in whatever way, hvdrun's report names it as the root cause. The
-// exit status of the job is the rank's own, or 1 if that is 0.
+// A rank ends in one of several ways while others wait for it. hvdrun's report names this rank as the root
+// cause. The exit status of the job is the rank's own, or 1 if the rank's own is 0.
 func TestEndings(t *testing.T) {
 	random := draws(t)
 	script := filepath.Join(t.TempDir(), "ending.py")

@@ -9,9 +9,9 @@ import (
 	"time"
 )
 
-// A rank is stopped for good, or its network is cut, in the middle of an operation. All other ranks report it
-// by number when it has been silent for the liveness limit, or when the operation times out if that is
-// earlier.
+// In the middle of an operation, a rank is stopped forever or its network is cut. All other ranks report it
+// by number. They do so when it has been silent for the liveness limit, or when the operation times out if
+// that is earlier.
 func TestFaults(t *testing.T) {
 	for _, negotiation := range []string{"event", "lockstep"} {
 		for name, fault := range map[string]func(t *testing.T, rng *rand.Rand, negotiation string){
@@ -20,7 +20,8 @@ func TestFaults(t *testing.T) {
 					negotiation, "HVD_LIVENESS_SECONDS=3")
 			},
 			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				// The program large is left out: on a busy machine one of its operations may take 5 s.
+				// The program large is not used, because on a busy machine one of its operations may take 5
+				// s.
 				program := []string{"small", "steady"}[rng.IntN(2)]
 				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation,
 					"HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
@@ -44,13 +45,13 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// drawProgram returns the name of a random program.
+// drawProgram returns the name of a random program from the list.
 func drawProgram(rng *rand.Rand) string {
 	return []string{"large", "small", "steady"}[rng.IntN(3)]
 }
 
-// stopped stops a random rank for good and checks that soon after the limit every other rank prints an error
-// that names it and contains text.
+// stopped stops a random rank forever. It checks that soon after the limit every other rank prints an error
+// that names this rank and contains text.
 func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, text string, env ...string) {
 	const grace = 30 * time.Second // to detect a hang
 	n, memory := 2+rng.IntN(3), []string{"shm", "tcp"}[rng.IntN(2)]
@@ -58,7 +59,7 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
 	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
 	pids := j.ready(n)
-	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // a random point of an operation
+	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // to hit a random point of an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}

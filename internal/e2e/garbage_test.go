@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// Garbage from an unauthenticated peer, on any port of a job, does not stop the job. Lengths in the garbage
-// do not make it allocate memory.
+// An unauthenticated peer sends garbage to each port of a job. The job goes on, and allocates no memory for
+// the lengths in the garbage.
 func TestGarbageOnEveryPort(t *testing.T) {
 	stop := filepath.Join(t.TempDir(), "stop")
 	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")
@@ -26,7 +26,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 		ports = append(ports, listening(t, pid)...)
 		before[pid] = peakMiB(t, pid)
 	}
-	// The six are the job's store and torch's store in hvdrun, rank 0's root, and the endpoint of each rank.
+	// These are the job's store and torch's store in hvdrun, rank 0's root, and the endpoint of each rank.
 	if len(ports) != 6 {
 		t.Errorf("the job listens on %d ports, want 6", len(ports))
 	}
@@ -73,8 +73,8 @@ func TestGarbageOnEveryPort(t *testing.T) {
 	}
 }
 
-// throw sends garbage to a port and closes its side for writing. It returns an error unless the server then
-// closes the connection within doorDeadline.
+// throw sends garbage to a port and closes the sending direction. If the server does not close the connection
+// within doorDeadline, it returns an error.
 func throw(port int, garbage []byte) error {
 	c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 	if err != nil {
@@ -92,7 +92,7 @@ func throw(port int, garbage []byte) error {
 	if errors.As(err, &timeout) && timeout.Timeout() {
 		return errors.New("the connection is still open")
 	}
-	return nil // The connection ended with an end of file or a reset.
+	return nil // the connection ended, by an end of file or a reset
 }
 
 // listening returns the TCP ports on which a process listens.
@@ -105,7 +105,7 @@ func listening(t *testing.T, pid int) []int {
 	for _, fd := range fds {
 		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
 		if err != nil {
-			continue // The process has closed it meanwhile.
+			continue // the process has closed it since
 		}
 		if inode, ok := strings.CutPrefix(target, "socket:["); ok {
 			inodes[strings.TrimSuffix(inode, "]")] = true
@@ -115,7 +115,7 @@ func listening(t *testing.T, pid int) []int {
 	for _, table := range []string{"tcp", "tcp6"} {
 		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, table))
 		if err != nil {
-			continue // The kernel has no IPv6.
+			continue // the kernel has no IPv6
 		}
 		for _, row := range strings.Split(string(text), "\n")[1:] {
 			f := strings.Fields(row)

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// enterHost is the agent command that enters a host's network namespace. Unlike ssh it needs no network.
+// enterHost is an agent command that runs in a host's network namespace. Unlike ssh it needs no network.
 const enterHost = "ip netns exec {host}"
 
 // on returns a command prefix that runs its arguments on host h.
@@ -27,8 +27,8 @@ func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list returns the value of --hosts with perHost ranks on each host. It lists the hosts by name or, if
-// byAddress is set, by address, for tests in which the hosts cannot resolve the names.
+// list returns a value for --hosts with perHost ranks on each host. It lists the hosts by name. If byAddress
+// is set it lists their addresses, for tests in which hosts cannot resolve names.
 func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
@@ -41,8 +41,8 @@ func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	return strings.Join(words, ",")
 }
 
-// processesOf returns the process id and command line of every process whose environment contains word. The
-// test process itself is not one of them.
+// processesOf returns the process ID and the command line of every process whose environment contains word,
+// except the test process.
 func processesOf(t *testing.T, word string) (found []string) {
 	t.Helper()
 	paths, err := filepath.Glob("/proc/[0-9]*")
@@ -62,8 +62,8 @@ func processesOf(t *testing.T, word string) (found []string) {
 	return found
 }
 
-// awaitNone waits until no process has word in its environment. It fails the test if that takes longer than
-// within.
+// awaitNone waits until no process has word in its environment. If this takes longer than within, it fails
+// the test.
 func awaitNone(t *testing.T, word string, within time.Duration) {
 	t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -79,7 +79,8 @@ func awaitNone(t *testing.T, word string, within time.Duration) {
 	}
 }
 
-// mark returns an environment variable that only the processes of one job have, so that a test can find them.
+// mark returns an environment variable that only the processes of one job have. So a test can find these
+// processes.
 func mark(t *testing.T) string {
 	return fmt.Sprintf("GOHVD_E2E_MARK=%s-%d", t.Name(), time.Now().UnixNano())
 }
@@ -91,8 +92,8 @@ func tellJob(t *testing.T, j *job) {
 	}
 }
 
-// hvdrun on one host starts ranks on other hosts. They get right results from every operation and know their
-// rank, local rank and cross rank.
+// hvdrun on one host starts ranks on other hosts. The ranks get right results from every operation, and know
+// their rank, local rank and cross rank.
 func TestHvdrunOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		hosts, perHost int
@@ -137,8 +138,8 @@ func buildDigits(t *testing.T) string {
 	return path
 }
 
-// checkDigits checks the output of four ranks of the example: all have the same weights and an accuracy of at
-// least 0.95.
+// checkDigits checks the output of four ranks of the example digits: all have the same weights and an
+// accuracy of at least 0.95.
 func checkDigits(t *testing.T, output string) {
 	t.Helper()
 	seen, hashes := make(map[string]bool), make(map[string]bool)
@@ -154,7 +155,7 @@ func checkDigits(t *testing.T, output string) {
 	}
 }
 
-// The example digits trains on two hosts, whose agents need no ssh.
+// The example digits trains on two hosts, with agents that need no ssh.
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
@@ -167,7 +168,7 @@ func TestDigitsOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// If hvdrun is killed, the ranks on all hosts end.
+// hvdrun is killed, and the ranks on all hosts end.
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
@@ -181,7 +182,7 @@ func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	awaitNone(t, m, 30*time.Second)
 }
 
-// If a rank on one host is killed, all other ranks fail, and the report names the rank and its host.
+// A rank on one host is killed. All other ranks fail, and the report names the rank and its host.
 func TestKillOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "mixed")
@@ -204,7 +205,7 @@ func TestKillOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// If a host cannot reach the store, hvdrun says so and lists the addresses that the host has tried.
+// One host cannot reach the store. hvdrun reports this with the addresses that the host has tried.
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
@@ -221,11 +222,11 @@ func TestStoreOutOfReach(t *testing.T) {
 	tellJob(t, j)
 }
 
-// If the store's host has several addresses, the ranks on all hosts use the address on the route between the
-// hosts. Ranks on the store's own host use it too, so that they listen where the others can reach them.
+// The store's host has several addresses. The ranks on all hosts use the address on the route between the
+// hosts. The ranks on the store's own host use it too, so that they listen where the others can reach them.
 func TestAddressBetweenTheHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
-	// The kernel lists this address before the one between the hosts.
+	// The kernel lists this address before the address on the route between the hosts.
 	add := hosts[0].Command(t.Context(), "ip", "address", "add", "192.168.77.1/24", "dev", "lo")
 	if out, err := add.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -244,7 +245,8 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// On several hosts hvdrun serves a TCPStore for torch.distributed only if --torch-store asks for it.
+// For a job on several hosts, hvdrun serves a TCPStore for torch.distributed only with the flag
+// --torch-store.
 func TestTorchStoreOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	script := `echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR; ` +
@@ -277,8 +279,8 @@ const (
 	sshdPort = "2222"
 )
 
-// sshHosts returns n hosts, all but the first with an sshd. The prefix command runs hvdrun on the first host,
-// and flags let hvdrun reach the other hosts by ssh. sshHosts skips the test if ssh is not installed.
+// sshHosts returns n hosts. All but the first run an sshd. The prefix command runs hvdrun on the first host,
+// and with flags hvdrun reaches the other hosts by ssh. If ssh is not installed, sshHosts skips the test.
 func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)
@@ -318,10 +320,10 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 	write("sshd_config", "Port "+sshdPort+"\nHostKey "+at("host")+"\nAuthorizedKeysFile "+at("user.pub")+
 		"\nPermitRootLogin yes\nUsePAM no\nStrictModes no\nPidFile none\n")
 	for _, h := range hosts[1:] {
-		// Each host has its own mounts, so this does not replace the machine's /run.
+		// Each host has its own mounts, so this mount does not hide the machine's /run.
 		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`,
 			"sh", sshd, "-D", "-e", "-f", at("sshd_config"))
-		// Standard error goes to a file: ssh sessions may outlive sshd and would keep a pipe open.
+		// Standard error goes to a file, because ssh sessions may outlive sshd and would keep a pipe open.
 		said, err := os.OpenFile(at("said"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 		if err != nil {
 			t.Fatal(err)
@@ -340,14 +342,14 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		})
 		awaitPort(t, hosts[0], net.JoinHostPort(h.Addr.String(), sshdPort))
 	}
-	// ssh reads the configuration in the home directory that the password file names, whatever HOME is, and
+	// ssh ignores HOME: it reads the configuration in the home directory that the password file names, and
 	// then this file.
 	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`,
 		at("ssh_config"))
 	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
 }
 
-// awaitPort waits until host from can connect to addr. It fails the test after 20 s.
+// awaitPort waits until the host from can connect to addr. After 20 s it fails the test.
 func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	t.Helper()
 	host, port, err := net.SplitHostPort(addr)
@@ -362,8 +364,8 @@ func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	}
 }
 
-// The example digits trains on two hosts that hvdrun reaches by ssh, and no process of the job is left
-// afterwards.
+// The example digits trains on two hosts that hvdrun reaches by ssh. Afterwards no process of the job is
+// left.
 func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	digits := buildDigits(t)
@@ -378,7 +380,7 @@ func TestDigitsOverSSH(t *testing.T) {
 	tellJob(t, j)
 }
 
-// If hvdrun is killed, the ranks that it started by ssh end too.
+// hvdrun is killed, and the ranks that it has started by ssh end too.
 func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 3)
 	m := mark(t)
@@ -391,12 +393,12 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	awaitNone(t, m, 30*time.Second)
 }
 
-// If a host loses its link in the middle of a job, the remaining ranks name ranks of that host. hvdrun ends
-// in time and names the host, and the processes on the lost host end too.
+// A host loses its link in the middle of a job. The remaining ranks name ranks of this host. hvdrun ends in
+// time and names the host, and the processes on the lost host end too.
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second
-		deadline = 40 * time.Second // far above the 10 s that hvdrun gives the others to notice and to end
+		deadline = 40 * time.Second // hvdrun gives the others 10 s to notice and to end
 	)
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)
@@ -424,12 +426,12 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 			t.Errorf("the report lacks %q", want)
 		}
 	}
-	// The processes on the lost host have heard nothing for as long, and end by themselves.
+	// The processes on the lost host have received nothing for the same time, and end by themselves.
 	awaitNone(t, m, deadline)
 	tellJob(t, j)
 }
 
-// If hvdrun cannot start its agent on a host, the error names the host and the cause.
+// hvdrun cannot start its agent on a host. The error names the host and the cause.
 func TestHostsOutOfReach(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	for _, c := range []struct {

@@ -19,17 +19,19 @@ import (
 )
 
 const (
-	// storeAddrVariable has the address on which the program store listens.
+	// storeAddrVariable names the variable with the address on which the program store listens.
 	storeAddrVariable = "GOHVD_E2E_STORE"
-	// secondsVariable has the number of seconds for which the program checked works.
+	// secondsVariable names the variable with the number of seconds for which the program checked runs
+	// operations.
 	secondsVariable = "GOHVD_E2E_SECONDS"
-	// idVariable ("RANK SIZE ID") and methodVariable (a URL) tell the program checked how to meet the other
-	// ranks. Without them it uses Init's default.
+	// idVariable and methodVariable name variables that tell the program checked how to meet the other ranks:
+	// "RANK SIZE ID" and a URL. If neither is set, the program uses Init's default.
 	idVariable     = "GOHVD_E2E_ID"
 	methodVariable = "GOHVD_E2E_METHOD"
 )
 
-// initialize joins the job by the init method or the unique id in the environment, or else by Init's default.
+// initialize joins the job by the init method or the unique id in the environment. If there is neither, it
+// uses Init's default.
 func initialize(ctx context.Context) error {
 	if method := os.Getenv(methodVariable); method != "" {
 		return hvd.Init(ctx, hvd.WithInitMethod(method))
@@ -50,7 +52,7 @@ func initialize(ctx context.Context) error {
 	return hvd.InitWithID(ctx, id, rank, size)
 }
 
-// makeID is the program id: it prints a new unique id and serves the ranks that have it until standard input
+// makeID is the program id. It prints a new unique id, and serves the ranks that use it until standard input
 // ends.
 func makeID(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
@@ -65,7 +67,7 @@ func makeID(ctx context.Context) error {
 }
 
 // overHosts runs a program of a job over hosts and returns the exit status. It prints errors on standard
-// output, because the tests read only that stream line by line.
+// output, because that is the only stream that the tests read line by line.
 func overHosts(run func() error) int {
 	if err := run(); err != nil {
 		fmt.Println("error", err)
@@ -74,8 +76,8 @@ func overHosts(run func() error) int {
 	return 0
 }
 
-// serveStore is the program store: it serves a job's store if no hvdrun does. It prints its address and
-// serves until standard input ends.
+// serveStore is the program store. It serves a job's store for tests without hvdrun: it prints its address
+// and serves until standard input ends.
 func serveStore() error {
 	s, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
@@ -92,8 +94,8 @@ func serveStore() error {
 	return errors.Join(err, server.Close())
 }
 
-// checked is a program that runs every operation with inputs whose results are known, until rank 0's time is
-// over.
+// checked is the program of a rank that runs every operation with inputs whose results are known, until the
+// time of rank 0 is over.
 func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
@@ -124,8 +126,8 @@ func checked(ctx context.Context) error {
 	}
 }
 
-// checkRound runs every operation once. In parallel it runs thirty allreduces, which each rank submits in its
-// own order.
+// checkRound runs every operation once and checks the results. At the same time it runs thirty allreduces,
+// which each rank submits in its own order.
 func checkRound(ctx context.Context, round int) error {
 	me, n := hvd.Rank(), hvd.Size()
 	type pending struct {
@@ -134,7 +136,7 @@ func checkRound(ctx context.Context, round int) error {
 	}
 	var sums []pending
 	for _, i := range rand.Perm(30) {
-		// The values are whole numbers, so float32 sums are exact in any order.
+		// The values are integers, so float32 sums are exact in any order.
 		numElems := []int{0, 1, 37 * i, 5000 * i}[i%4]
 		h, err := hvd.AllreduceAsync(ramp(numElems, me+round), hvd.Op(hvd.Sum),
 			hvd.Name(fmt.Sprint("sum", i)))
@@ -164,7 +166,7 @@ func checkRound(ctx context.Context, round int) error {
 	return nil
 }
 
-// ramp returns numElems values: from, from+1 and so on. After a thousand values it starts again at from.
+// ramp returns numElems values: from, from+1 and so on. After 1,000 values it starts again at from.
 func ramp(numElems, from int) []float32 {
 	x := make([]float32, numElems)
 	for k := range x {
@@ -173,7 +175,8 @@ func ramp(numElems, from int) []float32 {
 	return x
 }
 
-// check returns err, or an error that shows the first difference between got and want.
+// check returns err if it is not nil. Otherwise it compares got with want, and returns an error that shows
+// the first difference.
 func check[T comparable](op string, got, want []T, err error) error {
 	if err != nil || slices.Equal(got, want) {
 		return err
@@ -188,7 +191,8 @@ func check[T comparable](op string, got, want []T, err error) error {
 	return fmt.Errorf("%s: got %v at %d of %d, want %v", op, got[k], k, len(got), want[k])
 }
 
-// part returns the rows that rank from sends to rank to in a round. Their number differs from pair to pair.
+// part returns the rows that rank from sends to rank to in a round. The number of rows differs from pair to
+// pair.
 func part(from, to, round int) []int64 {
 	return slices.Repeat([]int64{int64(1000*round + 10*from + to)}, 100*((from+2*to+round)%3))
 }
@@ -222,7 +226,7 @@ func checkAlltoall(ctx context.Context, round, me, n int) error {
 	return check("rows of alltoall", received, from, nil)
 }
 
-// checkReductions checks allreduces with reductions other than sum.
+// checkReductions checks allreduces with reductions other than Sum.
 func checkReductions(ctx context.Context, round, me, n int) error {
 	product := int64(1)
 	for r := range n {
@@ -320,7 +324,7 @@ func checkGroups(ctx context.Context, round, me, n int) error {
 	return nil
 }
 
-// checkProcessSet runs operations on a process set of all ranks but one. In a job of two ranks the set has
+// checkProcessSet checks operations on a process set of all ranks but one. In a job of two ranks the set has
 // one rank.
 func checkProcessSet(ctx context.Context, round, me, n int) error {
 	ranks := slices.DeleteFunc(all(n), func(r int) bool { return r == round%n })
@@ -343,7 +347,8 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 	return hvd.RemoveProcessSet(ctx, set)
 }
 
-// checkJoin lets all ranks but one join. The last rank runs three allreduces by itself before it joins too.
+// checkJoin makes all ranks but the last join. The last rank runs three allreduces by itself before it joins
+// too.
 func checkJoin(ctx context.Context, round, me, n int) error {
 	late := round % n
 	if me == late {
@@ -359,8 +364,8 @@ func checkJoin(ctx context.Context, round, me, n int) error {
 	return check("join", []int{last}, []int{late}, err)
 }
 
-// checkBarrier lets one rank enter a barrier late and checks that no rank leaves before that. Times of
-// different ranks can be compared because all hosts of a test have the same clock.
+// checkBarrier makes one rank enter a barrier late, and checks that no rank leaves the barrier before that.
+// The times of different ranks can be compared, because all hosts of a test have the same clock.
 func checkBarrier(ctx context.Context, round, me, n int) error {
 	if round%n == me {
 		<-time.After(2 * time.Millisecond)
@@ -378,11 +383,11 @@ func checkBarrier(ctx context.Context, round, me, n int) error {
 	return err
 }
 
-// clock returns the monotonic time in nanoseconds, which is the same for all processes of this machine.
+// clock returns the monotonic time in nanoseconds. It is the same for all processes on this machine.
 func clock() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
-		return 0 // Every kernel has this clock.
+		return 0 // cannot happen: every kernel has this clock
 	}
 	return t.Nano()
 }

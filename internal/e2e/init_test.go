@@ -24,29 +24,32 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// These variables tell the program dies which rank dies, after which step of Init, and how much later.
+// These variables tell the program dies which rank is the victim, after which step of Init it dies, and how
+// much later.
 const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"
 	delayVariable  = "GOHVD_E2E_DELAY"
-	// initMethodVariable has the URL of an init method, without the rank, if the ranks are to meet by one.
+	// initMethodVariable names the variable with the URL of an init method, without the rank. It is set if
+	// the ranks meet by an init method.
 	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
-	// gateVariable makes the ranks print "up" and wait for the end of standard input before Init. So all
-	// ranks call Init at the same time, whose limit is short.
+	// gateVariable names a variable with which the ranks print "up" and wait for the end of standard input
+	// before Init. So all ranks call Init at the same time. This is needed because the time limit of Init is
+	// short.
 	gateVariable = "GOHVD_E2E_GATE"
 )
 
 const (
-	// initTime is the time limit of Init in the cases in which the test waits until it is over.
+	// initTime is the time limit of Init in cases in which the test waits until this limit is over.
 	initTime = 5 * time.Second
-	// noticeDeadline bounds how long the survivors may take to notice a death. The liveness limit, and under
-	// hvdrun the time limit of Init, is longTime. A death that is noticed within noticeDeadline was therefore
+	// noticeDeadline limits how long the survivors may take to notice a death. The liveness limit, and under
+	// hvdrun also the time limit of Init, is longTime. So a death that is noticed within noticeDeadline was
 	// not noticed by a timeout.
 	noticeDeadline = 30 * time.Second
 	longTime       = 2 * noticeDeadline
 )
 
-// These are the points at which a victim is killed: before Init, at the log messages of Init, and after Init.
+// A victim is killed at one of these points: before Init, at a log message of Init, or after Init.
 const (
 	stepBegin  = "begin"
 	stepJoined = "init: all ranks have joined"
@@ -58,8 +61,8 @@ var initSteps = []string{
 	"init: connected, waiting until all ranks are connected", stepEnd,
 }
 
-// dies is the program of a rank that waits at a barrier after Init. The victim kills itself on the way there.
-// Every rank prints how far it has come.
+// dies is the program of a rank that calls Init and then waits at a barrier. The victim kills itself at its
+// point. Every rank prints how far it has come.
 func dies(ctx context.Context) int {
 	delay, err := time.ParseDuration(os.Getenv(delayVariable))
 	if err != nil {
@@ -95,7 +98,7 @@ func dies(ctx context.Context) int {
 	if err = hvd.Init(ctx, options...); err == nil {
 		reached(stepEnd)
 		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) {
-			select {} // The timer above kills this process.
+			select {} // the timer above kills this process
 		}
 		err = hvd.Barrier(ctx)
 	}
@@ -107,10 +110,10 @@ func dies(ctx context.Context) int {
 	return 1
 }
 
-// A rank is killed at a random point of Init: under hvdrun, at a store that outlives it, and at a store of
-// rank 0; over shared memory and TCP. Each rank that knows all others by then soon gets a PeerError that
-// names the victim. The other ranks wait for a replacement. hvdrun soon names the victim; without hvdrun, the
-// errors at the time limit name it and no other rank.
+// A rank is killed at a random point of Init. The ranks meet under hvdrun, at a store that outlives the
+// victim, or at a store in rank 0, and use shared memory or TCP. Each rank that knew all others at that time
+// soon gets a PeerError that names the victim. The other ranks wait for a replacement. hvdrun soon names the
+// victim. Without hvdrun, the errors at the time limit name the victim and no other rank.
 func TestDeathInInit(t *testing.T) {
 	random := draws(t)
 	var deaths []death
@@ -128,7 +131,7 @@ func TestDeathInInit(t *testing.T) {
 	t.Run("deaths", func(t *testing.T) {
 		for _, d := range deaths {
 			t.Run(d.String(), func(t *testing.T) {
-				t.Parallel() // Some cases wait until the time limit of Init is over.
+				t.Parallel() // some cases wait for the time limit of Init
 				outcome := d.run(t)
 				mu.Lock()
 				defer mu.Unlock()
@@ -160,8 +163,8 @@ func (d death) env() []string {
 	}
 }
 
-// run runs a job in which this death happens and checks what the survivors print. It returns whether they had
-// joined or were waiting for a replacement.
+// run runs a job in which this death happens, and checks what the survivors print. It returns whether they
+// had joined or were waiting for a replacement.
 func (d death) run(t *testing.T) string {
 	if d.by == "hvdrun" {
 		j := start(t, ranks, "dies",
@@ -253,7 +256,7 @@ func (d death) alone(t *testing.T) []line {
 				lines = append(lines, line{rank, s.Text(), time.Now()})
 				mu.Unlock()
 			}
-			_ = cmd.Wait() // The lines show how the rank has ended.
+			_ = cmd.Wait() // the printed lines show how the rank has ended
 		})
 	}
 	up.Wait()
@@ -266,7 +269,7 @@ func (d death) alone(t *testing.T) []line {
 	return lines
 }
 
-// check compares what the survivors printed with what each of them knew when the victim died. It returns
+// check checks that what the survivors printed fits what each of them knew when the victim died. It returns
 // whether they had joined or were waiting for a replacement.
 func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	joined := make(map[int]bool)
@@ -291,7 +294,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 				took > noticeDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
-		case !ended && d.by == "hvdrun": // hvdrun has ended this rank.
+		case !ended && d.by == "hvdrun": // hvdrun has ended this rank
 		case !d.isMissing(text):
 			t.Errorf("rank %d names others than rank %d: %s", rank, d.victim, text)
 		}
@@ -302,7 +305,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	return outcome
 }
 
-// isMissing reports whether an error says that the victim, and no other rank, has not come.
+// isMissing reports whether an error says that the victim, and no other rank, has not joined.
 func (d death) isMissing(text string) bool {
 	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") ||
 		strings.Contains(text, "the store of rank 0")) {
@@ -312,7 +315,7 @@ func (d death) isMissing(text string) bool {
 		strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
 }
 
-// A rank with too few file descriptors for Init fails at once with an error that says so, and every other
+// A rank has too few file descriptors for Init. It fails at once with an error that says so, and every other
 // rank names it.
 func TestFewDescriptors(t *testing.T) {
 	for _, c := range []struct {
@@ -323,8 +326,8 @@ func TestFewDescriptors(t *testing.T) {
 		{0, 15, "tcp"},
 	} {
 		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
-			// The arguments of the shell are hvdrun, -np, 4 and the program. It lowers the limit for one rank
-			// only.
+			// The arguments of the shell are hvdrun, -np, 4 and the program. The shell lowers the limit for
+			// one rank only.
 			few := fmt.Sprintf("if [ $HOROVOD_RANK = %d ]; then ulimit -n %d; fi", c.victim, c.limit)
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + few + `; exec "$0"' "$4"`, "sh"}
 			j := startWith(t, wrap, ranks, "sums", "HOROVOD_CPU_OPERATIONS="+c.memory)

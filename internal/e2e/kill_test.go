@@ -13,24 +13,24 @@ import (
 
 const (
 	ranks = 4
-	// survivorsDeadline bounds the time from a death until every pending call of the survivors has failed.
+	// survivorsDeadline limits the time from a death until every pending call of the survivors has failed.
 	survivorsDeadline = 20 * time.Second
 )
 
-// One of four ranks is killed while all ranks execute or negotiate. Every other rank gets an error that names
-// it in time. hvdrun names it too and ends with the victim's status.
+// One of four ranks is killed while all ranks execute or negotiate. Within survivorsDeadline every other rank
+// gets an error that names it. hvdrun names it too, and exits with the victim's status.
 func TestKill(t *testing.T) {
 	type death struct {
 		program, memory, negotiation string
 		victim                       int
-		after                        time.Duration // random, to hit any point of an operation
+		after                        time.Duration // random, so that it hits any point of an operation
 	}
 	random := draws(t)
 	var deaths []death
 	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
-				continue // over TCP, arena is the same as large
+				continue // over TCP, the program arena does the same as large
 			}
 			for _, negotiation := range []string{"event", "lockstep"} {
 				for victim := range ranks {
@@ -48,7 +48,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// kill runs a job of four ranks and kills the victim some time after all are ready. It checks the errors of
+// kill runs a job of four ranks, and kills the victim some time after all are ready. It checks the errors of
 // the survivors, and the report and exit status of hvdrun.
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)
@@ -84,7 +84,7 @@ func kill(t *testing.T, program string, victim int, after time.Duration, env ...
 	}
 }
 
-// A rank that exits without a shutdown fails the job, though its own exit status is 0.
+// A rank exits with status 0 without calling Shutdown. The job fails.
 func TestLeaveWithoutShutdown(t *testing.T) {
 	j := start(t, 3, "leave")
 	reports := 0
@@ -105,9 +105,9 @@ func TestLeaveWithoutShutdown(t *testing.T) {
 	}
 }
 
-// If all processes of a job are stopped and continue later, as when a scheduler suspends a job, the job goes
-// on. If only one rank is stopped for longer than the liveness limit, all ranks count it as dead, and so does
-// the rank itself.
+// All processes of a job are stopped and continue later, as when a scheduler suspends the job: the job goes
+// on. Only one rank is stopped for longer than the liveness limit: all ranks, including this one, get an
+// error that names it.
 func TestStoppedProcesses(t *testing.T) {
 	for _, victims := range [][]int{{0, 1, 2}, {1}} {
 		t.Run(fmt.Sprint(victims), func(t *testing.T) {
@@ -142,8 +142,8 @@ func TestStoppedProcesses(t *testing.T) {
 	}
 }
 
-// The package-level functions of hvd allow Init after Shutdown, and then return the right rank, local rank
-// and cross rank.
+// With the package-level functions of hvd, a program can call Init again after Shutdown. Rank, local rank and
+// cross rank are right then.
 func TestInitAgain(t *testing.T) {
 	j := start(t, 3, "again")
 	if status := j.wait(); status != 0 {
@@ -157,7 +157,7 @@ func TestInitAgain(t *testing.T) {
 	}
 }
 
-// BenchmarkIdle measures the processor time that four initialised ranks without work use together, in percent
+// BenchmarkIdle measures how much processor time four initialised ranks without work use together, in percent
 // of one processor.
 func BenchmarkIdle(b *testing.B) {
 	const period = 10 * time.Second
@@ -182,8 +182,8 @@ func BenchmarkIdle(b *testing.B) {
 	}
 }
 
-// processorTime returns the processor time that the processes have used so far, user and system. It sums up
-// the nanoseconds in the schedstat files of their threads.
+// processorTime returns the user and system time that the processes have used so far. It adds up the
+// nanoseconds in the schedstat files of their threads.
 func processorTime(b *testing.B, pids []int) time.Duration {
 	var total time.Duration
 	for _, pid := range pids {

@@ -20,19 +20,20 @@ import (
 	"time"
 )
 
-// programVariable makes this test binary run a rank's program instead of the tests.
+// programVariable names a variable with which this test binary runs a rank's program instead of the tests.
 const programVariable = "GOHVD_E2E_PROGRAM"
 
 var hvdrunPath string
 
-// The matrices of deaths are too large to run whole each time, so the tests run samples unless -whole is set.
+// The matrices of deaths have too many cells to run all of them each time. So the tests run samples, unless
+// -whole is set.
 var (
 	whole = flag.Int("whole", 0,
 		"run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
-// draws returns the source of a test's random choices, and logs its seed.
+// draws returns a source of random choices for a test, and logs its seed.
 func draws(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := *seedFlag
@@ -43,7 +44,7 @@ func draws(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// sample returns n random cells. With -whole it returns all cells, that many times over.
+// sample returns n random cells. With -whole it returns n copies of all cells.
 func sample[T any](random *rand.Rand, cells []T, n int) []T {
 	if *whole > 0 {
 		return slices.Repeat(cells, *whole)
@@ -58,7 +59,8 @@ func TestMain(m *testing.M) {
 		os.Exit(program(p))
 	}
 	flag.Parse()
-	// Parallel tests mostly wait for a deadline or for processes, so four can run at once on any machine.
+	// Four tests run in parallel even on small machines, because parallel tests mostly wait for deadlines or
+	// processes.
 	_ = flag.Set("test.parallel", "4")
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "hvdrun")
@@ -81,8 +83,8 @@ func TestMain(m *testing.M) {
 type job struct {
 	t     testing.TB
 	cmd   *exec.Cmd
-	lines chan line // the ranks' standard output
-	// complained has an element if standard error has grown.
+	lines chan line // the lines of the ranks' standard output
+	// complained gets an element when standard error has grown.
 	complained chan struct{}
 	wg         sync.WaitGroup
 
@@ -91,7 +93,7 @@ type job struct {
 	stderr strings.Builder
 }
 
-// line is a line that a rank printed, and when.
+// line is a line that a rank printed, with the time.
 type line struct {
 	rank int
 	text string
@@ -105,13 +107,13 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 	return startWith(t, nil, n, program, env...)
 }
 
-// startWith is like start, but runs hvdrun through the prefix command, which executes its arguments.
+// startWith does what start does, but runs hvdrun through the prefix command, which executes its arguments.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
 }
 
-// startHvdrun runs hvdrun with flags, and this binary as the given program under it. If command is not nil,
-// it is a prefix that executes its arguments, and hvdrun runs through it.
+// startHvdrun runs hvdrun with flags, and this binary as the given program under hvdrun. If command is not
+// nil, hvdrun runs through this prefix, which executes its arguments.
 func startHvdrun(t testing.TB, command, flags []string, program string, env ...string) *job {
 	self, err := os.Executable()
 	if err != nil {
@@ -126,13 +128,13 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 	return startIn(t, "", command, env...)
 }
 
-// startIn is like startCommand, with dir as the working directory.
+// startIn does what startCommand does, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
-	// After two minutes hvdrun is interrupted, as by a user, so that it can end its ranks.
+	// After two minutes hvdrun gets an interrupt, as from a user, so that it can end its ranks.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
@@ -180,8 +182,8 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	return j
 }
 
-// until reads lines until enough returns true. It fails the test after a minute or if the job ends first.
-// what names the awaited event in the failure message.
+// until reads lines until enough returns true. If the job ends before that, or after a minute, it fails the
+// test. what names the awaited event in the failure message.
 func (j *job) until(what string, enough func(l line) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -201,8 +203,8 @@ func (j *job) until(what string, enough func(l line) bool) {
 	}
 }
 
-// untilError waits until enough returns true for all of standard error so far. It fails the test after a
-// minute. what names the awaited event in the failure message.
+// untilError waits until enough returns true for all of standard error so far. After a minute it fails the
+// test. what names the awaited event in the failure message.
 func (j *job) untilError(what string, enough func(text string) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -215,8 +217,8 @@ func (j *job) untilError(what string, enough func(text string) bool) {
 	}
 }
 
-// ready waits until that many ranks have printed their process id and that they are ready. It returns the
-// process ids by rank.
+// ready waits until the given number of ranks have printed their process ID and that they are ready. It
+// returns the process IDs by rank.
 func (j *job) ready(ranks int) []int {
 	j.t.Helper()
 	pids, known, ready := make([]int, ranks), 0, 0
@@ -255,7 +257,7 @@ func (j *job) wait() int {
 	}
 	j.wg.Wait()
 	if j.cmd == nil {
-		return 0 // The test has started the ranks itself and has their statuses.
+		return 0 // the test has started the ranks itself and knows their statuses
 	}
 	err := j.cmd.Wait()
 	var exit *exec.ExitError

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// report is the part of the output of hvdrun timeline --json that the tests read.
+// report has the fields in the output of hvdrun timeline --json that the tests read.
 type report struct {
 	Size      int   `json:"size"`
 	WithFiles []int `json:"ranks_with_files"`
@@ -40,7 +40,7 @@ type report struct {
 	} `json:"cache"`
 }
 
-// reportOf returns hvdrun's analysis of a timeline.
+// reportOf runs hvdrun timeline on a file and returns the analysis.
 func reportOf(t *testing.T, file string) (r report) {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), hvdrunPath, "timeline", "--json", file).Output()
@@ -53,7 +53,7 @@ func reportOf(t *testing.T, file string) (r report) {
 	return r
 }
 
-// checkTimeline checks that the pattern matches want files and that each of them follows the rules of the
+// checkTimeline checks that the pattern matches want files, and that each of them follows the rules of the
 // format.
 func checkTimeline(t *testing.T, pattern string, want int) {
 	t.Helper()
@@ -73,13 +73,13 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 	}
 }
 
-// hvdrun timeline names a slow rank, also if all tensors are cached and only bits are negotiated. That is so
-// in the second case, in which a signal starts the timeline in the middle of the training.
+// hvdrun timeline names a slow rank. It does so even if all requests are cached and only bits are negotiated.
+// This is the second case, in which a signal starts the timeline in the middle of the training.
 func TestSlowRankIsNamed(t *testing.T) {
 	digits := buildDigits(t)
 	for _, signalled := range []bool{false, true} {
-		// All four ranks share the processors with other tests, so each of them waits some milliseconds. If
-		// that hides the slow rank, the test makes it slower.
+		// The four ranks share the processors with other tests, so each of them waits for milliseconds at
+		// times. If this hides the slow rank, the test makes the rank slower.
 		var share float64
 		for _, slow := range []string{"15ms", "30ms", "60ms", "120ms"} {
 			if share = slowRank(t, digits, slow, signalled); share >= 0.9 || t.Failed() {
@@ -147,8 +147,8 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 	return share
 }
 
-// checkMerged checks that a merged trace has events of all ranks. On each track times must not go back, and
-// each beginning must have an end.
+// checkMerged checks that a merged trace has events of all ranks, that times on each track never go back, and
+// that each beginning has an end.
 func checkMerged(t *testing.T, file string, ranks int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -195,10 +195,10 @@ func checkMerged(t *testing.T, file string, ranks int) {
 	}
 }
 
-// clockOf is the data about its rank's clock in a timeline file.
+// clockOf is what a timeline file says about the clock of its rank.
 type clockOf struct {
-	start         float64 // time of day at which the rank's times begin, in microseconds
-	offset, bound float64 // last measured offset and its error bound, in microseconds
+	start         float64 // the time of day at which the rank's times begin, in microseconds
+	offset, bound float64 // the last measured offset and its error bound, in microseconds
 	measured      int
 }
 
@@ -231,8 +231,8 @@ func readClock(t *testing.T, file string) (c clockOf) {
 	return c
 }
 
-// If the monotonic clocks of ranks differ, the offset in their files is right to within the bound in the
-// files. The time of day is the same for all ranks, so the test knows the true offset.
+// The monotonic clocks of the ranks differ. The offsets in the timeline files are right within the error
+// bounds in the files. The test knows the true offsets, because the time of day is the same for all ranks.
 func TestClocksSetApart(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)
@@ -260,7 +260,7 @@ func TestClocksSetApart(t *testing.T) {
 		truth := c.start - zero.start
 		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset,
 			c.bound)
-		// The 2 us allow for the two start times, which are in whole microseconds.
+		// 2 us are added because the two start times are in whole microseconds.
 		if c.measured == 0 || c.bound <= 0 || math.Abs(c.offset-truth) > c.bound+2 {
 			t.Errorf("rank %d: its clock is %.1f us from rank 0's, by the files %.1f within %.1f, measured %d times", rank, truth, c.offset, c.bound, c.measured)
 		}
@@ -270,7 +270,7 @@ func TestClocksSetApart(t *testing.T) {
 	}
 }
 
-// A tensor that one rank never submits is named, with that rank, in the log, the metrics, the automatic
+// One rank never submits a tensor. The tensor and the rank are named in the log, the metrics, the automatic
 // report, the report after SIGQUIT, and the dump files.
 func TestForgottenTensorIsNamed(t *testing.T) {
 	t.Parallel()
@@ -322,7 +322,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 }
 
-// When the stall inspector ends the job, the report names the tensor and the rank that did not submit it.
+// The stall inspector ends the job. The report names the tensor and the rank that did not submit it.
 func TestStallShutdownIsExplained(t *testing.T) {
 	t.Parallel()
 	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1",

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// program runs the named program of a rank and returns the exit status.
+// program runs the rank's program with the given name, and returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
 	switch name {
@@ -71,11 +71,11 @@ func program(name string) int {
 	case "steps":
 		err = steps(ctx)
 	case "idle":
-		// The test measures this process and then interrupts it.
+		// The test measures the idle process and then interrupts it.
 		select {}
 	case "leave":
 		if hvd.Rank() == 1 {
-			return 0 // A return without Shutdown counts as a death.
+			return 0 // without Shutdown, which counts as a death
 		}
 		err = hvd.Barrier(ctx, hvd.Name("after"))
 	default:
@@ -93,7 +93,7 @@ func program(name string) int {
 	return 0
 }
 
-// stalls submits ten gradients in each of three steps. In the last step rank 2 does not submit one of them.
+// stalls submits ten gradients in each of three steps. In the last step rank 2 leaves one of them out.
 func stalls(ctx context.Context) error {
 	for step := range 3 {
 		var handles []*hvd.Handle[float32]
@@ -117,10 +117,10 @@ func stalls(ctx context.Context) error {
 			}
 		}
 	}
-	select {} // Only rank 2 comes here. It behaves as if busy with something else.
+	select {} // only rank 2 comes here: it does nothing, as if busy with other work
 }
 
-// steps runs allreduces until rank 0 sees the file that E2E_END names.
+// steps runs allreduces until rank 0 finds the file that E2E_END names.
 func steps(ctx context.Context) error {
 	x := make([]float32, 1000)
 	for step := 0; ; step++ {
@@ -130,7 +130,7 @@ func steps(ctx context.Context) error {
 		if step == 20 {
 			fmt.Println("ready")
 		}
-		// Rank 0 decides for all, so that all ranks end at the same step.
+		// Rank 0 decides for all ranks, so that all end at the same step.
 		if on, err := hvd.Broadcast(ctx, []bool{proceed()}, 0, hvd.Name("proceed")); err != nil || !on[0] {
 			return err
 		}
@@ -152,7 +152,7 @@ func arena(ctx context.Context) error {
 	return large(ctx, x)
 }
 
-// noArena asks for more memory than there is, and runs sums without it.
+// noArena tries to allocate more memory than there is, and then runs sums without it.
 func noArena(ctx context.Context) error {
 	var refused *hvd.NoMemoryError
 	_, err := hvd.Alloc[float32](16 << 20)
@@ -164,7 +164,7 @@ func noArena(ctx context.Context) error {
 }
 
 // refill runs large with a buffer from hvd.Alloc until the job fails. Then the buffer belongs to the rank
-// again: refill fills it and checks after 4 s that no other process has written to it.
+// again. refill writes to it, and checks after 4 s that no other process has changed it.
 func refill(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](1 << 20)
 	if err != nil {
@@ -198,8 +198,8 @@ func large(ctx context.Context, x []float32) error {
 	}
 }
 
-// small runs allreduces of small tensors until one fails. Each rank submits them in an order of its own, so
-// that the ranks are negotiating nearly all the time.
+// small runs allreduces of small tensors until one fails. Each rank submits them in its own order, so that
+// the ranks negotiate nearly all the time.
 func small(ctx context.Context) error {
 	const tensors = 50
 	for step := 0; ; step++ {
@@ -226,8 +226,8 @@ func small(ctx context.Context) error {
 	}
 }
 
-// waiting leaves every rank with a request that is never answered, because the last rank submits a tensor of
-// another name.
+// waiting makes every rank wait for a request that never completes, because the last rank submits a tensor
+// with another name.
 func waiting(ctx context.Context) error {
 	if err := hvd.Barrier(ctx, hvd.Name("start")); err != nil {
 		return err
@@ -245,8 +245,8 @@ func waiting(ctx context.Context) error {
 	return err
 }
 
-// mixed runs most of the operations, again and again, until one fails. In each step it adds, uses and removes
-// a process set.
+// mixed runs most kinds of operations in a loop until one fails. In each step it adds, uses and removes a
+// process set.
 func mixed(ctx context.Context) error {
 	n := hvd.Size()
 	x := make([]float32, n<<18)
@@ -283,7 +283,7 @@ func mixed(ctx context.Context) error {
 	}
 }
 
-// joined lets all ranks but the last join. The last rank runs allreduces until one fails.
+// joined makes all ranks but the last join. The last rank runs allreduces until one fails.
 func joined(ctx context.Context) error {
 	if hvd.Rank() < hvd.Size()-1 {
 		h, err := hvd.JoinAsync()
@@ -305,8 +305,8 @@ func joined(ctx context.Context) error {
 	}
 }
 
-// sums runs allreduces of tensors of many sizes and prints a hash of the results. The order in which it
-// submits the tensors differs between runs and ranks.
+// sums runs allreduces of tensors of many sizes and prints a hash of the results. Each rank and each run
+// submits the tensors in another order.
 func sums(ctx context.Context) error {
 	const tensors, steps = 30, 20
 	hash := sha256.New()
@@ -337,7 +337,8 @@ func sums(ctx context.Context) error {
 	return nil
 }
 
-// stopVariable has the path of a file whose existence ends the program steady.
+// stopVariable names the variable with the path of the stop file. When this file exists, the program steady
+// ends.
 const stopVariable = "GOHVD_E2E_STOP"
 
 // steady runs allreduces until rank 0 sees the stop file, and then prints their number.

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// The README's first command works: four ranks train the example and end with the same weights.
+// The first command in the README works: four ranks train the example and end with the same weights.
 func TestReadmeCommand(t *testing.T) {
 	readme, err := os.ReadFile("../../README.md")
 	if err != nil {

@@ -42,7 +42,7 @@ func hvdd(t testing.TB) string {
 	return path
 }
 
-// ownSidecar starts a sidecar and returns it with its only client.
+// ownSidecar starts a sidecar with a client of its own, and returns both.
 func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidecartest.Client) {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -65,7 +65,7 @@ func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidec
 	return cmd, c
 }
 
-// sidecarJob starts n sidecars that are the ranks of one job, and returns the client of each.
+// sidecarJob starts n sidecars, which are the ranks of one job, and returns the client of each.
 func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	b.Helper()
 	server, err := store.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), store.Config{})
@@ -100,8 +100,8 @@ func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	return clients
 }
 
-// sidecarRank is the program of a rank with a sidecar of its own, as a program in another language has. It
-// prints its process id and the sidecar's, and returns the exit status.
+// sidecarRank is the program of a rank with its own sidecar, as a program in another language has it. It
+// prints its process ID and that of the sidecar, and returns the exit status.
 func sidecarRank(name string) int {
 	r := new(reporter)
 	defer r.end()
@@ -112,7 +112,7 @@ func sidecarRank(name string) int {
 	x := tensor.View[float32](c.Arena(1, 4<<20))
 	c.Ring(16)
 	c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, int64(len(x)))))
-	if name == "sidecar-fork" { // The child holds the client's socket after the client has been killed.
+	if name == "sidecar-fork" { // the child holds the client's socket even after the client is killed
 		child := exec.Command("sleep", "60")
 		child.ExtraFiles = []*os.File{os.NewFile(uintptr(c.FD), "socket")}
 		if err := child.Start(); err != nil {
@@ -146,13 +146,13 @@ func sidecarRank(name string) int {
 				r.Fatal(err)
 			}
 		}
-		// The peers read this rank's tensors in place.
+		// The maps show that the peers read this rank's tensors in place.
 		maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", cmd.Process.Pid))
 		if err != nil {
 			r.Fatal(err)
 		}
 		mapped := len(regexp.MustCompile(`(?m) r--s .*/memfd:client`).FindAll(maps, -1))
-		// The first rank that shuts down ends the job, so all ranks read their maps before this allreduce.
+		// This allreduce makes all ranks read the maps before the first rank shuts down, which ends the job.
 		if err := sum(); err != nil {
 			r.Fatal(err)
 		}
@@ -172,7 +172,7 @@ func sidecarRank(name string) int {
 	for {
 		if err := sum(); err != nil {
 			fmt.Println("error", err)
-			c.Close() // The sidecar ends because its client has gone.
+			c.Close() // the sidecar ends because its client has gone
 			cmd.Wait()
 			fmt.Println("ended", cmd.ProcessState.ExitCode())
 			return 1
@@ -180,7 +180,7 @@ func sidecarRank(name string) int {
 	}
 }
 
-// reporter is a sidecartest.TB for a program that is not a test.
+// reporter implements sidecartest.TB for a program that is not a test.
 type reporter struct {
 	cleanups []func()
 	status   int
@@ -199,10 +199,10 @@ func (r *reporter) end() {
 	}
 }
 
-// hvddVariable has the path of hvdd.
+// hvddVariable names the variable with the path of hvdd.
 const hvddVariable = "GOHVD_E2E_HVDD"
 
-// Ranks with sidecars of their own get correct sums, and their sidecars read each other's arenas.
+// Ranks that each have a sidecar get correct sums, and the sidecars read each other's arenas.
 func TestSidecars(t *testing.T) {
 	const n = 3
 	j := start(t, n, "sidecar-sums", hvddVariable+"="+hvdd(t))
@@ -212,9 +212,8 @@ func TestSidecars(t *testing.T) {
 	}
 }
 
-// A rank fails if its sidecar is killed or if the sidecar's client is killed, even if another process holds
-// the client's socket. The operations of the other ranks end with an error that names the rank, and no
-// process is left.
+// A rank's sidecar or the sidecar's client is killed, in one case while another process holds the client's
+// socket. The operations of the other ranks end with an error that names the rank, and no process is left.
 func TestSidecarDeaths(t *testing.T) {
 	path := hvdd(t)
 	for _, c := range []struct{ name, program, victim string }{
@@ -274,7 +273,7 @@ func TestSidecarDeaths(t *testing.T) {
 }
 
 // BenchmarkSidecarAllreduce measures single allreduces of two ranks, each with a sidecar and a shared-memory
-// ring for its requests. This is the time for which a training program waits when it wants one number.
+// ring for its requests. A training program waits this long if it needs a single number.
 func BenchmarkSidecarAllreduce(b *testing.B) {
 	for _, bytes := range []int64{4, 64 << 10, 64 << 20} {
 		b.Run(strconv.FormatInt(bytes, 10), func(b *testing.B) {
@@ -320,8 +319,8 @@ func BenchmarkSidecarAllreduce(b *testing.B) {
 	}
 }
 
-// hvdrun tells its ranks the path of an executable hvdd in its own directory, unless the user has named
-// another.
+// If there is an executable hvdd in hvdrun's own directory, hvdrun tells its ranks the path of it, unless the
+// user has named another.
 func TestSidecarBesideHvdrun(t *testing.T) {
 	dir := t.TempDir()
 	hvdrun, hvdd := filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// An encrypted job has the same results as a plain one, whether --tls or HVD_TLS turns the encryption on.
+// An encrypted job has the same results as a plain one. Encryption is turned on by --tls or by HVD_TLS.
 func TestTLSResults(t *testing.T) {
 	hash := func(command []string, env ...string) string {
 		t.Helper()
@@ -47,7 +47,7 @@ func TestTLSResults(t *testing.T) {
 	}
 }
 
-// capture is a recording of the TCP packets on the loopback device.
+// capture records the TCP packets on the loopback device.
 type capture struct {
 	f  *os.File
 	wg sync.WaitGroup
@@ -63,12 +63,12 @@ type packet struct {
 	data  []byte
 }
 
-// maxCapture bounds the number of bytes that a capture keeps.
+// maxCapture limits how many bytes a capture keeps.
 const maxCapture = 64 << 20
 
 func startCapture(t *testing.T) *capture {
 	t.Helper()
-	ipv4 := binary.NativeEndian.Uint16([]byte{0x08, 0x00}) // EtherType of IPv4 in network order
+	ipv4 := binary.NativeEndian.Uint16([]byte{0x08, 0x00}) // the EtherType of IPv4 in network byte order
 	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(ipv4))
 	if err != nil {
 		t.Fatal(err)
@@ -117,7 +117,7 @@ func (c *capture) keep(ip []byte) {
 	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})
 }
 
-// of returns the packets so far from or to one of the ports, and the total size of their payloads.
+// of returns the captured packets from or to one of the ports, and the total size of their payloads.
 func (c *capture) of(ports map[int]bool) (packets []packet, numBytes int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -135,9 +135,9 @@ func (c *capture) stop() {
 }
 
 // The network traffic of a plain job contains its tensors, their names and the name of the job. The traffic
-// of an encrypted job contains none of them.
+// of an encrypted job contains none of these.
 func TestTLSHidesTensors(t *testing.T) {
-	testnet.NeedHosts(t) // A user who may create hosts may also capture packets.
+	testnet.NeedHosts(t) // if the user may create hosts, they may also capture packets
 	for _, test := range []struct {
 		name      string
 		env       string
@@ -197,8 +197,8 @@ func isClientHello(data []byte) bool {
 		int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
 }
 
-// hasRound reports whether data contains a tensor of the program steady: the int64 0, followed by the number
-// of a round.
+// hasRound reports whether data contains a tensor of the program steady: the int64 0 and then the number of a
+// round.
 func hasRound(data []byte) bool {
 	for i := 0; i+16 <= len(data); i++ {
 		round := binary.LittleEndian.Uint64(data[i+8:])
@@ -209,13 +209,13 @@ func hasRound(data []byte) bool {
 	return false
 }
 
-// If only one of two ranks encrypts, the job fails and the error says on which end of the connection HVD_TLS
-// is set.
+// Only one of two ranks encrypts. The job fails, and the error says at which end of the connection HVD_TLS is
+// set.
 func TestTLSOfSome(t *testing.T) {
 	for _, test := range []struct {
 		name  string
-		ranks string // shell command that each rank runs before the program
-		env   string // environment of hvdrun
+		ranks string // a shell command that each rank runs before the program
+		env   string // the environment of hvdrun
 		who   string
 	}{
 		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1",

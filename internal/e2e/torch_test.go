@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// torchScript is a program that uses only torch.distributed, in the form in which its users write it.
+// torchScript is a program that uses only torch.distributed, written as its users write it.
 const torchScript = `
 import os, sys
 import torch
@@ -39,7 +39,7 @@ print("rank", rank, "of", size, "is right")
 dist.destroy_process_group()
 `
 
-// A torch.distributed script that does not use gohvd finds its store under hvdrun, with both init methods.
+// A script that uses torch.distributed and not gohvd finds its store under hvdrun, with both init methods.
 func TestTorchScript(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
