@@ -17,8 +17,8 @@ import (
 // tabColumns is the width of a tab in Go files.
 const tabColumns = 4
 
-// ofInterfaces are exported methods whose contract is that of a well-known interface of the standard library
-// or of the flag library. They need no comment.
+// ofInterfaces has exported methods that need no comment, because they implement a well-known interface of
+// the standard library or of the flag library.
 var ofInterfaces = []string{
 	"Error", "Unwrap", "Is", "As", "String", "GoString", "Format", "MarshalText", "UnmarshalText",
 	"MarshalJSON", "UnmarshalJSON",
@@ -26,11 +26,12 @@ var ofInterfaces = []string{
 	"Describe", "Collect", "ServeHTTP",
 }
 
-// notVerbs are second words of the comment of a function that says what the function is and not what it does.
+// notVerbs has words that are not verbs. If such a word follows the name of a function in its doc comment,
+// the comment says what the function is and not what it does.
 var notVerbs = []string{"is", "are", "was", "has", "a", "an", "the", "of", "for", "as", "in", "and", "its",
 	"one", "this"}
 
-// goFile is a Go file that people write.
+// goFile is a Go file that is not generated.
 type goFile struct {
 	path   string
 	lines  []string
@@ -42,7 +43,7 @@ func (f *goFile) test() bool { return strings.HasSuffix(f.path, "_test.go") }
 
 func (f *goFile) line(pos token.Pos) int { return f.fset.Position(pos).Line }
 
-// rawStrings returns the numbers of the lines on which a string literal of several lines is.
+// rawStrings returns the numbers of all lines in string literals that span several lines.
 func (f *goFile) rawStrings() map[int]bool {
 	lines := make(map[int]bool)
 	ast.Inspect(f.parsed, func(n ast.Node) bool {
@@ -97,9 +98,9 @@ func readGoFiles(t *testing.T) (all []*goFile) {
 	return all
 }
 
-// Exported identifiers have a doc comment, and every doc comment of a function begins with the name and a
-// verb. Such a comment says what the function does; a comment that says what it is leaves open whether it
-// blocks, fails or changes anything.
+// Exported identifiers have a doc comment. Every doc comment of a function begins with the name of the
+// function and a verb. So the comment says what the function does. A comment that says what it is leaves open
+// whether it blocks, fails or changes anything.
 func TestDocComments(t *testing.T) {
 	for _, f := range readGoFiles(t) {
 		if f.test() {
@@ -131,7 +132,7 @@ func checkFunc(t *testing.T, f *goFile, d *ast.FuncDecl) {
 	case words[0] != name:
 		t.Errorf("%s:%d: the doc comment of %s begins with %q, want the name", f.path, f.line(d.Pos()), name,
 			words[0])
-	// as in the standard library
+	// These forms are allowed, because the standard library uses them.
 	case len(words) > 2 && words[1] == "is" && (words[2] == "like" || words[2] == "called"):
 	case len(words) < 2 || slices.Contains(notVerbs, words[1]):
 		t.Errorf("%s:%d: the doc comment of %s says what it is, want what it does: %q",
@@ -139,8 +140,8 @@ func checkFunc(t *testing.T, f *goFile, d *ast.FuncDecl) {
 	}
 }
 
-// exportedReceiver reports whether the type of a method is exported. If it is not, its methods implement an
-// interface, which has their contract.
+// exportedReceiver reports whether the type of a method is exported. Methods of other types implement
+// interfaces, whose comments describe them.
 func exportedReceiver(d *ast.FuncDecl) bool {
 	x := d.Recv.List[0].Type
 	for {
@@ -187,12 +188,14 @@ func checkSpec(t *testing.T, f *goFile, d *ast.GenDecl, s ast.Spec) {
 	}
 }
 
-// retiredInGo are words that comments and texts in Go do not use, for those that the field has. Words that
-// are also names of programs or have another meaning in code are only in the list for pages.
+// retiredInGo matches words that comments and texts in Go files must not use, because the field has other
+// words for their meaning. Some retired words are only in the list for pages, because they also are names of
+// programs or have another meaning in code.
 var retiredInGo = regexp.MustCompile(
 	`(?i)\b(whoever|doorway|farewell|heeds?|heeded|rouse[sd]?|hurry|hurries|in vain|anew|lest)\b`)
 
-// Go files do not use the retired words, because a reader finds no private word in any other document.
+// Go files do not use the retired words, because a reader cannot look up a private word in any other
+// document.
 func TestRetiredWordsInGo(t *testing.T) {
 	for _, f := range readGoFiles(t) {
 		if strings.HasPrefix(f.path, "internal/lint/") {
@@ -206,8 +209,8 @@ func TestRetiredWordsInGo(t *testing.T) {
 	}
 }
 
-// Lines of Go are at most maxColumns wide, because longer lines wrap in editors and reviews. A line that only
-// a long string makes too wide is allowed.
+// Lines of Go are at most maxColumns wide, because longer lines wrap in editors and reviews. A line may be
+// wider if only a long string makes it so.
 func TestGoWidth(t *testing.T) {
 	for _, f := range readGoFiles(t) {
 		raw := f.rawStrings()
@@ -219,20 +222,20 @@ func TestGoWidth(t *testing.T) {
 	}
 }
 
-// columns returns the width of a line.
+// columns returns the width of a line, with tabs as tabColumns.
 func columns(line string) int {
 	return utf8.RuneCountInString(line) + (tabColumns-1)*strings.Count(line, "\t")
 }
 
-// stringLiteral finds string literals of one line.
+// stringLiteral matches string literals within one line.
 var stringLiteral = regexp.MustCompile("\"(\\\\.|[^\"\\\\])*\"|`[^`]*`?")
 
-// breakable reports whether a line that is too long has a place to break it: a comma, a space of a comment or
-// an operator outside of string literals.
+// breakable reports whether a line that is too wide could be broken. It could if it has a comma, a space in a
+// comment or an operator outside of string literals.
 func breakable(line string) bool {
 	text := strings.TrimLeft(line, "\t")
 	if strings.HasPrefix(text, "//\t") {
-		return false // a table
+		return false // a table or code in a comment
 	}
 	if rest, ok := strings.CutPrefix(text, "// "); ok {
 		return rest[0] != ' ' && strings.ContainsRune(rest, ' ')

@@ -15,15 +15,15 @@ import (
 	"testing"
 )
 
-// format is a row of docs/formats.md.
+// format is one row in the tables of docs/formats.md.
 type format struct {
 	name           string
 	magic, version []constant
-	decoders       map[string][]string // functions by file
-	fuzzTests      map[string][]string // by package folder
+	decoders       map[string][]string // names of functions, by file
+	fuzzTests      map[string][]string // names of fuzz tests, by the folder of the package
 }
 
-// constant is a name and the value that the page gives it.
+// constant is the name of a constant and its value on the page.
 type constant struct{ name, value string }
 
 var (
@@ -31,7 +31,7 @@ var (
 	cellWords = regexp.MustCompile(`[A-Za-z_][A-Za-z0-9_.]*`)
 )
 
-// namesIn parses a cell of the form "`place` name, name; `place` name" and returns the names by place.
+// namesIn parses a cell of the form "`place` name, name; `place` name". It returns the names by place.
 func namesIn(cell string) map[string][]string {
 	names := make(map[string][]string)
 	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
@@ -40,7 +40,7 @@ func namesIn(cell string) map[string][]string {
 	return names
 }
 
-// constantsIn parses a cell of the form "`name` value, `name` value".
+// constantsIn parses a cell of the form "`name` value, `name` value" and returns the constants.
 func constantsIn(cell string) (all []constant) {
 	for _, m := range cellCode.FindAllStringSubmatch(cell, -1) {
 		all = append(all, constant{m[1], strings.TrimSpace(strings.TrimRight(strings.TrimSpace(m[2]), ",;"))})
@@ -72,16 +72,16 @@ func readFormats(t *testing.T, root string) (all []format) {
 	return all
 }
 
-// source is what this test needs to know about the Go files of a folder.
+// source has what the test needs to know about the Go files of a folder.
 type source struct {
-	constants map[string]string // literals by name, without those of tests
+	constants map[string]string // literals by name, without constants in tests
 	functions map[string]bool   // "file.go:Name"
-	fuzzed    map[string]string // file by fuzz test
-	reads     map[string]string // by file, a place that decodes bytes
+	fuzzed    map[string]string // the file of each fuzz test
+	reads     map[string]string // a place in each file that decodes bytes
 }
 
-// Every function that the walkthroughs of docs/design.md name exists in the file that they name. Newcomers
-// follow a tensor and a death through the code by these tables.
+// The walkthroughs in docs/design.md, which follow a tensor and a death through the code, name files and
+// functions. Every function exists in the file that is named with it.
 func TestWalkthroughs(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -117,7 +117,7 @@ func TestWalkthroughs(t *testing.T) {
 	}
 }
 
-// decoding are the functions that decode bytes from outside, by the name of their package.
+// decoding has the functions that decode bytes from outside, by the name of their package.
 var decoding = map[string][]string{
 	"proto":     {"Unmarshal"},
 	"json":      {"Unmarshal", "NewDecoder"},
@@ -188,7 +188,7 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 						if lit, ok := v.Values[i].(*ast.BasicLit); ok {
 							s.constants[name.Name] = lit.Value
 						} else if strings.HasSuffix(strings.ToLower(name.Name), "magic") {
-							s.constants[name.Name] = "" // It is not a literal, so the test cannot compare it.
+							s.constants[name.Name] = "" // not a literal, so it cannot be compared
 						}
 					}
 				}
@@ -216,7 +216,7 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 	})
 }
 
-// withoutRow has the files that decode something and are not on the page, with the reason.
+// withoutRow has the files that decode bytes but need no row on the page, with the reason.
 var withoutRow = map[string]string{
 	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
@@ -230,7 +230,7 @@ var withoutRow = map[string]string{
 }
 
 // docs/formats.md lists every format of bytes that come from another process or from a file, with its
-// version, its decoders and a fuzz test. The fuzz tests are there because no input may bring a rank down.
+// version, its decoders and a fuzz test. The fuzz tests are required because no input may crash a rank.
 func TestFormats(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -238,9 +238,9 @@ func TestFormats(t *testing.T) {
 	}
 	formats, sources := readFormats(t, root), readSources(t, root)
 
-	listed := make(map[string]string) // format by file of its decoder
-	fuzzed := make(map[string]string) // format by "dir.FuzzX"
-	onPage := make(map[string]bool)   // "dir.constant"
+	listed := make(map[string]string) // the format of each file with a decoder
+	fuzzed := make(map[string]string) // the format of each "dir.FuzzX"
+	onPage := make(map[string]bool)   // keys are "dir.constant"
 	for _, f := range formats {
 		if len(f.decoders) == 0 || len(f.fuzzTests) == 0 {
 			t.Errorf("%s: %q has no decoder or no fuzz test", formatsPage, f.name)
@@ -284,7 +284,7 @@ func TestFormats(t *testing.T) {
 			found := false
 			for _, dir := range dirs {
 				if sources[dir] == nil {
-					continue // This was reported above.
+					continue // this was reported above
 				}
 				literal, ok := sources[dir].constants[c.name]
 				if ok {
@@ -300,7 +300,7 @@ func TestFormats(t *testing.T) {
 		}
 	}
 
-	magics := make(map[string]string) // constant by its bytes on the wire
+	magics := make(map[string]string) // constants by their bytes on the wire
 	for _, dir := range slices.Sorted(maps.Keys(sources)) {
 		s := sources[dir]
 		for _, name := range slices.Sorted(maps.Keys(s.constants)) {
@@ -342,12 +342,12 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// otherFuzzTests are fuzz tests of functions that decode nothing: they write or compute.
+// otherFuzzTests has the fuzz tests of functions that decode nothing.
 var otherFuzzTests = []string{"internal/kernel.FuzzLevels", "internal/launch.FuzzSplitter",
 	"timeline.FuzzString"}
 
-// onTheWire returns the bytes of a magic constant, given as a literal. For a number it returns them in both
-// byte orders, because some of the formats are little-endian.
+// onTheWire returns the bytes of a magic constant on the wire. literal is the constant's value in the source.
+// For a number onTheWire returns the bytes in both orders, because some formats are little-endian.
 func onTheWire(t *testing.T, at, literal string) []string {
 	if text, err := strconv.Unquote(literal); err == nil {
 		return []string{text}

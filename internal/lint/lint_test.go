@@ -1,4 +1,4 @@
-// Package lint tests the rules of the module that a compiler does not check.
+// Package lint tests rules of the module that the compiler does not check.
 package lint
 
 import (
@@ -19,18 +19,19 @@ import (
 
 const module = "github.com/gohvd/gohvd"
 
-// pkg is a package as go list describes it.
+// pkg is a package in the output of go list.
 type pkg struct {
 	ImportPath string
 	Dir        string
 	GoFiles    []string
 	CgoFiles   []string
 	Imports    []string
-	// IgnoredGoFiles are the files that this build leaves out: with cgo off, also those that need cgo.
+	// IgnoredGoFiles has the files that this build leaves out. If cgo is off, these include files that need
+	// cgo.
 	IgnoredGoFiles []string
 }
 
-// listing is the output of go list for all packages of the module, without their tests.
+// listing returns the output of go list for all packages of the module, without their tests.
 var listing = sync.OnceValues(exec.Command("go", "list",
 	"-json=ImportPath,Dir,GoFiles,CgoFiles,Imports,IgnoredGoFiles", module+"/...").Output)
 
@@ -59,12 +60,12 @@ func packages(t *testing.T) []pkg {
 	}
 }
 
-// short returns the import path without the module's path.
+// short returns an import path without the path of the module.
 func short(path string) string { return strings.TrimPrefix(strings.TrimPrefix(path, module), "/") }
 
-// A package imports only packages that are further down the table in docs/design.md, which is the only list
-// of the layers. So one can understand a package knowing only those below it, and the tests of a lower
-// package need no higher one.
+// A package imports only packages that are further down in the table of packages in docs/design.md, which is
+// the only list of the layers. So a package can be understood with only the packages below it, and its tests
+// need no package above it.
 func TestImportsPointDownTheTable(t *testing.T) {
 	page, err := os.ReadFile("../../docs/design.md")
 	if err != nil {
@@ -75,7 +76,7 @@ func TestImportsPointDownTheTable(t *testing.T) {
 	if !found {
 		t.Fatal("docs/design.md has no table of packages")
 	}
-	rows := make(map[string]int) // row of each package, from the top of the table
+	rows := make(map[string]int) // the row of each package, counted from the top of the table
 	for line := range strings.Lines(table) {
 		for i, name := range strings.Split(strings.Split(line, "|")[2], "`") {
 			if i%2 == 0 {
@@ -106,12 +107,12 @@ func TestImportsPointDownTheTable(t *testing.T) {
 	}
 }
 
-// The packages of the negotiation use no network, clock, lock or goroutine. They must give the same outputs
-// for the same inputs, be testable without a network, and never wait.
+// The packages of the negotiation use no network, clock, lock or goroutine. So they give the same outputs for
+// the same inputs, can be tested without a network, and never wait.
 func TestTheCoreIsPure(t *testing.T) {
 	pure := []string{"controller", "responsecache", "fusion", "internal/message", "internal/tensor", "half",
 		"internal/topo"}
-	// An entry stands for the packages below it too.
+	// An entry also forbids the packages in folders below it.
 	forbidden := []string{"net", "os", "sync", "log", "math/rand", "context", "runtime", "syscall", "unsafe",
 		"reflect", "go.uber.org", "golang.org/x"}
 	for _, p := range packages(t) {
@@ -120,7 +121,7 @@ func TestTheCoreIsPure(t *testing.T) {
 		}
 		for _, i := range p.Imports {
 			if (i == "unsafe" || i == "reflect") && short(p.ImportPath) == "internal/tensor" {
-				continue // It makes views of memory and finds the element types of Go types.
+				continue // it makes views of memory and finds the element types of Go types
 			}
 			if slices.ContainsFunc(forbidden, func(f string) bool {
 				return i == f ||
@@ -149,18 +150,18 @@ func TestTheCoreIsPure(t *testing.T) {
 	}
 }
 
-// Only internal/config reads the environment. So one table makes help, documentation and checks, and each
-// value's origin is known.
+// Only internal/config reads the environment. So help, documentation and checks come from one table, and the
+// origin of each value is known.
 func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 	for _, p := range packages(t) {
 		switch short(p.ImportPath) {
 		case "internal/config":
 			continue
 		case "internal/launch", "cmd/hvdrun":
-			// A launcher passes its environment on to the ranks; it reads no setting from it.
+			// A launcher passes its environment on to the ranks, but reads no setting from it.
 			continue
 		case "internal/testnet":
-			// It reads the variable by which CI says that no test may be skipped.
+			// It reads only the variable with which CI forbids skipped tests.
 			continue
 		}
 		for _, at := range uses(t, p, "os", "Getenv", "LookupEnv", "Environ", "ExpandEnv", "Setenv") {
@@ -169,11 +170,11 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 	}
 }
 
-// No library package ends the process, and no package sleeps in the hope that something has happened by then.
+// No library package ends the process. No package sleeps in the hope that something has happened by then.
 func TestNoExitsNoSleeps(t *testing.T) {
 	for _, p := range packages(t) {
 		path := short(p.ImportPath)
-		generator := strings.HasPrefix(path, "internal/kernel/asm") // These programs are run by go generate.
+		generator := strings.HasPrefix(path, "internal/kernel/asm") // programs that go generate runs
 		if !strings.HasPrefix(path, "cmd/") && !strings.HasPrefix(path, "examples/") && !generator {
 			for _, at := range uses(t, p, "os", "Exit") {
 				t.Errorf("%s exits at %s", path, at)
@@ -188,7 +189,7 @@ func TestNoExitsNoSleeps(t *testing.T) {
 	}
 }
 
-// No package uses cgo: it needs a C toolchain, and only MPI and NCCL would need it.
+// No package uses cgo, because it needs a C toolchain. Only backends for MPI and NCCL would need cgo.
 func TestNoCgo(t *testing.T) {
 	for _, p := range packages(t) {
 		for _, f := range append(p.CgoFiles, p.IgnoredGoFiles...) {
@@ -206,9 +207,9 @@ func TestNoCgo(t *testing.T) {
 	}
 }
 
-// Only internal/metrics imports the Prometheus client; other packages return structs such as trace.Stats. So
-// a program that shows the numbers in another way needs no Prometheus, and the name and cost of a metric are
-// in one place.
+// Only internal/metrics imports the Prometheus client. Other packages return structs such as trace.Stats. So
+// a program that exports the numbers in another way needs no Prometheus, and the name and cost of each metric
+// are in one place.
 func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	found := false
 	for _, p := range packages(t) {
@@ -226,9 +227,9 @@ func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 	}
 }
 
-// No exported declaration has an internal type, because a program could not name that type and so not store
-// it or pass it on. Errors and store.Secret may be aliases of internal types: a second type for each would
-// only be a copy.
+// No exported declaration has an internal type, because a program outside of the module cannot name such a
+// type, for example to declare a variable. Errors and store.Secret may be aliases of internal types, because
+// a second type would only be a copy.
 func TestUsersCanNameWhatIsExported(t *testing.T) {
 	for name, atLeast := range map[string]int{"hvd": 50, "store": 50, "store/c10d": 20} {
 		t.Run(name, func(t *testing.T) { testUsersCanName(t, name, atLeast) })
@@ -244,7 +245,7 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		internal := make(map[string]bool) // by the name of the package in f
+		internal := make(map[string]bool) // keys are names of packages in f
 		for _, i := range parsed.Imports {
 			path := strings.Trim(i.Path.Value, `"`)
 			name := path[strings.LastIndex(path, "/")+1:]
@@ -299,7 +300,7 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 	}
 }
 
-// uses returns the places where a package names one of the functions of an imported package.
+// uses returns the places at which a package uses one of the functions of an imported package.
 func uses(t *testing.T, p pkg, imported string, names ...string) []string {
 	var at []string
 	files := token.NewFileSet()
@@ -316,7 +317,7 @@ func uses(t *testing.T, p pkg, imported string, names ...string) []string {
 					local = i.Name.Name
 				}
 				if local == "." {
-					// A dot import hides the package of a name.
+					// With a dot import the functions have no package name, so the import itself is reported.
 					at = append(at, files.Position(i.Pos()).String())
 				}
 			}

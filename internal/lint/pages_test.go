@@ -18,20 +18,20 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// page is a Markdown file: its lines, and the anchors of its headings.
+// page is a Markdown file, as its lines and the anchors of its headings.
 type page struct {
 	lines   []pageLine
 	anchors map[string]bool
 }
 
-// pageLine is a line of a page. code is set if it is in a code block.
+// pageLine is a line of a page. code is set if the line is in a code block.
 type pageLine struct {
 	number int
 	text   string
 	code   bool
 }
 
-// notPages are Markdown files that do not describe the present state: the history, and the golden file of a
+// notPages has Markdown files that do not describe the current state: the history, and a golden file of a
 // test.
 var notPages = []string{"CHANGELOG.md", "bench/testdata/report.md"}
 
@@ -107,7 +107,8 @@ func anchor(title string) string {
 
 var pageLink = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
-// Every link in a page leads to a file and a heading that exist, also after they have been renamed.
+// Every link in a page leads to a file and a heading that exist. A link may break when a file or heading is
+// renamed.
 func TestLinksResolve(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -140,7 +141,7 @@ func TestLinksResolve(t *testing.T) {
 	if links < 50 {
 		t.Errorf("found %d links, want at least 50", links)
 	}
-	// The index must link every page of docs.
+	// The index docs/README.md must link every page in docs.
 	index, err := os.ReadFile(filepath.Join(root, "docs/README.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -156,8 +157,8 @@ func TestLinksResolve(t *testing.T) {
 // maxColumns is the largest width of a line of prose.
 const maxColumns = 110
 
-// Prose in pages is at most 110 columns wide, because longer lines wrap in editors and reviews. Tables, code
-// and links may be wider.
+// Prose in pages is at most maxColumns wide, because longer lines wrap in editors and reviews. Tables, code
+// and lines that end with a link may be wider.
 func TestPageWidth(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -171,7 +172,7 @@ func TestPageWidth(t *testing.T) {
 			}
 			if last := strings.LastIndexByte(strings.TrimSpace(text), ' '); last < 0 ||
 				strings.Contains(text[last:], "](") {
-				continue // The line ends with a link, which cannot be broken.
+				continue // the line ends with a link, which cannot be broken
 			}
 			t.Errorf("%s:%d: %d columns, want at most %d", file, line.number, utf8.RuneCountInString(text),
 				maxColumns)
@@ -184,7 +185,7 @@ var (
 	flagName    = regexp.MustCompile("(^|[\\s`(\\[|/])--([a-z][a-z0-9-]*)")
 )
 
-// otherVariables are variables in pages that are not settings.
+// otherVariables has variables that pages name and that are not settings.
 var otherVariables = []string{
 	"HOROVOD_GPU", "HOROVOD_BUILD", // variables of Horovod's installation
 	"HVD_RUN",   // a variable of the Python package's tests
@@ -192,7 +193,7 @@ var otherVariables = []string{
 	"HVD_SITE",  // an example
 }
 
-// otherFlags are flags in pages that belong to other programs.
+// otherFlags has flags that pages name and that belong to other programs.
 var otherFlags = []string{
 	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "shm-size", "ulimit", // docker, srun
 	"ntasks-per-node", "distribution", "mpi", // srun
@@ -202,7 +203,7 @@ var otherFlags = []string{
 	"help", // every program
 }
 
-// Every setting and flag in a page exists. A reader who sets another name gets no effect or an error.
+// Every setting and flag in a page exists. A wrong name would have no effect, or give an error.
 func TestSettingsAndFlagsExist(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -215,7 +216,7 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 			flags[f.Name] = true
 		}
 	}
-	for _, i := range config.Inerts() { // names of Horovod that hvdrun only accepts or refuses
+	for _, i := range config.Inerts() { // Horovod's names that hvdrun accepts without effect or refuses
 		for _, name := range strings.Fields(i.Flags) {
 			flags[name] = true
 		}
@@ -257,8 +258,8 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 var flagMethod = regexp.MustCompile(
 	`^(String|Bool|Int|Int64|Uint|Duration|Float64|StringSlice|StringArray|Func|BoolFunc|Text)?(Var)?(P|PF)?$`)
 
-// definedFlags returns the flags that the Go programs of this module define, and those that its Python
-// programs read. It finds them by the calls and string literals in the source.
+// definedFlags returns the flags that the Go programs of this module define and that its Python programs
+// read. It finds them by the calls and string literals in the source.
 func definedFlags(t *testing.T, root string) map[string]bool {
 	flags := make(map[string]bool)
 	add := func(args []ast.Expr) {
@@ -266,7 +267,7 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 			if lit, ok := a.(*ast.BasicLit); ok && lit.Kind == token.STRING {
 				if name, err := strconv.Unquote(lit.Value); err == nil {
 					flags[name] = true
-					return // The other arguments are a short form, a default or the help.
+					return // the other arguments are a short form, a default or the help
 				}
 			}
 		}
@@ -301,7 +302,7 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 				if flagMethod.MatchString(fun.Sel.Name) {
 					add(call.Args)
 				}
-			case *ast.Ident: // The generic helper of hvdbench is a plain function.
+			case *ast.Ident: // hvdbench has a helper that is a plain function
 				if fun.Name == "add" {
 					add(call.Args)
 				}
@@ -323,7 +324,7 @@ func definedFlags(t *testing.T, root string) map[string]bool {
 var pagePath = regexp.MustCompile(
 	"(^|[\\s`(])(\\./)?((bench|cmd|controller|deploy|examples|fusion|half|hvd|internal|ops|python|responsecache|scripts|store|tensorqueue|timeline)(/[A-Za-z0-9_.-]+)*)")
 
-// Every file and package that a page names in code exists, also after files have been moved.
+// Every file and package that a page names in code exists. A name may become wrong when files are moved.
 func TestPathsExist(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -334,7 +335,7 @@ func TestPathsExist(t *testing.T) {
 		for _, m := range pagePath.FindAllStringSubmatch(code, -1) {
 			path := strings.TrimRight(m[3], ".")
 			if !strings.Contains(path, "/") && m[2] == "" {
-				continue // This is a word or the name of a package.
+				continue // a word or the name of a package
 			}
 			if paths++; !exists(root, path) {
 				t.Errorf("%s: %s does not exist", at, path)
@@ -374,8 +375,8 @@ var (
 	goArgument = regexp.MustCompile(`\s\./([a-z][A-Za-z0-9_/-]*)`)
 )
 
-// exists reports whether path is a file or a folder, or a folder followed by the name of a declaration, such
-// as hvd.Init.
+// exists reports whether path exists. path is a file, a folder, or a folder followed by the name of a
+// declaration, such as hvd.Init.
 func exists(root, path string) bool {
 	if _, err := os.Stat(filepath.Join(root, path)); err == nil {
 		return true

@@ -63,7 +63,7 @@ type textElement struct {
 	Text  string `xml:",chardata"`
 }
 
-// declares reports whether a Go file of a folder declares a type, a function or a method of that name.
+// declares reports whether a Go file in a folder declares a type, a function or a method with this name.
 func declares(t *testing.T, folder, name string) bool {
 	files, err := filepath.Glob(filepath.Join(folder, "*.go"))
 	if err != nil {

@@ -12,11 +12,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// numbered matches a number of the protocol and its name, such as "4 alltoall".
+// numbered matches a number of the protocol with its name, such as "4 alltoall".
 var numbered = regexp.MustCompile(`(\d+) ([a-zA-Z0-9 -]+)`)
 
-// The numbers and limits in docs/negotiation.md are those of the code. Compatible members are written from
-// this page, and a wrong number in it would cause a wrong operation.
+// The numbers and limits in docs/negotiation.md are those in the code. Programs that take part in the
+// protocol can be written from this page, so a wrong number would make them run a wrong operation.
 func TestProtocolNumbers(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
@@ -47,7 +47,7 @@ func TestProtocolNumbers(t *testing.T) {
 		}
 		values := numbered.FindAllStringSubmatch(strings.ReplaceAll(cells[2], "in responses also ", ""), -1)
 		if len(values) == 0 {
-			continue // This is a row of another table.
+			continue // a row of another table
 		}
 		found++
 		for _, m := range values {

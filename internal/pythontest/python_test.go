@@ -1,4 +1,4 @@
-// Package pythontest runs the tests of the Python package in the way users run programs: under hvdrun, with
+// Package pythontest runs the tests of the Python package as users run their programs: under hvdrun, with
 // real sidecars, PyTorch and numpy.
 package pythontest
 
@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// hvdrun and hvdd are the paths of these programs, which TestMain builds.
+// hvdrun and hvdd are the paths of the two programs, which TestMain builds.
 var hvdrun, hvdd string
 
 func TestMain(m *testing.M) {
@@ -45,11 +45,11 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// withoutRanks are the test modules that need no other ranks. They run on one rank only.
+// withoutRanks has the test modules that need no other ranks. They run only in the job of one rank.
 var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_wheel", "test_core_wire"}
 
-// pythonLimit bounds the Python tests at one number of ranks. Each test has a limit of its own; this one ends
-// what hangs outside of the tests.
+// pythonLimit limits the time of the Python tests at one number of ranks. Each test has a limit of its own.
+// This limit also ends a program that hangs outside of the tests.
 const pythonLimit = 5 * time.Minute
 
 // python returns the directory of the Python package.
@@ -62,12 +62,14 @@ func python(t testing.TB) string {
 	return dir
 }
 
-// job returns the command that runs a Python program on n ranks under hvdrun, from this checkout.
+// job returns a command that runs a Python program on n ranks under hvdrun, with the package of this
+// checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
-	// The start timeout is this long because a rank may wait for another that still runs tests of its own.
+	// The start timeout is long, because a rank may wait for another rank that is still running tests of its
+	// own.
 	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()),
 		testnet.Python}
 	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
@@ -78,8 +80,8 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// All tests of the Python package pass on 1 and 3 ranks (make test-python runs them on 2 too). Each rank
-// starts a sidecar. All test files run in one program, because importing torch takes longer than most of
+// All tests of the Python package pass on 1 and 3 ranks, where each rank starts a sidecar (make test-python
+// also runs them on 2). All test files run in one program, because importing torch takes longer than most of
 // them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
@@ -104,7 +106,7 @@ func TestPython(t *testing.T) {
 			if err != nil || strings.Count(string(out), ":Ran ") != n {
 				t.Fatalf("%v\n%s", err, out)
 			}
-			// If a module is not in the output, no test of its file ran.
+			// A module that does not occur in the output has run no test.
 			for _, module := range modules {
 				if !strings.Contains(string(out), "("+module+".") {
 					t.Errorf("no test of %s was run\n%s", module, out)
@@ -114,8 +116,8 @@ func TestPython(t *testing.T) {
 	}
 }
 
-// pythonVictim runs allreduces until one fails, and prints the error. After some steps rank 1 kills its
-// sidecar or itself, as the argument says.
+// pythonVictim is a program that runs allreduces until one fails and then prints the error. After some steps
+// rank 1 kills its sidecar or itself, depending on the argument.
 const pythonVictim = `
 import os, signal, sys, time
 import torch
@@ -145,9 +147,9 @@ except hvd.HorovodInternalError as e:
     del loader
 `
 
-// If a rank's sidecar is killed, the rank gets an error with the cause, and the other rank gets an error that
-// names it. The other rank gets such an error too if a trainer is killed, although the trainer's forked
-// workers still hold its connection.
+// Rank 1's sidecar is killed: rank 1 gets an error with the cause, and rank 0 gets an error that names rank
+// 1. Rank 1's trainer is killed: rank 0 gets such an error too, even if forked workers of the trainer still
+// hold its connection.
 func TestPythonKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	for _, victim := range []string{"sidecar", "trainer"} {
@@ -164,7 +166,7 @@ func TestPythonKilled(t *testing.T) {
 			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
 				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
 			}
-			// This time does not include the imports, which take long on a busy machine.
+			// The time is measured after the imports, which take long on a busy machine.
 			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text,
 				-1) {
 				if s, err := strconv.ParseFloat(after[1], 64); err != nil || s > 30 {
@@ -175,7 +177,7 @@ func TestPythonKilled(t *testing.T) {
 	}
 }
 
-// pythonWorker prints the ids of its processes and runs until it is killed.
+// pythonWorker is a program that prints the IDs of its processes and runs until it is killed.
 const pythonWorker = `
 import os
 import torch
@@ -194,7 +196,7 @@ while True:
     hvd.allreduce(next(loader), name="x")
 `
 
-// If hvdrun is killed, no rank, no sidecar and no forked worker of the job is left.
+// hvdrun is killed. Afterwards no rank, sidecar or forked worker of the job is left.
 func TestHvdrunKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -236,7 +238,7 @@ func TestHvdrunKilled(t *testing.T) {
 	})
 }
 
-// alive reports whether a process runs. A zombie does not.
+// alive reports whether a process is running. A zombie is not.
 func alive(t *testing.T, pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
@@ -245,6 +247,6 @@ func alive(t *testing.T, pid int) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, state, _ := strings.Cut(string(stat), ") ") // The state follows the name.
+	_, state, _ := strings.Cut(string(stat), ") ") // the state follows the name in parentheses
 	return !strings.HasPrefix(state, "Z") && !strings.HasPrefix(state, "X")
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// besideTorch initializes gohvd (h) and PyTorch's process group (t) in the order that its argument gives,
-// uses both, and then joins the job again.
+// besideTorch is a program that initializes gohvd (h) and PyTorch's process group (t) in the order that its
+// argument gives. It uses both, leaves gohvd's job and joins it again.
 const besideTorch = `
 import sys, time
 import torch, torch.distributed as dist
@@ -50,8 +50,8 @@ if "t" in order:
 sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
 `
 
-// Ranks that torchrun starts, or a user by hand with PyTorch's four variables, become one job. They may use
-// PyTorch's own process group at the same port, and either of the two can be initialized first.
+// Ranks are started by torchrun, or by hand with PyTorch's four variables. They become one job of gohvd, also
+// if they use PyTorch's process group at the same port. Either of the two can be initialized first.
 func TestBesideTorch(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -89,10 +89,11 @@ func TestBesideTorch(t *testing.T) {
 	}
 }
 
-// torchrun starts two ranks with torchrun and returns their output. In older versions its agent serves no
-// store.
+// torchrun starts two ranks with torchrun and returns their output. It also works with older versions, whose
+// agent serves no store.
 func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
-	// There is no rank 9, so nothing is redirected: the default of PyTorch 1.13 fails with today's Python.
+	// No output is redirected, because there is no rank 9. The flag is set because the default of PyTorch
+	// 1.13 fails with current versions of Python.
 	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 	cmd := command(append(args, "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")...)
 	var stdout, stderr bytes.Buffer
@@ -103,7 +104,7 @@ func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
 	return stdout.String()
 }
 
-// byHand starts two ranks with only the four variables and returns their output.
+// byHand starts two ranks with only PyTorch's four variables, and returns their output.
 func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
 	port := strconv.Itoa(testnet.FreePort(t))
 	var outs [2][]byte
