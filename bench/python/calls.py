@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Measures what a call from Python costs: blocking and asynchronous allreduces of numpy arrays, and one
-group.
+"""Measures the time of calls from Python: blocking and asynchronous allreduces of numpy arrays, and a grouped one.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/calls.py
 
-Rank 0 prints medians in microseconds: of a blocking allreduce of 4 bytes; per tensor of 1000 allreduces of
-256 bytes that are in flight together; and per tensor of one group of 1000.
+Rank 0 prints three medians in microseconds: the time of a blocking allreduce of 4 bytes, the time per tensor of 1000
+allreduces of 256 bytes that are in flight at the same time, and the time per tensor of one group of 1000 tensors.
 """
 
 import statistics

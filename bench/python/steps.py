@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Measures the steps and calls of a program in Python: gradients of ResNet-50 through DistributedOptimizer,
-and single allreduces, compared with torch.distributed's gloo.
+"""Measures training steps and calls in Python: the gradients of ResNet-50 with DistributedOptimizer, and single
+allreduces. It measures the same with torch.distributed over gloo.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
 
-One run measures all cases in turn, ROUNDS times (default 7), and prints the median, the least and the
-greatest of the rounds. A step lasts from the beginning of the backward pass until the last gradient is
-reduced. The backward pass makes each gradient by filling it; "backward alone" is the time that this takes.
-torch's DistributedDataParallel over gloo does the same with its usual buckets of 25 MB. "gloo, 25 MB buckets"
-does less: its gradients are there already, and it packs them, reduces the buckets asynchronously, averages
-and unpacks.
+One run measures all cases in turn, ROUNDS times (default 7). For each case it prints the median, the minimum and the
+maximum over the rounds. A step lasts from the beginning of the backward pass until the last gradient is reduced. The
+backward pass makes each gradient by filling a tensor, and "backward alone" is the time that this takes. torch's
+DistributedDataParallel over gloo does the same with its default buckets of 25 MB. "gloo, 25 MB buckets" has no
+backward pass: its gradients exist already. It packs them, reduces the buckets asynchronously, divides by the number of
+ranks and unpacks the results.
 """
 
 import pathlib
@@ -26,7 +26,7 @@ import gohvd.torch as hvd
 
 STEPS = 8
 BUCKET_BYTES = 25 << 20
-# Each line has name, count and shape of a gradient, as for hvdbench --workload resnet50.
+# Each line has the name, the number of elements and the shape of a gradient, as for hvdbench --workload resnet50.
 SHAPES = pathlib.Path(__file__).parent.parent.parent / "cmd" / "hvdbench" / "shapes" / "resnet50.txt"
 
 
@@ -36,7 +36,7 @@ def sizes():
 
 
 def backward(params):
-    """Runs the backward pass of a loss whose gradients are all ones. Returns the time when it began."""
+    """Runs the backward pass of a loss whose gradients are all ones. Returns the time at which it began."""
     loss = torch.stack([p.sum() for p in params]).sum()
     hvd.barrier()
     begun = time.perf_counter()
@@ -59,7 +59,7 @@ class Ours:
 
 
 class Sums(torch.nn.Module):
-    """A model whose output is the sum of all its parameters."""
+    """A model that has the sum of all its parameters as output."""
 
     def __init__(self, numels):
         super().__init__()
@@ -122,7 +122,7 @@ class Alone:
 
 
 def each(call, times):
-    """Returns the median time of a call in seconds."""
+    """Runs call the given number of times and returns the median time in seconds."""
     taken = []
     for _ in range(times):
         begun = time.perf_counter()
@@ -132,7 +132,7 @@ def each(call, times):
 
 
 def many(tensors):
-    """Reduces all tensors asynchronously and waits for them."""
+    """Reduces all tensors by asynchronous allreduces and waits for the results."""
     for handle in [hvd.allreduce_async_(t, name=f"many.{i}") for i, t in enumerate(tensors)]:
         hvd.synchronize(handle)
 

@@ -1,9 +1,9 @@
-"""Runs all tests with each INTERPRETER at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``. Tests
-that need torch are left out if the interpreter does not have it. All tests at one number of ranks run in one
-program, because importing torch takes longer than most tests.
+"""Runs all tests with each INTERPRETER at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``.
 
-HVD_RUN is the path of hvdrun, HVD_SIDECAR_BINARY the path of hvdd. FILE gets a page that says which versions
-have passed. Exits with status 1 if a test fails.
+If an interpreter does not have torch, the tests that need torch are left out. All tests at one number of ranks
+run in one program, because importing torch takes longer than most tests. The variable HVD_RUN must have the path
+of hvdrun, and HVD_SIDECAR_BINARY the path of hvdd. all.py writes a page to FILE that says which versions have
+passed. It exits with status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(interpreter: str, ranks: int, torch: bool) -> Outcome:
         for path in sorted(TESTS.glob("test_*.py"))
         if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
     ]
-    # A rank may wait in init for another rank that has tests to run first.
+    # The start timeout is long, because a rank may wait in init for another rank that has tests to run first.
     start_timeout = f"--start-timeout={_LIMIT_SECONDS}"
     command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", *modules]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}

@@ -1,5 +1,4 @@
-"""Runs programs that are a job of one rank, for tests of what must not happen to the job that runs the tests.
-"""
+"""Runs programs as jobs of one rank, for tests that would disturb the job in which they run."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from typing import Dict, Sequence
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
 
-# Tests that need no other ranks run only in the job of one rank. In larger jobs each rank would repeat them.
+# Tests that need no other ranks run only in the job of one rank. In a larger job each rank would repeat them.
 alone = os.environ.get("HOROVOD_SIZE", "1") == "1"
 
 
 def environment(**env: str) -> Dict[str, str]:
-    """Returns the environment without the launcher's variables, which would make the program a rank of the
-    launcher's job.
+    """Returns the environment of this process without the launcher's variables, and with env. With the launcher's
+    variables a program would become a rank of the launcher's job.
     """
     out = {
         k: v
@@ -30,7 +29,7 @@ def environment(**env: str) -> Dict[str, str]:
 
 
 def run(script: str, *args: str, interpreter: Sequence[str] = (sys.executable, "-X", "faulthandler"), **env: str):
-    """Runs a script for at most a minute and returns its status and output."""
+    """Runs a script with a time limit of a minute, and returns its exit status and output."""
     return subprocess.run(
         [*interpreter, "-c", textwrap.dedent(script), *args],
         env=environment(**env),

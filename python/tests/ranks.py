@@ -1,7 +1,7 @@
-"""Helpers of the tests of gohvd.torch. Each file runs at 1, 2 and 3 ranks: hvdrun -np N python3 -m unittest
-FILE.
+"""Helpers for the tests of gohvd.torch. Each file of tests runs at 1, 2 and 3 ranks: hvdrun -np N python3 -m
+unittest FILE.
 
-All ranks run the same tests in the same order, and each rank checks its own results.
+All ranks run the same tests in the same order. Each rank checks its own results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (0,), (17,), (3, 4), (2, 3, 5), (1000,)]
 
-# If a test waits longer, because a rank has failed, it ends and prints where each thread waits.
+# The time limit of a test. A test that exceeds it, for example because a rank has failed, ends and prints where each
+# thread waits.
 _LIMIT_SECONDS = 100
 
 
 class RanksTest(unittest.TestCase):
-    """A test that runs at every rank of a job."""
+    """A test case that every rank of a job runs."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -53,8 +54,8 @@ class RanksTest(unittest.TestCase):
 
 
 def sample(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns small whole numbers that differ between ranks. Sums and products of those of three ranks are
-    exact in every type.
+    """Returns small integers that differ between ranks. Their sums and products over three ranks are exact in every
+    type.
     """
     count = 1
     for n in shape:

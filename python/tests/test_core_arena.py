@@ -1,4 +1,4 @@
-"""Tests the allocator of memory that the sidecar maps, without a sidecar."""
+"""Tests, without a sidecar, the allocator of memory that a sidecar can map."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Allocator(unittest.TestCase):
         self.arena = Arena(self.dropped.append)
 
     def test_blocks_are_apart(self) -> None:
-        """In a random sequence of take and give, blocks in use do not overlap and keep their content, and
+        """take and give are called in random order. Blocks in use do not overlap and keep their content, and freed
         memory is used again.
         """
         rnd = random.Random(3)

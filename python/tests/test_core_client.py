@@ -1,5 +1,5 @@
-"""Tests the connection to the sidecar: its beginning and end, threads, signals, forks, and sidecars that die
-or break the protocol.
+"""Tests the connection to the sidecar: connecting, closing, threads, signals, forks, and sidecars that die or violate
+the protocol.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class InTheJob(Bounded):
     """Tests in which all ranks of the job take part."""
 
     def test_again_and_again(self) -> None:
-        """Running init, operations and shutdown 120 times in one process uses one sidecar and no more
-        descriptors or memory maps.
+        """A process calls init, operations and shutdown 120 times. It starts only one sidecar, and its numbers of
+        descriptors and memory maps do not grow.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -81,7 +81,7 @@ class InTheJob(Bounded):
             hvd.add_process_set([0])
 
     def test_threads(self) -> None:
-        """Several threads wait for operations at once. One of them reads from the socket for all."""
+        """Several threads wait for operations at the same time. One of them reads from the socket for all."""
         hvd.init()
         failures: List[BaseException] = []
 
@@ -101,7 +101,7 @@ class InTheJob(Bounded):
         self.assertEqual(failures, [])
 
     def test_the_next_reads(self) -> None:
-        """When the operation of the thread that reads is done, a waiting thread becomes the reader."""
+        """The operation for which the reader waits is done first. Then another waiting thread becomes the reader."""
         hvd.init()
         client = hvd._engine.engine.client()
         for _ in range(20):
@@ -118,13 +118,13 @@ class InTheJob(Bounded):
                 client._leave_reader()
                 os.sched_yield()
             never.done = True
-            client.call(wire.status)  # the answer wakes the thread
+            client.call(wire.status)  # the answer of this call wakes the thread
             waiting.join(20)
             self.assertFalse(waiting.is_alive())
 
     def test_interrupted_readers(self) -> None:
-        """If a signal handler raises an exception at any point of a wait, other threads can still become the
-        reader.
+        """A signal handler raises an exception at various points of a wait. Afterwards other threads can still become
+        the reader.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -163,7 +163,7 @@ class InTheJob(Bounded):
         for name in ("_enter_reader", "_may_sleep", "_read", "_leave_reader", "_release_reader"):
             for after in (False, True):
                 interrupted(name, after)
-        # Here this thread waits because another one reads, and that one stops reading.
+        # Here this thread waits while another one is the reader, and that one stops reading.
         for name, call in (("_enter_reader", 2), ("_release_reader", 1)):
             for after in (False, True):
                 reading, end = threading.Event(), threading.Event()
@@ -175,8 +175,8 @@ class InTheJob(Bounded):
                 interrupted(name, after, call, lambda: (end.set(), reader.join(20)))
 
     def test_taken_twice(self) -> None:
-        """A signal handler may raise an exception after an answer was taken from the ring and before this was
-        recorded.
+        """A signal handler raises an exception between taking an answer from the ring and recording that it was taken.
+        The answer is taken once more, without an error.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -193,8 +193,8 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], op=hvd.Sum, name="taken")), [hvd.size()])
 
     def test_many_in_flight(self) -> None:
-        """More operations are in flight than the ring has entries. Ranks submit them in different orders and
-        wait in another one.
+        """More operations are in flight than the ring has entries. The ranks submit them in different orders and wait
+        for them in yet another order.
         """
         hvd.init()
         for turn in range(3):
@@ -204,8 +204,8 @@ class InTheJob(Bounded):
                 self.assertEqual(handles[i].wait()[0], i * hvd.size())
 
     def test_names_in_use(self) -> None:
-        """A name stays in use until the program has seen that its operation is done, however fast the other
-        ranks are.
+        """A name stays in use until the program has learned that its operation is done, even if the operation is done
+        long before.
         """
         hvd.init()
         if hvd.size() > 1:
@@ -237,7 +237,7 @@ class InTheJob(Bounded):
                 see(second)
 
     def test_names_of_an_earlier_job(self) -> None:
-        """The name of an operation for which the program does not wait is in use until shutdown."""
+        """The program does not wait for an operation. Its name is in use until shutdown, and free in the next job."""
         hvd.init()
         hvd.allreduce_async([1.0], name="left")
         hvd.shutdown()
@@ -245,8 +245,8 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
 
     def test_names_of_no_use(self) -> None:
-        """An unnamed operation for which the program does not wait leaves no name in use. The client forgets
-        names that are not in use.
+        """Unnamed operations for which the program does not wait occupy no names. The client forgets names that are
+        not in use.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -262,8 +262,8 @@ class InTheJob(Bounded):
         unseen.wait()
 
     def test_two_clients_know_the_same_sets(self) -> None:
-        """A second client of the same sidecar finds process sets that the first has added, and cannot use
-        those that were removed.
+        """Two clients use the same sidecar. The second one finds the process sets that the first has added, and cannot
+        use a set that was removed.
         """
         if not programs.alone:
             return
@@ -438,8 +438,8 @@ class Alone(Bounded):
             self.assertIn(f"found {package}/bin/hvdd", out)
 
     def test_a_launcher_that_speaks_pmi(self) -> None:
-        """PMI_FD is passed to the sidecar only if it is a socket and the launcher has set PMI_RANK. Otherwise
-        init ignores it.
+        """PMI_FD is passed to the sidecar only if it is the number of a socket and the launcher has set PMI_RANK.
+        Otherwise init ignores it.
         """
         script = """
             import os, socket, sys
@@ -477,8 +477,8 @@ class Alone(Bounded):
             self.assertRegex(out, "error: .*it has none")
 
     def test_timeline_signal(self) -> None:
-        """A signal to hvdrun starts the timeline of all ranks, and another one stops it, even if the ranks
-        have forked.
+        """A signal to hvdrun starts the timelines of all ranks, and a second signal stops them. The ranks have forked
+        processes, which do not react to the signals.
         """
         script = """
             import os, signal, sys, time
@@ -625,7 +625,7 @@ class Alone(Bounded):
             self.assertFalse(os.path.exists(f"/proc/{pid}"), f"sidecar {pid} lives after {end!r}\n{got.stderr}")
 
     def test_interrupt(self) -> None:
-        """Ctrl-C ends a wait at any time, and the connection can still be used."""
+        """Ctrl-C ends a wait at any time. Afterwards the connection can still be used."""
         out = self.run_program(
             """
             import os, signal, threading, time
@@ -684,8 +684,8 @@ class Alone(Bounded):
         self.assertIn("after 5.0", out)
 
     def test_fork(self) -> None:
-        """A forked process can query rank and size but has no part in the job. It does not disturb its
-        parent, however it ends.
+        """A forked process can query rank and size, but its operations raise an error. It does not disturb its parent,
+        whichever way it ends.
         """
         out = self.run_program(
             """
@@ -754,7 +754,9 @@ class Alone(Bounded):
         self.assertEqual(out.count(f"total {float(sum(i * i for i in range(64)))}"), 2, out)
 
     def test_a_sidecar_of_others(self) -> None:
-        """Two clients use one sidecar, which listens at a path and requires the job's secret."""
+        """A sidecar listens at a path and requires the job's secret. Two clients with the secret can use it, and one
+        without it is refused.
+        """
         with tempfile.TemporaryDirectory() as top:
             path = os.path.join(top, "s")
             daemon = subprocess.Popen(
@@ -792,7 +794,7 @@ class Alone(Bounded):
 
 
 class Fake:
-    """A fake sidecar in this process. After the greeting and the ring, it runs script."""
+    """A fake sidecar in this process. It exchanges greetings, maps the ring and then runs script."""
 
     def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\2") -> None:
         self.path = os.path.join(top, "fake")
@@ -860,7 +862,7 @@ class WithFake(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
-    """Tests which doorbells the client sends and for which completions it wants one."""
+    """Tests when the client sends doorbells, and for which completions it asks the sidecar for one."""
 
     class Sidecar:
         """The sidecar's end of the ring."""
@@ -878,7 +880,7 @@ class Ring(WithFake):
             self.words[_client._COMPLETED] = self.completed
 
         def notify(self) -> None:
-            # A client that polls the ring may have seen the completion and left.
+            # A client that polls the ring may have seen the completion already and closed the connection.
             with contextlib.suppress(BrokenPipeError):
                 self.fake.sock.sendall(b"\0")
 
@@ -890,7 +892,7 @@ class Ring(WithFake):
                 os.sched_yield()
 
         def doorbell_came(self) -> bool:
-            """Returns whether the client has sent a doorbell that was not read yet."""
+            """Returns whether the client has sent a doorbell that has not been read yet."""
             return bool(select.select([self.fake.sock], [], [], 0)[0])
 
         def expect_doorbell(self, often: bool = False) -> None:
@@ -912,7 +914,7 @@ class Ring(WithFake):
         return op
 
     def five(self, client: _client.Client) -> Tuple[List[_client.Pending], threading.Thread]:
-        """Submits five operations, and starts a thread that waits for the first one and then the others."""
+        """Submits five operations, and starts a thread that waits for the first one and then for the others."""
         every = [client.submit(self.operation(i), later=True) for i in range(5)]
         first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
         first.start()
@@ -922,22 +924,22 @@ class Ring(WithFake):
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
-            step.wait()  # three submissions whose notification is deferred
+            step.wait()  # the client has made three submissions and deferred the notification
             assert s.words[_client._SUBMITTED] == 3 and not s.doorbell_came()
             step.wait()
             s.expect_doorbell()  # two calls of notify_now send one doorbell
-            step.wait()  # a deferred submission
+            step.wait()  # the client has made one more submission and deferred the notification
             assert not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # a submission that is not deferred
+            s.expect_doorbell()  # for a submission without deferring
             step.wait()
-            s.expect_doorbell()  # a wait notifies the sidecar of one more submission
+            s.expect_doorbell()  # a wait sends the doorbell for one more submission
             s.complete(2, 3, 4, 5, 6, 7)
             s.notify()
-            step.wait()  # a submission that a signal has interrupted
+            step.wait()  # a signal has interrupted the submission before the doorbell
             assert not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # the wait for it notifies the sidecar
+            s.expect_doorbell()  # the wait for this operation sends the doorbell
             s.complete(8)
             s.notify()
 
@@ -974,7 +976,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_doorbell_after_a_frame(self) -> None:
-        """A doorbell is sent even if a signal has left a frame in the outbox that was already sent."""
+        """A signal has left a frame in the outbox that was sent already. The client still sends the doorbell."""
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -1033,9 +1035,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_wait_for_what_is_done(self) -> None:
-        """After a wait for an operation that is already done, the sidecar does not take the client to be
-        waiting.
-        """
+        """The client waits for an operation that is done already. Afterwards the ring says that no thread waits."""
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -1051,8 +1051,8 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_sidecar_that_looks_soon(self) -> None:
-        """A sidecar that polls the ring every millisecond gets a doorbell only for a wait, and only if
-        submissions are not taken.
+        """The sidecar polls the ring every millisecond. It gets a doorbell only for a wait, and only if it has not
+        taken all submissions.
         """
         step = threading.Barrier(2, timeout=20)
 
@@ -1086,23 +1086,23 @@ class Ring(WithFake):
     def test_sleeps_until_half_is_done(self) -> None:
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
-            s.until(_client._WANTED, 5)  # the first one and half of the eight others
-            s.complete(3, 4, 5, 6)  # no doorbell follows
-            time.sleep(0.05)  # a client that polled the ring would see them
+            s.until(_client._WANTED, 5)  # the client waits for the first operation and half of the eight others
+            s.complete(3, 4, 5, 6)  # without a doorbell
+            time.sleep(0.05)  # a client that polled the ring would see the completions
             assert s.words[_client._SEEN] == 0, s.words[_client._SEEN]
             s.complete(7)
             s.notify()
             s.until(_client._SEEN, 5)
-            s.until(_client._WANTED, 6)  # the first one was not among them
+            s.until(_client._WANTED, 6)  # the first operation was not among them
             s.complete(2)
             s.notify()
-            s.until(_client._WANTED, 8)  # the next one and half of the two others that are not done
+            s.until(_client._WANTED, 8)  # the next operation and half of the two others that are not done
             s.complete(8, 9, 10)
             s.notify()
 
         def use(client: _client.Client) -> None:
             every = [client.submit(self.operation(i), later=True) for i in range(9)]
-            frames = [_client.Pending(), _client.Pending()]  # frames answer them, not the ring
+            frames = [_client.Pending(), _client.Pending()]  # these are answered by frames, not by the ring
             client.wait(every[0], [*every[1:], *frames])
             self.assertEqual([p.done for p in every], 6 * [True] + 3 * [False])
             client.wait(every[6], every[7:])
@@ -1112,8 +1112,8 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_two_that_wait(self) -> None:
-        """A thread that waits while another one reads is woken for each completion, whatever the reader waits
-        for.
+        """A second thread waits while another one is the reader. The reader then wakes for each completion, so that the
+        second thread learns of its own at once.
         """
         both = threading.Event()
 
@@ -1122,10 +1122,10 @@ class Ring(WithFake):
             s.until(_client._WANTED, 3)
             s.complete(5)
             both.set()
-            s.expect_doorbell()  # the second thread also waits now and tells the sidecar
+            s.expect_doorbell()  # the wait of the second thread sends a doorbell
             s.notify()
             s.until(_client._SEEN, 1)
-            s.until(_client._WANTED, 2)  # less than the first thread would want without the second
+            s.until(_client._WANTED, 2)  # without the second thread the first would ask for more completions
             s.complete(6)
             s.notify()
             s.until(_client._SEEN, 2)
@@ -1142,7 +1142,9 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_another_reads_first(self) -> None:
-        """An operation that completes between counting and sleeping is not waited for."""
+        """An operation completes after the thread has counted the completions to wait for and before it sleeps. The
+        thread does not wait for one more completion.
+        """
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
@@ -1200,7 +1202,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_what_a_signal_left(self) -> None:
-        """If a signal left messages that were read but not handled, a wait handles them first."""
+        """A signal has left messages that were read but not handled. The next wait handles them first."""
 
         def use(client: _client.Client) -> None:
             whole = wire.frame(b"\x08" + wire.varint(77))
@@ -1220,7 +1222,7 @@ class Ring(WithFake):
         self.meet_ring(lambda s: None, use)
 
     def test_polling(self) -> None:
-        """A thread that waits for the only operation in flight polls the ring for a while, so that it needs
+        """A thread that waits for the only operation in flight polls the ring for a while. During this time it asks for
         no doorbell.
         """
 
@@ -1248,7 +1250,7 @@ class Ring(WithFake):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Nonsense(WithFake):
-    """Sidecars that break the protocol. The client reports an error and does not wait."""
+    """Tests of sidecars that violate the protocol. The client raises an error and does not wait forever."""
 
     def refuses(self, text: str, script: Callable[[Fake], None]) -> None:
         def use(client: _client.Client) -> None:
@@ -1287,8 +1289,8 @@ class Nonsense(WithFake):
         self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
         self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
 
-        # The sidecar sends two valid arenas, the first one byte by byte. The client then reads places within
-        # and beyond them.
+        # The sidecar announces two valid arenas, the first one byte by byte. Then it sends places of results within the
+        # arenas and beyond their ends.
         def good(f: Fake) -> None:
             frame = news(1 << 31, 4096)
             socket.send_fds(f.sock, [frame[:1]], [fd])
@@ -1330,8 +1332,8 @@ class Nonsense(WithFake):
         self.refuses("operation 99, which is not in flight", lambda f: complete(f, 1, 99))
         self.refuses("got completion counter 70000, want 0 to 65536", lambda f: complete(f, 70000, 2))
 
-        # The ring may announce an answer in a frame before the frame is there. The client waits for the
-        # frame.
+        # A completion in the ring says that its answer is in a frame, and the frame has not arrived yet. The client
+        # waits for the frame.
         def script(f: Fake) -> None:
             f.sock.recv(100)
             complete(f, 1, 2, status=1)
@@ -1352,13 +1354,13 @@ class Nonsense(WithFake):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
     def test_one_that_does_not_read(self) -> None:
-        """The client keeps reading while it waits to send, because the sidecar may write all its answers
-        first.
+        """The sidecar writes all its answers before it reads again. The client keeps reading while it waits to send, so
+        that both go on.
         """
 
         def script(f: Fake) -> None:
             f.sock.recv(1)
-            # Send more answers than a socket holds before reading the rest.
+            # The sidecar sends more answers than fit in a socket, and only then reads the rest.
             text = b"\x12" + wire.varint(4000) + bytes(4000)
             for i in range(2, 202):
                 body = b"\x08" + wire.varint(i) + b"\x12" + wire.varint(len(text) + 2) + b"\x08\x03" + text
@@ -1375,11 +1377,11 @@ class Nonsense(WithFake):
                 with self.assertRaises(HorovodInternalError):
                     client.wait(p)
 
-        # The sidecar reads again only after it has written everything.
+        # The sidecar reads again only after it has written all answers.
         self.meet(script, use)
 
     def test_proof(self) -> None:
-        """The proof is the same as hashlib and hmac compute it."""
+        """The proof of the secret equals one that the test computes with hashlib and hmac."""
         import hashlib
         import hmac
 

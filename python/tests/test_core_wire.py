@@ -1,4 +1,4 @@
-"""Tests the encoding of messages, without a sidecar."""
+"""Tests the encoding and decoding of messages, without a sidecar."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Encoding(unittest.TestCase):
             self.assertEqual(got.hex(), want)
             self.assertEqual(wire.take_varint(got, 0, len(got)), (n, len(got)))
 
-    # The text of an exception may have surrogates, which cannot be encoded. The other ranks get the text with the
-    # surrogates escaped.
+    # The text of an exception has surrogates, which cannot be encoded. The text for the other ranks has them escaped.
     def test_reason(self) -> None:
         try:
             raise ValueError("no file 'x\udcff'")
@@ -29,7 +28,7 @@ class Encoding(unittest.TestCase):
             reason, failed = _exit.of_shutdown()
         self.assertIn(b"ValueError: no file 'x\\udcff'", wire.shutdown(1, reason, failed))
 
-    # Requests are encoded as protoc encodes the text in the comment above each of them.
+    # Each request is encoded as protoc encodes the text in the comment above it.
     def test_requests(self) -> None:
         for got, want in [
             # id: 1 init { settings { key: "A" value: "b" } process_sets { ranks: 0 ranks: 300 } }

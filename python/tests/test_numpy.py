@@ -1,4 +1,4 @@
-"""Tests gohvd.numpy at 1, 2 and 3 ranks against numpy."""
+"""Tests gohvd.numpy at 1, 2 and 3 ranks. The expected results are computed by numpy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHAPES = [(), (1,), (0,), (17,), (3, 4), (0, 3), (2, 3, 5), (100000,)]
 
 
 def sample(rank: int, shape, dtype: str) -> np.ndarray:
-    """Returns small whole numbers that differ between ranks. Sums and products of those of three ranks are
-    exact in every type.
+    """Returns small integers that differ between ranks. Their sums and products over three ranks are exact in every
+    type.
     """
     return (np.arange(int(np.prod(shape))) % 3 + rank + 1).reshape(shape).astype(dtype)
 
@@ -74,7 +74,7 @@ class Numpy(unittest.TestCase):
         for x in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.zeros(2, ">f4")):
             with self.assertRaisesRegex(ValueError, "are not supported"):
                 hvd.allreduce(x)
-        # ml_dtypes uses this name.
+        # The type has the name that ml_dtypes gives its bfloat16.
         fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
         with self.assertRaisesRegex(ValueError, "bfloat16.*gohvd.torch"):
             hvd._code(fake)
@@ -109,8 +109,8 @@ class Numpy(unittest.TestCase):
         self.equal(out, np.full((3, 4), float(self.size)))
 
     def test_repeated_names(self) -> None:
-        """An operation is repeated with other values, with arrays at other places and, in between, with
-        another shape.
+        """An operation is repeated under the same name with other values, with arrays at other addresses and, in
+        between, with another shape. Each result is right.
         """
         a, b = np.zeros(5), np.zeros(5)
         for i in range(30):
@@ -121,7 +121,9 @@ class Numpy(unittest.TestCase):
                 self.equal(hvd.allreduce(np.ones(3), op=hvd.Sum, name="repeated"), np.full(3, float(self.size)))
 
     def test_unnamed_in_flight(self) -> None:
-        """Unnamed operations that differ only in their values are in flight at once, several times."""
+        """Several unnamed operations that differ only in their values are in flight at the same time. Each gets its own
+        result, also when this is repeated.
+        """
         for turn in range(3):
             handles = [hvd.allreduce_async(np.full(2, float(turn + i)), op=hvd.Sum) for i in range(10)]
             for i, h in enumerate(handles):
@@ -129,7 +131,7 @@ class Numpy(unittest.TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_with_torch(self) -> None:
-        """numpy and torch can use the same name in turn."""
+        """gohvd.numpy and gohvd.torch use the same name in turn."""
         import torch
 
         import gohvd.torch
@@ -140,7 +142,9 @@ class Numpy(unittest.TestCase):
             self.equal(got.numpy(), np.full(3, float(self.size)))
 
     def test_result_not_taken(self) -> None:
-        """A second operation of a name does not touch the result of the first, which no caller has taken."""
+        """The program has not taken the result of an operation when it runs another one with the same name. The second
+        operation does not overwrite the first result.
+        """
         for place in ("ordinary", "arena"):
             first = hvd.allreduce_async(np.full(3, 1.0), op=hvd.Sum, name=place)
             while not first.done():
@@ -159,7 +163,7 @@ class Numpy(unittest.TestCase):
             self.assertIs(got, x)
             want = np.full((4, 5), sum(range(self.size)) + i * self.size, np.float32)
             self.equal(x, want)
-            # Without out, the array does not change.
+            # Without out, the array itself does not change.
             self.equal(hvd.allreduce(x, op=hvd.Sum), want * self.size)
             self.equal(x, want)
             self.equal(hvd.allreduce(x[1:3], op=hvd.Max, out=x[1:3]), want[1:3])
@@ -186,7 +190,7 @@ class Numpy(unittest.TestCase):
         hvd.allreduce(np.ones(1))
         gc.collect()
         arena.collect()
-        # The 50 arrays, and the staging of results that were not taken, must be freed by now.
+        # The arena has room for 50 arrays and for the staging of results that were not taken.
         self.assertLessEqual(sum(c.live for c in arena._chunks), before + 2)
 
     def test_allgather(self) -> None:
@@ -210,7 +214,7 @@ class Numpy(unittest.TestCase):
             self.equal(hvd.allgather_async(empty).wait(), empty)
 
     def test_large_allgather(self) -> None:
-        """Results that are larger than one chunk of the sidecar's memory are freed, and so is the memory."""
+        """Results are larger than a chunk of the sidecar's memory. When they are freed, their memory is freed too."""
         client = hvd._engine.engine.client()
         for i in range(8):
             got = hvd.allgather(np.full(3 << 20, self.rank + i, np.float64))
@@ -221,8 +225,8 @@ class Numpy(unittest.TestCase):
         self.assertLessEqual(len(client._maps), 4)
 
     def test_arrays_of_operations_without_a_wait(self) -> None:
-        """The memory of an array is not used again before its operation is done, even if the program does not
-        wait for it.
+        """The program drops an array and the handle of its operation without waiting. The memory of the array is not
+        reused before the operation is done.
         """
         for i in range(20):
             if self.rank == 0:
@@ -305,8 +309,8 @@ class Numpy(unittest.TestCase):
             hvd.grouped_allreduce(xs, op=hvd.Sum, name="types", out=xs)
             for x, want in zip(xs, wants):
                 self.equal(x, want)
-        # The second array is in the arena at a place that is not aligned for its type, but would be for the
-        # type of the first one.
+        # The second array is in the arena. Its address is not aligned for its own type, but would be aligned for the
+        # type of the first array.
         view = gohvd.alloc(40).view
         first, second = np.frombuffer(view[:4], np.float32), np.frombuffer(view[4:36], np.int64)
         first[:], second[:] = 0.5, self.rank
@@ -337,8 +341,8 @@ class Numpy(unittest.TestCase):
         else:
             with self.assertRaisesRegex(ValueError, "not a member"):
                 hvd.allreduce(np.ones(1), process_set=alone)
-        # Unnamed operations are counted for each set, so those of the members of the other set make no
-        # difference here.
+        # Unnamed operations are counted for each process set. So the operations in the other set do not change the
+        # names here.
         self.equal(hvd.allreduce(np.ones(1), op=hvd.Sum), np.full(1, float(self.size)))
         with self.assertRaisesRegex(ValueError, "registered already"):
             hvd.add_process_set([self.size - 1])
@@ -366,7 +370,8 @@ class Numpy(unittest.TestCase):
         hvd.init()
 
     def test_sets_of_several_jobs(self) -> None:
-        """A process set of a later job may get the number of a set of an earlier job."""
+        """A process set of a later job gets the same number as a set of an earlier job. Operations use the new members.
+        """
         if self.size < 3:
             return  # there are not enough ranks for two sets of different sizes
         for members in ([0], [0, 1]):
@@ -382,8 +387,7 @@ class Numpy(unittest.TestCase):
 
     def test_join(self) -> None:
         for turn in range(2):
-            # The operations have no names, so each rank counts them. The counts differ here, and start again
-            # with the join.
+            # The operations have no names, and the ranks run different numbers of them. The join resets the counts.
             for step in range(self.rank + 1):
                 got = hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait()
                 self.equal(got, np.full(2, float(self.size - step)))
@@ -391,7 +395,9 @@ class Numpy(unittest.TestCase):
         self.equal(hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait(), np.full(2, float(self.size)))
 
     def test_blocking_forms_begin_without_a_doorbell(self) -> None:
-        """The wait notifies the sidecar, which then serves the rank at once. An asynchronous call sends a doorbell."""
+        """A blocking call sends no doorbell when it begins its operation, because its wait notifies the sidecar. An
+        asynchronous call sends one.
+        """
         client = _engine.engine._client
         submit, later = client.submit, []
 

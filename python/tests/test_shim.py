@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 from ranks import RanksTest, hvd
 
-# This is the program of Horovod's documentation, with its own data.
+# The example program in Horovod's documentation, changed only to make its own data.
 PROGRAM = '''
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 
 def place(offset: int, factor: int = 1):
-    """Runs at each rank that horovod.run starts."""
+    """Returns a value that depends on the rank and the arguments. horovod.run runs this function at each rank."""
     import horovod.torch as ranks_hvd
 
     ranks_hvd.init()
@@ -150,7 +150,7 @@ class Modules(RanksTest):
             ("ray", "on Ray: start the ranks with hvdrun"),
             ("data", "docs/migration.md"),
         ):
-            # find_spec finds the module, as it does in a Horovod that was built without it.
+            # As with a Horovod that was built without this framework, the module can be found but not imported.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))
             # Code that handles a missing package also handles this error.
             with self.assertRaisesRegex(ModuleNotFoundError, f"no module horovod.{name}: .*{want}"):

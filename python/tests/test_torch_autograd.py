@@ -1,5 +1,5 @@
-"""Tests gradients through every collective against closed forms. The gradient that rank r passes to backward
-is scaled by r+1.
+"""Tests the gradients of every collective against closed formulas. The gradient that rank r passes to backward is
+scaled by r+1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Autograd(RanksTest):
         self.mean = self.total / self.size
 
     def back(self, output: torch.Tensor) -> torch.Tensor:
-        """Runs backward with gradients that count up from 0, times r+1. Returns the gradients of rank 0."""
+        """Runs backward. At rank r the gradients are 0, 1, 2 and so on, times r+1. Returns the gradients of rank 0."""
         self.assertTrue(output.requires_grad)
         ramp = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape)
         output.backward(ramp * self.mine)

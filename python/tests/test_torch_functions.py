@@ -1,4 +1,4 @@
-"""Tests the functions that send parameters, the state of optimizers and objects to other ranks."""
+"""Tests the functions that send parameters, optimizer state and objects to other ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, n: int) -> N
 
 
 def flat(tree, out=None) -> list:
-    """Returns the leaves of an optimizer's state with their keys."""
+    """Returns the leaves of an optimizer's state dictionary, each with its keys."""
     out = [] if out is None else out
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -121,7 +121,7 @@ class OptimizerState(RanksTest):
                     torch.manual_seed(0)
                     mine = torch.nn.Linear(3, 2)
                     optimizer = make(name, mine) if self.rank == root else make(name, mine, lr=0.5)
-                    # The other ranks have no state or a different one.
+                    # The other ranks have no state, or a different state.
                     if self.rank == root:
                         steps(mine, optimizer, 2)
                     elif self.rank == 1:
@@ -177,7 +177,7 @@ class OptimizerState(RanksTest):
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         held = list(optimizer.param_groups)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        # Program code that holds a parameter group sees the new values.
+        # Code that holds a reference to a parameter group sees the new values in it.
         self.assertEqual([g["lr"] for g in held], [0.1, 0.2])
         self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.1, 0.2])
 
@@ -203,7 +203,7 @@ class Objects(RanksTest):
 
 
 class Elastic(RanksTest):
-    """Scripts for elastic training run in a job of fixed size."""
+    """Tests that scripts for elastic training run in a job of fixed size."""
 
     def state(self):
         model = torch.nn.Linear(3, 2)

@@ -36,7 +36,7 @@ class Allreduce(RanksTest):
         for dtype in FLOATS:
             want = torch.stack(samples(self.size, (17,), torch.float64)).sum(0)
             got = hvd.allreduce(sample(self.rank, (17,), dtype))
-            # The sum is multiplied by 1/size and not divided by size.
+            # An average is the sum multiplied by 1/size, not divided by size.
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             self.equal(got, (want.to(wide) * torch.tensor(1.0 / self.size, dtype=wide)).to(dtype), str(dtype))
         for dtype in INTS:
@@ -164,8 +164,8 @@ class Allreduce(RanksTest):
                 self.equal(got, torch.tensor_split(want * self.size, self.size)[self.rank])
 
     def test_a_group_of_types_again(self) -> None:
-        """Groups of the same name and shapes but other types follow each other. Each gets buffers of its own
-        types.
+        """Groups with the same name and shapes but different types follow each other. Each group gets results of its
+        own types.
         """
         kinds = [
             [torch.float32, torch.int64, torch.float16],
@@ -191,7 +191,7 @@ class Allreduce(RanksTest):
                         self.equal(x, want, f"{what}, in place")
 
     def test_groups_of_types_are_as_their_tensors(self) -> None:
-        """A group of several types gives the same results as single operations on its tensors."""
+        """A group with several types gives the same results as single operations on its tensors."""
         dtypes = [torch.float32, torch.int64, torch.float16, torch.uint8, torch.float64]
         tensors = [sample(self.rank, (i + 3,), d) for i, d in enumerate(dtypes)]
         real = [x for x in tensors if x.dtype.is_floating_point]
@@ -212,7 +212,7 @@ class Allreduce(RanksTest):
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Average)),
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Max, prescale_factor=2.0)),
         ):
-            # The group is refused because one of its tensors would be.
+            # The group is refused because one of its tensors would be refused by itself.
             with self.assertRaisesRegex(ValueError, "grouped_allreduce.refused"):
                 hvd.grouped_allreduce(xs, name="refused", **how)
         got = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="refused")
@@ -430,8 +430,8 @@ class OtherOperations(RanksTest):
 
 class Names(RanksTest):
     def test_same_name_twice(self) -> None:
-        """A second operation with the same name is refused at every rank until the first one was
-        synchronized, however fast the ranks are.
+        """A second operation with the same name is refused at every rank until the first one is synchronized, even if
+        the first one is done already.
         """
         x = torch.ones(self.size)
         rows = torch.ones(self.size, dtype=torch.float64)
@@ -464,7 +464,7 @@ class Names(RanksTest):
                 hvd.synchronize(handle)
 
     def test_name_of_a_failure(self) -> None:
-        """The name of an operation that has failed is also in use until the operation was synchronized."""
+        """The name of a failed operation also stays in use until the operation is synchronized."""
         if self.size == 1:
             return
         for begin in (

@@ -1,4 +1,4 @@
-"""Tests DistributedOptimizer against training in one process on the batches of all ranks together."""
+"""Tests DistributedOptimizer. The reference is training in one process on the concatenated batches of all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.nn import functional
 from gohvd import _engine
 from gohvd.torch import optimizer as module
 
-ROWS = 4  # number of rows of a rank in each step
-# Each entry has a convolution, the memory format of its weights and the last dimensions of its input.
+ROWS = 4  # the number of rows in a rank's batch
+# Each entry has a convolution, the memory format of its weights and the spatial dimensions of its input.
 LAYOUTS = (
     (torch.nn.Conv2d, torch.channels_last, (4, 4)),
     (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)),
@@ -45,8 +45,7 @@ class OptimizerTest(RanksTest):
         return torch.cat([batch(step, r) for r in range(self.size)])
 
     def reference(self, make, steps: int, passes: int = 1, factor: float = 1.0, model=None) -> torch.nn.Module:
-        """Trains on the batches of all ranks together and returns the model. Gradients are multiplied by
-        factor.
+        """Trains a model on the concatenated batches of all ranks and returns it. Gradients are multiplied by factor.
         """
         model = network() if model is None else model
         optimizer = make(model.parameters())
@@ -136,7 +135,7 @@ class Training(OptimizerTest):
                 for p in got.parameters():
                     self.assertEqual(p.grad.dtype, torch.float64)
                 if self.size > 1:
-                    # Each gradient has a value that 16 bits can express, so it was sent in 16 bits.
+                    # Each gradient has a value that 16 bits can represent, which shows that it was sent in 16 bits.
                     p = got[0].weight.grad / (0.5 if self.size == 2 else 1.0)
                     wire = torch.float16 if compression is hvd.Compression.fp16 else torch.bfloat16
                     self.equal(p.to(wire).double(), p)
@@ -181,7 +180,7 @@ class Training(OptimizerTest):
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, batch(step, self.rank)).backward()
-            # All reductions have begun in every step: two groups and the parameter that is in no group.
+            # All reductions have begun: one for each of the two groups, and one for the parameter that is in no group.
             self.assertEqual(len(optimizer._handles), 3 if self.size > 1 else 0)
             optimizer.step()
         self.same_weights(model, self.reference(sgd, 3))
@@ -364,10 +363,9 @@ class Training(OptimizerTest):
                 total = torch.zeros_like(start)
                 for step in range(6):
                     optimizer.zero_grad(set_to_none=True)
-                    # The gradient has distinct whole numbers, so an element in the wrong place makes a
-                    # difference.
+                    # The elements of the gradient are distinct integers, so that an element in a wrong place is found.
                     by = torch.arange(float(start.numel())).reshape(start.shape) % 61 * (step + 1)
-                    # First all ranks have a gradient, then none, then some.
+                    # Whether each rank has a gradient: in some steps all ranks have one, in others none or some.
                     has = [step in (0, 4) or step == 2 and r == 0 or step == 5 and r > 0 for r in range(self.size)]
                     if has[self.rank]:
                         (model.weight * by).sum().backward()
@@ -383,7 +381,9 @@ class Training(OptimizerTest):
                     self.assertEqual(model.weight.grad.stride(), model.weight.stride())
 
     def test_a_gradient_in_another_layout(self) -> None:
-        """Gradients are sent in the layout of the weight, even if this rank's gradient has another one."""
+        """This rank's gradient has another layout than the weight. It is sent in the layout of the weight, so that the
+        sum over the ranks is right.
+        """
         layouts = (torch.channels_last, torch.contiguous_format)
         for views in (True, False):
             for mine, theirs in (layouts, layouts[::-1]):
@@ -437,7 +437,7 @@ class Training(OptimizerTest):
             a, b = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], **options)
             passes = options.get("backward_passes_per_step", 1)
-            # b has a gradient first at all ranks, then only at rank 0, then at none.
+            # In the first step b has a gradient at all ranks, in the second only at rank 0, and in the third at none.
             for gives in (True, self.rank == 0, False):
                 optimizer.zero_grad(set_to_none=True)
                 for i in range(passes):
@@ -468,7 +468,7 @@ class Training(OptimizerTest):
                     if m is model:
                         mine = float(loss.detach())
             self.assertAlmostEqual(mine, float(loss.detach()), places=6)
-            # The averages of the closure's loss differ in the last bits, and LBFGS depends on them.
+            # The tolerance is larger for LBFGS, because it depends on the last bits of the average, which differ.
             self.same_weights(model, want, 1e-6 if again else 1e-10)
 
     def test_closure_after_backward(self) -> None:
@@ -620,7 +620,7 @@ class Synchronizing(OptimizerTest):
                 loss_of(want, self.whole(step)).backward()
                 self.close(norm, torch.nn.utils.clip_grad_norm_(want.parameters(), 0.01))
                 reference.step()
-            # The next step synchronizes by itself again.
+            # In the next step, step() synchronizes again.
             for m, o, x in ((model, optimizer, batch(3, self.rank)), (want, reference, self.whole(3))):
                 o.zero_grad()
                 loss_of(m, x).backward()
@@ -639,7 +639,7 @@ class Synchronizing(OptimizerTest):
             texts = [str(w.message) for w in caught]
             self.assertEqual(len(texts), 1, texts)
             self.assertIn("optimizer.step() called without optimizer.skip_synchronize()", texts[0])
-        # The gradients were synchronized twice, but the average of equal gradients is the same gradient.
+        # The gradients were averaged twice, which changes nothing: the average of equal gradients is the same gradient.
         self.same_weights(model, self.reference(sgd, 2), 1e-8)
 
     def test_zero_grad_too_early(self) -> None:
@@ -664,7 +664,7 @@ class Synchronizing(OptimizerTest):
         self.assertFalse(few(8, 8, 4, 4))
         self.assertTrue(few(8, 1, 4, 4))  # each rank may use only one processor
         self.assertFalse(few(8, 2, 4, 4))
-        # There are ranks on other hosts, with which the ranks here can communicate meanwhile.
+        # There are ranks on other hosts: communication with them waits for the network, so it can overlap.
         self.assertFalse(few(2, 2, 4, 2))
 
     def test_gradients_are_notified_together(self) -> None:
@@ -686,8 +686,8 @@ class Synchronizing(OptimizerTest):
         self.same_at_all_ranks(model)
 
     def test_interrupted(self) -> None:
-        """If a signal handler raises an exception, synchronize raises it, and each parameter still gets its
-        own gradient.
+        """A signal handler raises an exception during synchronize. synchronize raises it, and each parameter still gets
+        its own gradient.
         """
         if self.size == 1:
             return
@@ -772,8 +772,8 @@ class Synchronizing(OptimizerTest):
                         self.assertIs(h, p.grad)
                         self.close(h, w.grad)
                     if none:
-                        # The program may keep only a part of a gradient. Gradients that were taken from the
-                        # parameters belong to the program.
+                        # The program keeps a gradient or a view of a part of it. After zero_grad these belong to the
+                        # program, so their values must not change.
                         kept.append((step, held if step else [h.view(-1)[:2] for h in held]))
                         del held
                         gc.collect()
@@ -784,8 +784,8 @@ class Synchronizing(OptimizerTest):
                         self.close(g, w.grad if step else w.grad.view(-1)[:2])
 
     def test_a_gradient_of_the_program(self) -> None:
-        # The program replaces the gradients after their reduction has begun. The results are written to the
-        # new ones.
+        # The program replaces the gradients after their reduction has begun. The results are written to the new
+        # gradients.
         model, optimizer = self.start()
         loss_of(model, batch(0, self.rank)).backward()
         for p in model.parameters():
@@ -859,7 +859,7 @@ class TheOptimizerItself(OptimizerTest):
         loss_of(model, batch(0, self.rank)).backward()
         with optimizer.skip_synchronize():
             optimizer.load_state_dict(optimizer.state_dict())
-            # All operations have ended, so their names can be used again.
+            # After this barrier all operations have ended, so their names can be used again.
             hvd.barrier()
             hvd.allreduce(torch.ones(1), name="after")
             for step in range(2):
@@ -970,14 +970,12 @@ class TheOptimizerItself(OptimizerTest):
         self.same_weights(model, self.reference(sgd, 2))
 
     def test_one_that_is_gone_in_the_middle_of_a_step(self) -> None:
-        """If an optimizer is deleted in the middle of a step, the names of its gradients can be used by the
-        next one.
-        """
+        """An optimizer is deleted in the middle of a step. Another optimizer can use the names of its gradients."""
         for _ in range(3):
             model = network()
             optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
             loss_of(model, batch(0, self.rank)).backward()
-            hvd.barrier()  # the gradients are reduced but not synchronized
+            hvd.barrier()  # now the gradients are reduced, but not synchronized
             del optimizer
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         optimizer.zero_grad()
@@ -1036,7 +1034,7 @@ class AdasumOptimizer(OptimizerTest):
             optimizer = hvd.DistributedOptimizer(
                 sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options
             )
-            # Each reference takes the step of one rank from the same weights. Then the steps are combined.
+            # Each reference makes the step of one rank, all from the same weights. Then the steps are combined.
             others = [network() for _ in range(self.size)]
             references = [sgd(m.parameters()) for m in others]
             for step in range(3):

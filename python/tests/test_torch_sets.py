@@ -17,11 +17,11 @@ from gohvd.process_sets import get_process_set_ids_and_ranks
 
 class SetsTest(RanksTest):
     def together(self) -> None:
-        """Waits for all ranks, because a shutdown would end operations that other ranks still run."""
+        """Waits for all ranks before a shutdown, which would end operations that other ranks are still running."""
         hvd.allreduce(torch.ones(1), name="together")
 
     def restart_count(self) -> None:
-        """Restarts the job, so that the ranks count unnamed operations from 0 again. Their counts differ
+        """Restarts the job, so that all ranks count unnamed operations from 0 again. Otherwise their counts differ
         after calls that only some ranks have made.
         """
         self.together()
@@ -86,9 +86,7 @@ class Errors(SetsTest):
         self.restart_count()
 
     def test_types_in_groups(self) -> None:
-        """If the tensors of a group have the same type at some ranks and several types at others, all ranks
-        get an error.
-        """
+        """The tensors of a group have one type at some ranks and several types at others. All ranks get an error."""
         for name in ("types", None):
             for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter):
                 second = torch.ones(3, dtype=torch.float64 if self.rank == self.size - 1 else torch.float32)
@@ -155,7 +153,7 @@ class Errors(SetsTest):
                     begin([one, two, bad], name="whole")
                 self.assertEqual(len(client._pending), before, "some were begun")
         if self.rank > 0:
-            hvd.barrier()  # until then the operations of rank 0 cannot complete
+            hvd.barrier()  # before this the other ranks submit nothing, so rank 0's operations cannot complete
         of_this_name = [
             hvd.grouped_allreduce_async([two], name="whole"),
             hvd.grouped_allreduce_async([two], name="whole_2of2"),  # no tensor of the group has this name
@@ -185,7 +183,8 @@ class Errors(SetsTest):
         self.assertEqual([float(x.sum()) for x in hvd.synchronize(under_way)], [3.0 * self.size, 2.0 * self.size])
 
     def test_names_of_operations_are_apart(self) -> None:
-        # An allreduce, an allgather and a broadcast of the same name are different operations.
+        # An allreduce, an allgather and a broadcast with the same name are different operations and can be in flight at
+        # the same time.
         a = hvd.allreduce_async(torch.ones(2), name="apart", op=hvd.Sum)
         b = hvd.allgather_async(torch.ones(1), name="apart")
         c = hvd.broadcast_async(torch.ones(1), 0, name="apart")
@@ -297,7 +296,7 @@ class ProcessSets(SetsTest):
         with self.assertRaisesRegex(ValueError, "duplicate"):
             hvd.init(process_sets=[everyone])
         self.assertIsNone(everyone.process_set_id)
-        # If init fails, the error is a ValueError as well as a HorovodInternalError.
+        # The error of a failed init is both a ValueError and a HorovodInternalError.
         with self.assertRaisesRegex(hvd.HorovodInternalError, "duplicate"):
             hvd.init(process_sets=[everyone])
         with self.assertRaisesRegex(ValueError, f"rank {self.size + 1}, want 0 to {self.size - 1}"):

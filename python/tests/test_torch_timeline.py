@@ -50,10 +50,10 @@ class Timeline(RanksTest):
         self.assertIn("NEGOTIATE_ALLREDUCE", text)
         if self.rank == 0:
             self.assertIn("CYCLE_START", text)
-        hvd.stop_timeline()  # without a timeline it does nothing
+        hvd.stop_timeline()  # does nothing if no timeline is being written
 
     def test_another_file(self) -> None:
-        """A relative path is relative to the working directory of this process and not of the sidecar."""
+        """A relative path is relative to the working directory of this process, not to the sidecar's."""
         here = os.getcwd()
         self.addCleanup(os.chdir, here)
         os.chdir(self.folder)
