@@ -1,4 +1,5 @@
-"""Tags a wheel that has the sidecar, gohvd/bin/hvdd, for the platform that it runs on. All else is in pyproject.toml."""
+"""Sets the platform tag of a wheel that contains the sidecar, gohvd/bin/hvdd. All other settings are in pyproject.toml.
+"""
 
 import pathlib
 import struct
@@ -15,17 +16,19 @@ MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of elf(5)
 
 
 def platform(program: pathlib.Path) -> str:
-    """The platform tag of an executable: it may have been built on another machine."""
+    """Returns the platform tag for an executable. It is read from the file, because the executable may have been built
+    for another machine.
+    """
     header = program.read_bytes()[:20]
     machine = struct.unpack("<H", header[18:])[0] if len(header) == 20 and header.startswith(b"\x7fELF") else None
     if machine not in MACHINES:
-        raise SystemExit(f"{program} is no program of Linux for {' or '.join(MACHINES.values())}")
+        raise SystemExit(f"{program} is not a Linux program for {' or '.join(MACHINES.values())}")
     return f"linux_{MACHINES[machine]}"
 
 
 class Package(Distribution):
     def has_ext_modules(self):
-        """Whether the files are for one platform."""
+        """Returns whether the wheel contains files for one platform only."""
         return HVDD.exists()
 
 

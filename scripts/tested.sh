@@ -1,10 +1,10 @@
-#!/usr/bin/env bash
-# Says which of the slow checks need not run, because what they depend on is as it was when they passed last.
+# Says whether a slow check needs to run again. It does not if its input files have not changed since it last passed.
 #
-#   scripts/tested.sh NAME         succeeds if NAME has passed with the files as they are
-#   scripts/tested.sh --note NAME  notes that it has
+#   scripts/tested.sh NAME         succeeds if check NAME has passed with the current files
+#   scripts/tested.sh --note NAME  records that check NAME has passed with the current files
 #
-# .ci/tested/NAME has a hash of the files. It is part of the repository: whoever changes them runs make NAME, or CI does.
+# .ci/tested/NAME has a hash of the input files and is part of the repository. After a change of the input files, run
+# make NAME. Otherwise CI runs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

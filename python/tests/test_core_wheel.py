@@ -77,7 +77,7 @@ class Wheels(unittest.TestCase):
     def test_no_program(self) -> None:
         built = self.build(b"#!/bin/sh\n")
         self.assertNotEqual(built.returncode, 0)
-        self.assertIn("hvdd is no program of Linux for x86_64 or aarch64", built.stdout)
+        self.assertIn("hvdd is not a Linux program for x86_64 or aarch64", built.stdout)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Horovod's modules over gohvd: programs that were written for Horovod run unmodified.
+"""Horovod's modules, implemented by gohvd. Programs that were written for Horovod run unmodified.
 
-Classes and functions are gohvd's own, so a program may mix both names.
+Classes and functions are the same objects as in gohvd, so a program may use names of both packages.
 """
 
 from horovod import _absent as _absent
 from horovod.runner import run
 
-# The release whose interface this is, for programs that ask for it.
+# The release of Horovod whose interface this package has.
 __version__ = "0.28.1"
 
 __all__ = ["run", "__version__"]

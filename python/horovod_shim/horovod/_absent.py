@@ -1,4 +1,4 @@
-"""Says of Horovod's packages that are not here what there is instead."""
+"""Makes imports of Horovod's packages that gohvd does not have fail with an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _INSTEAD: Dict[str, str] = {
 
 
 class Finder:
-    """Finds these packages, and fails to load them, as Horovod without a framework's support does: programs look for a package
-    without wanting to load it."""
+    """Finds these packages but fails to load them, as Horovod does if it is built without a framework. Some programs
+    only check whether a package can be found.
+    """
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
@@ -30,12 +31,13 @@ class Finder:
 
     @staticmethod
     def create_module(spec: importlib.machinery.ModuleSpec) -> NoReturn:
-        # Without its name, which would make "from horovod import tensorflow" drop this text.
+        # The error does not have the attribute name, because with it "from horovod import tensorflow" would drop this
+        # text.
         raise ModuleNotFoundError(f"gohvd's horovod package has no module {spec.name}: {_INSTEAD[spec.name]}")
 
     @staticmethod
     def exec_module(module: Any) -> None:
-        """Is never reached, but a loader must have it."""
+        """Does nothing. It is never called, but a loader must have this method."""
 
 
 sys.meta_path.append(Finder)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What Horovod's frameworks share."""
+"""The modules of horovod.common, which the frameworks share."""

@@ -8,7 +8,7 @@ import gohvd.basics
 
 
 class HorovodBasics:
-    """Has gohvd.basics' functions as methods. Horovod's arguments, where its library lies, do not count."""
+    """Has the functions of gohvd.basics as methods. Horovod's arguments, which name its library, have no effect."""
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         pass

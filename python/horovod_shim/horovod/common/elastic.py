@@ -10,12 +10,14 @@ __all__ = ["ObjectState", "State", "notification_manager", "run_fn"]
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """As horovod.torch.elastic.run. reset would bring the job up again, which nothing asks for in a job of fixed size."""
+    """Decorates a training function as horovod.torch.elastic.run does. reset would start the job again. It is never
+    called in a job of fixed size.
+    """
     return run(func)
 
 
 class _NotificationManager:
-    """Tells nobody of anything: hosts do not change."""
+    """Accepts listeners and never notifies them, because the hosts of the job do not change."""
 
     def init(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Small functions that programs take from horovod.common.util."""
+"""The functions of horovod.common.util that programs use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FRAMEWORKS = {"torch": "gohvd.torch"}
 
 @contextlib.contextmanager
 def env(**kwargs: Any) -> Iterator[None]:
-    """Within it the environment has these variables; those that are None are not in it."""
+    """Is a context in which the environment has these variables. Variables whose value is None are unset."""
     before = {name: os.environ.get(name) for name in kwargs}
     try:
         _set(kwargs)
@@ -37,7 +37,7 @@ def _set(variables: Any) -> None:
 
 
 def _cache(f: Callable[..., _T]) -> Callable[..., _T]:
-    """Calls f once for the same arguments."""
+    """Returns a function that caches the results of f: it calls f only once for the same arguments."""
     return functools.lru_cache(maxsize=None)(f)
 
 
@@ -46,12 +46,12 @@ def _has(framework: str) -> bool:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Says whether there is support for a framework: for torch, where it is installed."""
+    """Returns whether a framework is supported and installed. Only torch is supported."""
     return _has(ext_base_name)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Says whether the framework's support can use GPUs."""
+    """Returns whether operations can use GPUs with this framework."""
     return _has(ext_base_name) and (gohvd.basics.cuda_built() or gohvd.basics.rocm_built())
 
 
@@ -76,14 +76,14 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raises ImportError if there is no support for the framework that an extension's name begins with."""
+    """Raises ImportError if the framework that an extension is for is not supported."""
     framework = ext_name.rsplit(".", 1)[-1]
     if framework not in _FRAMEWORKS and ext_name not in _FRAMEWORKS:
         raise ImportError(f"gohvd has no support for {ext_name}")
 
 
 def check_installed_version(name: str, version: str, exception: Any = None) -> None:
-    """Raises HorovodVersionMismatchError if the framework that is installed is of another version."""
+    """Raises HorovodVersionMismatchError if the installed version of the framework is not version."""
     found = getattr(importlib.import_module(name), "__version__")
     if found != version:
         mismatch = HorovodVersionMismatchError(name, version, found)
@@ -93,7 +93,7 @@ def check_installed_version(name: str, version: str, exception: Any = None) -> N
 
 
 def split_list(items: Sequence[_T], num_parts: int) -> List[Sequence[_T]]:
-    """Cuts a list into num_parts; the first ones get one more where that is needed."""
+    """Divides a list into num_parts parts. If the items do not divide evenly, the first parts get one more."""
     size, longer = divmod(len(items), num_parts)
     parts, start = [], 0
     for i in range(num_parts):
@@ -116,12 +116,12 @@ def is_iterable(x: Any) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Compares versions by their numbers; a build's suffix, as in 2.1.0+cpu, does not count.
+    """Returns whether version ver is equal to or newer than target. It ignores the suffix of a build, as in 2.1.0+cpu.
 
-    Raises ValueError for a target that is not of the form x.y.z.
+    Raises ValueError if target does not have the form x.y.z.
     """
     if not re.match(r"\d+\.\d+\.\d+", target):
-        raise ValueError(f"target version {target!r} is not of the form x.y.z")
+        raise ValueError(f"got target version {target!r}, want the form x.y.z")
     return _numbers(ver) >= _numbers(target)
 
 

@@ -1,4 +1,4 @@
-"""Runs a Python function as a job."""
+"""Runs a Python function at all ranks of a job."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def run(
     max_np: Optional[int] = None,
     network_interface: Optional[str] = None,
 ) -> List[Any]:
-    """Calls func(*args, **kwargs) at num_proc ranks, one if it is not said, and returns what they return, by rank.
+    """Calls func(*args, **kwargs) at each of num_proc ranks (default 1), and returns a list of the results, by rank.
 
-    The ranks are started by hvdrun, which is $HVD_RUN or on the path, with executable, or this Python. Function, arguments and
-    results are pickled into a directory that is this user's alone; ranks on other hosts must see it under the same path: set
-    TMPDIR to a place that they share. Without cloudpickle the function must be one that can be imported; one of the main
-    module can, if that does its work under ``if __name__ == "__main__"``.
+    hvdrun starts the ranks. Its path is HVD_RUN, or else hvdrun on PATH. The ranks run the interpreter executable, by
+    default this one. The function, its arguments and the results are pickled into a directory that only this user can
+    access. Ranks on other hosts must see this directory under the same path: set TMPDIR to a directory that the hosts
+    share. Without cloudpickle the function must be importable. A function of the main module is importable if the
+    module does its work under ``if __name__ == "__main__"``.
 
-    Raises RuntimeError with the ranks' errors if any has failed, NotImplementedError for elastic jobs and MPI.
-    disable_cache, use_gloo: nothing here depends on them.
+    Raises RuntimeError with the errors of the ranks if a rank has failed. Raises NotImplementedError for elastic jobs
+    and for MPI. disable_cache and use_gloo have no effect.
     """
     ranks = num_proc if num_proc is not None else np
     least = min_num_proc if min_num_proc is not None else min_np
@@ -62,7 +63,7 @@ def run(
     elastic = (slots, reset_limit, cooldown_range, host_discovery_script)
     if any(value is not None for value in elastic) or not least == most in (None, ranks):
         raise NotImplementedError(
-            "gohvd: run: this version has no elastic jobs, only min_num_proc and max_num_proc that are both num_proc"
+            "gohvd: run: this version has no elastic jobs: omit min_num_proc and max_num_proc, or set both to num_proc"
         )
     if use_mpi or mpi_args:
         raise NotImplementedError("gohvd: run: this version has no MPI")
@@ -86,7 +87,7 @@ def run(
     try:
         call = os.path.join(directory, "call")
         with open(call, "wb") as f:
-            # How a new process makes this one's main module its own, and finds modules where this one does.
+            # With this data the process of a rank loads the main module of this process, and finds the same modules.
             preparation = multiprocessing.spawn.get_preparation_data("rank")
             del preparation["authkey"]
             pickle.dump(preparation, f)
@@ -120,5 +121,5 @@ def _results(directory: str, status: int) -> List[Any]:
     if errors or status != 0:
         raise RuntimeError(f"gohvd: run: hvdrun ended with status {status}\n" + "\n".join(sorted(errors)))
     if not results or len(results) != size:
-        raise RuntimeError(f"gohvd: run: results of ranks {sorted(results)} alone: do all hosts see {directory}?")
+        raise RuntimeError(f"gohvd: run: got results only of ranks {sorted(results)}: do all hosts see {directory}?")
     return [results[rank] for rank in sorted(results)]

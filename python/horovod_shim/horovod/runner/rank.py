@@ -1,4 +1,4 @@
-"""What each rank of horovod.run executes: ``python -m horovod.runner.rank DIRECTORY``."""
+"""The program that each rank of horovod.run executes: ``python -m horovod.runner.rank DIRECTORY``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""horovod.torch is gohvd.torch: the same module, under another name, and so are its submodules."""
+"""horovod.torch and its submodules are gohvd.torch and its submodules: the same module objects under other names."""
 
 import sys
 
 import gohvd.torch
 
-# The submodules by their names here, before the import system looks for them beside gohvd's files and loads them twice.
+# The submodules are imported here under their Horovod names. Otherwise the import system would look for them beside
+# gohvd's files and load them a second time.
 from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 
 sys.modules[__name__] = gohvd.torch

@@ -1,1 +1,1 @@
-"""Horovod's helpers that programs import."""
+"""The helpers of horovod.runner.util that programs use."""

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Optional, Sequence
 def in_thread(
     target: Callable[..., Any], args: tuple = (), name: Optional[str] = None, daemon: bool = True, silent: bool = False
 ) -> threading.Thread:
-    """Calls target(*args) in a new thread and returns that. silent drops exceptions."""
+    """Calls target(*args) in a new thread and returns the thread. If silent is true, exceptions are dropped."""
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args).__name__}")
 
@@ -35,7 +35,9 @@ def on_event(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Calls func(*args) in a new thread once event is set, unless stop was set before."""
+    """Starts a thread that waits until event is set and then calls func(*args), and returns the thread. If stop is set
+    before that, it does not call func.
+    """
 
     def wait() -> None:
         while not event.wait(None if stop is None else check_stop_interval_s):
@@ -52,8 +54,9 @@ def execute_function_multithreaded(
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
 ) -> Optional[Dict[int, Any]]:
-    """Calls fn with each of the argument lists, in threads, and returns the results by their index; without
-    block_until_all_done it returns None at once. Raises RuntimeError if a call has raised an exception."""
+    """Calls fn in threads with each of the argument lists, and returns a map from index to result. If
+    block_until_all_done is false, it returns None at once. Raises RuntimeError if a call has raised an exception.
+    """
     pool = concurrent.futures.ThreadPoolExecutor(max(1, min(max_concurrent_executions, len(args_list))))
     calls = [pool.submit(fn, *args) for args in args_list]
     pool.shutdown(wait=block_until_all_done)
@@ -61,5 +64,5 @@ def execute_function_multithreaded(
         return None
     for call in calls:
         if call.exception() is not None:
-            raise RuntimeError(f"a thread has failed that ran {fn}") from call.exception()
+            raise RuntimeError(f"a call of {fn} in a thread has failed") from call.exception()
     return {i: call.result() for i, call in enumerate(calls)}
