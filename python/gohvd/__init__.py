@@ -1,7 +1,7 @@
 """gohvd: collective communication for distributed training, with Horovod's interface.
 
-``gohvd.torch`` is for PyTorch, ``gohvd.numpy`` for numpy. A sidecar process, hvdd, does the work; ``init`` starts
-it.
+``gohvd.torch`` is for PyTorch, ``gohvd.numpy`` for numpy. ``init`` starts a sidecar process, hvdd, which runs the
+operations.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _MIN_NAMES = 4096
 
 _DOORBELL = b"\0"
 _READ_BYTES = 1 << 16
-# Arguments of recvmsg, as sequences for map.
+# Arguments of recvmsg. Each is a sequence of one element, because _read passes them to map.
 _SIZES, _SPACES = (_READ_BYTES,), (socket.CMSG_SPACE(4 * 4),)
 _WAITING = (int(socket.MSG_CMSG_CLOEXEC),)
 _NOT_WAITING = (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
@@ -430,7 +430,7 @@ class Client:
             return p
 
     def call(self, encode: Callable[[int], bytes], fd: int = -1) -> wire.Reply:
-        """Sends a request, waits for the answer and returns it. Raises the error of the answer."""
+        """Sends a request, waits for the answer and returns it. Raises the error that the answer has, if any."""
         p = self.request(encode, fd)
         self.wait(p)
         assert p.reply is not None
@@ -485,7 +485,7 @@ class Client:
                 if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
-                p.held = False  # no caller has p
+                p.held = False  # the caller does not get p, so it could never release the name
                 raise
         return p
 

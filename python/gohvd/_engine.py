@@ -98,7 +98,7 @@ class Plan(Generic[A]):
         """
 
     def __del__(self) -> None:
-        # An exception of a signal handler may have ended __init__ early.
+        # The attribute is missing if a signal handler's exception has ended __init__ early.
         operation = getattr(self, "operation", None)
         if operation is not None:
             self.client.forget(operation)
@@ -249,7 +249,7 @@ class Engine:
         self._environment: Dict[str, str] = {}
         self._place: Optional[wire.Ready] = None
         self._sets: Dict[int, ProcessSet] = {}
-        self._registered: List[ProcessSet] = []  # there may be several objects for one set of the job
+        self._registered: List[ProcessSet] = []  # may have several objects for one process set of the job
         self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
         self._plans_lock = threading.Lock()
         self._idle = self._idle_bytes = 0

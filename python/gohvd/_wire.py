@@ -312,7 +312,7 @@ class Ready:
 
 
 class Completion:
-    """The outcome of an operation. Each result is a place and a shape."""
+    """The outcome of an operation. Each element of results is a place and a shape."""
 
     __slots__ = ("results", "received_splits", "last_joined")
 
