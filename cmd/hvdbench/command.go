@@ -113,7 +113,8 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		"time each case for this many seconds, with 20 to 20000 calls, instead of --iters")
 	f.Float64Var(&o.maxSeconds, "max-seconds", 3,
 		"with --seconds, make fewer than 20 calls if 20 would take longer than this; at least 5, or 3 above 64M")
-	f.IntVarP(&o.checks, "check", "c", 1, "how often each case is verified before it is timed, and once after; 0 turns both off")
+	f.IntVarP(&o.checks, "check", "c", 1,
+		"how often each case is verified before it is timed, and once after; 0 turns both off")
 	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes,
 		"element types, separated by commas, or all; names of nccl-tests or of gohvd")
 	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,
@@ -131,7 +132,8 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.BoolVar(&o.touch, "touch", false,
 		"each rank writes its tensor before every call; that is not timed")
 	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+
-		strings.Join(workloadNames, ", ")+" or those in `FILE`, with a line of name, count and shape for each")
+		strings.Join(workloadNames, ", ")+
+		", or over those listed in `FILE`, one per line: name, number of elements, shape")
 	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps over N tensors of BYTES each")
 	add(f, &o.modes, "mode", "", "MODES", "async", parseModes,
 		"how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))

@@ -277,7 +277,8 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 	size, ok := c.live[ref.Offset]
 	if !ok {
 		return nil, fmt.Errorf(
-			"got byte %d of chunk %d, where no tensor begins: it is inside a tensor, or the tensor was freed before", ref.Offset, ref.Chunk)
+			"the slice does not begin at an allocated tensor (byte %d of chunk %d): it begins inside a tensor, "+
+				"or its tensor was already freed", ref.Offset, ref.Chunk)
 	}
 	delete(c.live, ref.Offset)
 	h.live -= size

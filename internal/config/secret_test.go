@@ -34,8 +34,8 @@ func TestJobSecret(t *testing.T) {
 		{config.Config{SecretFile: file}, false, ""},
 		{config.Config{SecretFile: file, TLS: true}, false, ""},
 		{config.Config{Secret: same, SecretFile: "/not/looked/at"}, false, ""},
-		{config.Config{Secret: "short"}, false, "HVD_SECRET: a secret of 5 bytes"},
-		{config.Config{SecretFile: short}, false, "HVD_SECRET_FILE " + short + ": a secret of 5 bytes"},
+		{config.Config{Secret: "short"}, false, "HVD_SECRET: the secret has 5 bytes"},
+		{config.Config{SecretFile: short}, false, "HVD_SECRET_FILE " + short + ": the secret has 5 bytes"},
 		{config.Config{SecretFile: empty}, false, "HVD_SECRET_FILE " + empty + " is empty"},
 		{config.Config{SecretFile: file + ".not"}, false, "HVD_SECRET_FILE: open"},
 	} {

@@ -218,8 +218,8 @@ var settings = []Setting{
 		Key:     "params.cycle_time_ms",
 		Flags:   []Flag{{Name: "cycle-time-ms", Arg: "MS"}},
 		Default: "0",
-		Doc: "minimum time between two negotiation cycles. With 0 requests are answered at once. " +
-			"Horovod's default is 1",
+		Doc: "minimum time between two negotiation cycles. If it is 0, requests are answered at once. " +
+			"Horovod's default is 1 ms",
 		Raise: "Raising it fuses more tensors into one response, but delays responses.",
 		kind:  milliseconds(func(c *Config) *time.Duration { return &c.CycleTime }, 0),
 	},

@@ -100,7 +100,7 @@ func checkHostName(name string) error {
 	// hosts than intended.
 	if strings.Contains(name, ":") {
 		if _, err := netip.ParseAddr(name[strings.LastIndexByte(name, '@')+1:]); err != nil {
-			return errors.New("want a name and slots, as in h1:2, or an address, and a comma between hosts")
+			return errors.New("want NAME:SLOTS, such as h1:2, or an IP address for each host, with commas between hosts")
 		}
 	}
 	return nil

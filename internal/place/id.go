@@ -55,10 +55,10 @@ func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	switch {
 	case !ip.IsValid() || ip.IsUnspecified() || addr.Port() == 0:
 		return ID{}, fmt.Errorf(
-			"the store of the id would listen on %s, want an address that other ranks can dial", addr)
+			"unique id: its store cannot listen on %s, want an address that other ranks can dial", addr)
 	case ip.Zone() != "":
 		return ID{}, fmt.Errorf(
-			"the store of the id would listen on %s, want an address without a zone: other hosts have other zones", addr)
+			"unique id: its store cannot listen on %s, want an address without a zone: other hosts have other zones", addr)
 	}
 	var id ID
 	copy(id[:], idMagic)

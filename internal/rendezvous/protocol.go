@@ -135,7 +135,8 @@ func cut(text string, most int) string {
 // errStale is the answer STALE of a root that does not admit this rank. *completeError and *RefusedError are
 // the other such answers.
 var errStale = errors.New(
-	"the root at this address is not the published one, or has already answered this process")
+	"the root of rank 0 at this address is not the one in the store (it may belong to an earlier attempt), "+
+		"or it has already answered this process")
 
 type completeError struct{ epoch uint64 }
 

@@ -224,7 +224,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	}
 	if err = proto.Unmarshal(body, s); err == nil && (s.GetKind() < rendezvouspb.Status_TIMEOUT ||
 		s.GetKind() > rendezvouspb.Status_TRIED) {
-		err = fmt.Errorf("unknown kind %v", s.GetKind())
+		err = fmt.Errorf("got a status of the unknown kind %v", s.GetKind())
 	}
 	if err != nil {
 		err = fmt.Errorf("reading a status: %w", err)

@@ -40,7 +40,8 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 		return 0, fmt.Errorf("got a hello of %d bytes, want %d", len(b), helloBytes)
 	}
 	if m, v := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:]); m != magic || v != version {
-		return 0, fmt.Errorf("got a hello with magic %#08x and version %d, want magic %#08x and version %d", m, v,
+		return 0, fmt.Errorf("got a hello with magic %#08x and version %d, want magic %#08x and version %d",
+			m, v,
 			uint32(magic), version)
 	}
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
@@ -85,7 +86,8 @@ func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (
 		return 0, err
 	}
 	if from < 0 || int(from) >= len(dialers) || dialers[from] == nil {
-		return 0, fmt.Errorf("got a connection from rank %d, want one only from lower ranks of this host", from)
+		return 0, fmt.Errorf("got a connection from rank %d, but only lower ranks of this host may connect",
+			from)
 	}
 	key, purpose, err := proofOf(ep, from, ep.Rank, dialers[from], own)
 	if err == nil {

@@ -236,7 +236,7 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 		}
 		if p == nil {
 			if l.own == nil {
-				return false, errors.New("this rank has not shared the lane")
+				return false, errors.New("this rank has not yet shared its memory for the lane")
 			}
 			b = l.own.Bytes()
 			return true, nil
@@ -271,7 +271,8 @@ func (m *Mesh) offer(c arena.Chunk) {
 		if err != nil {
 			var errno unix.Errno
 			errors.As(err, &errno)
-			m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d to rank %d: %v", c.ID, p.rank, err))
+			m.log.Warn(fmt.Sprintf("shm: cannot send the descriptor of arena chunk %d to rank %d: %v", c.ID,
+				p.rank, err))
 			p.outbox.put(message{kind: keptMessage, id: c.ID, size: uint64(errno)})
 			continue
 		}

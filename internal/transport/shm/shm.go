@@ -293,7 +293,7 @@ func (ep *Epoch) validate() error {
 		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
 	}
 	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Offers) != len(ep.Hosts) {
-		return fmt.Errorf("shm: connect: got rank %d, %d hosts and %d offers, want a host and an offer for each rank", ep.Rank, len(ep.Hosts), len(ep.Offers))
+		return fmt.Errorf("shm: connect: got rank %d, %d host identities and %d socket offers, want one of each for every rank", ep.Rank, len(ep.Hosts), len(ep.Offers))
 	}
 	return nil
 }
