@@ -165,7 +165,7 @@ func TestDoctorWrongUsage(t *testing.T) {
 		{[]string{"--hosts", "[]:2"}, "want names or addresses of hosts"},
 		{[]string{"--hosts", ":2"}, "want names or addresses of hosts"},
 		{[]string{"--agent", " "}, "--agent: got an empty value"},
-		{[]string{"--hosts", "h1:2h2:1"}, "a comma between hosts"},
+		{[]string{"--hosts", "h1:2h2:1"}, "with commas between hosts"},
 		{[]string{"--hosts", ""}, "--hosts: got an empty value"},
 		{[]string{"-p", "22"}, "apply only to ssh, which --agent replaces"},
 		{[]string{"-i", "key"}, "apply only to ssh, which --agent replaces"},
