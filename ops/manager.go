@@ -20,8 +20,8 @@ type Registration struct {
 	// them in place, and scales them itself. If it is not set, the engine packs the tensors into a fusion
 	// buffer and scales them.
 	Lists bool
-	// New makes the backend that a process set uses on its lane. ranks are the members of the set, and me is
-	// the index of this rank in ranks.
+	// New makes the backend that a process set uses on its lane. The parameter ranks has the members of the
+	// set, and the parameter me is the index of this rank among them.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 
@@ -73,7 +73,8 @@ func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, me
 		fmt.Errorf("ops: no backend can run %v %q of type %v: %w", r.Kind, r.Name, r.DType, refusals)
 }
 
-// Get returns the backend that a granted response names by id. lists is the field Lists of its Registration.
+// Get returns the backend with the given ID, which a granted response names. The result lists is the field
+// Lists of the backend's Registration.
 func (m *Manager) Get(id message.Backend) (b Backend, lists bool, err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })
 	if i < 0 {

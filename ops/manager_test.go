@@ -54,7 +54,7 @@ func TestManagerPlan(t *testing.T) {
 		id  message.Backend
 		alg message.Algorithm
 	}{
-		message.Allreduce: {second, message.Tree}, // first refuses it, and second comes before message.TCP
+		message.Allreduce: {second, message.Tree}, // first refuses it; second precedes TCP
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},

@@ -10,9 +10,9 @@ import (
 )
 
 // Backend runs collectives among the members of one process set on one lane, one after another. All members
-// must start the same operations in the same order with matching arguments. A caller must not call two
-// methods at the same time, except for Plan. In this package a rank is an index into the process set, from 0
-// to n-1.
+// must start the same operations in the same order with matching arguments. The methods must not be called
+// concurrently. Only Plan may be called at any time. In this package a rank is an index into the process set,
+// from 0 to n-1.
 //
 // An operation runs from Start until Step returns Finished or an error. After that the backend no longer
 // reads or writes the buffers of the operation. After an error, the contents of the buffers are undefined.
@@ -22,7 +22,7 @@ type Backend interface {
 	// Plan returns the algorithm that the backend would use for a response of r's kind whose output has
 	// numBytes bytes. If the backend cannot run the response, Plan returns an error. The error states only
 	// the reason, because the Manager adds the backend and the operation. Only the coordinator calls Plan,
-	// and the result binds all ranks. So Plan must return the same result on every rank with the same
+	// and all ranks use its result. So Plan must return the same result on every rank with the same
 	// capabilities.
 	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
 
@@ -83,18 +83,18 @@ type Operation struct {
 	//   - An Alltoall sends block i of Buf to rank i.
 	Buf []byte
 
-	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. In an Adasum, Counts are instead
-	// the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of them is combined
-	// separately.
+	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. An Adasum uses Counts for
+	// something else: for the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of
+	// these tensors is combined separately.
 	Counts []int64
 
 	// Root is the rank whose Buf is broadcast.
 	Root int
 
 	// Allocate returns the output buffer of an Alltoall, which receives the blocks for this rank in the order
-	// of the ranks that send them. The backend calls Allocate once. counts[i] is the number of bytes from
-	// rank i, which only the backend learns; counts is valid during the call. An error from Allocate ends the
-	// operation.
+	// of the ranks that send them. The backend calls Allocate once, when it has learned the sizes of these
+	// blocks: counts[i] is the number of bytes from rank i. The slice counts is valid only during the call.
+	// An error from Allocate ends the operation.
 	Allocate func(counts []int64) ([]byte, error)
 }
 

@@ -47,8 +47,8 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If other ranks are not ready for the step, alltoallStep waits if wait is
-// set, and otherwise returns Waiting.
+// alltoallStep does the next step. If other ranks are not ready for the step, the result depends on the
+// parameter wait. If it is set, alltoallStep waits for the ranks. Otherwise it returns Waiting.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
 	if x.awaitsReaders {
@@ -64,8 +64,9 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if t == 0 {
 		if err := b.readCounts(); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// A peer has a tensor in a new arena chunk, and the descriptor of the chunk has not arrived
-				// yet.
+				// A step that does not wait uses endedContext, so Canceled only means that mapping a chunk
+				// would have to wait: a peer has a tensor in a new arena chunk, and the descriptor of the
+				// chunk has not arrived yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
@@ -88,7 +89,8 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// countsOf returns the part of a table that has the number of bytes for each member.
+// countsOf returns the part of a table that has the counts of an alltoall: the number of bytes for each
+// member of the set.
 func countsOf(table []byte) []byte { return table[tableHeader+extentBytes:] }
 
 // maxMembers is the largest number of members whose counts fit in a table.
@@ -116,7 +118,7 @@ func (b *Backend) readCounts() error {
 			if err := b.layouts[i].read(table, total, 1, b.chunk); err != nil {
 				return b.peerError(i, err)
 			}
-			// pullBlocks relies on one extent that has the whole buffer.
+			// pullBlocks reads only the first extent, so this extent must cover the whole buffer.
 			if n := len(b.layouts[i].extents); n > 1 {
 				return b.peerError(i, fmt.Errorf("got a table with %d extents, want 1 in an alltoall", n))
 			}
@@ -131,8 +133,8 @@ func (b *Backend) readCounts() error {
 	return nil
 }
 
-// allocate computes how many bytes this rank gets from each rank, calls Allocate for the output buffer, and
-// copies this rank's block for itself there.
+// allocate computes how many bytes this rank gets from each rank, and calls Allocate for the output buffer.
+// Then it copies the block that this rank has for itself to the output buffer.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
 	// This rank's own block is counted first, so that an overflow is always caused by a peer.
@@ -169,8 +171,8 @@ func (b *Backend) blockOffset(i, k int) (begin int64) {
 	return begin
 }
 
-// stageBlocks copies step t of the blocks for other ranks to the staging area. It does nothing if the other
-// ranks can read the blocks in place.
+// stageBlocks copies the parts that step t handles of the blocks for other ranks to the staging area. It does
+// nothing if the other ranks can read the blocks in place.
 func (b *Backend) stageBlocks(t int) {
 	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]
@@ -187,7 +189,8 @@ func (b *Backend) stageBlocks(t int) {
 	}
 }
 
-// pullBlocks copies step t of the blocks that the other ranks have for this rank to the output.
+// pullBlocks copies the parts that step t handles of the blocks that the other ranks have for this rank to
+// the output.
 func (b *Backend) pullBlocks(t int) {
 	out, column := b.running.out, b.plan.column
 	n := len(b.ranks)

@@ -21,8 +21,8 @@ const streamBytes = 8 << 20
 type plan struct {
 	// ends are the offsets at which the ranks' blocks end.
 	ends []int64
-	// column is the number of bytes of each block that a step handles. stride is the distance in a stage
-	// between the columns of two neighbouring blocks.
+	// column is the number of bytes of each block that a step handles. A stage has a column for each block,
+	// and stride is the distance in bytes between the columns of two neighbouring blocks.
 	stride, column int64
 	// reduce is set if the owner of a block reduces the contributions of all ranks to the block. If it is not
 	// set, the owner's data is the result.
@@ -51,7 +51,7 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
-// findNone reports every buffer as not in an arena. It replaces Config.Find where tensors must be staged.
+// findNone reports that a buffer is in no arena. It replaces Config.Find if tensors must be staged.
 func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
 // running is the state of an exchange in progress.
@@ -59,7 +59,7 @@ type running struct {
 	plan          *plan // nil if no exchange is in progress
 	total         int64
 	steps, rounds int
-	lag           int // how many rounds after staging a step its results are copied
+	lag           int // the results of step t are copied in round t+lag
 	next          int // the number of the next round
 	base          uint64
 	awaitsReaders bool   // all rounds are done, but peers may still read this rank's buffers
@@ -75,8 +75,8 @@ type running struct {
 //   - copies the results of step r-2, or of step r-1 if there is nothing to reduce.
 //
 // So a rank reads data that is still in the caches, and a rank that is late by one round does not delay the
-// others. The stages of three steps are in use. A fourth is in use while a rank has posted its round and
-// still copies.
+// others. Three parts of the staging area are in use at a time. A fourth is in use while a rank that has
+// posted its progress still copies results.
 
 // start begins an exchange and does the first round, which does not wait for other ranks.
 func (b *Backend) start(p *plan) {
@@ -105,8 +105,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If other ranks are not ready for the round, round waits if wait is set, and
-// otherwise returns Waiting.
+// round does the next round. If other ranks are not ready for the round, the result depends on the parameter
+// wait. If it is set, round waits for the ranks. Otherwise it returns Waiting.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
@@ -123,8 +123,9 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if r == 1 {
 		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// A peer has a tensor in a new arena chunk, and the descriptor of the chunk has not arrived
-				// yet.
+				// A step that does not wait uses endedContext, so Canceled only means that mapping a chunk
+				// would have to wait: a peer has a tensor in a new arena chunk, and the descriptor of the
+				// chunk has not arrived yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
@@ -176,8 +177,9 @@ func (b *Backend) anyStaged(p *plan) bool {
 	return false
 }
 
-// finishRounds records the end of the last round of an exchange. It returns true if peers may still read the
-// buffers of a caller: the operation then must not end before all peers have finished.
+// finishRounds records the end of the last round of an exchange. It returns true if a rank has a buffer that
+// its peers read in place. Peers may still be reading such a buffer, so the operation must then not end
+// before all peers have finished.
 func (b *Backend) finishRounds(round uint64, steps int) bool {
 	b.stage += steps
 	b.rounds = round
@@ -239,15 +241,17 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 	return nil
 }
 
-// staged returns the n bytes of the staging area in which member i stages byte v and the following bytes of
-// block j. Step t of the block begins at byte from.
+// staged returns the n bytes of member i's staging area that begin where the member stages byte v. Byte v
+// must belong to the part of block j that step t handles. The parameter from is the offset at which this part
+// begins. All offsets are offsets in the operation's buffer.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
 }
 
-// contribution returns what member i contributes to block j from byte v on, at most n bytes. Step t of the
-// block begins at byte from.
+// contribution returns at most n bytes of the contribution of member i to block j, beginning at byte v. As in
+// staged, byte v belongs to the part of the block that step t handles, and from is the offset at which this
+// part begins.
 func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	if i == b.me {
 		in, _ := b.own.at(v, n)
@@ -264,8 +268,8 @@ func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	return e.in.mem[at : at+n]
 }
 
-// result returns the result of block i from byte v on, at most n bytes, in the memory of member i. i must not
-// be this rank.
+// result returns at most n bytes of the result of block i, beginning at byte v. It returns them in the memory
+// of member i, which must not be this rank. The parameter from has the same meaning as in staged.
 func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	l := &b.layouts[i]
 	k, begin := l.find(v)
@@ -281,7 +285,7 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	return at.mem[at.offset+v-begin:][:n]
 }
 
-// stageStep copies to the stage what peers read in step t but cannot read in place.
+// stageStep copies to the staging area what peers read in step t but cannot read in place.
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
@@ -309,8 +313,8 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 	}
 }
 
-// reduceStep reduces step t of this rank's block. If peers copy the result but cannot read it in place,
-// reduceStep also stages the result.
+// reduceStep reduces the part of this rank's block that step t handles. If peers copy the result but cannot
+// read it in place, reduceStep also stages the result.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)
@@ -328,8 +332,8 @@ func (b *Backend) reduceStep(p *plan, t int) {
 	}
 }
 
-// reducePiece reduces the sources to out. If copied is set, it also copies the result to the stage:
-// blockBytes at a time, so that the copy reads from the cache.
+// reducePiece reduces the sources to out. If the parameter copied is set, it also copies the result to the
+// staging area. It handles blockBytes at a time, so that the copy reads from the cache.
 func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied bool) {
 	if !copied {
 		b.reducer.reduce(out, b.sources)
@@ -343,7 +347,7 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 	}
 }
 
-// pullStep copies the results of step t of the other blocks from their owners.
+// pullStep copies the results of step t for the other ranks' blocks from the owners of the blocks.
 func (b *Backend) pullStep(p *plan, t int, total int64) {
 	n := len(p.ends)
 	for k := 1; k < n; k++ {

@@ -181,7 +181,7 @@ func TestPeersCounts(t *testing.T) {
 			put(table, 2)
 			put(table[8:], 16)
 			put(table[8+16:], 2*pretended-16)
-			// The second extent overwrites the place of the counts, so the counts follow it.
+			// The second extent takes the place of the counts, so the counts come after the second extent.
 			put(table[8+32:], pretended, 0)
 		},
 		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },
@@ -208,8 +208,9 @@ func TestPeersCounts(t *testing.T) {
 // twice this size.
 const pretended = 8 << 10
 
-// besidePretender runs op at rank 0. Rank 1 does not run op: its segment only looks as if it had started,
-// with a table that change has modified. The test fails if op does not return a *PeerError for rank 1.
+// besidePretender runs op at rank 0. Rank 1 does not run op: its segment only looks as if it had started op,
+// with a table that the function change has modified. The test fails if op does not return a *PeerError for
+// rank 1.
 func besidePretender(t *testing.T, change func(table []byte), op func(ctx context.Context, r *rank) error) {
 	t.Helper()
 	err := try(newHost(), 2, shm.Config{Oversubscribed: true}, func(r *rank) error {
@@ -255,8 +256,8 @@ func TestAlltoallOutput(t *testing.T) {
 	}
 }
 
-// An operation with wrong arguments fails before the peers can see any of it. The backend then fails all
-// later operations, because the other ranks may run the operation and this rank does not.
+// An operation with wrong arguments fails before the peers can see that it was started. The backend then
+// fails all later operations, because the other ranks may run the operation and this rank does not.
 func TestRefused(t *testing.T) {
 	for name, op := range map[string]func(r *rank) error{
 		"algorithm": func(r *rank) error {

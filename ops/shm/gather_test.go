@@ -37,7 +37,7 @@ func (r *rank) buffer(round int, numBytes int64) []byte {
 	return aligned(int(numBytes))
 }
 
-// fill fills dst with the block that rank from sends to rank to in the given round.
+// fill fills dst with the content of the block that one rank sends to another in the given round.
 func fill(dst []byte, from, to, round int) {
 	for i := range dst {
 		dst[i] = byte(i + 31*from + 7*to + round)
@@ -164,8 +164,8 @@ func TestAlltoall(t *testing.T) {
 	}
 }
 
-// Three ranks run 300 rounds of operations of several kinds and sizes, one after the other and at very
-// different speeds. All results are right.
+// Three ranks run 300 rounds of operations of several kinds and sizes, one after another and at very
+// different speeds. Every operation gives the right result.
 func TestMixture(t *testing.T) {
 	run(t, 3, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
 		for round := range 300 {

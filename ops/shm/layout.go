@@ -14,12 +14,12 @@ import (
 // extent is a part of the operation's buffer, which is the concatenation of the tensors. The first extent
 // begins at byte 0. Every other extent begins where the extent before it ends.
 type extent struct {
-	end     int64 // the offset after the last byte, in the operation's buffer
+	end     int64 // the offset in the operation's buffer at which the extent ends (exclusive)
 	in, out place
 }
 
-// place says where peers find the bytes of an extent. If chunk is not 0, they are at offset in that arena
-// chunk. Otherwise they are in the staging area.
+// place says where peers find the bytes of an extent. If chunk is not 0, the bytes are in the arena chunk
+// with this ID, and offset says where. If chunk is 0, the bytes are in the staging area.
 type place struct {
 	chunk  uint32
 	offset int64
@@ -28,10 +28,10 @@ type place struct {
 
 func (p *place) staged() bool { return p.chunk == 0 }
 
-// A table has the layout of one rank. It begins with the number of extents (u32) and zero (u32). For each
-// extent follow: end (u64), chunk of in (u32), chunk of out (u32), offset of in (u64), offset of out (u64).
-// In an alltoall the table has one extent, followed by the number of bytes for each member of the set (u64
-// each).
+// A table has the layout of one rank. It begins with the number of extents (u32) and a zero (u32). After
+// that, it has five values for each extent: end (u64), the chunk of the input (u32), the chunk of the output
+// (u32), the offset of the input (u64) and the offset of the output (u64). In an alltoall the table has one
+// extent, and after the extent the number of bytes for each member of the set (u64 each).
 const (
 	tableHeader = 8
 	extentBytes = 32
@@ -102,8 +102,8 @@ func (l *layout) write(table []byte) {
 }
 
 // read decodes the layout of a peer from its table, and maps the chunks that the layout names. total is the
-// size that the buffer must have. elem is the alignment that all extents must have, a power of two: the size
-// of an element if kernels read the data, or 1 if the data is only copied.
+// size that the buffer must have. elem is a power of two, and all extents must be aligned to it. It is the
+// size of an element if kernels read the data, or 1 if the data is only copied.
 func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]byte, error)) error {
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
@@ -149,11 +149,11 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	return nil
 }
 
-// own has this rank's tensors and finds them by their offset in the operation's buffer.
+// own has this rank's tensors and finds the tensor at an offset in the operation's buffer.
 type own struct {
 	tensors []ops.Tensor
 	ends    []int64
-	last    int // the index of the tensor that at returned last
+	last    int // the index of the tensor that the last call of at returned
 
 	room   []byte // the memory into which small tensors are packed
 	packed []ops.Tensor
@@ -176,8 +176,8 @@ func (o *own) pack() {
 	if o.room == nil {
 		o.room = make([]byte, roomBytes)
 	}
-	// begin is the offset in room of the tensor that is being packed. It is -1 if the previous tensor was not
-	// packed.
+	// begin is the offset in o.room of the tensor that is being packed. It is -1 if the previous tensor was
+	// not packed.
 	n, used, begin := 0, 0, -1
 	for i, t := range o.tensors {
 		if end := used + len(t.In); len(t.In) <= packedBytes && end <= len(o.room) {
@@ -231,12 +231,13 @@ func (o *own) clear() {
 	o.tensors, o.packed = o.tensors[:0], o.packed[:0]
 }
 
-// at returns the contribution and the memory for the result from byte v on, at most n bytes.
+// at returns at most n bytes of this rank's contribution, beginning at offset v in the operation's buffer,
+// and the memory for their result.
 func (o *own) at(v, n int64) (in, out []byte) {
 	i := o.last
 	t := &o.tensors[i]
 	if begin := o.ends[i] - int64(len(t.In)); v < begin || v >= o.ends[i] {
-		if i++; v != o.ends[i-1] { // most calls are for the tensor after the last one
+		if i++; v != o.ends[i-1] { // most calls ask for the tensor after the previous call's tensor
 			i = sort.Search(len(o.ends), func(i int) bool { return o.ends[i] > v })
 		}
 		o.last, t = i, &o.tensors[i]
@@ -246,10 +247,10 @@ func (o *own) at(v, n int64) (in, out []byte) {
 	return t.In[from : from+n], t.Out[from : from+n]
 }
 
-// word returns the u64 at offset at of a segment. The offset must be a multiple of 8.
+// word returns a pointer to the u64 at the given offset of a segment. The offset must be a multiple of 8.
 func word(segment []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&segment[at])) }
 
-// flag returns the u32 at offset at of a segment. The offset must be a multiple of 4.
+// flag returns a pointer to the u32 at the given offset of a segment. The offset must be a multiple of 4.
 func flag(segment []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&segment[at])) }
 
 func contextError(ctx context.Context) error {

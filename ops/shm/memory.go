@@ -58,8 +58,8 @@ const (
 	pageBytes  = 4096
 	tableBytes = 64 << 10
 	slotBytes  = lineBytes
-	// smallBytes is the upper limit of Config.SmallBytes: of what the other ranks together contribute to a
-	// small operation.
+	// smallBytes is the upper limit of Config.SmallBytes. That field limits the number of bytes that all
+	// other ranks together contribute to a small operation.
 	smallBytes = 64 << 10
 	// ringBytes is so large that a line of the ring has left the second-level caches of all processors before
 	// the line is written again. Writing a line that another processor holds takes four times as long.
@@ -69,5 +69,5 @@ const (
 	stages = 4
 )
 
-// segmentBytes returns the size of a segment whose stages have stageBytes each.
+// segmentBytes returns the size of a segment if each of its stages has stageBytes bytes.
 func segmentBytes(stageBytes int64) int64 { return stagingAt + stages*stageBytes }

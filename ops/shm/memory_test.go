@@ -91,7 +91,7 @@ func (m *rankMemory) Err(lane transport.Lane, rank topo.Rank) error {
 	return m.dead[rank]
 }
 
-// kill makes Err return err for rank at all ranks.
+// kill makes Memory.Err of every rank return err for the given rank.
 func (h *host) kill(rank topo.Rank, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -156,7 +156,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 		wg.Go(func() {
 			mem := &rankMemory{h, topo.Rank(i)}
 			own := cfg
-			// The default limits would need large tensors in the tests.
+			// With the default limits the tests would need large tensors.
 			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}

@@ -20,14 +20,14 @@ type reducer struct {
 	s     ops.Scaling
 	into  kernel.IntoFunc
 	scale kernel.ScaleFunc
-	// wide is set if the elements are 16-bit floats of more than two ranks and are added or multiplied. They
-	// are then converted to float32, reduced, and rounded once at the end.
+	// wide is set for a sum or a product of 16-bit floats over more than two ranks. The elements are then
+	// converted to float32, reduced, and rounded once at the end.
 	wide    bool
 	widen   kernel.ConvertFunc
 	narrow  kernel.ConvertFunc
 	combine kernel.Func // reduces float32 elements if wide is set
 
-	sum     [2 * blockBytes]byte // the reduction of the first sources; has room for float32 if wide is set
+	sum     [2 * blockBytes]byte // the reduction of the first sources; large enough for float32 elements
 	scaled  [2][blockBytes]byte
 	widened [2 * blockBytes]byte
 }
@@ -76,7 +76,8 @@ func (r *reducer) reduce(dst []byte, srcs [][]byte) {
 	}
 }
 
-// block reduces one block: the len(dst) bytes at offset at of each source. The conditions of reduce apply.
+// block reduces one block: the len(dst) bytes at the given offset of each source. As in reduce, there are at
+// least two sources, and dst may be a part of one of them.
 func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	n := len(dst)
 	if r.wide {
@@ -102,8 +103,8 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 	r.finish(dst)
 }
 
-// source returns n bytes of a contribution from offset at on. If they have to be scaled, they are copied to
-// the given buffer of r.scaled and scaled there.
+// source returns the n bytes of a contribution that begin at the given offset. If they have to be scaled,
+// source copies them to r.scaled[buffer] and scales them there.
 func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 	part := src[at : at+n]
 	if r.s.Pre == 1 || r.scale == nil {

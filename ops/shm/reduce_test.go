@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// input returns the contribution of rank to tensor number t. Its elements are small integers, so the order of
-// the additions does not change their sum.
+// input returns the contribution of the given rank to tensor number t. Its elements are small integers, so
+// the order of the additions does not change their sum.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
 	// The elements repeat with this period, because setting each one separately would take minutes with the
 	// race detector.
@@ -64,7 +64,7 @@ func encode(dt tensor.DType, dst []byte, v []float64) {
 	}
 }
 
-// reduced returns the expected reduction of the inputs of n ranks to tensor number t.
+// reduced returns the expected result for tensor number t: the reduction of the inputs of n ranks.
 func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	f, err := kernel.Reduce(op, dt)
 	if err != nil {
@@ -127,8 +127,8 @@ func difference(got, want []byte) string {
 }
 
 // A fused allreduce gives the same result as an allreduce of one tensor with the same bytes. Every rank
-// divides the bytes into other tensors, which are in ordinary memory or in arenas, and have separate outputs
-// or not.
+// divides the bytes into tensors in its own way. The tensors are in ordinary memory or in arenas, and are
+// reduced in place or into separate outputs.
 func TestAllreduceFused(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -140,7 +140,7 @@ func TestAllreduceFused(t *testing.T) {
 				total := common.IntN([]int{300, 3000, 30_000}[round%3]) + 1
 				longest := total
 				if round%4 == 0 {
-					// Some tensors are then small enough to be packed, and others are not.
+					// With this limit some tensors are small enough to be packed, and others are not.
 					longest = min(total, 700)
 				}
 				if round == 32 {
@@ -173,8 +173,8 @@ func TestAllreduceFused(t *testing.T) {
 	}
 }
 
-// tensor returns a tensor with this content. At random, its memory is in an arena or not, and its output is
-// its input or separate.
+// tensor returns a tensor with the given content. It chooses at random whether the memory is in an arena, and
+// whether the output is the input or a separate buffer.
 func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	memory := func() []byte {
 		if len(content) > 0 && rng.IntN(2) == 0 {
@@ -266,8 +266,8 @@ func scaledSum(t *testing.T, dt tensor.DType, n, numElems int, s ops.Scaling) []
 	return sum
 }
 
-// Floats are added in the order of the ranks, wherever an element lies in the tensor and whatever other
-// tensors the operation has. All results have the same bits.
+// Floats are added in the order of the ranks. Neither the position of an element in its tensor nor the other
+// tensors of the operation change the result. All ranks get the same bits.
 func TestOrderOfAdditions(t *testing.T) {
 	const n, numElems = 4, 3000
 	rng := rand.New(rand.NewPCG(1, 2))

@@ -47,9 +47,10 @@ const defaultDirectBytes = 3 << 19
 
 // Config configures a Backend. If a field is zero, its default applies.
 type Config struct {
-	// StageBytes is the number of bytes that a rank stages in a step. It is rounded down to a multiple of one
-	// cache line per member of the set, with at least one line each. All ranks must use the same value.
-	// Larger stages need fewer rounds but more cache. Default 512 KiB.
+	// StageBytes is the number of bytes that a rank stages in a step. A stage has the same number of whole
+	// cache lines for each member of the set: StageBytes is rounded down to that, but to at least one line
+	// for each member. All ranks must use the same value. Larger stages need fewer rounds but more cache.
+	// Default 512 KiB.
 	StageBytes int64
 
 	// SmallBytes is the largest size of a small operation, in which every rank reduces all contributions. The
@@ -68,8 +69,8 @@ type Config struct {
 	// core.
 	Oversubscribed bool
 
-	// Find returns the place of a buffer in this process's arenas, and whether it lies in one. Default
-	// arena.Find.
+	// Find returns the place of a buffer in the arenas of this process, and reports whether the buffer lies
+	// in an arena. The default is arena.Find.
 	Find func([]byte) (arena.Ref, bool)
 }
 
@@ -262,8 +263,8 @@ func (b *Backend) peerError(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGivenUp is the error for a peer that has failed, and so may have changed its buffers while this rank
-// read them.
+// errGivenUp is the error for a peer that has given up the operation. The peer may have changed its buffers
+// while this rank read them.
 var errGivenUp = errors.New("the peer gave up the operation")
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
@@ -302,8 +303,8 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 // column returns how many bytes of each of n blocks a step handles.
 func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
 
-// even cuts total bytes into one block per rank. The blocks have whole cache lines and lengths as equal as
-// possible.
+// even cuts total bytes into one block per rank. It cuts only at multiples of a cache line. The lengths of
+// the blocks are as equal as this allows.
 func (b *Backend) even(total int64) {
 	n := int64(len(b.ranks))
 	lines := (total + lineBytes - 1) / lineBytes
@@ -331,7 +332,7 @@ func (b *Backend) cut(counts []int64) error {
 	return nil
 }
 
-// single returns the operation's buffer as its only tensor, in place.
+// single returns a list with one tensor, whose input and output are both the operation's buffer.
 func (b *Backend) single() []ops.Tensor {
 	b.one[0] = ops.Tensor{In: b.op.Buf, Out: b.op.Buf}
 	return b.one[:]

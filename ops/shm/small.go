@@ -21,9 +21,9 @@ func (b *Backend) startSmall(total int64) {
 	b.post(word(mine, 0), b.smallCount)
 }
 
-// smallSlot returns the index of the slot that the running small operation uses. Two slots are enough: a rank
-// begins the operation after the next one only when all ranks have begun the next one, and so have finished
-// the running one.
+// smallSlot returns the index of the slot that the running small operation uses. Small operations k and k+2
+// use the same slot. This is safe: a rank begins operation k+2 only when all ranks have begun operation k+1,
+// and so have finished operation k.
 func (b *Backend) smallSlot() int { return int(b.smallCount & 1) }
 
 // awaitSmall waits for the contributions of all other ranks.
@@ -88,8 +88,8 @@ func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	return segment[ringAt+b.ringPos:][:total]
 }
 
-// advance reserves total bytes in the ring. All ranks call it with the same sizes, so they reserve the same
-// place.
+// advance reserves total bytes in the ring. All ranks call it with the same sizes, so they all reserve the
+// same part of the ring.
 func (b *Backend) advance(total int64) {
 	if total <= slotBytes-flagBytes {
 		return

@@ -19,7 +19,8 @@ func TestSmallRoundTheRing(t *testing.T) {
 		run(t, n, shm.Config{SmallBytes: 64 << 10}, func(r *rank) error {
 			for i := range 500 {
 				elems := (i*i*37)%(16<<10/(n-1)) + 1
-				// The operation has one or two tensors. first is the length of the first one.
+				// The operation has two tensors, the second of which may be empty. first is the number of
+				// elements of the first tensor.
 				first := elems / (1 + i%3)
 				buf := input(tensor.Float32, r.me, i, elems)
 				tensors := []ops.Tensor{{In: buf[:4*first], Out: buf[:4*first]},

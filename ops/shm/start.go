@@ -136,8 +136,8 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If other ranks are not ready for the step, step waits if wait is set, and
-// otherwise returns Waiting or Blocked.
+// step does the next step. If other ranks are not ready for the step, the result depends on the parameter
+// wait. If it is set, step waits for the ranks. Otherwise it returns Waiting or Blocked.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {

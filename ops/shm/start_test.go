@@ -47,8 +47,8 @@ func connect(r *rank) error {
 	return finish(r, 0)
 }
 
-// finish calls Step until the operation has finished. The first tries calls do not wait, and the later calls
-// do.
+// finish calls Step until the operation has finished. At first it makes up to tries calls that do not wait,
+// and then calls that wait.
 func finish(r *rank, tries int) error {
 	for i := 0; ; i++ {
 		p, err := r.Step(context.Background(), i >= tries)
@@ -99,7 +99,7 @@ func TestStart(t *testing.T) {
 	}
 }
 
-// Allgathers and broadcasts can be run step by step too.
+// Allgathers and broadcasts give the right results if they are run step by step.
 func TestStartGather(t *testing.T) {
 	const n = 3
 	for _, each := range []int{0, 96, 20_000} {

@@ -11,21 +11,22 @@ import (
 )
 
 // runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that the package comment
-// defines. Let p be the largest power of two up to n. First, ranks from p on send their vectors to partners
-// below p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the
+// defines. Let p be the largest power of two that is at most n. First, every rank i >= p sends its vector to
+// rank i-p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the
 // same part of two different vectors. Each sends one half of its part to the other and combines the other
-// half. For this, the 2d ranks that hold parts of these two vectors add up their dot products. At the end the
-// ranks exchange the halves again in the opposite order, and the ranks from p on receive the result.
+// half. The factors of the combination depend on the dot products of the whole vectors. So the 2d ranks that
+// hold parts of these two vectors add up the dot products of their parts. At the end the ranks below p
+// exchange the halves again in the opposite order. Then every rank i >= p receives the result from rank i-p.
 //
 // With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps. L(L+1)/2 of these steps are for
 // dot products: 24 bytes for each tensor. If n is not a power of two, n-p pairs of ranks send another
-// len(buf) each way in 2 more steps. The backend keeps memory of half of len(buf). A rank that receives the
-// vector of a rank from p on keeps len(buf).
+// len(buf) bytes each way in 2 more steps. The backend keeps memory for len(buf)/2 bytes of received data. A
+// rank that receives the vector of another rank at the start keeps memory for len(buf) bytes.
 //
 // The halves are cut from the whole buffer, and their dot products are added segment by segment. So the other
 // tensors in buf and the segment size may change the last bits of the products, and so of the results. All
-// ranks still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, as IEEE
-// 754 arithmetic yields.
+// ranks still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, by the
+// rules of IEEE 754 arithmetic.
 func (b *Backend) runAdasum() error {
 	if err := b.by(message.HalvingDoubling); err != nil {
 		return err
@@ -73,7 +74,8 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	return nil
 }
 
-// delegate sends buf to rank host of the set, which takes part in this rank's place, and receives the result.
+// delegate sends buf to the rank of the set with index host, and receives the result from it. That rank takes
+// part in this rank's place.
 func (b *Backend) delegate(host, seg int, buf []byte) error {
 	c, err := b.conn(host)
 	if err != nil {
@@ -85,8 +87,9 @@ func (b *Backend) delegate(host, seg int, buf []byte) error {
 	return exchange(c, nil, buf, seg)
 }
 
-// combineFrom receives the vector that rank sender of the set sends with delegate, and combines buf with it.
-// buf is vector a in the formula of the package comment.
+// combineFrom receives the vector that another rank sends with delegate, and combines buf with it. The
+// parameter sender is the index of that rank in the set. buf is vector a in the formula of the package
+// comment.
 func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
 	c, err := b.conn(sender)
 	if err != nil {
@@ -140,8 +143,9 @@ func (b *Backend) unite(d, seg int, buf []byte) error {
 	return exchange(c, mine.of(buf), theirs.of(buf), seg)
 }
 
-// exchange sends out and receives in, while the peer does the opposite. It cannot deadlock: send does not
-// wait, so both sides get to receive, and so both flushes end.
+// exchange sends the bytes of out to the peer and fills the buffer in with bytes from the peer. The peer
+// makes the matching call. exchange cannot deadlock: send does not wait, so both sides reach receive, and so
+// both flushes end.
 func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err
@@ -152,7 +156,8 @@ func exchange(c *stream, out, in []byte, seg int) error {
 	return c.Flush()
 }
 
-// byteRange is a range of bytes of a buffer: from included, to excluded.
+// byteRange is a range of bytes of a buffer. The field from is the offset of the first byte, and the field to
+// is the offset after the last byte.
 type byteRange struct{ from, to int }
 
 func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
@@ -166,13 +171,13 @@ type adasum struct {
 	other   scratch // the other vector, for the half that this rank combines
 
 	// dots has three numbers for each tensor: a·b, a·a and b·b for the two vectors a and b. At first they are
-	// the dot products over this rank's half. Then they become the sums over more and more ranks. otherDots
-	// receives the numbers of another rank, which are added to dots.
+	// the dot products over the half that this rank combines. Then they become the sums over more and more
+	// ranks. otherDots receives the numbers of another rank, which are added to dots.
 	dots, otherDots []float64
 }
 
-// prepare sets a up for tensors with elements of type dt. counts are the sizes of the tensors in bytes, and
-// numBytes must be the sum of counts.
+// prepare sets up the state for tensors with elements of type dt. counts are the sizes of the tensors in
+// bytes, and numBytes must be the sum of counts.
 func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err error) {
 	if a.dot, err = kernel.Dot(dt); err != nil {
 		return err
@@ -227,8 +232,8 @@ func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower 
 	return nil
 }
 
-// addDots exchanges dot products with the rank at the other end of c and adds what it receives to a.dots.
-// That rank does the same.
+// addDots exchanges dot products with the rank at the other end of c, and adds the received dot products to
+// a.dots. The other rank does the same.
 func (a *adasum) addDots(c *stream, seg int) error {
 	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
 		return err
@@ -239,8 +244,8 @@ func (a *adasum) addDots(c *stream, seg int) error {
 	return nil
 }
 
-// combineRange combines range s of buf with a.other, with the factors from a.dots. lower is as in
-// receiveDots.
+// combineRange combines range s of buf with a.other, with the factors that follow from a.dots. The parameter
+// lower has the same meaning as in receiveDots.
 func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
 	in := a.other.room(s.to - s.from)
 	for t, p := range a.pieces(s) {
@@ -251,7 +256,8 @@ func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
 	}
 }
 
-// sides returns the two vectors in order: a is the vector of the lower block.
+// sides returns this rank's vector and the other vector in the order of their blocks: a is the vector of the
+// lower block.
 func sides(own, other []byte, lower bool) (a, b []byte) {
 	if lower {
 		return own, other
@@ -260,7 +266,7 @@ func sides(own, other []byte, lower bool) (a, b []byte) {
 }
 
 // factor returns the factor by which a vector is multiplied. dot is its dot product with the other vector,
-// and square its dot product with itself.
+// and square is its dot product with itself.
 func factor(dot, square float64) float64 {
 	const tiny = 0x1p-511
 	if square < tiny {

@@ -39,8 +39,8 @@ func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	return all
 }
 
-// adasum runs Adasum on copies of the contributions in and returns the result. It checks that all ranks have
-// the same result.
+// adasum runs Adasum on copies of the ranks' contributions and returns the result. If the ranks have
+// different results, it fails the test.
 func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []int) []byte {
 	t.Helper()
 	var counts []int64
@@ -118,13 +118,13 @@ func epsilon(dt tensor.DType) float64 {
 	}[dt]
 }
 
-// wantClose fails the test if the results got and want, of two implementations for the contributions in,
-// differ too much.
+// wantClose compares the results of two implementations for the same contributions, and fails the test if the
+// results differ too much.
 //
 // Each implementation adds products in its own order, which changes the last bits of the factors. So at each
-// level of the tree, a result that lies between two numbers may be rounded to either of them. The limit is
-// two units in the last place of the largest element in a tensor's inputs. For float64 it is 64 units,
-// because float64 factors are not more precise than the elements.
+// level of the tree, a result that lies between two numbers of type dt may be rounded to either of them. The
+// limit is two units in the last place of the largest element in a tensor's inputs. For float64 it is 64
+// units, because float64 factors are not more precise than the elements.
 func wantClose(t *testing.T, what string, dt tensor.DType, in [][]byte, tensors []int, got, want []byte) {
 	t.Helper()
 	if len(got) != len(want) {
@@ -177,7 +177,7 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// Adasum is right for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
+// Adasum gives the right result for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
 func TestAdasumNumbersOfRanks(t *testing.T) {
 	for _, n := range []int{6, 7, 9, 11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
@@ -249,7 +249,7 @@ func TestAdasumNotFinite(t *testing.T) {
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
 				got := adasum(t, c, dt, in, tensors)
 				for i := 10; i < 30; i++ {
-					// The vector with the bad value makes its factor NaN, and so the whole tensor.
+					// The bad value makes the factor of its vector NaN, and so every element of the tensor.
 					if v := float(dt, got, i); !math.IsNaN(v) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}

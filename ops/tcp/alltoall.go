@@ -8,17 +8,17 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// countBytes is the size of the number before each block of an alltoall, a little-endian uint64: the length
-// of the block.
+// countBytes is the size of the header that precedes each block of an alltoall. The header is the length of
+// the block, as a little-endian uint64.
 const countBytes = 8
 
 // alltoall runs an alltoall with the algorithm Direct: every rank sends each other rank the length of its
 // block, in 8 bytes, and then the block. When the lengths from all ranks have arrived, the output is
-// allocated, and the blocks are read straight into the output. Each rank sends all blocks except its own, in
+// allocated, and the blocks are read directly into the output. Each rank sends all blocks except its own, in
 // one step, and needs channels to all n-1 other ranks.
 //
 // If the announced lengths add up to more than an int64 can hold, the operation fails before allocate is
-// called. Whether there is enough memory for the total is up to allocate.
+// called. The backend does not check whether there is enough memory for the total, because allocate does.
 func (b *Backend) alltoall() error {
 	if err := b.by(message.Direct); err != nil {
 		return err
@@ -72,8 +72,9 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 	return b.flush()
 }
 
-// sendBlocks queues a header and a block for each other rank: the length of that rank's part of in, and the
-// part. It begins with the next rank, so that not all ranks begin with the same peer.
+// sendBlocks queues a header and a block for each other rank. The block is that rank's part of the buffer in,
+// and the header is the length of the block. sendBlocks begins with the next rank, so that not all ranks
+// begin with the same peer.
 func (b *Backend) sendBlocks(in []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
@@ -92,7 +93,7 @@ func (b *Backend) sendBlocks(in []byte) error {
 }
 
 // receiveCounts receives the lengths of the blocks from all other ranks. It returns the sum of these lengths
-// and own, the length of this rank's block for itself.
+// and of own, which is the length of this rank's block for itself.
 func (b *Backend) receiveCounts(own int64) (int64, error) {
 	total := int64(0)
 	for i, c := range b.conns {

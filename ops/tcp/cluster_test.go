@@ -220,8 +220,8 @@ func (c *strictConn) Flush() error {
 	return err
 }
 
-// leave removes the buffers that end at or before stream position to. It fails the test if one of them was
-// changed.
+// leave removes the buffers that end at or before the given stream position. It fails the test if one of them
+// was changed.
 func (c *strictConn) leave(to uint64) {
 	for len(c.pending) > 0 && c.pending[0].end <= to {
 		if p := c.pending[0]; !bytes.Equal(p.buf, p.content) {

@@ -22,8 +22,9 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
-		// This rank has sent its own values of part from to rank from, and receives the result of the part
-		// from the same rank. So both begin at b.starts[from].
+		// This rank has sent its values of the part to the rank that reduces the part, and now receives the
+		// result from the same rank. landed is the position in the stream to that rank at which the old
+		// content of p ends.
 		c, landed := b.conns[from], b.starts[from]
 		for rest := b.parts.part(buf, from); len(rest) > 0; {
 			var p []byte
@@ -46,8 +47,8 @@ func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf [
 }
 
 // reducePart sends the other ranks their parts of buf and reduces this rank's part. In b.starts it records
-// where each part begins in the stream to its rank. If share is set, it sends the result to all other ranks.
-// It sends to the next rank first, so that not all ranks begin with the same peer.
+// for each part at which position of the stream to its rank the part begins. If share is set, it sends the
+// result to all other ranks. It sends to the next rank first, so that not all ranks begin with the same peer.
 func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
 		return err
@@ -112,7 +113,7 @@ type inOrder struct {
 	wide          scratch
 }
 
-// prepare sets o up for elements of type dt and the reduction op.
+// prepare configures o for elements of type dt and the reduction op.
 func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
 	acc := dt
 	if dt.IsHalf() {

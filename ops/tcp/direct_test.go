@@ -25,8 +25,8 @@ func uneven(dt tensor.DType, n, numElems int) [][]byte {
 	return all
 }
 
-// inOrder returns the reduction of the contributions in the order of in. It computes with numbers of type acc
-// and rounds to dt once, at the end.
+// inOrder returns the reduction of the contributions, combined in the order in which they are given. It
+// computes with numbers of type acc and rounds to dt once, at the end.
 func inOrder(op tensor.ReduceOp, dt, acc tensor.DType, in [][]byte) []byte {
 	return floats(dt, len(in[0])/dt.Size(), func(i int) float64 {
 		sum := float(dt, in[0], i)
@@ -84,8 +84,9 @@ func TestDirectOrder(t *testing.T) {
 	})
 }
 
-// checkDirectOrder reduces the contributions in as parts of larger buffers: before bytes in front of each,
-// and after bytes behind it. The reduction of that part must equal want.
+// checkDirectOrder embeds each contribution in a larger buffer and reduces these buffers. In each buffer,
+// before bytes precede the contribution and after bytes follow it. In the result, the reduction of the
+// contributions must equal want.
 func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte,
 	before, after int) {
 	t.Helper()
@@ -114,8 +115,8 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
 }
 
-// The inputs of TestDirectOrder show errors: if they are added in another order, or if half-precision values
-// are rounded at every rank, the result is different.
+// The inputs of TestDirectOrder can reveal a wrong order: if they are added in another order, or if
+// half-precision values are rounded at every rank, the result is different.
 func TestUneven(t *testing.T) {
 	for _, dt := range floatTypes {
 		in := uneven(dt, 3, 50)

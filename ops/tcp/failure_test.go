@@ -78,8 +78,8 @@ func runOperation(ctx context.Context, name string, b *opstest.Blocking, n int) 
 	return err
 }
 
-// judge is like each, but also acts as the coordinator. After the first error of a rank other than dead, it
-// aborts the lane at all ranks except dead.
+// judge is like each, but also acts as the coordinator. After the first error of a living rank, it aborts the
+// lane at all ranks except the rank with number dead.
 func (c *cluster) judge(dead int, f func(i int, b *opstest.Blocking) error) []error {
 	var verdict sync.Once
 	return c.each(func(i int, b *opstest.Blocking) error {
@@ -112,9 +112,9 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// concerned reports whether the operation must fail at rank i of five if rank dying dies. The broadcast sends
-// from rank 0 to 1, 2 and 4, and from 2 to 3. Over sockets, a sender finishes before the death of its
-// receiver can make it fail.
+// concerned reports whether the operation must fail at rank i if the rank with number dying dies. There are
+// five ranks. A broadcast sends from rank 0 to ranks 1, 2 and 4, and from rank 2 to rank 3. Over sockets, a
+// sender finishes before the death of its receiver can make it fail.
 func concerned(name string, dying, i int, sockets bool) bool {
 	if name != "broadcast tree" {
 		return true
@@ -257,8 +257,8 @@ func (c *stuckConn) Sent() uint64 {
 	return 0
 }
 
-// All ranks get the cause of the context if it ends before the call, while four ranks wait for rank 0, or
-// before the channels are made.
+// The context ends before the call, while four ranks wait for rank 0, or before the channels are made. In
+// each case all ranks get the cause of the context.
 func TestContext(t *testing.T) {
 	const n = 5
 	reason := errors.New("no time left")
@@ -314,8 +314,8 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 }
 
-// Operations that alternate between two contexts do not pile up functions: at most one function waits for the
-// end of a context.
+// Operations that alternate between two contexts leave no functions behind: at most one function waits for
+// the end of a context.
 func TestContextsDoNotPile(t *testing.T) {
 	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
 	live := 0
@@ -334,7 +334,7 @@ func TestContextsDoNotPile(t *testing.T) {
 }
 
 // countingContext counts in live how many functions wait for its end. Package context calls AfterFunc for
-// each of them.
+// each of these functions.
 type countingContext struct {
 	context.Context
 	done chan struct{}

@@ -102,7 +102,8 @@ func TestAlltoall(t *testing.T) {
 	})
 }
 
-// checkAlltoall runs an alltoall in which rank from sends of(from, to) bytes to rank to.
+// checkAlltoall runs an alltoall and checks its result. of(i, k) is the number of bytes that rank i sends to
+// rank k.
 func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	t.Helper()
 	n := len(c.backends)
@@ -179,8 +180,8 @@ func TestAlltoallNoRoom(t *testing.T) {
 	}
 }
 
-// If peers announce more bytes than an int64 can count, the alltoall fails with an error that names the rank,
-// and does not call allocate.
+// Peers announce more bytes than an int64 can count. The alltoall then fails with an error that names the
+// rank, and does not call allocate.
 func TestAlltoallLies(t *testing.T) {
 	for name, counts := range map[string][2]uint64{
 		"negative":        {math.MaxUint64, 0},

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/ops/opstest"
 )
 
-// value returns element i of the contribution of rank, for type dt. The values are small, positive or
-// negative, and never zero. So sums and products over eight ranks are exact in every floating-point type.
+// value returns element i of the contribution of the given rank, for type dt. The values are small, positive
+// or negative, and never zero. So sums and products over eight ranks are exact in every floating-point type.
 func value(dt tensor.DType, rank, i int) int64 {
 	v := int64(rank*7+i*3)%4 - 2 // between -2 and 1
 	if v >= 0 {
@@ -29,8 +29,8 @@ func value(dt tensor.DType, rank, i int) int64 {
 	return v
 }
 
-// fold returns element i of the expected reduction over n ranks. For narrow integer types only its lowest
-// bits count.
+// fold returns element i of the expected reduction over n ranks. For narrow integer types only the lowest
+// bits of the returned number count.
 func fold(op tensor.ReduceOp, dt tensor.DType, n, i int) int64 {
 	acc := value(dt, 0, i)
 	for r := 1; r < n; r++ {
@@ -162,14 +162,14 @@ func TestAllreduce(t *testing.T) {
 		for _, numElems := range []int{0, 1, 2, 7, 64, 1000} {
 			checkAllreduce(t, c, numElems)
 		}
-		// With short segments, 1000 elements test the same in less time.
+		// With short segments, 1000 elements test the same code in less time.
 		if seg == 0 && !testing.Short() {
 			checkAllreduce(t, c, 65537)
 		}
 	})
 }
 
-// All ranks get the same bits, even if the sum of their numbers depends on the order of the additions.
+// All ranks get the same bits, even if the sum of their contributions depends on the order of the additions.
 func TestAllreduceSameBits(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		for _, alg := range reduceAlgs {

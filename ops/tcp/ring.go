@@ -7,9 +7,10 @@ import (
 // allreduceRing reduces buf over two or more ranks. An element has size bytes, and b.parts must cut buf into
 // even parts.
 //
-// Rank i starts by sending part i. In step s of 2(n-1) it receives part i-s-1 (modulo n), and sends it on
-// unless the step is the last. In the first n-1 steps the received part is the sum over the ranks that it has
-// passed, and the rank adds its own values. After that the received part is the sum over all ranks.
+// There are 2(n-1) steps, numbered from 0. Rank i starts by sending part i. In step s it receives part i-s-1
+// (modulo n), and sends the part on unless the step is the last. In the first n-1 steps the received part is
+// the sum over the ranks that it has passed, and the rank adds its own values. After that the received part
+// is the sum over all ranks.
 func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {
@@ -50,9 +51,9 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 // reducescatterRing reduces buf over two or more ranks. An element has size bytes. Each rank gets the result
 // of its own part.
 //
-// If the sum of part i begins at rank i+1, it ends at rank i. So rank i starts by sending part i-1. In step s
-// of n-1 rank i receives part i-s-2 (modulo n), adds its own values, and sends the sum on. In the last step
-// the rank receives its own part, and does not send it on.
+// The sum of part i begins at rank i+1, so that it ends at rank i. So rank i starts by sending part i-1.
+// There are n-1 steps, numbered from 0. In step s rank i receives part i-s-2 (modulo n), adds its own values,
+// and sends the sum on. In the last step the rank receives its own part, and does not send it on.
 func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 )
 
 // An operation can be started, stepped and closed in a goroutine that is locked to a thread, like a goroutine
-// that was called from C, even if another goroutine has begun the operation.
+// that was called from C. This works even if another goroutine has begun the operation.
 func TestStepsOnThreads(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	checkBigSum(t, c, 1) // the first operation makes the channels

@@ -31,8 +31,8 @@ func (b *Backend) conn(i int) (*stream, error) {
 	return b.conns[i], nil
 }
 
-// neighbours returns the channels of the ring: this rank sends on right to the next rank, and receives on
-// left from the previous rank.
+// neighbours returns the channels of the ring. This rank sends to the next rank through right, and receives
+// from the previous rank through left.
 func (b *Backend) neighbours() (right, left *stream, err error) {
 	n := len(b.ranks)
 	if right, err = b.conn((b.me + 1) % n); err != nil {
@@ -97,13 +97,14 @@ func split(p []byte, seg int) (first, rest []byte) {
 	return p[:k], p[k:]
 }
 
-// replace receives the new content of p from c. The old content of p has been sent on out, where it ends at
-// stream position sent.
+// replace receives the new content of p from c. The old content of p has been sent through out. In that
+// stream it ends at the position sent.
 //
-// The wait until the old content has left p is short. The new content is a sum that includes the old content
-// as the peer on out received it. So when the new content arrives here, the old content has arrived at the
-// peer. But the transport may report this later, and until then the transport owns p. Flush could deadlock
-// here, because all ranks would wait for each other to receive.
+// The wait until the transport no longer needs the old content is short. The new content is a sum that
+// includes the old content as the peer at the other end of out received it. So when the new content arrives
+// here, the old content has arrived at that peer. But the transport may report this later, and until then the
+// transport owns p. A call of Flush in place of this wait could deadlock, because all ranks would wait for
+// each other to receive.
 func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 	if out.Sent() >= sent {
 		return receive(c, p)

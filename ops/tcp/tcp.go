@@ -75,21 +75,21 @@ type Config struct {
 	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB.
 	SegmentBytes int
 
-	// Deterministic makes Plan choose only algorithms whose result for an element depends on nothing but the
-	// ranks' values for it: not on the position of the element in the buffer, nor on the length of the
-	// buffer. These algorithms need channels from every rank to every other rank. Deterministic does not
-	// change Adasum, which has only one algorithm: the last bits of an Adasum are reproducible only if its
-	// tensors are not fused. Default false.
+	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
+	// values for the element. In particular it does not depend on the position of the element in the buffer
+	// or on the length of the buffer. These algorithms need channels from every rank to every other rank.
+	// Deterministic does not change Adasum, which has only one algorithm: the last bits of an Adasum are
+	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
 }
 
 // Backend is the ops.Backend of one process set. It has a lane of its own.
 //
 // Any error ends the backend. Later calls fail with the same error, and the backend aborts its lane, so that
-// its peers receive nothing more from this rank. The error wraps the error of the transport. If a peer failed
-// that this rank exchanges data with, that is a *transport.PeerError with this peer. If another rank fails
-// while this rank waits for a living peer, this rank learns of it only when its lane is aborted. If the
-// context of a step ends, the error wraps context.Cause.
+// its peers receive nothing more from this rank. The error wraps the error of the transport. If a peer with
+// which this rank exchanges data has failed, the transport's error is a *transport.PeerError that names the
+// peer. If another rank fails while this rank waits for a living peer, this rank learns of the failure only
+// when its lane is aborted. If the context of a step ends, the error wraps context.Cause.
 type Backend struct {
 	mesh  transport.Mesh
 	lane  transport.Lane
@@ -159,8 +159,8 @@ func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) 
 	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 }
 
-// planReduction implements Plan for reductions. If every order of additions gives the same bits, it chooses
-// the ring.
+// planReduction implements Plan for reductions. If the order of the additions cannot change the result,
+// planReduction chooses the ring.
 func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
 	dt := r.WireType()
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
@@ -218,8 +218,8 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 	return p, nil
 }
 
-// fail ends the backend because of err in the current operation. It returns err with the operation, for the
-// caller.
+// fail ends the backend because the current operation has failed with err. It returns err with the kind and
+// the algorithm of the operation, for the caller.
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/tcp: %v %v: %w", b.op.Kind, b.op.Algorithm, err)
 	b.Close()

@@ -39,7 +39,7 @@ func TestProcessSet(t *testing.T) {
 	checkAll(t, c, 1000)
 }
 
-// All collectives work if every rank has another segment size.
+// All collectives give the right result if every rank has another segment size.
 func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}
@@ -111,8 +111,8 @@ func TestBufferOwnership(t *testing.T) {
 	}
 }
 
-// Once the first operations have run, no rank allocates. This holds for contexts that can end and for
-// contexts that cannot.
+// Once the first operations have run, an operation allocates nothing. This holds for contexts that can end
+// and for contexts that cannot.
 func TestAllocs(t *testing.T) {
 	const n = 5
 	for _, ctx := range []context.Context{context.Background(), t.Context()} {

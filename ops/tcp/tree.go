@@ -39,7 +39,7 @@ func (b *Backend) broadcastTree(root int, buf []byte) error {
 		}
 		parent = c
 	}
-	var room [bits.UintSize]*stream // an array, so that children needs no allocation
+	var room [bits.UintSize]*stream // an array, so that the slice children needs no allocation
 	children := room[:0]
 	// The child with the largest subtree comes first, because its data has the longest way to go.
 	for bit := low >> 1; bit > 0; bit >>= 1 {

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// If a context ends so late that the operation itself has not noticed it, watch still aborts the lane, and
+// A context ends so late that the operation itself does not notice it. The watch still aborts the lane, and
 // end returns the cause of the context.
 func TestWatchTells(t *testing.T) {
 	reason, other := errors.New("no time left"), errors.New("peer died")
