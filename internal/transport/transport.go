@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lane is the number of a set of channels between the ranks of an epoch. The sets are independent of each
-// other.
+// Lane is a number that identifies one of several sets of channels between the ranks of an epoch. The sets
+// are independent of each other.
 type Lane uint32
 
 // Control is the lane of the negotiation. Process set s executes its operations on lane 1+s.
@@ -24,10 +24,10 @@ const Control Lane = 0
 // DataLane returns the lane on which process set s executes its operations.
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 
-// ErrClosed is the error of a Mesh or Conn that this process has closed.
+// ErrClosed is the error of calls on a Mesh or Conn that this process has closed.
 var ErrClosed = errors.New("transport: closed")
 
-// ErrReleased is the error of a lane that this rank has released, and of the lane's Conns.
+// ErrReleased is the error of calls for a lane that this rank has released, and of calls on the lane's Conns.
 var ErrReleased = errors.New("transport: lane was released")
 
 // ErrControl is the reason why the Control lane fails after a call of Release for that lane.
@@ -59,20 +59,21 @@ type Mesh interface {
 	// closed. Later calls return the same Conn. A rank has no channel to itself.
 	Conn(ctx context.Context, lane Lane, peer topo.Rank) (Conn, error)
 
-	// Abort makes every pending and future call on every Conn of the lane, and Mesh.Conn for the lane, fail
-	// with err. It closes nothing, so peers see silence and not a reset. (If a rank closed its connections
-	// when it gives up, its neighbours would take it for the rank that died.) Only the first Abort of a lane
-	// has an effect. err must not be nil.
+	// Abort makes every pending and future call on every Conn of the lane, and every call of Mesh.Conn for
+	// the lane, fail with err. It closes nothing, so the peers receive nothing more and no reset. (If a rank
+	// closed its connections when it gives up, its neighbours would take it for the rank that died.) Only the
+	// first Abort of a lane has an effect. err must not be nil.
 	Abort(lane Lane, err error)
 
 	// Release gives up a lane that this rank will not use again. Pending and future calls on the lane's
-	// Conns, and Mesh.Conn for the lane, fail with ErrReleased. Release does not wait.
+	// Conns, and calls of Mesh.Conn for the lane, fail with ErrReleased. Release does not wait.
 	//
-	// What was flushed still reaches the peers. Then their Reads fail as after a Close, so a peer that reads
-	// no more than was sent does not notice the release. Data from peers is dropped if this rank has not read
-	// it before the release. If a peer opens a channel afterwards, the channel ends at once. If this rank
-	// would have had to open a channel, it does not, so the peer's Conn fails in the end. A connection and
-	// its goroutine may live on for a limited time until the peer has released the lane too.
+	// Bytes that were flushed still reach the peers. Then the peers' Reads fail as after a Close, so a peer
+	// that reads no more than was sent does not notice the release. Data from peers is dropped if this rank
+	// has not read it before the release. If a peer opens a channel afterwards, the channel ends at once.
+	// This rank opens no more channels on the lane, so a peer that waits for one in Conn eventually gets an
+	// error. A connection and its goroutine may live on for a limited time until the peer has released the
+	// lane too.
 	//
 	// Release should be called when all operations of the lane have flushed and returned. If it is called
 	// earlier, data that was sent but not flushed may be lost. Nothing else goes wrong.
@@ -82,13 +83,13 @@ type Mesh interface {
 	// long as the mesh: Release aborts it with ErrControl.
 	//
 	// The mesh remembers released lanes as long as it lives, so that it can refuse late connections. It keeps
-	// them in a LaneSet. That stays small if a rank also releases the lanes of the process sets to which it
-	// does not belong.
+	// them in a LaneSet. The LaneSet stays small if a rank also releases the lanes of the process sets to
+	// which it does not belong.
 	Release(lane Lane)
 
 	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
-	// ErrClosed. What was sent but not flushed may be lost. If Close is called again, the call waits for the
-	// first one and returns nil.
+	// ErrClosed. Bytes that were sent but not flushed may be lost. A second call of Close waits for the first
+	// call and returns nil.
 	Close() error
 
 	Poller
@@ -107,9 +108,9 @@ type Poller interface {
 	OnNotify(notify func())
 
 	// NotifyPeers notifies the peers that are parked and have not read everything that was sent to them since
-	// the last NotifyPeers. A caller that goes on polling may delay the call, so that peers can poll by
-	// themselves first. That costs less than a notification, on both sides. Only the polling goroutine may
-	// call NotifyPeers.
+	// the last NotifyPeers. A caller that goes on polling may delay the call. Peers may then find the bytes
+	// by polling, which costs both sides less than a notification. Only the polling goroutine may call
+	// NotifyPeers.
 	NotifyPeers()
 
 	// Park says that the caller stops polling. If Park returns false, something may have arrived already, and
@@ -142,13 +143,13 @@ type Conn interface {
 
 	// Send queues p behind the bytes that were sent before, and returns without waiting for the peer. p must
 	// not change until Sent has passed the last byte of p or Flush has returned. Send never waits for the
-	// receiver, so ranks that all send before they receive make progress. If the peer dies, perhaps only a
-	// later Send fails.
+	// receiver, so ranks that all send before they receive make progress. If the peer has died, Send may
+	// still return nil. A later Send then fails.
 	Send(p []byte) error
 
-	// Sent returns the number of bytes that have left the senders' buffers since the connection was made.
-	// These buffers may be reused. The peer need not have received the bytes yet. Sent is safe for concurrent
-	// use.
+	// Sent returns the number of bytes that have left the senders' buffers since the connection was made. The
+	// senders may reuse the memory of these bytes. The peer need not have received the bytes yet. Sent is
+	// safe for concurrent use.
 	Sent() uint64
 
 	// Flush waits until all bytes that were sent have left the senders' buffers. When it has returned, even

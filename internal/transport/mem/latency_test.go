@@ -61,7 +61,7 @@ func mustSend(t *testing.T, c transport.Conn, text string) {
 	}
 }
 
-// Each byte arrives exactly the latency after it was sent, however many bytes are in flight. Sent counts a
+// Each byte arrives exactly one latency after it was sent, however many bytes are in flight. Sent counts a
 // byte when the receiver has read it.
 func TestLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -56,18 +56,18 @@ type mesh struct {
 // New makes a cluster with size ranks. Bytes arrive as soon as they are sent.
 func New(size int) *Cluster { return NewWithLatency(size, 0) }
 
-// NewWithLatency makes a cluster with size ranks whose bytes arrive with the given latency: exactly then in a
-// testing/synctest bubble, otherwise not earlier. Bytes arrive in order. They never wait for other bytes: the
-// bandwidth is unlimited, and each lane, each pair of ranks and each direction is a separate link. If a rank
-// has closed its mesh, died or released a lane, its peers learn that with the same latency. Until then, their
-// Read, Flush and Send work as before.
+// NewWithLatency makes a cluster with size ranks whose bytes arrive with the given latency. In a
+// testing/synctest bubble the latency is exact. Otherwise bytes may arrive later. Bytes arrive in order. They
+// never wait for other bytes: the bandwidth is unlimited, and each lane, each pair of ranks and each
+// direction is a separate link. If a rank has closed its mesh, died or released a lane, its peers learn that
+// with the same latency. Until then, their Read, Flush and Send work as before.
 //
 // A byte leaves the sender's buffer when the receiver reads it, and Sent of the sender shows that at once.
 // Conn takes no time. Abort, Release and Close take effect at once on the rank that calls them. If latency is
 // 0 or less, there is no latency.
 //
-// A loop that waits by polling Sent keeps the clock of a bubble from advancing, and so waits for bytes in
-// flight forever.
+// In a bubble, no loop may wait by polling Sent. The clock of a bubble does not advance while a goroutine
+// polls, so bytes in flight would never arrive.
 func NewWithLatency(size int, latency time.Duration) *Cluster {
 	c := &Cluster{
 		meshes:   make([]mesh, size),
@@ -84,8 +84,9 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 // Mesh returns the mesh of rank. Every call returns the same mesh.
 func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
-// Kill ends rank as if its process had died. Its peers read the bytes that it had sent and then get a
-// *transport.PeerError, and also get one when they send. Calls of the rank itself fail with ErrClosed.
+// Kill ends a rank as if its process had died. Its peers can still read the bytes that the rank had sent.
+// After that, their reads fail with a *transport.PeerError, and so do their sends. Calls of the rank itself
+// fail with ErrClosed.
 func (c *Cluster) Kill(rank topo.Rank) { c.meshes[rank].close() }
 
 // notify wakes all goroutines that wait in Mesh.Conn. The caller holds mu.
@@ -117,8 +118,8 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 }
 
 // find returns this rank's end of a channel. If the channel does not exist and this rank is the lower one,
-// find makes it. If this rank is the higher one, find returns a Go channel, and the caller must call find
-// again when that is closed.
+// find makes it. If the channel does not exist and this rank is the higher one, find returns a Go channel.
+// The caller must then call find again when the Go channel is closed.
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()

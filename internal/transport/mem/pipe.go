@@ -103,20 +103,20 @@ type pipe struct {
 	receiver      side
 }
 
-// piece is the unread part of a buffer that was sent. It arrives at time due.
+// piece is the unread part of a buffer that was sent. The receiver can read it from the time in due on.
 type piece struct {
 	bytes []byte
 	due   time.Duration
 }
 
-// side has the reasons why one end of a pipe fails. own is an action of the rank at this end, and peer an
-// action of the other rank. own has precedence.
+// side has the errors with which the calls of one end of a pipe fail. The rank at this end has caused own,
+// and the other rank has caused peer. If both are set, calls fail with own.
 type side struct {
 	own, peer error
-	due       time.Duration // the time from which peer takes effect
+	due       time.Duration // the time at which peer takes effect
 }
 
-// err returns the error with which calls of this end fail at time now, or nil.
+// err returns the error with which calls of this end fail at the given time, or nil.
 func (s *side) err(now time.Duration) error {
 	if s.own == nil && s.due <= now {
 		return s.peer
@@ -124,7 +124,7 @@ func (s *side) err(now time.Duration) error {
 	return s.own
 }
 
-// fail sets err as the reason own. ErrClosed replaces an error from Abort, and ErrReleased replaces both.
+// fail sets own to err. ErrClosed replaces an error from Abort, and ErrReleased replaces both.
 func (s *side) fail(err error) {
 	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
 		s.own != transport.ErrReleased {
@@ -132,7 +132,7 @@ func (s *side) fail(err error) {
 	}
 }
 
-// failRemote sets err as the reason peer, unless there is one already. It takes effect at time due.
+// failRemote sets peer to err, unless peer is already set. The error takes effect at the given time.
 func (s *side) failRemote(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
@@ -162,8 +162,8 @@ func (p *pipe) send(b []byte) error {
 	return nil
 }
 
-// notify wakes the receiver if bytes were sent without waking it, unless the receiver has read them in the
-// meantime.
+// notify wakes the receiver if bytes were sent without waking it. If the receiver has read these bytes in the
+// meantime, notify does nothing.
 func (p *pipe) notify() {
 	if !p.notifyDue.Load() {
 		return
@@ -184,9 +184,9 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies into b the bytes that have arrived. It holds mu while it copies, so that no goroutine reads a
-// buffer after another call has returned the buffer to the sender. If wait is not set, read may return 0 and
-// no error.
+// read copies into b the bytes that have arrived. It holds mu while it copies. So when another call has
+// returned a buffer to its sender, no read uses the buffer any more. If wait is not set, read may return 0
+// and no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -220,7 +220,7 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	return total, nil
 }
 
-// arrived reports whether there are bytes to read at time now. The caller holds mu.
+// arrived reports whether there are bytes to read at the given time. The caller holds mu.
 func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
 }
@@ -266,7 +266,7 @@ func (p *pipe) closeReceiver(own, other error) {
 	p.announce()
 }
 
-// drop drops the unread bytes and all bytes that are sent later. To the sender they seem to be read.
+// drop drops the unread bytes and all bytes that are sent later. Sent counts them as if they had been read.
 func (p *pipe) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -8,7 +8,7 @@ type waker struct {
 	parked atomic.Bool
 }
 
-// wake calls notify if the rank is parked. It does so once for each Park.
+// wake calls notify if the rank is parked. It calls notify at most once for each Park.
 func (w *waker) wake() {
 	if !w.parked.CompareAndSwap(true, false) {
 		return

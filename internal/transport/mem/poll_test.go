@@ -65,7 +65,7 @@ func TestPolling(t *testing.T) {
 	l.read("")
 	mustSend(t, l.peer, "looking")
 	l.rang(0)
-	l.park(false) // bytes have arrived
+	l.park(false) // because bytes have arrived
 	mustSend(t, l.peer, " on")
 	l.rang(0)
 	l.read("looking on")

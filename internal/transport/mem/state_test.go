@@ -29,7 +29,7 @@ func TestReleaseKeepsNothing(t *testing.T) {
 	}
 }
 
-// A cluster without latency does not read the clock.
+// A cluster without latency never reads the clock.
 func TestNoLatencyNoClock(t *testing.T) {
 	for _, c := range []*Cluster{New(2), NewWithLatency(2, 0), NewWithLatency(2, -1)} {
 		if c.clock != (clock{}) {

@@ -10,7 +10,8 @@ import (
 // Inner returns the Mesh behind a Sharer from Connect.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
-// Put queues a message to rank to, as if this rank's code had sent it. The message owns fds.
+// Put queues a message to another rank, as if this rank's mesh had sent it. The message owns the descriptors
+// fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
 	m.peer(to).outbox.put(message{kind, id, size, fds})
 }
@@ -24,8 +25,9 @@ const (
 	DropMessage    = dropMessage
 )
 
-// SetHead overwrites the head of the ring in which this rank sends to rank to. SetTail overwrites the tail of
-// the ring in which rank to sends to this rank. The peer must check both words.
+// SetHead and SetTail overwrite a word that the peer with rank to must check. SetHead overwrites the head of
+// the ring in which this rank sends to the peer. SetTail overwrites the tail of the ring in which the peer
+// sends to this rank.
 func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }

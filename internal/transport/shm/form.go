@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects this rank with the other ranks of the group. If that is not possible at every rank, it sets
-// unsharedReason.
+// form connects this rank with the other ranks of the group. If this fails at one of these ranks, no rank of
+// the group shares memory, and form sets unsharedReason.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error {
@@ -149,7 +149,7 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	return s.exchangeDescriptors(p)
 }
 
-// interrupt makes calls on uc fail when ctx ends. This lasts until the function end is called.
+// interrupt makes calls on uc fail when ctx ends, until the caller calls the function end.
 func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
@@ -172,7 +172,8 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 			return
 		}
 		if err != nil {
-			// This process has no more descriptors or memory, so this rank cannot share memory.
+			// This error means that the process has run out of descriptors or memory, so this rank cannot
+			// share memory.
 			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}

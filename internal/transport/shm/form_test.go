@@ -115,7 +115,7 @@ func TestDissolved(t *testing.T) {
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			// The other ranks receive the changed token.
+			// The other ranks get this changed token, and rank 2 still has the original.
 			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...)
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {

@@ -96,7 +96,7 @@ func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (
 	return from, err
 }
 
-// packets makes a connection of packets readable as a stream.
+// packets is a connection that carries packets. Its Read returns their bytes as a stream.
 type packets struct {
 	*net.UnixConn
 	packet [maxPacketBytes]byte
@@ -116,7 +116,7 @@ func (p *packets) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// sameUser returns an error if the process at the other end runs as another user than this process.
+// sameUser returns an error if the process at the other end does not run as the same user as this process.
 func sameUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -28,11 +28,11 @@ type Mesh struct {
 	unsharedReason string
 	unsharedRanks  []topo.Rank // the ranks that are named in unsharedReason
 	peers          []*peer     // the ranks of the group except this rank
-	// byRank has the peers by rank. It is nil for other ranks.
+	// byRank has the peers, indexed by rank. The entries of ranks that are not peers are nil.
 	byRank []*peer
 
 	control *shmem.Segment // this rank's control segment; control and waker are nil if there are no peers
-	// reserved has the segments for Epoch.Reserve that were not shared yet. Guarded by mu.
+	// reserved has the segments that were made for Epoch.Reserve and were not shared yet. Guarded by mu.
 	reserved map[transport.Lane]*shmem.Segment
 	waker    *waker
 	wg       sync.WaitGroup
@@ -54,7 +54,8 @@ type Mesh struct {
 	// mu is locked before the locks of conns and outboxes. It is never held together with the lock of package
 	// arena.
 	mu sync.Mutex
-	// changed is closed when something has changed that await may wait for. It is nil if no goroutine waits.
+	// changed is closed when the state that calls of await check has changed. It is nil if no goroutine
+	// waits.
 	changed  chan struct{}
 	released transport.LaneSet
 	closed   bool

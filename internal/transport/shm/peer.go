@@ -16,14 +16,14 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// A peer may send at most maxChunks arena chunks at a time, at most maxShares segments for lanes, and only
-// segments of at most maxSegmentBytes.
+// At any time, a peer may have shared at most maxChunks arena chunks and at most maxShares segments for
+// lanes. Each of them may have at most maxSegmentBytes bytes.
 const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
 	maxSegmentBytes = 1 << 44
-	// maxStaleBytes is how much address space is kept for chunks that the peer has withdrawn. These chunks
-	// take no memory.
+	// maxStaleBytes limits the address space that is kept for chunks that the peer has withdrawn. These
+	// chunks take no memory.
 	maxStaleBytes = 1 << 37
 )
 
@@ -117,8 +117,8 @@ func (p *peer) send(m *Mesh) {
 			return
 		}
 		if err := msg.write(p.uc); err != nil {
-			// If the peer has gone, send does not report that. receive does, after it has handled all
-			// messages that the peer had sent.
+			// If the peer has gone, receive reports that, after it has handled all messages that the peer had
+			// sent. So send does not report it.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
 				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}

@@ -23,8 +23,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child is the main function of a child process that runs one rank, with its socket in dir and the time limit
-// waits. The test writes lines to the process (<) and reads lines that it prints (>):
+// child is the main function of a child process that runs one rank. The directory dir has its socket, and
+// waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
 //	< rank, the store of the job, addresses and offers of all
@@ -114,7 +114,7 @@ func offerOf(text string) (o shm.Offer, err error) {
 	return o, err
 }
 
-// join checks in rank at the store kv and returns its session.
+// join checks in the given rank at the store kv and returns the session of the rank.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(),
@@ -138,7 +138,8 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act runs the action what, which the test has sent to a child process:
+// act runs an action in a child process. The test has sent the name of the action, which is in the parameter
+// what:
 //
 //   - share: share a segment and a tensor with all ranks, and read those of the others
 //   - watch: wait until the other ranks have gone, and check that their memory can still be read

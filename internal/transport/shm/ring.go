@@ -44,7 +44,8 @@ func (l controlLayout) ringOffset(index int) int {
 
 func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
-// word32 returns the u32 at offset at of a segment. A segment is aligned to a page and larger than at.
+// word32 returns a pointer to the u32 at the given offset of a segment. A segment is aligned to a page, and
+// is larger than the offset.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 
@@ -61,7 +62,8 @@ type conn struct {
 	peerWaker *peerWaker // of the peer
 	lane      transport.Lane
 
-	// cause is why this rank gave up the Conn, and gone is why the peer did. They are nil before.
+	// cause is the reason why this rank gave up the Conn, and gone is the reason why the peer did. Each of
+	// them is nil until then.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
 	taken       atomic.Bool  // Mesh.Conn has returned this channel
@@ -245,8 +247,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// put writes as much of p as fits into the ring, and returns the number of bytes. If the peer's tail is
-// impossible, put sets werr. The caller holds writing.
+// put writes as much of p as fits into the ring, and returns the number of bytes that it has written. If the
+// peer's tail is impossible, put sets werr. The caller holds writing.
 func (c *conn) put(p []byte) int {
 	size := uint64(len(c.out))
 	room := size - (c.head - c.freed)

@@ -204,7 +204,7 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// If a rank parks while its peer sends, it is always notified of the bytes.
+// A rank parks while its peer sends. However the two overlap, the rank is notified of the bytes.
 func TestParkRace(t *testing.T) {
 	const rounds = 20_000
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)

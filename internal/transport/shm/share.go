@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNoPeer is the error for a rank that is not in the group. Calls that need a peer also return it for this
-// rank.
+// errNoPeer is the error for a rank that is not in the group. Calls that need another rank also return it for
+// this rank.
 var errNoPeer = errors.New("the rank shares no memory with this rank")
 
 // lane has the memory that the ranks share for a lane, and the errors of the lane.
@@ -145,8 +145,8 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	return seg.Bytes(), nil
 }
 
-// segment returns the segment that was reserved for a lane. If none of at least numBytes bytes was reserved,
-// it makes one. The caller must not hold mu, because making a segment takes long.
+// segment returns the segment that was reserved for a lane. If no segment of at least numBytes bytes was
+// reserved for the lane, it makes one. The caller must not hold mu, because making a segment takes long.
 func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]
@@ -161,8 +161,8 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare checks and records a call of Share for a lane. A lane may have only one such call. beginShare
-// returns the peers with the given ranks.
+// beginShare checks and records a call of Share. It returns an error if Share was called for the lane before.
+// Otherwise it returns the peers with the given ranks.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {

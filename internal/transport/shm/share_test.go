@@ -34,8 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls done until it returns true, because nothing notifies of the condition. After hangTimeout it
-// fails the test with the message what.
+// within polls the condition done until it is true, because no event announces the change. After hangTimeout
+// it fails the test with the message in what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {
@@ -45,8 +45,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Every rank can read the segments that were shared with it, and no others. It does not matter in which order
-// the ranks call Share and Peer.
+// Every rank can read the segments that were shared with it, and no other segments. The order of the calls of
+// Share and Peer does not matter.
 func TestShare(t *testing.T) {
 	const size = 3
 	meshes := onOneHost(t, shm.Config{}, size)

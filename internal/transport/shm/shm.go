@@ -2,11 +2,11 @@
 // memory.
 //
 // A rank opens an Endpoint and publishes its Offer with its check-in record. When it knows all offers and has
-// a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then send each other
-// file descriptors over Unix connections. Before that, they prove their identity on these connections. They
-// agree on whether all of this has succeeded: either all ranks of a host share memory or none does. In the
-// mesh that Connect returns, the Control lane between ranks of the host is in shared memory, and all other
-// lanes use the mesh underneath. The backends get memory for their lanes through Sharer. docs/arena.md
+// a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then connect over Unix
+// sockets and prove their identity on these connections. After that, they send each other file descriptors.
+// They agree on whether all of this has succeeded: either all ranks of a host share memory or none does. In
+// the mesh that Connect returns, the Control lane between ranks of the host is in shared memory, and all
+// other lanes use the mesh underneath. The backends get memory for their lanes through Sharer. docs/arena.md
 // describes the formats, and what happens when a rank dies.
 //
 // Invariants:
@@ -14,8 +14,8 @@
 //  1. No rank writes to another rank's memory. What a peer wrote is checked before it is used.
 //  2. The socket is in the file system only until Connect returns. If the owner of the socket is killed
 //     before that, the next Listen removes the socket.
-//  3. A Unix connection ends exactly when its process ends or closes its mesh. No rank closes a connection
-//     before it gives up the mesh.
+//  3. A Unix connection ends exactly when one of its two processes ends or closes its mesh. No rank closes a
+//     connection before it gives up the mesh.
 //  4. All of this belongs to one epoch. The next epoch makes new connections and new memory.
 package shm
 
@@ -111,8 +111,8 @@ func Listen(cfg Config) (*Endpoint, error) {
 }
 
 // lock locks dir. Between bind and listen, a socket looks like a socket of a process that is gone, and the
-// lock keeps other processes from removing it. If a process dies, its lock is released. The wait for the lock
-// is short, because the process that holds it may be stopped; lock then continues without the lock.
+// lock keeps other processes from removing it. If a process dies, its lock is released. But the process that
+// holds the lock may be stopped. So lock waits only for a short time, and then continues without the lock.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -275,16 +275,16 @@ type Epoch struct {
 	Hosts []string
 	// Offers are the offers of the ranks, by rank. The offer of a rank that does not call Connect is zero.
 	Offers []Offer
-	// Reserve has the number of bytes that this rank will Share for a lane, by lane. They are allocated
-	// before the ranks agree. So if a rank lacks the memory, the ranks agree to share none.
+	// Reserve has the number of bytes that this rank will Share for each lane. They are allocated before the
+	// ranks agree. So if a rank lacks the memory, the ranks agree to share no memory.
 	Reserve map[transport.Lane]int64
 	// Agree runs try, which connects this rank to the other ranks of the host, and tells the others the
 	// result. It returns the same at each of these ranks: the ranks at which try failed, with the reasons
-	// (rendezvous.Session.Agree). When try fails at a rank, Agree ends the ctx of try at the others. Connect
-	// does not call Agree if the rank is alone on its host.
+	// (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the context of try at the other
+	// ranks. Connect does not call Agree if the rank is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
-	// Under is a mesh that reaches all ranks. Connect takes ownership of Under: if Connect fails, it closes
-	// Under. Otherwise Close of the new mesh does.
+	// Under is a mesh that reaches all ranks. Connect takes ownership of Under. If Connect fails, it closes
+	// Under. If it succeeds, Close of the new mesh also closes Under.
 	Under transport.Mesh
 }
 
@@ -348,8 +348,8 @@ type exclusion struct {
 	ranks []topo.Rank
 }
 
-// checkOffers checks the offers and returns, by host, why the ranks of a host cannot share memory. The result
-// is the same at all ranks.
+// checkOffers checks the offers. For each host whose ranks cannot share memory, the map that it returns has
+// the reason. The result is the same at all ranks.
 func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)
@@ -380,7 +380,8 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	return excluded
 }
 
-// join appends to text that rank r cannot share memory, and the reason. text has the reasons of other ranks.
+// join appends to text the statement that rank r cannot share memory, with the reason. text has the
+// statements about other ranks.
 func join(text string, r topo.Rank, reason string) string {
 	if text != "" {
 		text += "; "

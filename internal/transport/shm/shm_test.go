@@ -62,12 +62,12 @@ type job struct {
 	endpoints []*shm.Endpoint
 	offers    []shm.Offer
 	under     []transport.Mesh
-	sessions  []*rendezvous.Session         // whose Agree is passed to Connect
+	sessions  []*rendezvous.Session         // Connect gets the method Agree of the rank's session
 	epoch     func(rank int, ep *shm.Epoch) // if not nil, changes the Epoch that a rank passes to Connect
 	after     func() error                  // if not nil, called when Connect has returned at all ranks
 }
 
-// noOffer closes the endpoint of rank and replaces it with an endpoint that cannot share memory.
+// noOffer closes the endpoint of the given rank and replaces it with an endpoint that cannot share memory.
 func (j *job) noOffer(tb testing.TB, rank int) {
 	tb.Helper()
 	if err := j.endpoints[rank].Close(); err != nil {
@@ -192,8 +192,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped is a Mesh in which lane and the Control lane are exchanged. The tests of the contract use lane, so
-// they test the Control channels in shared memory.
+// swapped is a Mesh in which the lane in the field lane is exchanged with the Control lane. The tests of the
+// contract use the former, so they test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane

@@ -40,8 +40,8 @@ func (w *waker) count(n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.sleepers += n
-	// The word is written only if it changes, because a write removes its cache line from the caches of all
-	// peers.
+	// The word is written only if it changes, because a write removes the word's cache line from the caches
+	// of all peers.
 	if w.word != nil && (w.sleepers == 0 || w.sleepers == n) {
 		atomic.StoreUint32(w.word, uint32(min(w.sleepers, 1)))
 	}

@@ -65,8 +65,8 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// A handshake fails if one side does not know the token of the other, or if the sides belong to different
-// epochs or jobs. Each case says which sides notice.
+// A handshake fails if one side does not know the token of the other side, or if the sides belong to
+// different epochs or jobs. Each case says which of the two sides get an error.
 func TestHandshake(t *testing.T) {
 	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
 	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}

@@ -16,9 +16,9 @@ import (
 const (
 	// maxWrite is the largest number of bytes of one write, because some systems refuse 2 GiB and more.
 	maxWrite = 1 << 30
-	// maxBatch and maxBatchBytes limit the buffers that the writer writes with one system call. With batches,
-	// small messages that are queued for a slow reader drain many times faster (BenchmarkDrain). A larger
-	// buffer is written by itself, so that Sent can rise while it is written.
+	// In one system call the writer writes at most maxBatch buffers with at most maxBatchBytes bytes in
+	// total. With batches, small messages that are queued for a slow reader drain many times faster
+	// (BenchmarkDrain). A larger buffer is written by itself, so that Sent can rise while it is written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
 	// recordBytes is the largest number of bytes of one TLS record (RFC 8446, section 5.1).
@@ -30,9 +30,9 @@ const (
 // queue as the socket drains. While the queue is not empty, Send only appends to it. So Send and the writer
 // never write at the same time. On an encrypted connection only the writer writes.
 //
-// TLS does not change deadlines and the end of the stream: both are those of the socket. The close message of
-// TLS is not sent, because it would have to wait for room in the socket. It is not needed, because every end
-// of a stream is an error at the peer.
+// With TLS, deadlines and the end of the stream work as without TLS, because both belong to the socket. The
+// close message of TLS is not sent, because it would have to wait for room in the socket. It is not needed,
+// because every end of a stream is an error at the peer.
 type conn struct {
 	lane transport.Lane
 	peer topo.Rank
@@ -42,8 +42,8 @@ type conn struct {
 	wg   *sync.WaitGroup // the wait group of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on all lanes except Control
 
-	// cause is the reason why this side gave up the connection. It is set before the socket is changed, so
-	// that a system call that is interrupted by the change finds it.
+	// cause is the reason why this side gave up the connection. It is set before the socket is changed. The
+	// change interrupts system calls, and the interrupted calls then find the cause.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
 
@@ -61,7 +61,7 @@ type conn struct {
 
 	mu      sync.Mutex
 	changed sync.Cond // signals that queue became empty or got a buffer, or that cause was set
-	// queue has the unwritten buffers from head on. The writer removes a buffer after it has written it.
+	// The unwritten buffers are queue[head:]. The writer removes a buffer after it has written it.
 	queue  [][]byte
 	head   int
 	writer bool  // the writer has been started
@@ -193,8 +193,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// drain writes the queue, as the writer goroutine. It returns when the sending half has failed, at the latest
-// after close.
+// drain writes the buffers in queue. It runs in the writer goroutine. It returns when the sending half has
+// failed, and close makes it fail at the latest.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -280,8 +280,8 @@ func (c *conn) writeRecords() error {
 	return c.flushRecords()
 }
 
-// writeRecord makes a TLS record of b and empties record. b is record itself, or a full record that needs no
-// copy.
+// writeRecord makes a TLS record of b and empties the field record. b is either that field, or the bytes of a
+// full record that were not copied to it.
 func (c *conn) writeRecord(b []byte) error {
 	n, err := c.over.Write(b)
 	c.unsent += n
@@ -389,9 +389,9 @@ func (c *conn) wake() {
 	c.changed.Broadcast()
 }
 
-// write writes p with by, a method of the socket. It returns the rest of p that by could not write without
-// waiting. It checks cause before each call of by, because a deadline interrupts only a call that waits, and
-// with a fast peer no call waits.
+// write writes p with the function by, a method of the socket. It returns the rest of p that by could not
+// write without waiting. It checks cause before each call of by. A deadline alone would not suffice, because
+// it interrupts only a call that waits, and with a fast peer no call waits.
 func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
 	for len(p) > 0 {
 		if c.cause.Load() != nil {

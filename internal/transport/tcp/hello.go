@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Refusal is the reason why a rank has refused a connection. The rank that dialed gets it in the error of
-// Conn: errors.Is(err, StaleEpoch).
+// Refusal is the reason why a rank has refused a connection. The error of Conn at the rank that dialed wraps
+// the Refusal, so that for example errors.Is(err, StaleEpoch) is true.
 type Refusal uint32
 
 // These are the reasons for a refusal. Zero is the status of a rank that accepts.
@@ -25,7 +25,7 @@ const (
 	// WrongJob means that the dialer belongs to another job.
 	WrongJob
 	// StaleEpoch means that the dialer is in another epoch. Either the dialer has used an outdated address,
-	// or this rank is outdated.
+	// or this rank's epoch is outdated.
 	StaleEpoch
 	// NotMe means that the dialer expected another rank at this address.
 	NotMe

@@ -109,7 +109,7 @@ func (p *poller) watch() {
 	}
 }
 
-// arrived reports whether an epoll instance has an event or fails.
+// arrived reports whether an epoll instance has an event. If the instance fails, it also returns true.
 func arrived(epoll int, events []unix.EpollEvent) bool {
 	n, err := unix.EpollWait(epoll, events, 0)
 	return n > 0 || err != nil && err != unix.EINTR

@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually polls is until it returns true, because nothing notifies of the condition. After hangTimeout it
-// fails the test with the message what.
+// eventually polls the condition until it is true, because no event announces the change. After hangTimeout
+// it fails the test with the message in what.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
@@ -26,7 +26,8 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// unattachedConns returns the number of connections that are not channels: not yet, or not any more.
+// unattachedConns returns the number of connections that are not channels, because their handshake is not
+// complete or their lane was released.
 func unattachedConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -76,8 +77,8 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 }
 
-// After many lanes were released, a mesh keeps only one run of their numbers. This also holds for lanes on
-// which the peer called Conn only after this rank had released them.
+// After many lanes were released, a mesh remembers their numbers as a single run and keeps nothing else. This
+// also holds for lanes on which the peer called Conn only after this rank had released them.
 func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
 
 func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {

@@ -13,15 +13,15 @@ type sealed struct {
 	out *recordBuffer
 }
 
-// maxUnwrittenBytes is how many bytes of TLS records are collected for one system call. The last record may
-// exceed it.
+// maxUnwrittenBytes limits the bytes of TLS records that are collected for one system call. The last record
+// may exceed the limit.
 const maxUnwrittenBytes = 64 << 10
 
-// recordBuffer is the connection below TLS. After begin, it keeps the bytes that TLS writes until flush. So
-// one system call writes several records.
+// recordBuffer is the connection below TLS. After begin, Write only stores the bytes from TLS, and flush
+// writes them to the socket. So one system call writes several records.
 //
-// More important, TLS never waits for the peer while it holds its lock. A read that finds tampered data also
-// takes this lock, to send an alert. If a write waited with the lock held, the read could not return its
+// More importantly, TLS never waits for the peer while it holds its lock. A read that finds tampered data
+// also takes this lock, to send an alert. If a write waited with the lock held, the read could not return its
 // error before the peer had made room.
 type recordBuffer struct {
 	net.Conn
@@ -30,7 +30,7 @@ type recordBuffer struct {
 	begun     bool
 	unwritten []byte
 
-	spare []byte // memory for the next unwritten; used only by flush
+	spare []byte // memory for the next value of unwritten; only flush uses it
 
 	// The fields below belong to the reader. While trying is set, Read does not wait. Read first returns the
 	// bytes that fill has read, and then reads from the socket.
@@ -40,8 +40,8 @@ type recordBuffer struct {
 	failed    error // the error that Read returns after the bytes of readAhead
 }
 
-// seal runs the proof of key over nc. by is the method for this side: secret.Secret.Dial or
-// secret.Secret.Accept. If key is encrypted, seal returns a *sealed, and otherwise nc.
+// seal makes both ends of nc prove that they know key. The function by does this for one side: it is
+// secret.Secret.Dial or secret.Secret.Accept. If key is encrypted, seal returns a *sealed, and otherwise nc.
 func seal(key secret.Secret, nc net.Conn,
 	by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {
@@ -55,7 +55,7 @@ func seal(key secret.Secret, nc net.Conn,
 	return &sealed{over, out}, nil
 }
 
-// begin makes Write keep bytes until flush. It must be called after the handshakes and before the first
+// begin makes Write store bytes until flush. It must be called after the handshakes and before the first
 // flush.
 func (r *recordBuffer) begin() {
 	r.mu.Lock()

@@ -2,12 +2,12 @@
 //
 // A rank opens an Endpoint and publishes its address. When it knows the epoch and the addresses of all ranks,
 // it calls Connect. A lane has one connection to each peer, which is made when it is first requested. The
-// lower of two ranks dials. An Endpoint serves one epoch, and the next epoch needs a new Endpoint.
+// lower of the two ranks dials. An Endpoint serves one epoch, and the next epoch needs a new Endpoint.
 //
-// A connection starts with the proof of the job's secret, if there is a secret. Then follows a handshake of
-// fixed size, which refuses connections that come by mistake from other jobs or other epochs. Without a
-// secret, any process that can reach the listener and knows the job's identity can join. If a handshake
-// fails, this is logged and the connection is closed. If the peer uses this protocol, it receives an answer
+// If the job has a secret, a connection starts with the proof of the secret. After that, a handshake of fixed
+// size refuses connections that come by mistake from other jobs or other epochs. Without a secret, any
+// process that can reach the listener and knows the job's identity can join. If a handshake fails, the
+// Endpoint logs the reason and closes the connection. If the peer uses this protocol, it receives an answer
 // first. Other connections are not affected. After the handshake a connection carries only the bytes of the
 // caller: in TLS if the secret is encrypted, and otherwise in plain text.
 package tcp
@@ -35,8 +35,8 @@ const (
 	// maxJobBytes is the largest length of a job identity.
 	maxJobBytes = 64
 	// maxHandshakes is the largest number of accepted connections that have not sent their hello yet. If
-	// there is one more, the oldest is closed. The same number of connections may wait for this rank to join
-	// its epoch. If there is one more, it is closed. In both cases the dialer retries.
+	// there are more, the oldest is closed. The same number of connections may wait for this rank to join its
+	// epoch, and a further connection is closed. In both cases the dialer retries.
 	maxHandshakes = 256
 	// firstPause is the first pause after a failed attempt to dial or to accept. The pause doubles from
 	// attempt to attempt, up to lastPause.
@@ -353,7 +353,7 @@ func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, ove
 	return m.publish(l, c)
 }
 
-// refuse answers a hello with the Refusal in reason, and returns reason.
+// refuse answers a hello with the Refusal that the error reason wraps, and returns reason.
 func refuse(nc net.Conn, reason error) error {
 	var r Refusal
 	if !errors.As(reason, &r) {

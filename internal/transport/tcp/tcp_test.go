@@ -107,7 +107,7 @@ func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	return m
 }
 
-// goodHello returns the hello with which rank 0 connects to rank 1 on lane, in the default epoch.
+// goodHello returns the hello with which rank 0 connects to rank 1 on the given lane, in the default epoch.
 func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
@@ -119,7 +119,7 @@ func ctx(t *testing.T) context.Context {
 	return ctx
 }
 
-// pair connects ranks 0 and 1 on lane and returns both ends.
+// pair connects ranks 0 and 1 on the given lane and returns both ends.
 func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *conn) {
 	t.Helper()
 	x, err := zero.Conn(ctx(t), lane, 1)
@@ -203,8 +203,8 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait waits for an entry with this message whose field field contains text. It returns the fields of the
-// entry.
+// wait waits for an entry with this message and with a field that contains text. The parameter field is the
+// name of the field. wait returns all fields of the entry.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -613,7 +613,8 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// failingListener is a listener. Its first failures calls of Accept return EMFILE.
+// failingListener is a listener whose Accept returns EMFILE at first. The field failures is the number of
+// such calls.
 type failingListener struct {
 	net.Listener
 	failures int

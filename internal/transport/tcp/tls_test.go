@@ -74,9 +74,9 @@ func socketPair() (a, b net.Conn, err error) {
 	return a, b, err
 }
 
-// The bytes of a tensor appear on the wire of a plain connection. On an encrypted connection they do not, in
-// a message of one piece, of many pieces, or in a batch of the writer. If a byte is changed on the way, the
-// receiver of an encrypted connection gets an error.
+// The bytes of a tensor appear on the wire of a plain connection. On an encrypted connection they do not
+// appear, whether a message is sent in one piece, in many pieces, or in a batch of the writer. If a byte is
+// changed on the way, the receiver of an encrypted connection gets an error.
 func TestWire(t *testing.T) {
 	const pattern = "-0123456789abcdef-" // every message repeats this pattern
 	overBoth(t, func(t *testing.T, key secret.Secret) {

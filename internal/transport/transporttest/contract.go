@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// unread is a number of bytes that the kernel's buffers cannot hold if the peer does not read.
+// unread is a number of bytes that is too large for the kernel's buffers. Flush of so many bytes waits if the
+// peer does not read.
 const unread = 64 << 20
 
 // sendPieces sends data in pieces of random size. Some pieces are empty.
@@ -105,8 +106,8 @@ func testAllSendFirst(s *suite) {
 				if p == r {
 					continue
 				}
-				// Each peer gets the bytes rotated by another offset, so that the test detects swapped
-				// streams.
+				// Each peer gets the bytes of data[r], rotated by a different offset, so that the test
+				// detects swapped streams.
 				if err := errors.Join(conns[r][p].Send(data[r][p+1:]),
 					conns[r][p].Send(data[r][:p+1])); err != nil {
 					return err
@@ -313,7 +314,8 @@ func testSent(s *suite) {
 	)
 }
 
-// waitSent polls c.Sent until it has reached want. Polling is necessary because nothing notifies of changes.
+// waitSent polls c.Sent until it has reached want. It has to poll, because a Conn does not report when Sent
+// changes.
 func waitSent(c transport.Conn, want int) error {
 	for end := time.Now().Add(hangTimeout); c.Sent() < uint64(want); runtime.Gosched() {
 		if time.Now().After(end) {
@@ -438,8 +440,8 @@ func testAbortIsSilent(s *suite) {
 	s.together(func() error { return wantErr("send", zero.Send([]byte{1}), errBoom) })
 }
 
-// silent checks that c gets neither bytes nor an error from its peer. read has the result of a pending Read
-// of c.
+// silent checks that c gets neither bytes nor an error from its peer. The channel read gets the result of a
+// pending Read of c.
 func (s *suite) silent(c transport.Conn, read <-chan error) {
 	s.Helper()
 	select {

@@ -39,7 +39,7 @@ func newPolling(m transport.Mesh, conns ...transport.Conn) *polling {
 	return p
 }
 
-// send sends b on the first Conn and notifies the peer, as a loop does before it parks.
+// send sends b on the first Conn and then notifies the peer, as a loop does before it parks.
 func (p *polling) send(b []byte) error {
 	err := p.conns[0].Send(b)
 	p.mesh.NotifyPeers()
@@ -53,7 +53,7 @@ func (p *polling) next(b []byte) (int, error) {
 	defer hung.Stop()
 	for {
 		p.mesh.Unpark()
-		// Bytes may arrive between the polls.
+		// The rank polls several times, because bytes may arrive between two polls.
 		for range 3 {
 			if n, err := p.conns[0].TryRead(b); n > 0 || err != nil {
 				return n, err

@@ -166,7 +166,7 @@ func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one tr
 	return zero, one
 }
 
-// connect returns a function that sets *c to the Conn of m to peer on lane.
+// connect returns a function that asks mesh m for the Conn to the given peer and lane, and stores it in *c.
 func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane,
 	peer topo.Rank) func() error {
 	return func() (err error) {
@@ -203,7 +203,7 @@ func random(seed byte, n int) []byte {
 	return b
 }
 
-// wantPeer returns an error unless err is a *PeerError for peer on lane.
+// wantPeer returns an error unless err is a *PeerError with the given peer and lane.
 func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	var pe *transport.PeerError
 	if !errors.As(err, &pe) || pe.Peer != peer || pe.Lane != lane {
