@@ -18,9 +18,9 @@ const (
 // all of them.
 const maxWake = 1<<31 - 1
 
-// Wait sleeps while *addr is val, until a Wake, but at most for d. It returns at once if *addr is not val or
-// d is not positive. It may also return early for no reason. While it sleeps, it occupies a thread but no P
-// of the Go scheduler.
+// Wait sleeps until Wake is called for addr, but at most for d. If *addr is not val or if d is not positive,
+// Wait returns at once. It may also return early for no reason. While it sleeps, it occupies a thread but no
+// P of the Go scheduler.
 func Wait(addr *uint32, val uint32, d time.Duration) {
 	if d <= 0 {
 		return

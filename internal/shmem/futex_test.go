@@ -69,8 +69,8 @@ func mapFD(fd, prot int) ([]byte, error) {
 	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
 }
 
-// page allocates a page of shared memory and maps it once for each of prots. It returns the first word of
-// each mapping, and the file.
+// page allocates a page of shared memory and maps it once with each of the protections in prots. It returns
+// the first word of each mapping, and the file.
 func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
@@ -112,8 +112,8 @@ func waitFor(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Wake wakes waiters that have another mapping of the same page. The mappings of the waiters and of the waker
-// may be read-only.
+// Wake wakes waiters that have another mapping of the same page. It does so even if the mappings of the
+// waiters and of the waker are read-only.
 func TestMappings(t *testing.T) {
 	for _, waker := range []int{readOnly, readWrite} {
 		words, _ := page(t, readWrite, readOnly, waker)

@@ -12,8 +12,8 @@ import (
 )
 
 // checkLimits returns an error if a segment of need bytes would exceed a known limit. The error names the
-// limit. It is checked in advance because if an allocation exceeds the limit of a cgroup or the memory of the
-// machine, the kernel kills a process instead of reporting an error.
+// limit. Callers must call it before they allocate: if an allocation exceeds the limit of a cgroup or the
+// memory of the machine, the kernel kills a process instead of reporting an error.
 func checkLimits(need int64) error {
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &files); err == nil && uint64(need) > files.Cur {
@@ -25,7 +25,7 @@ func checkLimits(need int64) error {
 	return cgroups{"/proc/self/cgroup", "/sys/fs/cgroup"}.check(need)
 }
 
-// explain adds to an error of the kernel what the error may mean.
+// explain adds the likely cause to an error of the kernel.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.EFBIG):
@@ -62,8 +62,9 @@ type cgroups struct{ self, mount string }
 // files has the names of the files of a memory controller, which differ between versions 1 and 2 of cgroups.
 type files struct {
 	limit, usage string
-	// cache are the fields of memory.stat that count file contents that were read. The kernel can reclaim
-	// these pages. If they counted as used, a job that has read its data would seem to have no memory left.
+	// cache has the names of the fields in memory.stat that count the page cache, which has file contents
+	// that were read. The kernel can reclaim these pages. If they counted as used, a job that has read its
+	// data would seem to have no memory left.
 	cache []string
 }
 
@@ -81,8 +82,8 @@ func (c cgroups) check(need int64) error {
 		return nil
 	}
 	for line := range strings.Lines(string(text)) {
-		// A line is hierarchy-ID:controllers:path. In version 2 the ID is 0 and there are no controllers
-		// (cgroups(7)).
+		// A line has the form hierarchy-ID:controllers:path. In version 2 the ID is 0 and the list of
+		// controllers is empty (cgroups(7)).
 		part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 		if len(part) != 3 {
 			continue

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree writes files to a new directory and returns the directory. The keys of files are paths, and the values
-// are contents.
+// tree makes a new directory with the given files and returns its path. The keys of the map are the paths of
+// the files, and the values are their contents.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -29,7 +29,7 @@ func tree(t *testing.T, files map[string]string) string {
 func TestCgroups(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string
-		left  int64 // -1 means no limit
+		left  int64 // the bytes that are left; -1 means no limit
 	}{
 		"none":       {nil, -1},
 		"not in one": {map[string]string{"self": "0::/\n"}, -1},

@@ -1,12 +1,13 @@
 // Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)). It
-// also waits for words in such memory (futex(2)). Package arena allocates tensors in it.
+// also lets a process wait until another process changes a word in such memory (futex(2)). Package arena
+// allocates tensors in it.
 //
 // Invariants of a Segment:
 //
 //  1. A Segment is allocated completely before any other process sees it. So no access to it can raise SIGBUS
 //     because memory is missing.
-//  2. A Segment cannot shrink or grow (seals). So no access can raise SIGBUS because of what another process
-//     does.
+//  2. Seals prevent a Segment from shrinking or growing. So no access can raise SIGBUS because of what another
+//     process does.
 //  3. A process that gets the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). Only
 //     the process that made the Segment writes to it. A Segment made by CreateOpen has this property only
 //     from Seal on. Until then, its descriptor may be given to one other process that works for this process.
@@ -14,8 +15,8 @@
 //  4. A Segment is not in any file system. The kernel frees it when the last mapping and the last descriptor
 //     are gone, however the processes ended.
 //
-// Invariants of Wait and Wake, which different processes may call. They may have mapped the page at different
-// addresses, and the waiting process may have mapped it read-only:
+// Different processes may call Wait and Wake for the same word. They may have mapped its page at different
+// addresses, and the waiting process may have mapped it read-only. Invariants of Wait and Wake:
 //
 //  1. Wait checks the word after it has queued itself. So if a waker first changes the word and then calls
 //     Wake, it wakes every waiter that saw the old value.
@@ -36,9 +37,9 @@ import (
 
 const (
 	// allocStep is the number of bytes of one fallocate call. A signal makes the kernel undo the whole call.
-	// So calls must be shorter than the time between two signals of a profiler.
+	// So a call must take less time than passes between two signals of a profiler.
 	allocStep = 4 << 20
-	// maxRetries is how many times in a row a step is retried after a signal has interrupted it.
+	// maxRetries is how many times in a row a call is retried after a signal has interrupted it.
 	maxRetries = 1000
 )
 
@@ -54,13 +55,13 @@ type Segment struct {
 	err     error
 }
 
-// NoMemoryError is the error if there is not enough memory for a segment.
+// NoMemoryError says that there is not enough memory for a segment.
 type NoMemoryError struct {
 	// What names the purpose of the memory, such as "tensor".
 	What string
 	// NeedBytes is the size of the segment.
 	NeedBytes int64
-	// Err is the reason. If the limit is known, it names the limit.
+	// Err is the reason. It names the limit if the limit is known.
 	Err error
 }
 
@@ -70,8 +71,9 @@ func (e *NoMemoryError) Error() string {
 
 func (e *NoMemoryError) Unwrap() error { return e.Err }
 
-// Create makes a Segment that this process can write to, of numBytes zeros, rounded up to whole pages. The
-// name appears in /proc and may have 249 bytes. If there is not enough memory, the error is a *NoMemoryError.
+// Create makes a Segment that this process can write to. The Segment has numBytes bytes, rounded up to whole
+// pages, all zero. The name appears in /proc and may have at most 249 bytes. If there is not enough memory,
+// the error is a *NoMemoryError.
 //
 // Create clears the memory, which takes about 0.2 s per GiB.
 func Create(name string, numBytes int64) (*Segment, error) {
@@ -143,8 +145,8 @@ func fill(name string, fd int, size int64) (*Segment, error) {
 	return &Segment{name: name, bytes: b, own: fd}, nil
 }
 
-// populate writes to b through the mapping, because only then the kernel uses huge pages. It may fail: then
-// the memory is only slower, because allocate allocates the remaining pages.
+// populate writes to b through the mapping, because only then does the kernel use huge pages. If populate
+// fails, allocate allocates the remaining pages, and the only consequence is that the memory is slower.
 func populate(b []byte) {
 	if unix.Madvise(b, unix.MADV_HUGEPAGE) == nil && len(b) >= hugePage {
 		for at := 0; at < len(b); at += allocStep {
@@ -191,9 +193,9 @@ func fix(name string, fd int) error {
 	return nil
 }
 
-// seal seals the size of a file and that no other process can map it for writing. The last seal prevents
-// further seals, so that a peer cannot add a harmful one. If the file already has these seals, seal returns
-// no error.
+// seal fixes the size of a file and prevents other processes from mapping the file for writing. The last seal
+// that it sets prevents further seals, so that a peer cannot add a harmful seal. If the file already has
+// these seals, seal returns no error.
 func seal(name string, fd int) error {
 	err := addSeals(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
 	if err == unix.EINVAL { // Linux before 5.1, where peers can map the file for writing
@@ -218,7 +220,7 @@ func addSeals(fd, seals int) error {
 }
 
 // Map maps all of a peer's segment for reading. The caller still owns fd, and may close it afterwards. If the
-// file could shrink, is empty, or does not have whole pages, Map returns an error, because reading could
+// file could shrink, is empty, or is not a whole number of pages, Map returns an error, because reading could
 // raise SIGBUS.
 func Map(fd int) (*Segment, error) {
 	size, err := check(fd, unix.F_SEAL_SHRINK)
@@ -237,7 +239,8 @@ func Map(fd int) (*Segment, error) {
 // Adopt maps all of a file that another process has made, for reading and writing, and seals it as Create
 // does. From then on no other process can map the file for writing, but existing mappings remain. The Segment
 // owns fd. If Adopt returns an error, it has closed fd. It returns an error if access to the file could raise
-// SIGBUS: if the file is not sealed against shrinking and growing, does not have whole pages, or has holes.
+// SIGBUS: if the file is not sealed against shrinking and growing, is not a whole number of pages, or has
+// holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
@@ -267,7 +270,8 @@ func adopt(fd int) (*Segment, error) {
 	if err := seal("adopt", fd); err != nil {
 		return nil, errors.Join(err, unmap(b))
 	}
-	// Until seal had set the seals, another process could punch a hole into the file. So this checks again.
+	// Until seal had set the seals, another process could punch a hole into the file. So Adopt checks again
+	// whether all of the file is allocated.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
 		return nil, errors.Join(
 			fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d",
@@ -279,8 +283,8 @@ func adopt(fd int) (*Segment, error) {
 // blockBytes is the unit of st_blocks, in bytes.
 const blockBytes = 512
 
-// check returns the size of the file fd. If the file lacks one of the seals want, or does not have whole
-// pages, it returns an error.
+// check returns the size of the file fd. If the file lacks one of the seals in want, or is not a whole number
+// of pages, check returns an error.
 func check(fd int, want int) (size int64, err error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -300,7 +304,8 @@ func check(fd int, want int) (size int64, err error) {
 	return st.Size, nil
 }
 
-// Bytes returns the memory. Writing to it is a fault if the segment was made by Map.
+// Bytes returns the memory. If the segment was made by Map, the process must not write to it: a write raises
+// SIGSEGV.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
 // Seal prevents all processes from mapping the memory for writing from now on. Existing mappings stay valid,

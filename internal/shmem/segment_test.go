@@ -117,8 +117,8 @@ func TestPeerMayOnlyRead(t *testing.T) {
 	}
 }
 
-// Map refuses a file that is not sealed and a file that does not have whole pages. The caller then still owns
-// the descriptor.
+// Map refuses a file that is not sealed and a file that is not a whole number of pages. The caller then still
+// owns the descriptor.
 func TestMapChecks(t *testing.T) {
 	file := func(size int64, seals int) int {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
