@@ -33,7 +33,7 @@ const (
 	chunkBytes = 64 << 20
 )
 
-// Ref is the place of a tensor.
+// Ref is the position of a tensor: a chunk and an offset in it.
 type Ref struct {
 	// Chunk is the ID of the chunk that has the tensor.
 	Chunk uint32
@@ -57,7 +57,8 @@ type chunk struct {
 	bytes []byte
 	live  map[int64]int64 // maps the offset of each tensor to the bytes that it takes up, a multiple of align
 	free  []span          // the free ranges, in ascending order; neighbours have live tensors between them
-	// fresh is an offset. The bytes from fresh on were never allocated, so they are still zero.
+	// fresh is the offset after the last byte that was ever allocated. The bytes from there on are still
+	// zero.
 	fresh int64
 }
 
@@ -66,8 +67,8 @@ type span struct{ offset, size int64 }
 
 // heap is the allocator behind the functions of this package.
 type heap struct {
-	// growing is held while a chunk is made, which takes long. Allocations that have waited for it look for
-	// room in the new chunk first. It is locked before mu.
+	// growing is held while a chunk is made, which takes long. An allocation that has waited for growing
+	// first looks for room in the new chunk. growing is locked before mu.
 	growing sync.Mutex
 
 	mu       sync.Mutex
@@ -111,9 +112,9 @@ func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 // Abandon removes an adopted chunk and unmaps it. The caller must ensure that nothing uses it any more.
 func Abandon(id uint32) error { return process.abandon(id) }
 
-// Find returns the place of b if all of b is in one live chunk. It locks nothing, allocates nothing, and
-// takes some tens of ns. If b is empty but has capacity, Find returns the place of the first byte of the
-// capacity.
+// Find returns the position of b and true if all of b is in one live chunk. Otherwise it returns false. It
+// locks nothing, allocates nothing, and takes some tens of ns. If b is empty but has capacity, Find returns
+// the position of the first byte of the capacity.
 func Find(b []byte) (Ref, bool) { return process.find(b) }
 
 // Watch calls added for every chunk: first for the chunks that exist, and then for each new chunk. It calls
@@ -149,8 +150,8 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	return b[:numBytes:max(numBytes, 1)], nil
 }
 
-// take takes size bytes from the smallest free range of the existing chunks that is large enough. If there is
-// none, b is nil. The first dirty bytes of b have been used before.
+// take allocates size bytes in the smallest free range that is large enough. If no chunk has such a range, b
+// is nil. The first dirty bytes of b have been used before, so they may differ from zero.
 func (h *heap) take(size int64) (b []byte, dirty int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -169,8 +170,8 @@ func (h *heap) take(size int64) (b []byte, dirty int64) {
 	return h.cut(best, at, size)
 }
 
-// cut takes the first size bytes of free range i of c. The first dirty bytes of b have been used before. The
-// caller holds mu.
+// cut allocates the first size bytes of the free range of c with index i. The first dirty bytes of b have
+// been used before, so they may differ from zero. The caller holds mu.
 func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	s := &c.free[i]
 	offset := s.offset
@@ -185,8 +186,8 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	return c.bytes[offset : offset+size], dirty
 }
 
-// grow makes a chunk and takes size bytes of it. If another allocation has made room in the meantime, grow
-// makes no chunk and takes the bytes there.
+// grow makes a chunk and allocates size bytes in it. If another goroutine has made enough room in the
+// existing chunks in the meantime, grow allocates the bytes there and makes no chunk.
 func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	h.growing.Lock()
 	defer h.growing.Unlock()

@@ -33,7 +33,8 @@ func mustFree(t testing.TB, h *heap, b []byte) {
 	}
 }
 
-// drain fails the test if a tensor is live or if h has more than one empty chunk, and frees that chunk.
+// drain fails the test if a tensor is live or if h has more chunks than the one empty chunk that it may keep.
+// Then it frees all chunks.
 func drain(t testing.TB, h *heap) {
 	t.Helper()
 	chunks, mapped, live := h.stats()
@@ -83,8 +84,8 @@ func TestAlloc(t *testing.T) {
 	}
 }
 
-// TestModel makes random allocations and compares the heap with a list of them. The tensors must not overlap,
-// must be zeroed and keep their bytes, and Find must return where they are.
+// TestModel makes random allocations and compares the heap with a list of the live tensors. The tensors must
+// not overlap, must be zeroed and keep their bytes, and Find must return where they are.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
