@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Op is one rank's part in an operation. The functions below make one. Its fields may be changed until it is
-// submitted. An Op may be submitted only once.
+// Op is one rank's part in an operation. The functions below make Ops. The fields of an Op may be changed
+// until it is submitted. An Op may be submitted only once.
 type Op struct {
 	// Entry is passed to the engine. If Output is nil, Submit allocates the output. If the operation is an
 	// alltoall and Splits is nil, Submit sends every member the same number of rows. Submit sets Done and
@@ -127,7 +127,7 @@ func (op *Op) InPlace(r *Rank) *Op {
 	return op
 }
 
-// part returns the rows of a reducescatter's input that r gets reduced.
+// part returns the rows of a reducescatter's input whose reduction is the output of r.
 func (op *Op) part(r *Rank) []byte {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0] == 0 {

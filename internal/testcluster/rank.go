@@ -45,7 +45,8 @@ func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	return nil
 }
 
-// changeSets updates the process sets if done is the result of an operation that adds or removes one.
+// changeSets updates the list of process sets if done is the response of an operation that adds or removes a
+// process set.
 func (r *Rank) changeSets(done *message.Response) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -57,8 +58,8 @@ func (r *Rank) changeSets(done *message.Response) {
 	}
 }
 
-// Submit passes operations of one process set to the engine: all of them, or none if it returns an error. It
-// does not wait for the operations. It allocates missing outputs and sets missing Splits.
+// Submit passes operations of one process set to the engine. If it returns an error, it has passed none of
+// them. Submit does not wait for the operations. It allocates missing outputs and sets missing Splits.
 func (r *Rank) Submit(ops ...*Op) error {
 	entries := make([]*tensorqueue.Entry, len(ops))
 	for i, op := range ops {

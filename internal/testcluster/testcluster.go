@@ -192,7 +192,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // with which the ranks agree (shm.Epoch.Agree)
+	sessions := make([]*rendezvous.Session, n) // by rank; shm.Epoch.Agree calls them
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {
