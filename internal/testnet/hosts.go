@@ -35,14 +35,15 @@ const (
 
 // Host is a simulated host, for tests that need several: a network namespace with one interface. A bridge in
 // another namespace connects it to the other hosts. So the network of the machine does not change, and no
-// route leads out of the hosts' network. Hosts need Linux, root, and Debian's packages iproute2 and
-// util-linux. They share the files, processes and clock of the machine.
+// route leads out of the hosts' network. Hosts need Linux, root privileges, and Debian's packages iproute2
+// and util-linux. They share the files, processes and clock of the machine.
 //
 // The namespaces are named gohvd-PID-START-RANDOM-WHAT. PID is the process that made the namespace, and START
 // is the time when that process started. With these names, the next NewHosts finds and removes the namespaces
 // of a process that was killed.
 //
-// If a method without an error result fails, it fails the test. The test's goroutine must call it.
+// A method that returns no error fails the test if something goes wrong. Only the test's goroutine may call
+// such a method.
 type Host struct {
 	// Name is the name of the host and of its namespace. "ip netns exec NAME" runs a command there.
 	Name string
@@ -54,7 +55,7 @@ type Host struct {
 	port   string // the name of the end of the host's cable at the bridge
 }
 
-// haveHosts tests whether NewHosts can work: it makes and removes a namespace with everything that a host
+// haveHosts checks whether NewHosts can work. It makes and removes a namespace with everything that a host
 // needs, and returns an error if that fails.
 var haveHosts = sync.OnceValue(func() (err error) {
 	name := newNames() + "probe"
@@ -115,7 +116,8 @@ func NewHosts(t testing.TB, n int) []*Host {
 	return hosts
 }
 
-// build makes the bridge in a new namespace named middle, makes the hosts, and connects them to the bridge.
+// build makes a bridge in a new namespace, makes the hosts, and connects them to the bridge. middle is the
+// name of the new namespace.
 func build(middle string, hosts []*Host) error {
 	if err := ip("netns", "add", middle); err != nil {
 		return err
@@ -152,14 +154,15 @@ func (h *Host) build() error {
 	return nil
 }
 
-// addPort makes a virtual cable from interface port in namespace from to interface iface in namespace to. It
-// does not change the caller's namespace.
+// addPort makes a virtual cable between two namespaces. One end is the interface port in the namespace from.
+// The other end is the interface iface in the namespace to. addPort does not change the caller's namespace.
 func addPort(from, port, to, iface string) error {
 	return ip("-n", from, "link", "add", port, "type", "veth", "peer", "name", iface, "netns", to)
 }
 
-// Command returns a command that runs on the host. The process that the command's Start starts is name
-// itself. It sees the host's network, in /sys too, and the host's name. When the test ends, it is killed.
+// Command returns a command that runs the program name on the host. The process that Start starts is the
+// program itself and not a wrapper. It sees the host's network, in /sys too, and the host's name. When the
+// test ends, it is killed.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	const named = `echo "$0" >/proc/sys/kernel/hostname && exec "$@"`
 	in := []string{"netns", "exec", h.Name, "unshare", "--uts", "sh", "-c", named, h.Name, name}
@@ -203,8 +206,8 @@ func startOf(pid int) string {
 	if err != nil {
 		return ""
 	}
-	// The third field, the state, follows the name, which may contain spaces and parentheses; see
-	// proc_pid_stat(5).
+	// The name of the process may contain spaces and parentheses, so this looks for the last parenthesis. The
+	// next field is the third one, the state (proc_pid_stat(5)).
 	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
 	const state, start = 0, 22 - 3
 	if len(fields) <= start || fields[state] == "Z" || fields[state] == "X" {
@@ -213,7 +216,7 @@ func startOf(pid int) string {
 	return fields[start]
 }
 
-// sweep removes the namespaces of processes that were killed.
+// sweep removes the namespaces whose owners have ended.
 func sweep() error {
 	names, err := named(prefix)
 	if err != nil {

@@ -43,8 +43,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// echo accepts connections at addr and sends back the bytes that it receives, until an error. It first prints
-// its address.
+// echo accepts connections at addr and sends back the bytes that it receives, until a call fails. It first
+// prints its address.
 func echo(addr string) error {
 	ln, err := net.Listen("tcp", addr)
 	if err != nil {
@@ -210,7 +210,8 @@ func TestLinks(t *testing.T) {
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
 	}
-	// connects checks that host from can connect to host to exactly if should returns true.
+	// connects checks for each pair of hosts that the first host can connect to the second exactly if should
+	// returns true.
 	connects := func(should func(from, to int) bool) {
 		t.Helper()
 		for i, h := range hosts {

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// maxAnswer is the largest number of bytes that get reads from an answer.
+// maxAnswer is the largest number of bytes that the method get reads from an answer.
 const maxAnswer = 16 << 20
 
 // prometheusProgram returns the path of a program in Debian's package prometheus. If the program is missing,
@@ -35,8 +35,8 @@ func prometheusProgram(t testing.TB, name string) string {
 	return path
 }
 
-// Promtool runs promtool in the directory dir with the arguments args and the standard input input. It
-// returns promtool's output. content is set if the exit status was 0.
+// Promtool runs promtool in the directory dir with the given arguments and with input as its standard input.
+// It returns promtool's output. content is true if the exit status was 0.
 func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
