@@ -6,25 +6,25 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// record is what one call of the timeline recorded: an operation, a clock measurement, or the beginning of a
-// cycle.
+// record is the data of one call of Record, Offset or Cycle: an operation, a clock measurement, or the
+// beginning of a cycle.
 type record struct {
 	trace.Operation
-	// offset is the clock measurement. It is nil in other records.
+	// offset is the clock measurement. It is nil in records of other kinds.
 	offset *trace.Offset
-	// cycle is set if the record marks the beginning of a cycle, at time Granted.
+	// cycle is set if the record marks the beginning of a cycle. The time of the beginning is in Granted.
 	cycle bool
-	// fused is the number of tensors in the operation. It also counts tensors that this rank had not
-	// submitted because it was an absent rank.
+	// fused is the number of tensors in the operation. It includes tensors that this rank did not submit
+	// because it took part as an absent rank.
 	fused int32
 }
 
-// when returns the time of the record. The ring keeps a record while this time is recent.
+// when returns the time that decides how long the ring keeps the record.
 func (r *record) when() time.Duration { return max(r.Granted, r.Ended) }
 
-// batch holds records in flat slices of fixed capacity, so that adding a record only copies. An operation
-// that does not fit even into an empty batch gets memory of its own. A batch holds at most one such operation
-// until reset.
+// batch holds records in flat slices of fixed capacity, so that adding a record only copies. If an operation
+// does not fit even into an empty batch, the batch allocates memory for this operation. It does so at most
+// once until reset.
 type batch struct {
 	records    []record
 	tensors    []trace.Tensor
@@ -33,7 +33,7 @@ type batch struct {
 	grown      bool
 }
 
-// A batch has room for this many activities and arrivals per tensor, on average.
+// These constants are the numbers of activities and arrivals per tensor for which a batch has room.
 const (
 	activitiesPerTensor = 2
 	arrivalsPerTensor   = 32
@@ -89,25 +89,24 @@ func (b *batch) operation(op *trace.Operation) bool {
 	return true
 }
 
-// stoodIn reports whether the rank executed op as an absent rank for tensor n, that is, without having
-// submitted n.
+// stoodIn reports whether the rank took part in op as an absent rank and had not submitted tensor n.
 func stoodIn(op *trace.Operation, n *trace.Tensor) bool { return op.Absent && n.Submitted == 0 }
 
-// keep appends the elements of what to memory and returns the copied part. The memory must have room for
-// them.
+// keep appends the elements of the second slice to memory and returns the appended part of memory. memory
+// must have enough capacity.
 func keep[T any](memory *[]T, what []T) []T {
 	n := len(*memory)
 	*memory = append(*memory, what...)
 	return (*memory)[n:]
 }
 
-// room reports whether the capacity of the batch suffices for these total numbers of tensors, activities and
-// arrivals.
+// room reports whether the batch has the capacity for these numbers of tensors, activities and arrivals. The
+// numbers include the elements that the batch has already.
 func (b *batch) room(tensors, activities, arrivals int) bool {
 	return tensors <= cap(b.tensors) && activities <= cap(b.activities) && arrivals <= cap(b.arrivals)
 }
 
-// mark adds a record that is not an operation. If there is no room it returns false.
+// mark adds a record of a clock measurement or a cycle. If there is no room it returns false.
 func (b *batch) mark(r record) bool {
 	if len(b.records) == cap(b.records) {
 		return false
@@ -116,7 +115,7 @@ func (b *batch) mark(r record) bool {
 	return true
 }
 
-// fill returns how full the fullest part of the batch is, from 0 to 1.
+// fill returns the fill level of the fullest slice of the batch, from 0 to 1.
 func (b *batch) fill() float64 {
 	part := func(n, of int) float64 { return float64(n) / float64(of) }
 	return max(part(len(b.records), cap(b.records)), part(len(b.tensors), cap(b.tensors)),

@@ -7,20 +7,21 @@ import (
 	"hash/crc32"
 )
 
-// closing is the text that ends every file: it closes the JSON array.
+// closing is the text at the end of every file. It closes the JSON array.
 const closing = "\n]\n"
 
-// encoder encodes the text of a file: as it is, or compressed.
+// encoder turns the text of a file into the bytes of the file, uncompressed or compressed.
 type encoder interface {
 	// reset prepares the encoder for a new file.
 	reset()
-	// encode appends the encoding of the whole text to dst. The result ends at a byte boundary. If dst is
-	// empty, encode may return text itself as out, and dst as next, the buffer to use for the next text.
+	// encode appends the encoding of the whole text to dst and returns the result as out. The result ends at
+	// a byte boundary. next is the buffer for the caller's next text. If dst is empty, encode may return text
+	// itself as out and dst as next.
 	encode(dst, text []byte) (out, next []byte)
-	// tail appends to dst the bytes that would complete the file now. It does not change the state of the
-	// encoder.
+	// tail appends to dst the bytes that would complete the file if it ended here. It does not change the
+	// state of the encoder.
 	tail(dst []byte) []byte
-	// most returns an upper bound for the encoded size of n bytes of text with the tail.
+	// most returns an upper bound for the encoded size of n bytes of text, including the tail.
 	most(n int) int64
 }
 
@@ -38,9 +39,9 @@ func (plain) encode(dst, text []byte) (out, next []byte) {
 	return append(dst, text...), text[:0]
 }
 
-// gzipped is an encoder that writes one gzip member (RFC 1952). The file can be completed after every piece
-// of text: each piece ends at a byte boundary (a sync flush), and the tail is a stored block with the closing
-// text, then the checksum. So a file has only one member, and readers need no support for several.
+// gzipped is an encoder whose file is one gzip member (RFC 1952). Each piece of text ends with a sync flush
+// and so at a byte boundary, which allows the tail to follow any piece. The tail is a stored block with the
+// closing text, then the checksum. Because the file has only one member, readers need no support for several.
 type gzipped struct {
 	out   bytes.Buffer
 	w     *flate.Writer
@@ -65,8 +66,8 @@ func (g *gzipped) reset() {
 func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 	if !g.begun {
 		g.begun = true
-		// The header of RFC 1952: method deflate, no flags, no modification time, fastest level, unknown
-		// system.
+		// These bytes are the header of RFC 1952: method deflate, no flags, no modification time, fastest
+		// level, unknown system.
 		dst = append(dst, 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255)
 	}
 	g.out.Reset()
@@ -80,7 +81,7 @@ func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 
 func (g *gzipped) tail(dst []byte) []byte {
 	const n = uint16(len(closing))
-	dst = append(dst, 1) // the last block, stored (RFC 1951, 3.2.4)
+	dst = append(dst, 1) // begins the last block, which is stored (RFC 1951, 3.2.4)
 	dst = binary.LittleEndian.AppendUint16(dst, n)
 	dst = binary.LittleEndian.AppendUint16(dst, ^n)
 	dst = append(dst, closing...)
@@ -88,6 +89,6 @@ func (g *gzipped) tail(dst []byte) []byte {
 	return binary.LittleEndian.AppendUint32(dst, g.size+uint32(n))
 }
 
-// most adds 5 bytes for each block, because incompressible blocks are stored, and 80 bytes for header, flush
-// and tail. compress/flate stores blocks of at least 16 KiB.
+// most adds 5 bytes for each block, because compress/flate stores incompressible text in blocks of at least
+// 16 KiB. It adds 80 bytes for header, flush and tail.
 func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 80 }

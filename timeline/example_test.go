@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// Example writes the timeline of one rank with one operation, and then reads the operation from the file.
+// Example writes the timeline of one rank, with one operation, and reads the operation back from the file.
 func Example() {
 	dir, err := os.MkdirTemp("", "timeline")
 	if err != nil {

@@ -26,7 +26,7 @@ import (
 )
 
 // child runs the part of a test that needs a process of its own, and exits. The test starts its own binary
-// with what and args, and TestMain calls child there.
+// with the arguments what and args, and TestMain of the new process calls child.
 func child(what string, args []string) {
 	var err error
 	switch what {
@@ -53,7 +53,7 @@ func command(t *testing.T, args ...string) *exec.Cmd {
 }
 
 // writeForever records operations as fast as it can until it is killed. After each Write it prints the number
-// of the last operation recorded before this Write.
+// of the last operation that it recorded before this Write.
 func writeForever(path, most string) error {
 	cfg := testConfig(path)
 	var err error
@@ -68,22 +68,21 @@ func writeForever(path, most string) error {
 	}
 	number := uint64(0)
 	for {
-		for range 1 + rand.IntN(100) { // the smallest segments have room for about 7 operations
+		for range 1 + rand.IntN(100) { // the smallest segments hold about 7 operations
 			number++
 			tl.Record(simple(number, "a", "b\n", "c"))
 		}
 		if err := tl.Write(); err != nil {
 			return err
 		}
-		if tl.Dropped() == 0 { // if operations were dropped, the last one may not be in the file
+		if tl.Dropped() == 0 { // otherwise the last operation may not be in the file
 			fmt.Println(number)
 		}
 	}
 }
 
 // A process that writes a timeline is killed at random moments. Then the file has all operations that were
-// recorded before the last Write that returned. The file is complete, except for a write that was in
-// progress.
+// recorded before the last Write that returned. The file is complete unless a write was in progress.
 func TestKilled(t *testing.T) {
 	for _, c := range []struct {
 		name, most string
@@ -96,7 +95,7 @@ func TestKilled(t *testing.T) {
 			dir, cut := t.TempDir(), 0
 			path := filepath.Join(dir, c.name)
 			for range c.kills {
-				// Each process starts in the folder in which the previous one has left its files.
+				// Each process starts in the folder that has the files of the previous process.
 				cmd := command(t, "write", path, c.most)
 				var stderr bytes.Buffer
 				cmd.Stderr = &stderr
@@ -162,8 +161,8 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// mustReadKilled reads the file of a killed process. If the last write was cut, it reads the file up to the
-// last complete operation and returns torn = true.
+// mustReadKilled reads the file of a killed process. If the last write is incomplete, it reads the file up to
+// the last complete operation and returns torn = true.
 func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bool) {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -178,10 +177,10 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 		if err != nil {
 			t.Fatal(err)
 		}
-		b, _ = io.ReadAll(z) // the data may end within the gzip stream: use what comes before
+		b, _ = io.ReadAll(z) // if the gzip stream is incomplete, the text before the end is used
 	}
-	// Only the last event of an operation has "fused". Cut the text after the last complete event of this
-	// kind.
+	// Cut the text after the last complete event that has "fused", because only the last event of an
+	// operation has this argument.
 	end := bytes.LastIndex(b, []byte(`"fused":`))
 	if k := bytes.IndexByte(b[max(end, 0):], '\n'); end >= 0 && k < 0 {
 		end = bytes.LastIndex(b[:end], []byte(`"fused":`))
@@ -197,11 +196,11 @@ func mustReadKilled(t *testing.T, path string) (s *timelinetest.Summary, torn bo
 	return s, true
 }
 
-// A reader opens the file while it is being written. If the size of the file does not change while it is
-// read, the reader gets a complete timeline.
+// A timeline is read while it is being written. If the size of the file does not change during the read, the
+// reader gets a complete timeline.
 func TestReadWhileWriting(t *testing.T) {
-	// With small segments it is likely that a reader sees a change of segments. The large ones have hundreds
-	// of events.
+	// The small segments make it likely that a change of segments happens during a read. The large segments
+	// have hundreds of events.
 	for _, most := range []int64{80_000, 800_000} {
 		path := filepath.Join(t.TempDir(), "t.json")
 		cfg := testConfig(path)
@@ -262,7 +261,7 @@ func TestReadWhileWriting(t *testing.T) {
 func usage(t *testing.T, dir string) (sum int64) {
 	t.Helper()
 	for _, name := range folder(t, dir) {
-		// Ignore the error of a file that was removed after folder listed it.
+		// The error is ignored, because a file may be removed after folder has listed it.
 		if at, err := os.Stat(filepath.Join(dir, name)); err == nil && !strings.HasPrefix(name, ".") {
 			sum += at.Size()
 		}
@@ -270,8 +269,8 @@ func usage(t *testing.T, dir string) (sum int64) {
 	return sum
 }
 
-// The files never take more than MaxBytes, even if far more is recorded. Old segments are removed, and the
-// last operations are in the files.
+// Far more is recorded than MaxBytes. The files never take more than MaxBytes, the oldest segments are
+// removed, and the last operations are in the files.
 func TestCap(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		dir := t.TempDir()
@@ -299,7 +298,7 @@ func TestCap(t *testing.T) {
 		if tl.Dropped() > 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		var last uint64 // may be in the last segment but one, if the last has only hvd_end
+		var last uint64 // may be in the segment before the last
 		for _, f := range folder(t, dir) {
 			for _, op := range mustRead(t, filepath.Join(dir, f)).Operations {
 				last = max(last, op.Number)
@@ -315,8 +314,8 @@ func TestCap(t *testing.T) {
 	}
 }
 
-// An operation with a tensor that is larger than a segment is dropped, so that the files stay within
-// MaxBytes. The next operation is written.
+// An operation has a tensor whose events are larger than a segment. It is dropped, so that the files stay
+// within MaxBytes, and the next operation is written.
 func TestTooLarge(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -349,11 +348,11 @@ func TestRing(t *testing.T) {
 		k.tensors = 1 << 12
 		tl := mustStart(t, cfg, k)
 		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5, Job: "j"})
-		for n := range uint64(600) { // operations are 1 ms apart
+		for n := range uint64(600) { // the operations are 1 ms apart
 			tl.Record(simple(n+1, "g"))
 			if n%20 == 0 {
-				// Wait until the writer has taken the batch, so that no operation is dropped. Write would
-				// have this effect too, but the test checks that no file is written before the first Write.
+				// Wait until the writer has taken the batch, so that no operation is dropped. The test does
+				// not call Write for this, because it checks that there is no file before the first Write.
 				testnet.Eventually(t, "the batch is taken", func() bool {
 					tl.mu.Lock()
 					defer tl.mu.Unlock()
@@ -396,7 +395,8 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// One operation cannot be written and another waits behind it. Close reports and counts both as dropped.
+// One operation cannot be written, and another one waits behind it in the batch. The error of Close reports
+// both, and both count as dropped.
 func TestCloseCountsWhatWaits(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -414,7 +414,7 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	tl.Record(simple(1, "g")) // the writer takes this operation from the batch, but cannot write it
+	tl.Record(simple(1, "g")) // the writer takes this operation from the batch and cannot write it
 	testnet.WantError(t, tl.Write(), "no such file")
 	tl.Record(simple(2, "g"))
 	testnet.WantError(t, tl.Close(), "2 operations")
@@ -423,7 +423,8 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	}
 }
 
-// A ring that gets far more operations than fit in its limit keeps the last ones within the limit.
+// A ring gets far more operations than its limit allows. It keeps the last operations and stays within the
+// limit.
 func TestRingMemory(t *testing.T) {
 	r := newRing(time.Hour, 1<<20)
 	for n := range uint64(1000) {
@@ -445,8 +446,8 @@ func TestRingMemory(t *testing.T) {
 	}
 }
 
-// If the operations of the last period cfg.Last need more than MaxBytes, the file has the last of them and is
-// no larger than MaxBytes.
+// The operations of the period cfg.Last need more than MaxBytes. The file has the last of them and is no
+// larger than MaxBytes.
 func TestRingCap(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -471,8 +472,8 @@ func TestRingCap(t *testing.T) {
 	}
 }
 
-// If nothing was recorded since the last Write, Write does not touch the folder. After Close, Record does
-// nothing and Write returns ErrClosed.
+// Write is called again without a new record, and does not touch the folder. After Close, Record does nothing
+// and Write returns ErrClosed.
 func TestIdle(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -524,7 +525,7 @@ func TestBadPaths(t *testing.T) {
 	}
 }
 
-// Start removes the files that an earlier timeline of the same path has left, and no other files.
+// Start removes the files of an earlier timeline with the same path, and no other files.
 func TestLeftovers(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "t.json")
@@ -556,8 +557,8 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// If the folder is removed, operations are dropped and counted until the folder exists again. If another file
-// replaces the timeline file, the timeline begins a new file and loses no operation.
+// If the folder of the timeline is removed, operations are dropped and counted until the folder exists again.
+// If another file replaces the timeline file, the timeline begins a new file and loses no operation.
 func TestRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "d")
 	if err := os.Mkdir(dir, 0o700); err != nil {
@@ -608,7 +609,7 @@ func TestRemoved(t *testing.T) {
 	}
 	before := tl.Dropped()
 	tl.Record(simple(number+2, "g"))
-	testnet.Eventually(t, "it goes on", func() bool { // Write may notice the replacement first
+	testnet.Eventually(t, "it goes on", func() bool { // Write may be the first to notice
 		err := tl.Write()
 		if err != nil {
 			testnet.WantError(t, err, "replaced")
@@ -628,7 +629,7 @@ func TestRemoved(t *testing.T) {
 	}
 }
 
-// Close returns an error if it cannot write operations, and counts these as dropped.
+// If Close cannot write operations, it returns an error and counts the operations as dropped.
 func TestCloseFails(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Minute} {
 		dir := filepath.Join(t.TempDir(), "d")
@@ -661,7 +662,7 @@ func TestDevices(t *testing.T) {
 	testnet.WantError(t, err, "no space")
 }
 
-// A timeline that is written to a FIFO reaches its reader completely.
+// A timeline is written to a FIFO. The reader of the FIFO gets the complete timeline.
 func TestFIFO(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		path := filepath.Join(t.TempDir(), name)
@@ -678,7 +679,7 @@ func TestFIFO(t *testing.T) {
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
-		for n := range uint64(300) { // four times what fits in a pipe
+		for n := range uint64(300) { // the text of these operations is four times what a pipe holds
 			tl.Record(simple(n+1, "g"))
 		}
 		mustClose(t, tl)
@@ -698,8 +699,8 @@ func TestStuck(t *testing.T) {
 	k := quick
 	k.timeout = 100 * time.Millisecond
 	tl := mustStart(t, testConfig(path), k)
-	// A pipe holds 64 KiB, and the batches hold some more operations. Nobody reads the pipe, so most
-	// operations are dropped.
+	// A pipe holds 64 KiB, and the batches hold some further operations. Most of these operations are
+	// dropped, because nobody reads the pipe.
 	for n := range uint64(20_000) {
 		tl.Record(simple(n+1, "g", "h"))
 	}
@@ -727,8 +728,8 @@ func TestStuck(t *testing.T) {
 	}
 }
 
-// A child process mounts a tmpfs of 256 KiB in a mount namespace of its own and fills it. Operations are
-// dropped while it is full, and written again when there is room.
+// A child process mounts a tmpfs of 256 KiB in a mount namespace of its own and fills it. While the tmpfs is
+// full, operations are dropped. When there is room again, operations are written again.
 func TestFullDisk(t *testing.T) {
 	cmd := command(t, "full", t.TempDir())
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
@@ -778,12 +779,12 @@ func readFile(path string) (*timelinetest.Summary, error) {
 	return timelinetest.Read(f)
 }
 
-// until records operations until cond returns true. It returns an error after 30 s.
+// until records operations until the condition holds. It returns an error after 30 s.
 func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
 	begin := time.Now()
 	for !cond() {
 		*number++
-		// The names are random, so that the text is hard to compress.
+		// The names are random, so that the text compresses badly.
 		tl.Record(simple(*number, strconv.FormatUint(rand.Uint64(), 36), strconv.FormatUint(rand.Uint64(),
 			36)))
 		if time.Since(begin) > 30*time.Second {
@@ -798,7 +799,7 @@ func fillDisk(path string) error {
 	cfg := testConfig(path)
 	cfg.Log = log
 	k := quick
-	k.tensors = 16 // small batches, whose content fits as soon as there is room again
+	k.tensors = 16 // batches are small, so that their content fits as soon as there is room
 	ballast := filepath.Join(filepath.Dir(path), "ballast")
 	if err := os.WriteFile(ballast, make([]byte, 150<<10), 0o600); err != nil {
 		return err
@@ -808,7 +809,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	number := uint64(0)
-	// MaxBytes is not set. So the disk becomes full first, and then the batches.
+	// MaxBytes is not set, so the disk becomes full first and the batches become full after it.
 	full := func() bool { return testnet.Logged(entries, "no space left") && tl.Write() != nil }
 	if err := until("full", tl, &number, full); err != nil {
 		return err
@@ -832,8 +833,8 @@ func fillDisk(path string) error {
 	}); err != nil {
 		return err
 	}
-	// Write flushes, so that the file does not change while the test reads it. Its error is ignored, because
-	// the disk may be full again.
+	// Write empties the batches, so that the file does not change while the test reads it. The error is
+	// ignored, because the disk may be full again.
 	_ = tl.Write()
 	after, err := readFile(path)
 	if err != nil {
@@ -846,7 +847,7 @@ func fillDisk(path string) error {
 	if err := until("full again", tl, &number, full); err != nil {
 		return err
 	}
-	_ = tl.Close() // fails if there is no room for hvd_end
+	_ = tl.Close() // the error is ignored: there may be no room for hvd_end
 	last, err := readFile(path)
 	if err != nil {
 		return err
@@ -866,8 +867,8 @@ func fillDisk(path string) error {
 	return os.Remove(path)
 }
 
-// readOnly makes the folder read-only while a timeline writes to a file in it. Another timeline cannot be
-// started there, and the first one is completed.
+// readOnly makes the folder read-only while a timeline writes to a file in it. A second timeline cannot be
+// started there. The first timeline writes its file to the end.
 func readOnly(path string) error {
 	dir := filepath.Dir(path)
 	cfg := testConfig(path)
@@ -875,8 +876,8 @@ func readOnly(path string) error {
 	if err != nil {
 		return err
 	}
-	// The folder is bind-mounted, and only this mount becomes read-only. A whole file system cannot become
-	// read-only while a file in it is open for writing.
+	// Only a bind mount of the folder becomes read-only, because a whole file system cannot become read-only
+	// while a file in it is open for writing.
 	if err := syscall.Mount(dir, dir, "", syscall.MS_BIND, ""); err != nil {
 		return err
 	}
@@ -906,8 +907,8 @@ func readOnly(path string) error {
 	return errors.Join(err, os.Remove(path))
 }
 
-// Several goroutines call all methods of a Timeline at the same time. All operations, cycles and clock
-// measurements are in the file.
+// Several goroutines call all methods of a Timeline at the same time. Afterwards the file has all operations,
+// cycles and clock measurements.
 func TestConcurrent(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)

@@ -12,20 +12,21 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// version is the version of the format. The event hvd_rank has it.
+// version is the version of the format. Each segment states it in the event hvd_rank.
 const version = 1
 
-// maxTracks limits the number of tracks that a segment remembers. A program that makes up a new name for each
-// operation may exceed it. Then the formatter forgets the known tracks and makes new ones.
+// maxTracks limits the number of tracks that the formatter remembers in a segment. A program that makes up a
+// new name for each operation may reach the limit. Then the formatter forgets the known tracks and makes new
+// ones.
 const maxTracks = 1 << 17
 
-// negotiate precedes the name of an operation in the name of the bar of its negotiation.
+// negotiate is the prefix that turns the name of an operation into the name of its negotiation.
 const negotiate = "NEGOTIATE_"
 
-// names has the names of the kinds: Horovod's (common.h, RequestTypeName), and names in the same style for
-// kinds that Horovod does not have.
+// names has the name of the negotiation of each kind. The names are Horovod's (RequestTypeName in common.h).
+// Kinds that Horovod does not have are named in the same style.
 var names = [...]string{
-	0:                 negotiate + "ERROR", // for an error without a known request
+	0:                 negotiate + "ERROR", // stands for an error without a known request
 	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER",
 	message.Broadcast: negotiate + "BROADCAST",
 	message.Alltoall:  negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER",
@@ -34,7 +35,7 @@ var names = [...]string{
 	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET",
 }
 
-// nameOf returns the name of the negotiation of a kind, and the name of the operation itself.
+// nameOf returns the name of the negotiation of an operation of kind k, and the name of the operation itself.
 func nameOf(k message.Kind) (negotiation, operation string) {
 	if !k.Valid() {
 		k = 0
@@ -42,20 +43,20 @@ func nameOf(k message.Kind) (negotiation, operation string) {
 	return names[k], names[k][len(negotiate):]
 }
 
-// trackKey identifies a track: a tensor name in a process set.
+// trackKey identifies a track by tensor name and process set.
 type trackKey struct {
 	name string
 	set  topo.ProcessSetID
 }
 
-// track is one line in the viewer: a "process" of the trace format.
+// track is a row in the viewer, called a "process" in the trace format. Each tensor has one.
 type track struct {
 	pid string
 	// last is the latest time on the track. Times on a track must not go back.
 	last time.Duration
 }
 
-// formatter makes the text of a segment. Each piece of text after the header begins with the comma that
+// formatter makes the text of a segment. Each piece of text after the header begins with a comma, which
 // separates it from the previous piece. No piece ends with a comma.
 type formatter struct {
 	cfg    *Config
@@ -65,8 +66,8 @@ type formatter struct {
 	offset *trace.Offset // the last clock measurement; nil if there is none
 	latest time.Duration
 
-	// before is the state that undo restores: the track of the last tensor, the track's latest time before
-	// this tensor, and whether the tensor has created the track.
+	// before is the state that undo restores. It has the track of the last tensor and the latest time of the
+	// track before this tensor. fresh is set if the track was created for this tensor.
 	before struct {
 		key   trackKey
 		track *track
@@ -74,10 +75,10 @@ type formatter struct {
 		fresh bool
 	}
 	order  []int32
-	stamps [32]stamp // a cache of formatted times, indexed by a hash of the time
+	stamps [32]stamp // a cache of formatted times; the index is a hash of the time
 }
 
-// stamp is a time as text. Stamps are cached because the tensors of an operation have most times in common.
+// stamp is a time as text. Stamps are cached because the tensors of an operation share most times.
 type stamp struct {
 	at   time.Duration
 	n    uint8
@@ -104,7 +105,7 @@ func (f *formatter) header(dst []byte, segment int, dropped uint64) []byte {
 	dst = number(dst, "dropped", int64(dropped))
 	dst = append(number(dst, "version", version), "}}"...)
 	if f.offset != nil {
-		// Each segment repeats the last clock measurement, so that it can be read without the previous
+		// Each segment repeats the last clock measurement, so that a reader does not need the previous
 		// segments.
 		dst = f.clock(dst, f.offset)
 	}
@@ -128,7 +129,7 @@ func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
-// end appends the event hvd_end, the last event of a timeline that is closed in order.
+// end appends hvd_end, the last event of a timeline that was closed by Close.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	f.before.track = nil
 	at := f.latest
@@ -139,8 +140,8 @@ func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	return append(number(dst, "dropped", int64(dropped)), "}}"...)
 }
 
-// event appends the beginning of an event on a track. The event has the time at, or the latest time of the
-// track if that is later. The caller appends the rest of the event.
+// event appends the beginning of an event on track t, and the caller appends the rest. The time of the event
+// is the greater of at and the track's latest time.
 func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Duration) []byte {
 	t.last = max(t.last, at)
 	f.latest = max(f.latest, at)
@@ -230,8 +231,8 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	return append(dst, "}}"...)
 }
 
-// track returns the track of a tensor. If the tensor has no track yet, it makes one and appends the metadata
-// of the track to dst.
+// track returns the track of a tensor. If the tensor has no track yet, track makes one and appends the
+// metadata of the new track to dst.
 func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	t, ok := f.tracks[k]
 	if !ok {
@@ -252,8 +253,8 @@ func (f *formatter) track(dst []byte, k trackKey) ([]byte, *track) {
 	return dst, t
 }
 
-// undo reverts the effect of the last call of tensor on the formatter. The writer calls it if the text of the
-// tensor was not used. If the last call was not tensor, undo does nothing.
+// undo reverts what the last call of tensor changed in the formatter. The writer calls it if it does not use
+// the text that tensor returned. If the formatter's last call was not tensor, undo does nothing.
 func (f *formatter) undo() {
 	if f.before.track == nil {
 		return
@@ -265,8 +266,8 @@ func (f *formatter) undo() {
 	}
 }
 
-// byTime appends to order the positions that have an arrival, sorted by time of arrival. Among equal times
-// the lower position comes first.
+// byTime appends to the slice order the positions of all ranks whose requests arrived, sorted by time of
+// arrival. Positions with equal times are in ascending order.
 func byTime(order []int32, arrivals []time.Duration) []int32 {
 	for i, a := range arrivals {
 		if a > 0 {
@@ -281,14 +282,14 @@ func byTime(order []int32, arrivals []time.Duration) []int32 {
 
 // meta appends the beginning of a metadata event: everything before its arguments.
 func meta(dst []byte, name, pid string) []byte {
-	if string(dst) != "[" { // the first event of the file follows no comma
+	if string(dst) != "[" { // no comma precedes the first event of the file
 		dst = append(dst, ',')
 	}
 	dst = append(append(append(dst, "\n"+`{"name":"`...), name...), `","ph":"M","pid":`...)
 	return append(append(dst, pid...), `,"args":{`...)
 }
 
-// arg appends the name of an argument, after a comma unless it is the first argument.
+// arg appends the name of an argument. It appends a comma first, unless the argument is the event's first.
 func arg(dst []byte, name string) []byte {
 	if dst[len(dst)-1] != '{' {
 		dst = append(dst, ',')

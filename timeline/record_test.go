@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// quick has short intervals, so that many flushes happen during a test.
+// quick has short times, so that many batches are written during a test.
 var quick = knobs{tensors: 1 << 10, interval: time.Millisecond, retry: 5 * time.Millisecond,
 	timeout: 20 * time.Second}
 
@@ -119,8 +119,8 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
-// For three operations the file has exactly the expected text. Horovod's tools and our own parse this text,
-// so it must not change by accident.
+// Three operations are recorded, and the file has exactly the expected text. The text must not change by
+// accident, because Horovod's tools and our own parse it.
 func TestText(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -198,8 +198,8 @@ func TestText(t *testing.T) {
 	}
 	mustRead(t, path)
 	mustClose(t, tl)
-	// By the timeline's clock the last operation ended long ago. The event hvd_end has the time of Close, not
-	// of this operation.
+	// By the timeline's clock the last operation ended long ago. So hvd_end must have the time of Close,
+	// which is later.
 	s := mustRead(t, path)
 	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 3 {
 		t.Errorf("got %+v, want an end", s)
@@ -210,7 +210,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// wantOperation returns the Operation that timelinetest must read for tensor n of op.
+// wantOperation returns the Operation that Read of timelinetest must return for tensor n of op.
 func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
 	_, kind := nameOf(op.Kind)
@@ -262,7 +262,8 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	return w
 }
 
-// random makes random operations. Their times only increase, so that the timeline has to change none of them.
+// random generates random operations. Their times only increase, so that the timeline does not have to move
+// any of them.
 type random struct {
 	*rand.Rand
 	now    time.Duration
@@ -300,7 +301,8 @@ func (r *random) operation() *trace.Operation {
 			n.Arrivals = arrivals
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
-			// Sent is written only if it is at least 1 µs after Submitted, so test values around that.
+			// Sent is written only if it is at least 1 µs after Submitted, so the test uses values around
+			// this limit.
 			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500)
 		}
 		if r.IntN(4) == 0 {
@@ -323,8 +325,8 @@ func (r *random) operation() *trace.Operation {
 	return op
 }
 
-// Random operations are recorded and read back from the file. They are equal for each file format, with and
-// without segments, and with a ring.
+// Random operations are recorded and read back from the file. The operations read equal the operations
+// recorded, in each file format, with and without segments, and with a ring.
 func TestRandomOperations(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -396,7 +398,8 @@ func TestRandomOperations(t *testing.T) {
 				want = want[len(want)-len(got):]
 				for i := range got {
 					if w := want[i]; len(w.Arrivals) > 0 {
-						// Of several arrivals with the same time any may be last. Read checks that.
+						// If several requests arrived last at the same time, each of them may be the last.
+						// Read checks that.
 						got[i].Last = w.Last
 					}
 					if got[i].Late-want[i].Late < 0.001 && want[i].Late-got[i].Late < 0.001 {
@@ -414,8 +417,8 @@ func TestRandomOperations(t *testing.T) {
 	}
 }
 
-// Operations have times that are missing or earlier than the last time on their track. Their bars are moved,
-// so that no track goes back in time, and the true times are in the arguments.
+// Operations have times that are missing or are before the last time on their track. Their bars are moved, so
+// that the times on a track never decrease, and the exact times are in the arguments.
 func TestClamping(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -518,8 +521,8 @@ func TestPathOf(t *testing.T) {
 	}
 }
 
-// appendString writes each name so that encoding/json decodes it to the same name, except for bytes that are
-// not UTF-8.
+// appendString writes random names. encoding/json decodes each to the same name, except that bytes that are
+// not UTF-8 become U+FFFD.
 func FuzzString(f *testing.F) {
 	for _, s := range []string{"", "grad/1", "\"\\\b\f\n\r\t\x00\x1f\x7f", "\xff\xc3(",
 		"é\u2028\u2029\ufffd<&>", "😀\xf0\x9f"} {
@@ -547,8 +550,8 @@ func TestMicros(t *testing.T) {
 	}
 }
 
-// A recorded operation is in the file within 50 ms, both after a long silence and right after a write. The
-// test runs in a synctest bubble, in which writing takes no time.
+// An operation is in the file at most 50 ms after it was recorded, both after a long silence and right after
+// a write. The test runs in a synctest bubble, in which writing takes no time.
 func TestVisibleSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const visible = 50 * time.Millisecond
@@ -572,7 +575,7 @@ func TestVisibleSoon(t *testing.T) {
 	})
 }
 
-// Record allocates no memory. This matters because the engine's lanes call it for every operation.
+// Record allocates no memory, because the engine's lanes call it for every operation.
 func TestRecordAllocatesNothing(t *testing.T) {
 	k := quick
 	k.interval = time.Hour
@@ -670,7 +673,7 @@ func BenchmarkFormat(b *testing.B) {
 	}
 }
 
-// nowhere is a sink that discards everything.
+// nowhere is a sink that discards all bytes.
 type nowhere struct{}
 
 func (nowhere) begin(int, []byte, int) error   { return nil }
@@ -692,8 +695,8 @@ func TestLogsAreSeldom(t *testing.T) {
 		!testnet.Logged(entries, "works again", "300") {
 		t.Errorf("got %v, want a warning and that it is over", entries.All())
 	}
-	// If the disk fails and recovers again and again, that is logged once a minute. Drops because of a slow
-	// disk are logged once a minute too.
+	// The disk fails and recovers again and again, and one warning per minute is logged. Drops because of a
+	// slow disk are also logged once per minute.
 	for range 100 {
 		w.report(errors.New("again"))
 		w.report(nil)

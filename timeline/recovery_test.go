@@ -20,16 +20,16 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// byHand returns knobs with which the writer writes only when Write or Close is called, or when a batch is
-// half full.
+// byHand returns knobs with a long interval, so that the writer writes only when Write or Close is called or
+// a batch is half full.
 func byHand() knobs {
 	k := quick
 	k.interval, k.retry = time.Hour, time.Hour
 	return k
 }
 
-// Operations are recorded before and while the disk fails. The first Write or Close after the failure writes
-// all of them.
+// Operations are recorded before and during a failure of the disk. The first Write or Close after the failure
+// writes all of them.
 func TestRecordedDuringFailure(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -67,13 +67,13 @@ func TestRecordedDuringFailure(t *testing.T) {
 	}
 }
 
-// A batch that is half full is written at once, even if the interval is long.
+// The interval is long. A batch that is half full is nevertheless written at once.
 func TestHalfFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	k := byHand()
 	k.tensors = 64
 	tl := mustStart(t, testConfig(path), k)
-	for n := range uint64(5) { // so both batches are used several times
+	for n := range uint64(5) { // five rounds use both batches several times
 		before := len(mustRead(t, path).Operations)
 		for range k.tensors / 2 {
 			op := simple(n+1, "g")
@@ -89,8 +89,8 @@ func TestHalfFull(t *testing.T) {
 	}
 }
 
-// If an operation does not fit in one part of a batch, the batch takes no part of it. The operations before
-// and after it are complete.
+// An operation does not fit in one of the slices of a batch. Then no part of the operation is in the batch,
+// and the operations before and after it are complete.
 func TestNoRoom(t *testing.T) {
 	for name, large := range map[string]func(*trace.Operation){
 		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 4) },
@@ -110,7 +110,7 @@ func TestNoRoom(t *testing.T) {
 		}
 		too := operation(2)
 		large(too)
-		tl.mu.Lock() // so that the writer cannot take the batch and all operations go into one
+		tl.mu.Lock() // keeps the writer from taking the batch, so that all operations go into one batch
 		took := []bool{tl.filling.operation(operation(1)), tl.filling.operation(too),
 			tl.filling.operation(operation(3))}
 		tl.mu.Unlock()
@@ -131,8 +131,8 @@ func TestNoRoom(t *testing.T) {
 	}
 }
 
-// An operation that is larger than an empty buffer is written like any other. The buffer grows only as much
-// as needed, and is as small as before after the write.
+// An operation that is larger than an empty batch is written like any other. The batch grows only as much as
+// needed, and has its original size again after the write.
 func TestLargerThanMemory(t *testing.T) {
 	const tensors = 8
 	for name, enlarge := range map[string]func(*trace.Operation){
@@ -152,7 +152,7 @@ func TestLargerThanMemory(t *testing.T) {
 			enlarge(op)
 			return op
 		}
-		tl.mu.Lock() // so that the writer cannot take the batch and all operations go into one
+		tl.mu.Lock() // keeps the writer from taking the batch, so that all operations go into one batch
 		b := tl.filling
 		took := []bool{b.operation(simple(1, "a")), b.operation(large(2)), b.operation(simple(3, "a")),
 			b.operation(large(4))}
@@ -167,11 +167,11 @@ func TestLargerThanMemory(t *testing.T) {
 		if !slices.Contains(want, 2) {
 			t.Errorf("%s: got operations %v, want 2 among them", name, want)
 		}
-		// The batch is empty again, so it takes a large operation.
+		// The batch is empty again, so it must accept a large operation.
 		if tl.Record(large(5)); tl.Dropped() != 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		for range 2 { // each Write switches to the other batch
+		for range 2 { // each Write swaps the two batches
 			if err := tl.Write(); err != nil {
 				t.Fatal(err)
 			}
@@ -192,7 +192,7 @@ func TestLargerThanMemory(t *testing.T) {
 	}
 }
 
-// If the batch is full, an operation is dropped and the writer is woken, so that it logs the drop.
+// An operation is recorded while the batch is full. It is dropped, and the writer is woken to log the drop.
 func TestDropsAreReported(t *testing.T) {
 	tl := &Timeline{filling: newBatch(1), wake: make(chan struct{}, 1), full: make(chan struct{}, 1)}
 	tl.Record(simple(1, "a"))
@@ -202,7 +202,7 @@ func TestDropsAreReported(t *testing.T) {
 	}
 }
 
-// numbers returns the numbers of the operations in files, once for each tensor.
+// numbers returns the operation numbers in files. The number of an operation occurs once for each tensor.
 func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	for _, s := range files {
 		for _, o := range s.Operations {
@@ -212,8 +212,8 @@ func numbers(files ...*timelinetest.Summary) (n []uint64) {
 	return n
 }
 
-// A pipe takes only a part of the text and is then full for a while. Later it gets the rest, and each
-// operation is written once, with and without a ring.
+// A pipe accepts a part of the text and is then full for a while. Later it gets the rest. Each operation is
+// written exactly once, with and without a ring.
 func TestStreamResumes(t *testing.T) {
 	for _, last := range []time.Duration{0, time.Hour} {
 		for _, name := range []string{"t.json", "t.json.gz"} {
@@ -230,7 +230,8 @@ func TestStreamResumes(t *testing.T) {
 			record := func(operations int) {
 				for range operations {
 					number := uint64(len(want)/4 + 1)
-					// The names are random, so that the text is hard to compress. A pipe holds 64 KiB.
+					// The names are random, so that the text compresses badly and exceeds the 64 KiB that a
+					// pipe holds.
 					long := func() (name string) {
 						for range 8 {
 							name += strconv.FormatUint(rand.Uint64(), 36)
@@ -245,7 +246,7 @@ func TestStreamResumes(t *testing.T) {
 			}
 			for range 3 {
 				record(250) // the text of these operations is longer than one chunk
-				// Close is also bounded by this deadline, so that it does not wait forever.
+				// The deadline also applies to the write in Close, so that Close does not block forever.
 				if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
 					t.Fatal(err)
 				}
@@ -281,8 +282,8 @@ func TestStreamResumes(t *testing.T) {
 	}
 }
 
-// A ring is written to a pipe that becomes full. Close counts only the operations as lost that were not
-// written before.
+// A ring is written to a pipe that becomes full. Close counts as lost only the operations that no earlier
+// Write has written.
 func TestStreamCloseCounts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	if err := syscall.Mkfifo(path, 0o600); err != nil {
@@ -296,7 +297,7 @@ func TestStreamCloseCounts(t *testing.T) {
 	for n := range uint64(3) {
 		tl.Record(simple(n+1, "g"))
 	}
-	if err := tl.Write(); err != nil { // these fit in the pipe
+	if err := tl.Write(); err != nil { // these operations fit in the pipe
 		t.Fatal(err)
 	}
 	for n := range uint64(1000) {
@@ -308,8 +309,8 @@ func TestStreamCloseCounts(t *testing.T) {
 	}
 }
 
-// A child process limits the size of its files, so that writes end after any byte. Later writes complete the
-// file, and no operation is lost or written twice.
+// A child process limits the size of its files, so that a write may end after any byte. Later writes complete
+// the file. No operation is lost, and none is written twice.
 func TestPartialWrites(t *testing.T) {
 	cmd := command(t, "limits", t.TempDir())
 	var stderr bytes.Buffer
@@ -320,7 +321,7 @@ func TestPartialWrites(t *testing.T) {
 }
 
 func writeToLimits(dir string) error {
-	ossignal.Ignore(syscall.SIGXFSZ) // this signal would end the process at the limit
+	ossignal.Ignore(syscall.SIGXFSZ) // the signal is ignored because it would end the process at the limit
 	seed := uint64(time.Now().UnixNano())
 	for i, c := range []struct {
 		name string
@@ -364,15 +365,15 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
 			want = append(want, number, number)
 		}
-		// Limit the file to about its current size, to any size, or not at all. Every fourth round must fail,
-		// and the round after it must succeed.
+		// The limit is about the current size of the file, any size, or none. In every fourth round the write
+		// must fail, and in the round after it the write must succeed.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {
 				if round%4 == 0 {
-					most = 10 // in round 0 the file has only its header
+					most = 10 // the file has only its header in round 0
 				}
-				// Limit only growth, because on a full disk a process can still overwrite a file.
+				// The limit affects only growth, because a process can still overwrite a file on a full disk.
 				most += at.Size()
 			} else if err == nil && which > 1 {
 				most += max(at.Size()-2<<10, 0)

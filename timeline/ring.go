@@ -10,22 +10,23 @@ import (
 // ring keeps the most recent records in memory.
 type ring struct {
 	last    time.Duration // records older than this are dropped
-	max     int64         // limit for size
+	max     int64         // the limit for size, in bytes
 	records []record
-	head    int           // index in records of the oldest record that is kept
-	size    int64         // estimated bytes of text that the records make
-	latest  time.Duration // the greatest time of a record
-	// offset is the last clock measurement before the first record that is kept: one that was dropped, or the
-	// one that was known when the ring was made.
+	head    int           // the index in records of the oldest record in the ring
+	size    int64         // the estimated size of the records as text, in bytes
+	latest  time.Duration // the greatest time of any record so far
+	// offset is the last clock measurement before the oldest record in the ring. It was dropped from the
+	// ring, or was known when the ring was made.
 	offset *trace.Offset
 }
 
-// ringBytes limits the text that the records of a ring make, so that Close can write it within its timeout.
-// In memory the records take about a fifth of this size.
+// ringBytes limits the size of the records of a ring as text, so that Close can write the text within its
+// timeout. In memory the records take about a fifth of this size.
 const ringBytes = 256 << 20
 
-// newRing returns an empty ring that keeps records for the duration last. most is the limit for the bytes of
-// the files, 0 if there is none. The ring stays below half of it, because record.text may underestimate.
+// newRing returns an empty ring. It keeps the records of the most recent period of the length last. most is
+// the limit for the bytes of the files, or 0 if there is no limit. The size of the ring is limited to half of
+// it, because record.text may underestimate.
 func newRing(last time.Duration, most int64) *ring {
 	r := &ring{last: last, max: ringBytes}
 	if most > 0 {
@@ -34,7 +35,7 @@ func newRing(last time.Duration, most int64) *ring {
 	return r
 }
 
-// text estimates how many bytes of text the record makes.
+// text estimates the size of the record as text, in bytes.
 func (r *record) text() int64 {
 	activities := int64(0)
 	for i := range r.Activities {
@@ -51,8 +52,8 @@ func (r *record) text() int64 {
 	return n
 }
 
-// add copies the records of a batch into the ring. Then it drops the oldest records while they are too old or
-// the ring exceeds its limit.
+// add copies the records of a batch into the ring. Then it drops the oldest records until no record is too
+// old and the ring is within its limit. It always keeps the newest record.
 func (r *ring) add(b *batch) {
 	for i := range b.records {
 		n := b.records[i]
@@ -73,10 +74,10 @@ func (r *ring) add(b *batch) {
 	}
 }
 
-// kept returns the records in the ring, the oldest first.
+// kept returns the records in the ring, from oldest to newest.
 func (r *ring) kept() []record { return r.records[r.head:] }
 
-// drop removes this many of the oldest records.
+// drop removes the given number of oldest records.
 func (r *ring) drop(records int) {
 	for range records {
 		oldest := &r.records[r.head]

@@ -16,37 +16,37 @@ import (
 	"time"
 )
 
-// sink is where the encoded bytes go: regular files or a stream.
+// sink is the destination of the encoded bytes: regular files or a stream.
 type sink interface {
-	// begin starts a new file with the content first. The last tail bytes of first are the tail, which makes
-	// the file complete. The previous file becomes the segment of the given number.
+	// begin starts a new file with the bytes first. The last tail bytes of first complete the file and will
+	// be overwritten by the next write. The previous file becomes the segment with the given number.
 	begin(number int, first []byte, tail int) error
-	// write appends p before the tail and returns how many bytes of p are written, also if it fails. The new
-	// tail makes the file complete after p.
+	// write replaces the tail of the file by p and the new tail, so that the file is complete again. It
+	// returns how many bytes of p were written, even if it fails.
 	write(p, tail []byte) (int, error)
-	// show gives the file its final name, if the file does not have it yet.
+	// show gives the file its final name, if the file has its hidden name.
 	show() error
-	// end completes the file. tail is the tail after all that was written.
+	// end completes the file. tail has the bytes that complete the file after all earlier writes.
 	end(tail []byte) error
 	close() error
 }
 
-// errLost is the error of a disk whose path no longer names the file that it writes.
+// errLost is the error of a disk if the path no longer names the file that the disk writes.
 var errLost = errors.New("the file was removed or replaced")
 
-// stream is a sink that cannot overwrite: a FIFO, a terminal or another device.
+// stream is a sink for a FIFO, a terminal or another device, where written bytes cannot be overwritten.
 type stream struct {
 	f     *os.File
 	begun bool
 }
 
-// openStream opens the file at path, which has the given mode, as a stream for writing. It does not wait for
-// a reader.
+// openStream opens the FIFO or device at path, which has the given mode, for writing. It does not wait for a
+// reader.
 func openStream(path string, mode os.FileMode) (*stream, error) {
 	flags := os.O_WRONLY
 	if mode&os.ModeNamedPipe != 0 {
-		// With O_RDWR, opening a FIFO does not wait for a reader on Linux, and writing does not fail when the
-		// last reader closes its end: this process has a reading end itself (fifo(7)).
+		// On Linux, opening a FIFO with O_RDWR does not wait for a reader. Later writes do not fail when the
+		// last reader closes its end, because this process has a reading end itself (fifo(7)).
 		flags = os.O_RDWR
 	}
 	f, err := os.OpenFile(path, flags, 0)
@@ -81,15 +81,15 @@ func (s *stream) end(tail []byte) error {
 	return err
 }
 
-// disk is a sink that writes regular files. Each write overwrites the tail of the file and puts a new tail
-// after the new bytes, so that the file is complete before and after the write.
+// disk is a sink for regular files. Each write overwrites the tail of the file and puts a new tail after the
+// new bytes, so that the file is complete before and after the write.
 type disk struct {
 	path   string
 	max    int64    // the limit for the bytes of all segments together; 0 means no limit
 	limit  int64    // the limit for the bytes of one segment
-	late   bool     // the file gets its final name only when show is called
+	late   bool     // if set, the file gets its final name only when show is called
 	f      *os.File // the open segment; nil if there is none
-	shown  bool     // f has its final name
+	shown  bool     // set if f has its final name
 	body   int64    // the size of f in bytes, without the tail
 	tail   []byte
 	closed []segment
@@ -101,17 +101,17 @@ type segment struct {
 	size int64
 }
 
-// hidden returns the name of the file for path while the file does not have its final name yet.
+// hidden returns the name that the file for path has before it gets its final name.
 func hidden(path string) string {
 	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new")
 }
 
-// newDisk returns a sink for path. It removes the segments of an earlier timeline, and the hidden file that a
-// killed process may have left. It returns an error if no file can be created in the folder.
+// newDisk returns a disk for path. It removes the segments of an earlier timeline, and a hidden file if a
+// killed process left one. It fails if no file can be created in the folder.
 func newDisk(path string, most int64, late bool) (*disk, error) {
 	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late}
 	if late {
-		d.limit = most / 2 // so that the content of a ring fits in one file
+		d.limit = most / 2 // half of the limit, so that the content of a ring fits in one file
 	}
 	old, err := segments(path)
 	if err != nil {
@@ -129,7 +129,7 @@ func newDisk(path string, most int64, late bool) (*disk, error) {
 	return d, errors.Join(f.Close(), remove(f.Name()))
 }
 
-// create makes an empty file with the hidden name.
+// create makes an empty file with the hidden name of the path.
 func (d *disk) create() (*os.File, error) {
 	name := hidden(d.path)
 	if err := remove(name); err != nil {
@@ -138,12 +138,12 @@ func (d *disk) create() (*os.File, error) {
 	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o644)
 }
 
-// segmentLimit returns the limit for the size of a segment: an eighth of the limit for all segments, but at
-// most 64 MiB, because viewers are slow with larger files and copying a growing file takes longer.
+// segmentLimit returns the limit for the size of a segment. It is an eighth of the limit for all segments,
+// but at most 64 MiB, because viewers are slow with larger files and copying a growing file takes longer.
 func segmentLimit(most int64) int64 { return min(most/8, 64<<20) }
 
-// segments returns the names of the closed segments of path: the files with the numbered names of its
-// segments that are timelines.
+// segments returns the names of the closed segments of path. These are the files that have the name of a
+// numbered segment and whose content is a timeline.
 func segments(path string) (names []string, err error) {
 	dir, base := filepath.Split(path)
 	stem, ext := split(base)
@@ -165,7 +165,7 @@ func segments(path string) (names []string, err error) {
 	return names, err
 }
 
-// isTimeline reports whether a file begins as a timeline does. Other files with the name of a segment must
+// isTimeline reports whether a file begins as a timeline does. Another file with the name of a segment must
 // not be removed.
 func isTimeline(name string) bool {
 	f, err := os.Open(name)
@@ -215,8 +215,8 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 	return nil
 }
 
-// keep closes the file and gives it the name of the segment with the given number. Then it removes the oldest
-// segments until there is room for one more segment within the limit.
+// keep closes the file and renames it to the segment with the given number. Then it removes the oldest
+// segments until one more segment fits within the limit.
 func (d *disk) keep(number int) error {
 	if err := errors.Join(d.show(), d.checkPath()); err != nil {
 		return err
@@ -225,15 +225,15 @@ func (d *disk) keep(number int) error {
 	if err := remove(name); err != nil {
 		return err
 	}
-	// With a hard link the path still names the old file, until the next file replaces it. If the file system
-	// has no hard links, no file has the name path for a moment.
+	// If the file system has hard links, the path keeps naming the old file until the next file replaces it.
+	// Otherwise no file has the name path for a moment.
 	if os.Link(d.path, name) != nil {
 		if err := os.Rename(d.path, name); err != nil {
 			return err
 		}
 	}
 	d.closed = append(d.closed, segment{name, d.body + int64(len(d.tail))})
-	_ = d.f.Close() // the error is ignored: nothing is buffered that could fail to be written
+	_ = d.f.Close() // the error is ignored, because no written bytes are buffered
 	d.f = nil
 	more := d.limit
 	for _, s := range d.closed {
@@ -280,7 +280,7 @@ func (d *disk) checkPath() error {
 	return nil
 }
 
-// lost wraps err in errLost if err means that the file is gone.
+// lost returns err wrapped in errLost if err means that the file is gone. Otherwise it returns err.
 func lost(err error) error {
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) || errors.Is(err, syscall.ESTALE) {
 		return fmt.Errorf("%w: %w", errLost, err)
@@ -293,7 +293,8 @@ func (d *disk) write(p, tail []byte) (int, error) {
 		return 0, err
 	}
 	if _, err := d.f.WriteAt(append(p, tail...), d.body); err != nil {
-		// Restore the old tail. It needs no more space than the file had, so this works on a full disk too.
+		// Restore the old tail. This works on a full disk too, because the file does not become longer than
+		// it was.
 		_, again := d.f.WriteAt(d.tail, d.body)
 		return 0, errors.Join(err, again, d.f.Truncate(d.body+int64(len(d.tail))))
 	}
@@ -313,7 +314,7 @@ func (d *disk) close() error {
 	if !d.shown {
 		err = remove(d.f.Name())
 	}
-	_ = d.f.Close() // nothing is buffered
+	_ = d.f.Close() // the error is ignored, because no written bytes are buffered
 	d.f = nil
 	return err
 }

@@ -1,18 +1,18 @@
-// Package timeline writes the operations of a rank as a Chrome trace. The trace shows when each rank
-// submitted a tensor, when the operation was granted, and how it was executed. docs/timeline.md describes the
-// format and what readers of the files can rely on.
+// Package timeline writes the operations of a rank to a file as a Chrome trace. The trace shows when each
+// rank submitted a tensor, when the operation was granted, and how it was executed. docs/timeline.md
+// describes the format and what programs that read the files can rely on.
 //
 // Invariants:
 //
-//  1. Record never waits for a disk and allocates nothing: it copies into preallocated memory. Only for an
-//     operation that is larger than this memory it allocates more. If the memory is full because the disk is
-//     slow, full or gone, the timeline drops the operation and counts it.
-//  2. Before and after each write, the path names a complete JSON file, or the gzip file of one. A write
-//     overwrites the closing bracket and puts a new one after the new text. If the process is killed during
-//     a write, the end of this write may be missing. A crash of the machine may lose more, because files are
-//     not synced.
-//  3. All events of an operation are written together when the operation has ended, so that every begin
-//     event has its end event.
+//  1. Record never waits for a disk and copies into preallocated memory. It allocates only if a single
+//     operation is larger than this memory. If the memory is full because the disk is slow, full or gone,
+//     the timeline drops the operation and counts it.
+//  2. Before and after each write, the path names a complete JSON file, or a complete gzip file of one. A
+//     write overwrites the closing bracket and puts a new one after the new text. If the process is killed
+//     during a write, the end of this write may be missing. A crash of the machine may lose more, because
+//     the files are not synced.
+//  3. All events of an operation are written together after the operation has ended, so that every begin
+//     event has an end event.
 //  4. The files of a rank take at most MaxBytes on disk.
 //  5. One goroutine owns the files. It sleeps while there is nothing to write.
 package timeline
@@ -45,31 +45,31 @@ type Config struct {
 	Host       string
 	Epoch      uint64
 	Clock      trace.Clock
-	// MarkCycles makes Cycle write a mark for each cycle. Default false.
+	// MarkCycles makes Cycle record a mark for each cycle. If it is false, Cycle does nothing.
 	MarkCycles bool
-	// MaxBytes limits the bytes of all segments together. With a greater limit, older operations stay on disk
-	// for longer. 0 means no limit and only one segment.
+	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
+	// removed. 0 means no limit and only one segment.
 	MaxBytes int64
-	// Last, if greater than 0, keeps the operations of this last period of time in memory. They are written
-	// only by Write and Close.
+	// Last, if greater than 0, is the length of the period whose operations are kept, up to the most recent
+	// one. They stay in memory, and only Write and Close write them.
 	Last time.Duration
-	// Log receives warnings if files cannot be written, at most one per minute for each kind of problem. If
-	// it is nil, nothing is logged.
+	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
+	// Log is nil, nothing is logged.
 	Log *zap.Logger
 }
 
-// knobs are sizes and times that tests can change.
+// knobs are sizes and times that tests may change.
 type knobs struct {
 	// tensors is the capacity of each of the two batches, in tensors.
 	tensors int
-	// interval is how long the first record in an empty batch waits for more records before it is written.
-	// retry is the time from a failed attempt to write until the next attempt.
+	// interval is how long the first record in an empty batch waits for further records before the batch is
+	// written. retry is the time between a failed attempt to write and the next attempt.
 	interval, retry time.Duration
 	// timeout limits how long Close and Write wait for the disk.
 	timeout time.Duration
 }
 
-// defaultKnobs are the knobs in production. docs/timeline.md promises that events are in the file after 50
+// defaultKnobs are the knobs outside of tests. docs/timeline.md promises that events are in the file after 50
 // ms, so the interval leaves 10 ms for writing.
 var defaultKnobs = knobs{tensors: 16 << 10, interval: 40 * time.Millisecond, retry: time.Second,
 	timeout: 5 * time.Second}
@@ -84,7 +84,7 @@ type Timeline struct {
 	filling *batch
 	closed  bool
 
-	// wake is notified when there is something to write. full is notified when the filling batch is half full
+	// wake is notified when there are records to write. full is notified when the filling batch is half full
 	// and should be written soon.
 	wake, full chan struct{}
 	requests   chan chan error
@@ -95,8 +95,9 @@ type Timeline struct {
 	stream     *stream
 }
 
-// PathOf returns the file of a rank: path for rank 0, and for rank r path with .rank<r> before the extension.
-// If path is a device or under /proc, all ranks use path itself, because no files can be created beside it.
+// PathOf returns the path of a rank's file. For rank 0 it is the given path. For rank r it is the path with
+// .rank<r> before the extension. If path is a device or under /proc, all ranks use path itself, because no
+// files can be created beside it.
 func PathOf(path string, rank int) string {
 	if rank == 0 || isDevice(path) {
 		return path
@@ -104,14 +105,14 @@ func PathOf(path string, rank int) string {
 	return beside(path, "rank"+strconv.Itoa(rank))
 }
 
-// beside inserts a word before the extension of a path. The extension of a compressed file has two parts
-// (t.json.gz).
+// beside returns the path with a word inserted before the extension.
 func beside(path, word string) string {
 	stem, ext := split(path)
 	return stem + "." + word + ext
 }
 
-// split splits a path before its extension. In a path such as t.json.gz the extension is .json.gz.
+// split splits a path before its extension. The extension of a compressed file has two parts, such as
+// .json.gz.
 func split(path string) (stem, ext string) {
 	base := filepath.Base(path)
 	ext = filepath.Ext(base)
@@ -119,22 +120,22 @@ func split(path string) (stem, ext string) {
 		ext = filepath.Ext(strings.TrimSuffix(base, ext)) + ext
 	}
 	if ext == base {
-		ext = "" // the dot is the first character of a hidden file's name
+		ext = "" // here the dot is the first character of a hidden file's name
 	}
 	return strings.TrimSuffix(path, ext), ext
 }
 
-// isDevice reports whether path is in a folder in which no files can be created: /dev or /proc. /dev/shm is
-// an ordinary folder.
+// isDevice reports whether path is under /dev or /proc, where no files can be created. /dev/shm does not
+// count, because it is an ordinary folder.
 func isDevice(path string) bool {
 	path = filepath.Clean(path)
 	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") ||
 		strings.HasPrefix(path, "/proc/")
 }
 
-// Start creates the file or replaces an existing one, removes the segments of an earlier run and returns the
-// timeline. It fails if the file cannot be created. With Last it does not touch an existing file, and only
-// checks that a file can be created. The caller must close the timeline.
+// Start creates or replaces the file, removes the segments of an earlier run and returns the timeline. It
+// fails if the file cannot be created. If cfg.Last is set, Start only checks that a file can be created, and
+// leaves an existing file unchanged. The caller must close the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {
@@ -155,13 +156,14 @@ func start(cfg Config, k knobs) (*Timeline, error) {
 	return t, nil
 }
 
-// Record records an operation that has ended. It takes tens of nanoseconds per tensor. Of op it retains only
-// strings and shapes. After Close it does nothing.
+// Record records an operation that has ended. It takes tens of nanoseconds per tensor. After the call the
+// timeline uses only strings and shapes of op. After Close, Record does nothing.
 func (t *Timeline) Record(op *trace.Operation) {
 	t.add(func(b *batch) bool { return b.operation(op) })
 }
 
-// Cycle records the beginning of a negotiation cycle at the given time. Without MarkCycles it does nothing.
+// Cycle records the beginning of a negotiation cycle at the given time. Without Config.MarkCycles it does
+// nothing.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
 		t.add(func(b *batch) bool {
@@ -177,8 +179,8 @@ func (t *Timeline) Offset(o trace.Offset) {
 	})
 }
 
-// add calls to, which adds a record to the filling batch and returns false if there is no room. In that case
-// the record is dropped and counted. add wakes the writing goroutine if needed.
+// add calls the given function, which adds a record to the filling batch and returns false if there is no
+// room. In that case add drops the record and counts the drop. add wakes the writing goroutine if needed.
 func (t *Timeline) add(to func(*batch) bool) {
 	t.mu.Lock()
 	if t.closed {
@@ -192,7 +194,7 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 	after := t.filling.fill()
 	t.mu.Unlock()
-	if before == 0 && after > 0 || !taken { // also after a drop, so that the writer logs it
+	if before == 0 && after > 0 || !taken { // also after a drop, because the writer logs drops
 		signal(t.wake)
 	}
 	if before < 0.5 && after >= 0.5 {
@@ -200,7 +202,7 @@ func (t *Timeline) add(to func(*batch) bool) {
 	}
 }
 
-// signal notifies a channel of capacity 1. It does not block.
+// signal notifies a channel of capacity 1 and does not block.
 func signal(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -211,8 +213,8 @@ func signal(c chan struct{}) {
 // Dropped returns the number of operations and marks that were lost because they could not be written.
 func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 
-// Write writes all records so far to the file. With Last it writes the operations in memory as one file,
-// which replaces the previous one. It waits at most 5 seconds. After Close it returns ErrClosed.
+// Write writes all records so far to the file. With Config.Last it replaces the file by one with the
+// operations in memory. It waits at most 5 seconds. After Close it returns ErrClosed.
 func (t *Timeline) Write() error {
 	timer := time.NewTimer(t.knobs.timeout)
 	defer timer.Stop()
@@ -232,7 +234,8 @@ func (t *Timeline) Write() error {
 	}
 }
 
-// slow returns the error for a disk that has not finished a write in time.
+// slow returns the error that reports that the disk did not finish a write in time. doing says which call
+// waited.
 func (t *Timeline) slow(doing string) error {
 	return fmt.Errorf("timeline: %s: the disk did not finish within %v", doing, t.knobs.timeout)
 }
@@ -245,7 +248,8 @@ func (t *Timeline) Close() error {
 		t.closed = true
 		t.mu.Unlock()
 		if t.stream != nil {
-			// A write in progress gets only half of the timeout, so that there is time to return its error.
+			// The deadline is half of the timeout, so that a write in progress can fail and return its error
+			// in time.
 			t.stream.limit(time.Now().Add(t.knobs.timeout / 2))
 		}
 		close(t.closing)
@@ -263,8 +267,8 @@ func (t *Timeline) Close() error {
 // run owns the files and writes records to them until Close. It runs in a goroutine of its own.
 func (t *Timeline) run(w *writer) {
 	defer close(t.done)
-	// flushAll writes all records so far: first what remains from an earlier attempt, then the records added
-	// since.
+	// flushAll writes all records so far. The records left by an earlier failed attempt come first, then the
+	// records that were added since.
 	flushAll := func() error {
 		if err := w.flush(); err != nil {
 			return err
@@ -281,7 +285,7 @@ func (t *Timeline) run(w *writer) {
 		var retry <-chan time.Time
 		wake := t.wake
 		if failing {
-			// The timer runs until the next attempt. Records that are added until then wait for it.
+			// Until the timer expires, added records do not wake the goroutine.
 			retry, wake = timer.C, nil
 		}
 		var answer chan error

@@ -16,13 +16,13 @@ import (
 )
 
 const (
-	// chunk is the size of a piece of text that is encoded and written at once.
+	// chunk is the number of bytes of text that are encoded and written at once.
 	chunk = 256 << 10
 	// warnEvery is the minimum time between two warnings of the same kind.
 	warnEvery = time.Minute
 )
 
-// writer writes records to files. Each step can fail and be repeated later: unfinished work stays in the
+// writer writes records to files. Each step can be repeated after it failed: unfinished work stays in the
 // buffers, and nothing is written twice. A writer is not safe for concurrent use.
 type writer struct {
 	cfg     Config
@@ -33,29 +33,29 @@ type writer struct {
 	ring    *ring // nil unless Config.Last is set
 
 	reading *batch // the batch being written
-	// at is the index of the first record that is not completely in pending. inside is the index of the first
-	// tensor of this record that is not in pending.
+	// at is the index of the first record whose text is not completely in pending. inside is the index of the
+	// first tensor of this record whose text is not in pending.
 	at, inside int
 	pending    []byte // text that is not encoded yet
 	out        []byte // encoded bytes that are not written yet
-	unwritten  int    // the number of records whose last text is in pending or out
+	unwritten  int    // the number of records whose text is complete, with the end still in pending or out
 	tail       []byte
 
 	segment int
-	stale   bool  // a new file must be begun before the next write
-	body    int64 // the bytes of the segment that are written, including the header
+	stale   bool  // set if a new file must be begun before the next write
+	body    int64 // the number of bytes written to the segment, including the header
 	header  int64 // the size of the header in bytes
 	limit   int64 // the limit for the bytes of a segment; 0 means no limit
 
-	// warnedSlow and warnedBroken are the times of the last warnings of these kinds. reported is the number
-	// of drops that were logged. failed is set if the last logged problem was an error, and writing has not
-	// succeeded since.
+	// warnedSlow and warnedBroken are the times of the last warnings about slow writes and about errors.
+	// reported is the number of drops that have been logged. failed is set from a logged error until a write
+	// succeeds.
 	warnedSlow, warnedBroken time.Time
 	reported                 uint64
 	failed                   bool
 }
 
-// newWriter returns a writer for the file that cfg names. open opens the file.
+// newWriter returns a writer for the file that cfg names. The file is opened by open.
 func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	w := &writer{cfg: cfg, dropped: dropped, enc: plain{}, reading: newBatch(k.tensors), stale: true}
 	if strings.HasSuffix(cfg.Path, ".gz") {
@@ -107,7 +107,7 @@ func (w *writer) open() error {
 	return nil
 }
 
-// openDisk makes the sink for regular files.
+// openDisk makes a sink for regular files.
 func (w *writer) openDisk() error {
 	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes, w.ring != nil)
 	if err != nil {
@@ -117,7 +117,7 @@ func (w *writer) openDisk() error {
 	return nil
 }
 
-// begin starts a new segment if the previous one is finished.
+// begin starts a new segment if w.stale is set.
 func (w *writer) begin() error {
 	if !w.stale {
 		return nil
@@ -133,8 +133,8 @@ func (w *writer) begin() error {
 	return nil
 }
 
-// lose returns err. If err says that the file is lost, lose arranges that the records that are not in the
-// lost file go to a new file.
+// lose returns err. If err says that the file is lost, lose also makes the writer begin a new file with the
+// records that are not in the lost file.
 func (w *writer) lose(err error) error {
 	if errors.Is(err, errLost) {
 		w.at, w.inside = w.at-w.unwritten, 0
@@ -144,8 +144,8 @@ func (w *writer) lose(err error) error {
 	return err
 }
 
-// flush writes the batch and empties it. If there is a ring, it adds the records to the ring instead of
-// writing them.
+// flush writes the records of the batch and empties the batch. If there is a ring, flush moves the records to
+// the ring instead of writing them.
 func (w *writer) flush() error {
 	if w.ring != nil {
 		w.ring.add(w.reading)
@@ -159,8 +159,8 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// writeRing writes the records of the ring. On disk they replace the previous file, and stay in the ring. To
-// a stream they are appended, and are dropped from the ring.
+// writeRing writes the records of the ring. A regular file is replaced, and the records stay in the ring. To
+// a stream the records are appended, and then they are dropped from the ring.
 func (w *writer) writeRing() error {
 	_, once := w.sink.(*stream)
 	if !once {
@@ -177,7 +177,7 @@ func (w *writer) writeRing() error {
 	}
 	w.at = 0
 	if err == nil {
-		err = w.begin() // if there are no records, the file has not begun yet
+		err = w.begin() // needed if the ring has no records, because then write has not begun the file
 	}
 	if err == nil {
 		err = w.sink.show()
@@ -185,8 +185,8 @@ func (w *writer) writeRing() error {
 	return err
 }
 
-// write formats the records from w.at on and writes them to the sink. After an error the next call continues
-// with the record that failed.
+// write formats the records from index w.at on and writes them to the sink. After an error the next call
+// continues with the record that failed.
 func (w *writer) write(records []record) error {
 	for w.at < len(records) {
 		r := &records[w.at]
@@ -214,8 +214,9 @@ func (w *writer) write(records []record) error {
 	return w.push()
 }
 
-// place adds the text that format makes to the segment, or to the next segment if it does not fit. If place
-// fails, the text is not used. A text that is too large for any segment is dropped and counted.
+// place appends the text that the function format makes to the segment. If the text does not fit, place
+// begins the next segment. If place fails, the text is not used. A text that is too large for any segment is
+// dropped and counted.
 func (w *writer) place(format func([]byte) []byte) error {
 	for {
 		if err := w.begin(); err != nil {
@@ -230,9 +231,8 @@ func (w *writer) place(format func([]byte) []byte) error {
 		if w.pending = format(w.pending); w.fits() {
 			return nil
 		}
-		// The earlier text may compress better than the bound that fits assumes. It must be written in any
-		// case. So the writer writes it first and then tries the new text once more, before it begins the
-		// next segment.
+		// The earlier text must be written in any case, and may compress better than fits assumes. So place
+		// writes it first and tries the new text once more, before it begins the next segment.
 		text := w.pending[before:]
 		w.pending = w.pending[:before]
 		if err := w.push(); err != nil {
@@ -252,7 +252,7 @@ func (w *writer) place(format func([]byte) []byte) error {
 	}
 }
 
-// fits reports whether the segment stays within its limit if all pending text and bytes are written to it.
+// fits reports whether the segment would stay within its limit with all pending text and bytes.
 func (w *writer) fits() bool {
 	return w.limit <= 0 || w.body+int64(len(w.out))+w.enc.most(len(w.pending)) <= w.limit
 }
@@ -275,8 +275,8 @@ func (w *writer) push() error {
 	return nil
 }
 
-// close ends the file. err is the result of the last flush. left is the number of records that stayed in the
-// other batch and are not written.
+// close ends the file. err is the result of the last flush. left is the number of records in the other batch
+// that were not written.
 func (w *writer) close(err error, left int) error {
 	if err == nil && w.ring != nil {
 		err = w.writeRing()
@@ -304,8 +304,8 @@ func (w *writer) close(err error, left int) error {
 		w.cfg.Path, lost, err)
 }
 
-// report logs errors, new drops, and recovery after an error. It logs at most one warning of a kind per
-// warnEvery.
+// report logs errors, new drops, and recovery after an error. It logs at most one warning of each kind in the
+// time warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {

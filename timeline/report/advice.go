@@ -12,15 +12,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// most is the threshold from which a share counts as most of the whole.
+// most is the share of a whole from which the report calls a part most of it.
 const most = 0.5
 
-// steady returns the span of time after the start-up, with its number of steps.
+// steady returns the length of the time after the start-up and its number of steps.
 func (r *Report) steady() analysis.Span {
 	return analysis.Span{Time: time.Duration((r.DurationUS - r.StartupUS) * nanosPerMicro), Steps: r.Steps}
 }
 
-// ranksOf formats the ranks in late, as in "ranks 1, 2, 5".
+// ranksOf returns the given ranks as a phrase, such as "ranks 1, 2, 5".
 func ranksOf(late []*analysis.RankLateness) string {
 	var ranks []int
 	for _, l := range late {
@@ -63,7 +63,8 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
-// startup returns the verdict on the start-up. It is empty if there was no start-up.
+// startup returns a clause about the start-up: how long it was, and which rank held up all others, if there
+// is one. The clause is empty if there was no start-up.
 func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""
@@ -76,12 +77,12 @@ func (r *Report) startup(f *analysis.Lateness) string {
 	return text
 }
 
-// perStep formats a time after the start-up. If there are steps, it is divided by their number.
+// perStep formats a duration d after the start-up. If there are steps, it formats d divided by their number.
 func (r *Report) perStep(d time.Duration) string {
 	return duration(micros(d)/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
-// per returns the words that follow a time from perStep: they say what it is divided by.
+// per returns the words after a time from perStep: "per step" if there are steps, otherwise "in total".
 func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"
@@ -89,15 +90,15 @@ func (r *Report) per() string {
 	return "in total"
 }
 
-// time formats a time after the start-up, and its share of all time after the start-up.
+// time formats a duration d after the start-up, followed by its share of the whole time after the start-up.
 func (r *Report) time(d time.Duration) string {
 	return fmt.Sprintf("%s (%s of the time)", r.perStep(d), percent(r.share(d)))
 }
 
-// share returns d as a share of the time after the start-up.
+// share returns d divided by the whole time after the start-up.
 func (r *Report) share(d time.Duration) float64 { return micros(d) / (r.DurationUS - r.StartupUS) }
 
-// part returns the share of the time after the start-up that ranks spent in phase p, as the mean over the
+// part returns the share of the time after the start-up that a rank spent in phase p, averaged over the
 // ranks.
 func (r *Report) part(p phase) float64 {
 	steady := r.DurationUS - r.StartupUS
@@ -111,8 +112,7 @@ func (r *Report) part(p phase) float64 {
 	return sum / float64(len(r.Phases)) / steady
 }
 
-// suggest returns suggestions for changes of settings or of the program, each with the reason that the files
-// show.
+// suggest returns suggestions to change settings or the program. Each has a reason, taken from the files.
 func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Suggestion {
 	all := []Suggestion{}
 	add := func(setting, do, because string, args ...any) {
@@ -157,8 +157,8 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 			"a response has %.1f tensors and %s on average, and negotiation takes %s of the time",
 			f.MeanTensors, size(f.MeanBytes), percent(r.part(negotiation)))
 	}
-	// Process sets are suggested only if the exchange of data takes less time than the queue. Otherwise more
-	// lanes would only share the same network.
+	// Process sets are suggested only if operations spend less time in the exchange of data than in the
+	// queue. Otherwise further lanes would only share the same network.
 	if q := r.part(queue); q >= 0.25 && q > r.part(waiting) && q > r.part(exchange) {
 		add("", "put operations that do not depend on each other into different process sets: the operations of one set run one after the other",
 			"granted operations wait for earlier operations for %s of the time", percent(q))
@@ -186,7 +186,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	return all
 }
 
-// once returns the number of tensor names that occurred at most once at each rank.
+// once returns the number of tensor names that occur at most once at each rank.
 func (c *collection) once() int64 {
 	n := int64(0)
 	for id := range c.tensors {
@@ -197,7 +197,7 @@ func (c *collection) once() int64 {
 	return n
 }
 
-// hosts returns on how many hosts the ranks with files ran.
+// hosts returns the number of hosts on which the ranks with files ran.
 func (c *collection) hosts() int {
 	var all []string
 	for _, f := range c.job.ranks {
@@ -208,7 +208,7 @@ func (c *collection) hosts() int {
 	return len(all)
 }
 
-// place returns a phrase for the host of a rank.
+// place returns a phrase that names the host of a rank.
 func (c *collection) place(rank int) string {
 	for _, f := range c.job.ranks {
 		if f.rank == rank && f.host() != "" {
@@ -225,14 +225,14 @@ func percent(share float64) string {
 		return "0 %"
 	case p < 0.1:
 		return "less than 0.1 %"
-	case p < 9.95, p >= 99 && p < 99.95: // close to 0 % and 100 % one decimal is shown
+	case p < 9.95, p >= 99 && p < 99.95: // one decimal is shown for shares close to 0 % or 100 %
 		return fmt.Sprintf("%.1f %%", p)
 	default:
 		return fmt.Sprintf("%.0f %%", p)
 	}
 }
 
-// duration formats microseconds with three significant digits.
+// duration formats a time in microseconds with three significant digits and a unit.
 func duration(us float64) string {
 	switch {
 	case us >= 0.9995e6:
@@ -269,7 +269,8 @@ func size(bytes float64) string {
 	return fmt.Sprintf("%.0f B", bytes)
 }
 
-// printable returns a text from a file, quoted if it has characters that are not safe for a terminal.
+// printable returns a text from a file. If the text has characters that are not safe for a terminal, it is
+// quoted.
 func printable(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(s)

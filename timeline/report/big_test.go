@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// peak runs do and returns the peak growth of the heap meanwhile, in bytes.
+// peak calls the given function and returns by how many bytes the heap grew at most during the call.
 func peak(do func()) uint64 {
 	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	read := func() uint64 {
@@ -76,8 +76,8 @@ func (b *big) close(t *testing.T) {
 	}
 }
 
-// Two ranks write a million events each, and rank 1 is always 1 ms late. The report finds that rank 1 is
-// late, and needs at most 32 MiB of heap.
+// Two ranks write a million events each, and rank 1 is always 1 ms late. The report says that rank 1 is late,
+// and needs at most 32 MiB of heap.
 func TestTwoMillionEvents(t *testing.T) {
 	const names = 200
 	steps := 500
@@ -118,13 +118,13 @@ func TestTwoMillionEvents(t *testing.T) {
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
 	}
-	if heap > 32<<20 { // most of the heap is garbage, of which there is more if the processors are busy
+	if heap > 32<<20 { // most of the heap is garbage, and busy processors leave more of it
 		t.Errorf("got %d bytes of heap, want at most 32 MiB", heap)
 	}
 }
 
-// Files have operations that never end, long names that each occur once, and operations that only one rank
-// has. The memory for a report and a merge of these files is bounded.
+// Files have operations that never end, long names that occur only once, and operations that only one rank
+// has. A report and a merge of these files use bounded memory.
 func TestHostileInputIsBounded(t *testing.T) {
 	dir := t.TempDir()
 	const count = 36_000

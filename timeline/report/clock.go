@@ -7,21 +7,22 @@ import (
 	"time"
 )
 
-// clock converts a rank's times to rank 0's.
+// clock converts times on a rank's clock to times on rank 0's clock. Ranks that read the same clock form a
+// domain. The leader of a domain is the rank whose measurements the whole domain uses.
 type clock struct {
-	// base is the time on the domain's clock, in ns, at which the rank's ts is 0.
+	// base is the time on the domain's clock, in ns, at which the times in the rank's file begin.
 	base int64
-	// points are the clock measurements by the domain's leader, the rank whose measurements the whole domain
-	// uses. If there are none, shift is added to the leader's times.
+	// points are the clock measurements of the domain's leader. If there are none, shift is added to the
+	// leader's times.
 	points []clockPoint
 	shift  int64
-	// lead is added to a time of this rank to get a time of the leader. This is exact, because both ranks
-	// read the same clock.
+	// lead is added to a time of this rank to get the leader's time. This is exact, because both ranks read
+	// the same clock.
 	lead int64
-	// err is the greatest error of a converted time. known is false if this error is not bounded.
+	// err is the greatest error of a converted time. known is false if no bound for this error is known.
 	err   int64
 	known bool
-	// domain is a number that is equal for ranks that read the same clock, so that their times are exact
+	// domain is a number for the rank's domain. The times of two ranks with the same number are exact
 	// relative to each other.
 	domain int
 }
@@ -46,10 +47,10 @@ func (c *clock) reference(at int64) int64 {
 	return at + a.offset + int64(part*float64(b.offset-a.offset))
 }
 
-// setClocks sets for every rank how its times are converted to rank 0's clock. If the rank and rank 0 read
-// the same clock, the result is exact. Otherwise setClocks uses the measurements of the lowest rank of the
-// domain that has measurements, so that the ranks of one host stay exact relative to each other. If the
-// domain has no measurements, it uses the time of day, whose error is unknown.
+// setClocks sets the clock of every rank. If a rank and rank 0 read the same clock, the conversion is exact.
+// Otherwise setClocks uses the measurements of the lowest rank in the domain that has measurements, so that
+// the ranks of one host stay exact relative to each other. If the domain has no measurements, setClocks uses
+// the time of day, whose error is unknown.
 func (j *Job) setClocks() {
 	type leader struct {
 		number int
@@ -84,8 +85,8 @@ func (j *Job) setClocks() {
 			l.rank = r
 		}
 	}
-	// If no rank has measurements and rank 0 has no file, the clock of the first rank is used in place of
-	// rank 0's.
+	// If no rank has measurements and rank 0 has no file, the clock of the lowest rank with a file replaces
+	// rank 0's clock as the reference.
 	first, measured := j.ranks[0], false
 	for _, l := range leaders {
 		measured = measured || len(l.points) > 0

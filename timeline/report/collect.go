@@ -10,14 +10,15 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// operation is one operation at one rank, with all tensors that were fused in it. Times are on rank 0's
+// operation is one operation at one rank. It has all tensors that were fused in it. Times are on rank 0's
 // clock.
 type operation struct {
-	// Record is the record of the operation. Its name and submission are those of the tensor submitted last.
+	// Record is the record of the operation. Its name and its submission time are those of the tensor that
+	// the rank submitted last.
 	analysis.Record
 	tensors, fused int64
-	// arrivals has, for each position in the process set, the time at which the last request for one of the
-	// tensors arrived at rank 0. It is 0 if no request arrived.
+	// arrivals has one time for each position in the process set: when the last request of that rank for a
+	// tensor of the operation arrived at rank 0. The time is 0 if no request arrived.
 	arrivals []time.Duration
 	parts    []part
 }
@@ -27,9 +28,9 @@ type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	observe  func(*instance)           // called with each instance
+	observe  func(*instance)           // is called with each instance
 	next     func() (*operation, bool) // returns the next operation
-	frontier time.Duration             // the end of the last operation that next returned
+	frontier time.Duration             // the end of the operation that next returned last
 	failed   error                     // the error that ended reading
 }
 
@@ -37,17 +38,17 @@ type stream struct {
 type rankStats struct {
 	phases      [numPhases]cover
 	inside      cover         // the time with at least one operation in flight
-	stepsInside time.Duration // the part of inside that lies in complete steps
+	stepsInside time.Duration // the part of inside that is in complete steps
 	begin, end  time.Duration
 	any         bool
-	// steadyFrom is the time at which the first complete step of the rank began, or never if none has begun
-	// yet. phases and inside do not include the time before.
+	// steadyFrom is the time at which the first complete step of the rank began. It is never if none has
+	// begun yet. phases and inside do not include the time before steadyFrom.
 	steadyFrom   time.Duration
 	steps        stepFinder
 	errors       int64
 	tensors      int64
 	hits, misses int64
-	// steadyHits and steadyMisses do not count the first request of each name.
+	// steadyHits and steadyMisses count all requests but the first request of each name.
 	steadyHits, steadyMisses int64
 }
 
@@ -63,15 +64,15 @@ type nameStats struct {
 
 const never = math.MinInt64
 
-// collection is all that the report needs from the files of a job.
+// collection holds what the report needs from the files of a job.
 type collection struct {
 	job     *Job
 	names   *nameTable
 	streams []*stream
 	tensors []nameStats
 	late    *analysis.Late
-	// steadyFrom is the time at which the first complete step began at the first rank with a file, or never
-	// if none has begun yet.
+	// steadyFrom is the time at which the first complete step began at the lowest rank that has a file. It is
+	// never if none has begun yet.
 	steadyFrom time.Duration
 
 	operations               int64
@@ -82,8 +83,8 @@ type collection struct {
 	tooMany                  int64
 }
 
-// operations passes the operations of the stream to yield until yield returns false. Consecutive instances
-// with the same number belong to one operation.
+// operations passes the operations of the stream to yield, until yield returns false. Consecutive instances
+// with the same operation number form one operation.
 func (s *stream) operations(yield func(*operation) bool) {
 	var o *operation
 	more := true
@@ -107,7 +108,7 @@ func (s *stream) operations(yield func(*operation) bool) {
 	}
 }
 
-// add adds a tensor to the operation.
+// add adds an instance, which has one tensor, to the operation.
 func (o *operation) add(i *instance) {
 	if i.Submitted != 0 && (o.Submitted == 0 || i.Submitted >= o.Submitted) {
 		o.Submitted, o.Name = i.Submitted, i.Name
@@ -127,7 +128,8 @@ func (o *operation) add(i *instance) {
 	}
 }
 
-// collect reads the files of all ranks side by side. So it has to keep only the operations in progress.
+// collect reads the files of all ranks side by side, so that it keeps only the operations in progress in
+// memory.
 func (j *Job) collect() (*collection, error) {
 	c := &collection{
 		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1),
@@ -155,8 +157,8 @@ func (j *Job) collect() (*collection, error) {
 			c.clockErr = max(c.clockErr, time.Duration(f.clock.err))
 		}
 	}
-	// The next operation is always read from the rank that is furthest behind, so that few operations of the
-	// other ranks have to be kept.
+	// The next operation is always read from the stream whose frontier is earliest, so that few operations of
+	// the other streams have to be kept.
 	for active := slices.Clone(c.streams); len(active) > 0; {
 		s := slices.MinFunc(active, func(a, b *stream) int { return cmp.Compare(a.frontier, b.frontier) })
 		c.late.Advance(s.frontier)
@@ -204,7 +206,8 @@ func (c *collection) observe(s *stream, i *instance) {
 			}
 			if s.steps.step != step {
 				s.stepsInside = s.inside.sum()
-				// The steps of one rank stand for all, because the ranks wait for each other in each step.
+				// The first stream's steps stand for those of all ranks, because the ranks wait for each
+				// other in each step.
 				if s == c.streams[0] {
 					c.late.Step(s.member, i.Submitted)
 				}
@@ -213,8 +216,8 @@ func (c *collection) observe(s *stream, i *instance) {
 		s.cover(&s.inside, i.Submitted, i.Ended)
 	}
 	if !i.cachedKnown && c.job.horovod && i.Submitted != 0 {
-		// Horovod's file does not say whether a request was cached. But it has the arrivals of all requests
-		// that were not cached.
+		// Horovod's file does not say whether a request was cached. But it has the arrivals of all uncached
+		// requests.
 		i.Cached, i.cachedKnown = len(i.arrivals) == 0, true
 	}
 	again := int64(1)
@@ -232,7 +235,7 @@ func (c *collection) observe(s *stream, i *instance) {
 	}
 }
 
-// take counts an operation and adds it to the comparison with the other ranks.
+// take counts an operation in the statistics and adds it to the comparison with the other ranks.
 func (c *collection) take(s *stream, o *operation) {
 	begin := o.Granted
 	if o.Submitted != 0 {
@@ -256,19 +259,19 @@ func (c *collection) take(s *stream, o *operation) {
 	c.late.Add(s.member, &o.Record, o.arrivals)
 }
 
-// beginSteady records that the first complete step of a rank began at time at. It resets the statistics of
-// the rank that do not include the start-up.
+// beginSteady records that the first complete step of a rank began at the given time. It resets those
+// statistics of the rank that exclude the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	// Horovod's file has only the arrivals of requests that were not cached, which are those of the first
-	// step.
+	// Horovod's file has arrivals only of uncached requests, and these are in the first step. So the
+	// comparison of a Horovod file keeps the start-up.
 	if s == c.streams[0] && !c.job.horovod {
 		c.steadyFrom = at
 		c.late.Steady(at)
 	}
 }
 
-// cover adds the part of an interval after the start-up to c.
+// cover adds an interval to c, without the part that is before the end of the start-up.
 func (r *rankStats) cover(c *cover, begin, end time.Duration) { c.add(max(begin, r.steadyFrom), end) }
 
 // fuses reports whether operations of this kind can be fused.

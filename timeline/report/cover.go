@@ -2,17 +2,17 @@ package report
 
 import "time"
 
-// maxStretches limits the number of stretches that a cover keeps open. When there are more, the oldest is
-// closed and no longer extended. This hardly changes the sum, because intervals come nearly in order.
+// maxStretches limits the number of stretches that can still grow. When there are more, the oldest is closed.
+// This hardly changes the sum, because intervals are added nearly in order of time.
 const maxStretches = 64
 
-// cover computes the length of the union of intervals: time in several intervals counts once.
+// cover computes the length of the union of intervals. A moment in several intervals counts once.
 type cover struct {
-	open  []stretch     // ascending, with gaps between them
-	total time.Duration // the covered time outside of open
+	open  []stretch     // in ascending order, with gaps between them
+	total time.Duration // the length of the stretches that were closed
 }
 
-// stretch is a part of the covered time without gaps.
+// stretch is a covered period without gaps.
 type stretch struct{ begin, end time.Duration }
 
 // add adds an interval to the union.
@@ -46,7 +46,7 @@ func (c *cover) add(begin, end time.Duration) {
 
 func (s stretch) length() time.Duration { return s.end - s.begin }
 
-// sum returns the length of the union of all intervals so far.
+// sum returns the length of the union of all intervals that were added.
 func (c *cover) sum() time.Duration {
 	sum := c.total
 	for _, s := range c.open {

@@ -16,12 +16,12 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 )
 
-// Merged is the result of a merge.
+// Merged says what Merge has written.
 type Merged struct {
 	Ranks  int
 	Events int64
-	// LeftOut is the number of events that were left out: end events without a beginning, and events of
-	// tensors above the limit of tensors.
+	// LeftOut is the number of events of the files that are not in the merged trace: end events without a
+	// begin event, and events of tensors beyond the limit for the number of tensors.
 	LeftOut int64
 }
 
@@ -37,14 +37,14 @@ type record struct {
 	Args     any      `json:"args,omitzero"`
 }
 
-// thread is a tensor of a rank in the merged trace. last is the time of its last event, depth the number of
-// open events.
+// thread is a thread of the merged trace. It has the events of one tensor of a rank. last is the time of its
+// last event, and depth is the number of its open events.
 type thread struct {
 	last  int64
 	depth int
 }
 
-// mergedRank has the threads of one rank. Thread 0 has the events that belong to no tensor.
+// mergedRank has the threads of one rank. Thread 0 has the events that do not belong to a tensor.
 type mergedRank struct {
 	files   *rankFiles
 	ids     map[string]int
@@ -56,17 +56,17 @@ type merger struct {
 	w *bufio.Writer
 	// separator is the text to write before the next record.
 	separator string
-	shift     int64 // in ns, added to all times
-	named     int   // the number of threads of all ranks together
+	shift     int64 // added to all times, in ns
+	named     int   // the number of threads of all ranks
 	sum       Merged
-	err       error // the error of the last write; the bufio.Writer returns it again
+	err       error // the error of an earlier write; the bufio.Writer returns it again
 }
 
-// Merge writes one Chrome trace of all ranks to a file. If the name of the file ends in .gz, the file is
-// compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are on rank 0's
-// clock. If a rank started before rank 0, a constant is added to all times, so that none is negative. Each
-// thread has its name before its events, its events are in order of time, and every begin event has its end
-// event. The file appears under its name only when it is complete.
+// Merge writes the events of all ranks to a file as one Chrome trace. If the name of the file ends in .gz,
+// the file is compressed. Rank r becomes process r, and each of its tensors becomes a thread. All times are
+// on rank 0's clock. If a rank started before rank 0, a constant is added to all times, so that none is
+// negative. The name of a thread precedes its events, the events are in order of time, and every begin event
+// has an end event. The file gets its name only when it is complete.
 func (j *Job) Merge(path string) (sum Merged, err error) {
 	m := &merger{separator: "["}
 	clockError := int64(0)
@@ -100,7 +100,7 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 			return sum, err
 		}
 	}
-	_, _ = m.w.WriteString("\n]\n") // Flush returns the error of this write too
+	_, _ = m.w.WriteString("\n]\n") // the error is ignored here, because Flush returns it again
 	if err := m.w.Flush(); err != nil {
 		return sum, err
 	}
@@ -137,7 +137,7 @@ func (m *merger) rank(f *rankFiles) error {
 	r := &mergedRank{files: f, ids: make(map[string]int)}
 	m.thread(r, "rank")
 	for _, s := range f.segments {
-		pids := make(map[int64]int) // pids are valid only within a segment
+		pids := make(map[int64]int) // declared here, because pids are valid only within a segment
 		_, err := s.events(func(e *event, text jsontext.Value) bool {
 			m.event(r, s, pids, e, text)
 			return m.err == nil
@@ -150,7 +150,7 @@ func (m *merger) rank(f *rankFiles) error {
 	return m.err
 }
 
-// thread adds a thread for the tensor name to a rank.
+// thread adds to a rank a thread for the tensor with the given name.
 func (m *merger) thread(r *mergedRank, name string) {
 	id := len(r.threads)
 	r.threads = append(r.threads, thread{})
@@ -172,7 +172,7 @@ func (m *merger) put(r *record) {
 	m.sum.Events++
 }
 
-// event writes one event of a rank, on the thread of the event's tensor.
+// event writes one event of a rank to the thread of the event's tensor.
 func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, text jsontext.Value) {
 	if e.Phase == "M" {
 		if e.PID == 0 || e.Name != "process_name" || len(pids) == maxTracks {
@@ -199,14 +199,14 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	t := &r.threads[id]
 	switch {
-	case e.Phase == "i" || e.Phase == "I": // older files have I
+	case e.Phase == "i" || e.Phase == "I": // older files have I in place of i
 		out.Phase, out.Scope = "i", "p"
 	case e.PID == 0:
 		m.sum.LeftOut++
 		return
 	case e.Phase == "B":
 		t.depth++
-	case e.Phase == "E" && t.depth > 0: // Horovod ends barriers and joins that have not begun
+	case e.Phase == "E" && t.depth > 0: // Horovod ends barriers and joins without a begin event
 		t.depth--
 	case e.Phase == "X":
 		out.Duration = new(float64)
@@ -229,7 +229,7 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	m.at(out, t, now(e.at))
 }
 
-// at writes a record of thread t with the time at, or with the thread's latest time if that is later.
+// at writes a record on thread t. The time of the record is the greater of at and the thread's latest time.
 func (m *merger) at(r *record, t *thread, at int64) {
 	t.last = max(t.last, at)
 	us := micros(t.last)

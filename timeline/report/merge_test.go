@@ -39,9 +39,9 @@ func merged(t *testing.T, j *Job) []byte {
 	return text
 }
 
-// checkTrace checks a merged trace against the rules of the format: a thread has its name before its events,
-// every B event has its E event, and times on a thread never decrease. It returns the events and the names of
-// the threads.
+// checkTrace checks that a merged trace follows the rules of the format: the name of a thread precedes its
+// events, every B event has an E event, and the times on a thread never decrease. It returns the events and
+// the names of the threads.
 func checkTrace(t *testing.T, text []byte) (threads map[lane][]traceEvent, named map[lane]string) {
 	t.Helper()
 	var all []traceEvent
@@ -151,7 +151,7 @@ func TestMerge(t *testing.T) {
 		if err != nil || len(left) > 0 {
 			t.Errorf("got %q left, %v", left, err)
 		}
-		// A merged trace cannot be opened as the timeline of a rank.
+		// Open must refuse a merged trace, because it is not the timeline of a rank.
 		if _, _, err := Open([]string{out}, nil); err == nil ||
 			!strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
@@ -159,8 +159,8 @@ func TestMerge(t *testing.T) {
 	}
 }
 
-// Merge converts the times in args like ts: to rank 0's clock, and later by the same constant. It changes no
-// other number.
+// Merge converts all times to rank 0's clock and adds the same constant to each. It treats times in args like
+// ts, and changes no other number.
 func TestMergeMovesAllTimes(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})
@@ -176,7 +176,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
 	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
 	f.end(1900, 0)
-	// The second segment's ts 0 is 60 us after the first segment's.
+	// In the second segment, ts 0 is 60 us later than in the first segment.
 	put(t, dir, "t.rank1.1.json", f.b.String()+"\n]\n")
 	f = newFile(rankID{rank: 1, size: 2, domain: "b", epoch: 1, segment: 2, monotonic: 100})
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
@@ -184,8 +184,8 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	put(t, dir, "t.rank1.json", f.end(2000, 0))
 	j := openJob(t, dir)
 	threads, _ := checkTrace(t, merged(t, j))
-	// Rank 0's clock is 1000 us behind rank 1's. All times are 1000 us later, because rank 1 started 1000 us
-	// before rank 0.
+	// All times increase by two amounts: 1000 us because rank 0's clock is 1000 us behind rank 1's, and 1000
+	// us because rank 1 started 1000 us before rank 0.
 	for i, want := range []struct {
 		ts   float64
 		args string
@@ -206,8 +206,8 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	}
 }
 
-// If a rank's times are before rank 0's start, Merge adds a constant to all times. It closes events without
-// an end, and leaves out ends without a beginning.
+// A rank has times before rank 0's start, and Merge adds a constant to all times. It closes events that have
+// no end event, and leaves out end events that have no begin event.
 func TestMergeRepairs(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 1000})

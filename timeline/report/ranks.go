@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// phase is a kind of work or waiting on which a rank spends time.
+// phase is a kind of work or of waiting.
 type phase uint8
 
 const (
@@ -25,11 +25,11 @@ const (
 	numPhases
 )
 
-// phaseNames has the names of the phases in the report.
+// phaseNames has the names of the phases as the report prints them.
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
-// exchanges has the suffixes of the names of activities that move data. The prefix is the name of the
-// backend.
+// exchanges has suffixes of activity names. An activity with one of them moves data. The prefix of the name
+// is the backend's.
 var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
 	"_REDUCE", "_ADASUM"}
 
@@ -49,26 +49,26 @@ func phaseOf(activity string) phase {
 }
 
 const (
-	// outside is the name that the report gives to time without an operation in flight.
+	// outside is the key in the report for the time without an operation in flight.
 	outside   = "outside"
 	negotiate = "NEGOTIATE_"
-	// Limits for what is kept in memory while files are read. maxNames, maxTracks and maxOpen apply to all
-	// ranks together.
-	maxNames  = 1 << 14 // tensor names; all further names are counted as one name
+	// The following constants limit what is kept in memory while files are read. maxNames, maxTracks and
+	// maxOpen apply to all ranks together.
+	maxNames  = 1 << 14 // tensor names; further names are counted together as one name
 	maxTracks = 1 << 18 // tracks whose names are known
-	maxOpen   = 1 << 14 // operations that have begun but not ended
+	maxOpen   = 1 << 14 // operations that have begun and not ended
 	maxParts  = 64      // parts of one operation
 	maxTrack  = 16      // open events of one track
 )
 
-// nameID is a number that stands for a tensor name. noName stands for a missing name, and for all names above
-// the limit.
+// nameID is a number for a tensor name. noName is the number of a missing name and of all names beyond the
+// limit.
 type nameID uint32
 
 const noName nameID = 0
 
 // nameTable assigns numbers to the tensor names of all ranks. It also counts the tracks and the open
-// operations of all ranks.
+// operations of all ranks, to apply their limits.
 type nameTable struct {
 	ids          map[string]nameID
 	names        []string
@@ -79,7 +79,8 @@ func newNameTable() *nameTable {
 	return &nameTable{ids: make(map[string]nameID), names: []string{""}}
 }
 
-// id returns the number of a name. It assigns a number to a new name, if the limit is not reached.
+// id returns the number of a name. If the name is new and the limit is not reached, id assigns a number to
+// it.
 func (t *nameTable) id(name string) nameID {
 	s := clip(name)
 	id, known := t.ids[s]
@@ -91,17 +92,17 @@ func (t *nameTable) id(name string) nameID {
 	return id
 }
 
-// full reports whether the limit on the number of names is reached.
+// full reports whether the number of names has reached its limit.
 func (t *nameTable) full() bool { return len(t.names) > maxNames }
 
-// part is a time interval in the execution of an operation, spent in one phase.
+// part is a period that an operation spends in one phase while it is executed.
 type part struct {
 	phase      phase
 	begin, end time.Duration
 }
 
-// arrival is the time at which a rank's request arrived at rank 0. The rank is given by its position in the
-// process set.
+// arrival is the time at which the request of a rank arrived at rank 0. The rank is identified by its
+// position in the process set.
 type arrival struct {
 	position int
 	at       time.Duration
@@ -118,17 +119,17 @@ type instance struct {
 	parts       []part
 }
 
-// track is the state of a tensor whose operation has begun but not ended in the file.
+// track is the state of a track of the file on which an operation has begun and not ended.
 type track struct {
 	instance
-	// depth is the number of open events. opened has the first maxTrack of them.
+	// depth is the number of open events. opened has the first of them, at most maxTrack.
 	depth  int
 	opened [maxTrack]openEvent
 	cursor time.Duration // the time at which the last part ended
 }
 
-// openEvent is an event that has begun but not ended. top is set if it is the bar of the operation, neg if it
-// is the bar of the negotiation.
+// openEvent is a begin event whose end event has not been read. top is set if it is the bar of the operation,
+// and neg if it is the bar of the negotiation.
 type openEvent struct {
 	phase    phase
 	top, neg bool
@@ -139,12 +140,12 @@ type rankReader struct {
 	files *rankFiles
 	names *nameTable
 
-	shift  int64 // added to a time of the current segment to get a time of the first segment
+	shift  int64 // is added to times of the current segment to get times of the first segment
 	tracks map[int64]nameID
 	open   map[int64]*track
 
 	malformed, unfinished, tooMany int64
-	// ranks is the number of ranks in the job: positions of arrivals must be less.
+	// ranks is the number of ranks in the job. The positions of arrivals must be less than ranks.
 	ranks int
 }
 
@@ -169,7 +170,7 @@ func (r *rankReader) instances(yield func(*instance) bool) error {
 			return more
 		})
 		r.malformed += malformed
-		// Tracks do not continue in the next segment.
+		// Tracks end with their segment.
 		for _, t := range r.open {
 			if t.Begun != 0 || t.depth > 0 {
 				r.unfinished++
@@ -195,8 +196,8 @@ func (r *rankReader) reference(at int64) time.Duration {
 	return time.Duration(at)
 }
 
-// trackOf returns the open track of the event. If the event is the first of an operation, it opens a track.
-// It returns nil if too many tracks are open.
+// trackOf returns the open track of an event. If the event is the first of an operation, trackOf opens a
+// track. It returns nil if the track is not open and too many tracks are open.
 func (r *rankReader) trackOf(e *event) *track {
 	t := r.open[e.PID]
 	switch {
@@ -218,7 +219,7 @@ func (r *rankReader) closed(pid int64) {
 	r.names.open--
 }
 
-// apply processes an event. If the event ends an instance, apply closes its track and returns it. Otherwise
+// apply processes an event. If the event ends an instance, apply closes the track and returns it. Otherwise
 // it returns nil.
 func (r *rankReader) apply(e *event) *track {
 	t, now := r.open[e.PID], r.reference(e.at)
@@ -253,12 +254,12 @@ func (r *rankReader) apply(e *event) *track {
 	return nil
 }
 
-// push processes a begin event. If an instance that was never executed ends before it, push returns the track
-// of that instance.
+// push processes a begin event. If the event shows that the previous instance on its track ended without
+// having been executed, push returns the track of this instance.
 func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
 	if t != nil && t.depth == 0 && neg {
-		// The previous operation was negotiated but never executed. Barriers in Horovod's files are examples.
+		// The previous operation was negotiated and not executed, as Horovod writes barriers.
 		r.closed(e.PID)
 		if t.Granted != 0 {
 			t.Ended = t.Granted
@@ -295,7 +296,7 @@ func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) 
 	return ended
 }
 
-// addPart adds a part in phase p, from the end of the last part until now.
+// addPart adds a part in phase p that lasts from the end of the previous part until now.
 func (t *track) addPart(p phase, now time.Duration) {
 	if now > t.cursor && len(t.parts) < maxParts {
 		t.parts = append(t.parts, part{p, t.cursor, now})
@@ -328,8 +329,8 @@ func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
 	return nil
 }
 
-// kindName returns the kind of an operation from its name in the file: the name in lower case, except that
-// ERROR stays.
+// kindName converts the name of an operation in the file to the name of its kind. It returns the name in
+// lower case, but leaves ERROR as it is.
 func kindName(name string) string {
 	if name == "ERROR" {
 		return name

@@ -13,18 +13,19 @@ import (
 )
 
 const (
-	// maxRecord limits the bytes of one event. A name has at most 4 KiB, which become 24 KiB if every byte is
-	// escaped.
+	// maxRecord limits the bytes of one event. A tensor name has at most 4 KiB. It takes 24 KiB if every byte
+	// is escaped.
 	maxRecord  = 1 << 18
 	scanBuffer = 1 << 16
 )
 
-// FormatError is the error for a file that violates the timeline format. It says at which byte.
+// FormatError is the error for a file that violates the timeline format.
 type FormatError struct {
 	File string
-	// Byte is the offset of the violation in the uncompressed file, from 0.
+	// Byte is the offset in the uncompressed file at which the violation was found. The first byte has offset
+	// 0.
 	Byte int64
-	// Truncated is set if the file ends too early but is correct up to its end.
+	// Truncated is set if the file ends too early and has no other violation.
 	Truncated bool
 	Err       error
 }
@@ -41,8 +42,8 @@ var (
 	errTooLong  = fmt.Errorf("got an event of more than %d bytes", maxRecord)
 )
 
-// scanner splits a JSON array into its events. It keeps at most one event in memory, even for malformed
-// files.
+// scanner splits a JSON array into its events. It keeps at most one event in memory, even if the file is
+// malformed.
 type scanner struct {
 	*jsontext.Decoder
 	limit  *limited
@@ -51,7 +52,8 @@ type scanner struct {
 	opened bool
 }
 
-// limited is a reader that fails after left bytes. The scanner uses it to limit the length of an event.
+// limited is a reader that fails after a number of bytes, given by its field left. The scanner uses it to
+// limit the length of an event.
 type limited struct {
 	io.Reader
 	left int
@@ -66,7 +68,7 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// lenient are options that accept duplicate object names and invalid UTF-8.
+// lenient are decoding options that accept duplicate object names and invalid UTF-8.
 var lenient = json.JoinOptions(jsontext.AllowDuplicateNames(true), jsontext.AllowInvalidUTF8(true))
 
 func newScanner(r io.Reader, file string) *scanner {
@@ -74,9 +76,9 @@ func newScanner(r io.Reader, file string) *scanner {
 	return &scanner{Decoder: jsontext.NewDecoder(l, lenient), limit: l, file: file}
 }
 
-// next returns the text of the next event, which is valid until the next call. After the closing bracket the
-// error is io.EOF. If the file violates the format, the error is a *FormatError. Further calls return the
-// same error.
+// next returns the text of the next event. The text is valid until the next call of next. After the closing
+// bracket the error is io.EOF. If the file violates the format, the error is a *FormatError. After an error,
+// next always returns the same error.
 func (s *scanner) next() (event jsontext.Value, err error) {
 	if s.failed == nil {
 		s.limit.left = maxRecord + scanBuffer
@@ -112,7 +114,7 @@ func (s *scanner) scan() (jsontext.Value, error) {
 		}
 		return nil, io.EOF
 	}
-	// Horovod writes a comma after every event, even after the last one.
+	// Horovod writes a comma after every event, including the last one.
 	rest, comma := bytes.CutPrefix(bytes.TrimLeft(s.UnreadBuffer(), " \t\r\n"), []byte(","))
 	if comma && bytes.HasPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte("]")) {
 		return nil, io.EOF
@@ -121,8 +123,8 @@ func (s *scanner) scan() (jsontext.Value, error) {
 	return nil, s.fault(err, errNoEvent)
 }
 
-// fault returns the error for the current position in the file. err is the error of reading, and want the
-// error to report if err is nil.
+// fault returns the error for the current position in the file. err is the error of a failed read. If err is
+// nil, the cause is the error want.
 func (s *scanner) fault(err, want error) error {
 	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
 	var syntax *jsontext.SyntacticError
@@ -140,11 +142,12 @@ func (s *scanner) fault(err, want error) error {
 	return f
 }
 
-// event is a decoded event of the file.
+// event is an event of a file in decoded form.
 type event struct {
 	Phase string `json:"ph"`
 	Name  string `json:"name"`
-	// Time is in microseconds since the file's start. It is NaN if it is missing.
+	// Time is the time of the event in microseconds since the start of the file. It is NaN if the event has
+	// no time.
 	Time float64 `json:"ts"`
 	PID  int64   `json:"pid"`
 	Args args    `json:"args"`
@@ -153,8 +156,8 @@ type event struct {
 	timed bool
 }
 
-// args has the arguments of all kinds of events that the report reads. Each kind has only some of them. Times
-// are in microseconds, and NaN if they are missing.
+// args has the arguments that the report reads. An event has only some of them, depending on its kind. Times
+// are in microseconds. A missing time is NaN.
 type args struct {
 	Name     string  `json:"name"`
 	DType    string  `json:"dtype"`
@@ -178,15 +181,15 @@ type args struct {
 	Uptime   float64 `json:"monotonic_us"`
 	Offset   float64 `json:"offset_us"`
 	ClockErr float64 `json:"error_us"`
-	// Submitted and At are the true times of events. Their ts may be later, because the times on a track
-	// never decrease.
+	// Submitted and At are the exact times of events. The ts of such an event is later, because the times on
+	// a track must not decrease.
 	Submitted float64 `json:"submitted"`
 	At        float64 `json:"at"`
 }
 
 const (
 	nanosPerMicro = 1000
-	// maxMicros limits times to 31 years, so that sums of a few times in ns do not overflow.
+	// maxMicros limits a time to 31 years, so that the sum of a few times in ns does not overflow.
 	maxMicros = 1e15
 )
 
@@ -211,7 +214,7 @@ func parse(text jsontext.Value, e *event) error {
 	return nil
 }
 
-// argsOf returns the arguments of an event without decoding them. It returns nil if the event has none.
+// argsOf returns the arguments of an event in encoded form. It returns nil if the event has no arguments.
 func argsOf(text jsontext.Value) map[string]jsontext.Value {
 	var e struct {
 		Args map[string]jsontext.Value `json:"args"`
@@ -224,8 +227,8 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
-// position returns the position of the rank whose arrival the event shows. The name of such an event is the
-// position. position returns false if the name is not a position.
+// position returns the position of the rank whose arrival the event shows, which is the name of the event. It
+// returns false if the name is not a position.
 func (e *event) position() (int, bool) {
 	n, err := strconv.Atoi(e.Name)
 	return n, err == nil && n >= 0 && n < maxRanks

@@ -1,11 +1,12 @@
-// Package report reads the timelines of the ranks of a job, in gohvd's and Horovod's format. It reports which
+// Package report reads the timelines of the ranks of a job, written by gohvd or Horovod. It reports which
 // ranks were late, on what the ranks spent time and which settings could be changed. It also merges the
 // timelines into one trace.
 //
-// Files are read as streams, the files of all ranks side by side. Memory is bounded by the number of ranks
-// and the number of names, not by the length of the files. It is at most about 60 MB, 4 MB for an ordinary
-// job, plus about 200 KB for each rank while its file is open. Any input is safe: for a file that is not a
-// timeline the error says what is wrong and at which byte, and a damaged file is used up to the damage.
+// The files of all ranks are read side by side, as streams. Memory is bounded by the number of ranks and the
+// number of names, not by the length of the files. It is at most about 60 MB (4 MB in an ordinary job) plus
+// about 200 KB for each rank while its file is open. The package accepts any input. For a file that is not a
+// timeline, the error says what is wrong and at which byte. Of a damaged file, the part before the damage is
+// used.
 package report
 
 import (
@@ -21,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options are settings of the job that its files do not contain.
+// Options are settings of the job. The files do not contain them.
 type Options struct {
 	// FusionThresholdBytes is the fusion threshold of the job, or 0 if it is unknown.
 	FusionThresholdBytes int64
@@ -29,36 +30,37 @@ type Options struct {
 	CacheCapacity int64
 }
 
-// Report is the result of analysing the files. Fields ending in US are in microseconds. Shares are from 0 to
-// 1.
+// Report is the result of an analysis of the files. Fields ending in US are in microseconds. Shares are from
+// 0 to 1.
 type Report struct {
-	// Problems has texts that say what is missing, damaged or left out, and what the report lacks for that
-	// reason.
+	// Problems has texts for people. Each says what is missing, damaged or left out, and what the report
+	// lacks as a result.
 	Problems []string `json:"problems"`
-	// Horovod is set if the file was written by Horovod.
+	// Horovod is set if Horovod wrote the file.
 	Horovod bool `json:"horovod"`
-	// Size is the number of ranks of the job, or 0 if it is unknown. Files has the ranks with files, Missing
-	// the ranks without files.
+	// Size is the number of ranks of the job, or 0 if it is unknown. Files has the ranks that have files, and
+	// Missing the ranks that have none.
 	Size    int   `json:"size"`
 	Files   []int `json:"ranks_with_files"`
 	Missing []int `json:"ranks_without_files"`
-	// Dropped is the number of operations that ranks could not write to their files.
+	// Dropped is the number of operations that are missing from the files because the ranks could not write
+	// them.
 	Dropped int64 `json:"dropped"`
-	// ClockErrorUS is the greatest error of the times of any rank relative to rank 0's clock. Unaligned has
-	// the ranks for which no bound of this error is known.
+	// ClockErrorUS is the greatest known error of a time relative to rank 0's clock. Unaligned has the ranks
+	// for which no bound of this error is known.
 	ClockErrorUS float64 `json:"clock_error_us"`
 	Unaligned    []int   `json:"ranks_with_unknown_clock"`
 	// DurationUS is the time from the first submission to the end of the last operation. StartupUS is the
-	// part of it before the first complete step, or 0 if there are no steps.
+	// part of this time before the first complete step. It is 0 if there are no steps.
 	DurationUS float64 `json:"duration_us"`
 	StartupUS  float64 `json:"startup_us"`
-	// Operations, Tensors and Errors are sums over the ranks with files: an operation counts once for each of
-	// these ranks.
+	// Operations, Tensors and Errors are sums over the ranks with files. So an operation counts once for each
+	// of these ranks.
 	Operations int64 `json:"operations"`
 	Tensors    int64 `json:"tensors"`
 	Errors     int64 `json:"errors"`
-	// Steps is the number of steps from the first complete step on, or 0 if no tensor name occurs again.
-	// StepUS is the median length of a step.
+	// Steps is the number of steps, counted from the first complete step. It is 0 if no tensor name occurs
+	// more than once. StepUS is the median length of a step.
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
 
@@ -73,14 +75,14 @@ type Report struct {
 	Suggestions []Suggestion `json:"suggestions"`
 }
 
-// Lateness says which ranks were late, and how late. It covers the time after the start-up, except for fields
-// that say otherwise.
+// Lateness says which ranks were late, and how late. Unless a field says otherwise, it is about the time
+// after the start-up.
 type Lateness struct {
-	// Verdict is the conclusion in words. Startup is the conclusion on the start-up. It is empty if there was
-	// no start-up.
+	// Verdict is the conclusion in words. Startup is the conclusion about the start-up, and is empty if there
+	// was no start-up.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
-	// HeldUS is the time during which some single rank held up all others, summed over the ranks. AnybodyUS
+	// HeldUS is the sum over all ranks of the time during which this one rank held up all others. AnybodyUS
 	// is the wall time during which at least one rank waited for another.
 	HeldUS    float64 `json:"held_us"`
 	AnybodyUS float64 `json:"anybody_waited_us"`
@@ -88,11 +90,11 @@ type Lateness struct {
 	// is the number of operations of process set 0 for which the submission time of only one rank is known.
 	Compared int64 `json:"operations_compared"`
 	Alone    int64 `json:"operations_of_one_rank"`
-	// Arrivals is set if, for some ranks, the times at which their requests arrived at rank 0 are used in
-	// place of their submission times.
+	// Arrivals is set if the submission times of some ranks are unknown, so that the times at which their
+	// requests arrived at rank 0 are used instead.
 	Arrivals bool `json:"from_arrivals"`
-	// WaitedUS is the total time that ranks waited. For each operation and rank it is the time from the
-	// rank's own submission to the last rank's submission.
+	// WaitedUS is the total waiting time. For each operation, each rank contributes the time from its own
+	// submission to the last rank's submission.
 	WaitedUS float64    `json:"waited_us"`
 	Ranks    []LateRank `json:"ranks"`
 }
@@ -100,31 +102,32 @@ type Lateness struct {
 // LateRank says how late one rank was.
 type LateRank struct {
 	Rank int `json:"rank"`
-	// Last is the number of operations that this rank submitted last. If the clocks are too inexact to tell
-	// which of several ranks was last, each of them counts.
+	// Last is the number of operations that this rank submitted last. If the clocks are not exact enough to
+	// tell which of several ranks was last, the operation counts for each of them.
 	Last int64 `json:"last"`
-	// CausedUS is the part of WaitedUS that the rank caused, and Share its share of WaitedUS. Between two
-	// successive submissions of an operation, the ranks that have submitted wait for the rank that submits
-	// next, so this rank causes their waiting.
+	// CausedUS is the part of WaitedUS that the rank caused, and Share is CausedUS as a share of WaitedUS.
+	// Between two successive submissions of an operation, the ranks that have submitted wait for the rank
+	// that submits next. Their waiting is charged to that rank.
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
 	// HeldUS is the wall time during which the rank held up all others. No moment counts twice, neither for
-	// one rank nor for two ranks. HeldShare is its share of the sum over all ranks. StartupHeldUS is the time
-	// during which the rank held up all others in the start-up.
+	// one rank nor for two ranks. HeldShare is the share of HeldUS in the sum over all ranks. StartupHeldUS
+	// is the same as HeldUS, for the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`
 	StartupHeldUS float64 `json:"startup_held_us"`
-	// P50US, P90US, P99US and MaxUS are percentiles and the maximum of the rank's lateness: the time from the
-	// first rank's submission to this rank's.
+	// P50US, P90US, P99US and MaxUS are percentiles and the maximum of the rank's lateness. Its lateness in
+	// an operation is the time from the first rank's submission to its own.
 	P50US float64 `json:"lateness_p50_us"`
 	P90US float64 `json:"lateness_p90_us"`
 	P99US float64 `json:"lateness_p99_us"`
 	MaxUS float64 `json:"lateness_max_us"`
 }
 
-// Outside is the time during which a rank had no operation in flight, at the rank with the least such time.
-// It is the mean over the complete steps after the start-up. If there are none it covers the whole time.
+// Outside is the time per step during which a rank has no operation in flight, at the rank with the least
+// such time. It is the mean over the complete steps after the start-up. If there are no complete steps, it is
+// the total over the whole time.
 type Outside struct {
 	Rank   int     `json:"rank"`
 	US     float64 `json:"us_per_step"`
@@ -132,19 +135,19 @@ type Outside struct {
 	Share  float64 `json:"share"`
 }
 
-// Phases has, for one rank and each phase, the time after the start-up during which at least one operation
-// was in the phase. Operations overlap, and so do phases.
+// Phases has the times that one rank spent in each phase after the start-up. A moment counts for a phase if
+// at least one operation is in the phase. Operations overlap, so phases overlap too.
 type Phases struct {
 	Rank   int     `json:"rank"`
 	Steps  int64   `json:"steps"`
 	StepUS float64 `json:"step_us"`
 	// US maps the name of a phase to its time. The phases are waiting (for the submissions of other ranks),
-	// negotiation (from the last submission to the grant), queue, copies, exchange, reduce and other. The key
-	// outside has the time without an operation in flight.
+	// negotiation (from the last submission to the grant), queue, copies, exchange, reduce and other. A
+	// further key, outside, has the time without an operation in flight.
 	US map[string]float64 `json:"us"`
 }
 
-// Fusion says how many tensors and bytes were fused in one response. Horovod's files do not contain this.
+// Fusion says how many tensors and bytes were fused in one response. It is not known for Horovod's files.
 type Fusion struct {
 	Responses   int64   `json:"responses"`
 	MeanTensors float64 `json:"mean_tensors"`
@@ -153,13 +156,13 @@ type Fusion struct {
 	MeanBytes   float64 `json:"mean_bytes"`
 	P50Bytes    int64   `json:"p50_bytes"`
 	MaxBytes    int64   `json:"max_bytes"`
-	// ThresholdBytes is the fusion threshold in the options, or 0 if it is unknown. Fill is the mean size of
-	// a response as a share of this threshold.
+	// ThresholdBytes is the fusion threshold from the options, or 0 if it is unknown. Fill is the mean size
+	// of a response as a share of the threshold.
 	ThresholdBytes int64   `json:"threshold_bytes"`
 	Fill           float64 `json:"fill"`
 }
 
-// Cache says how many requests were cached. The steady counts do not include the first request of each name.
+// Cache says how many requests were cached. The steady counts leave out the first request of each name.
 type Cache struct {
 	Hits         int64 `json:"hits"`
 	Misses       int64 `json:"misses"`
@@ -167,7 +170,8 @@ type Cache struct {
 	SteadyMisses int64 `json:"steady_misses"`
 }
 
-// Tensor has the statistics of one tensor name over all ranks. Its times are from submission to end.
+// Tensor has the statistics of one tensor name over all ranks. Its times are from submission to the end of
+// the operation.
 type Tensor struct {
 	Name    string  `json:"name"`
 	Kind    string  `json:"kind"`
@@ -182,22 +186,22 @@ type Tensor struct {
 	Errors  int64   `json:"errors"`
 }
 
-// Suggestion is a proposed change, with its reason.
+// Suggestion is a proposed change and the reason for it.
 type Suggestion struct {
-	// Setting is the name of the setting to change. It is empty if the suggestion is not about a setting.
+	// Setting is the name of the setting to change. It is empty if the change is not to a setting.
 	Setting string `json:"setting,omitempty"`
 	Do      string `json:"do"`
 	Because string `json:"because"`
 }
 
-// top is the number of tensors in Slowest and Largest.
+// top is the maximum number of tensors in Slowest and in Largest.
 const top = 10
 
 // micros converts nanoseconds to microseconds.
 func micros[T int64 | float64 | time.Duration](ns T) float64 { return float64(ns) / nanosPerMicro }
 
-// Report reads all files and returns the report. It returns an error if a file cannot be read. A damaged file
-// is not an error.
+// Report reads all files and returns the report. It returns an error if a file cannot be read. If a file is
+// damaged, it uses the part before the damage.
 func (j *Job) Report(o Options) (*Report, error) {
 	c, err := j.collect()
 	if err != nil {
@@ -265,8 +269,8 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		}
 	}
 	if j.horovod {
-		// Horovod's file does not contain the size of the job. The job has at least the ranks whose requests
-		// occur in the file.
+		// Horovod's file does not contain the size of the job. Size is at least the number of ranks whose
+		// requests occur in the file.
 		for _, s := range late {
 			r.Size = max(r.Size, s.Rank+1)
 		}
@@ -284,8 +288,9 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 	}
 }
 
-// outside returns the time without an operation in flight in the complete steps, or in the whole time if
-// there are none. The last step is not counted as complete, because its end is unknown.
+// outside returns the time per complete step without an operation in flight. If there are no complete steps,
+// it returns the total over the whole time. The last step does not count as complete, because its end is
+// unknown.
 func (k *rankStats) outside() (o Outside) {
 	all, inside, steps := k.end-max(k.begin, k.steadyFrom), k.inside.sum(), int64(1)
 	if complete := k.steps.steps() - 1; complete > 0 {

@@ -20,7 +20,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
-// near reports whether got equals want within the width of a bucket of a sketch.
+// near reports whether got and want differ at most by the width of a bucket of a sketch.
 func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
 
 func TestTheLateRankIsNamed(t *testing.T) {
@@ -45,8 +45,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 			if late.Rank != 2 || late.Last != 2*(stragglerSteps-1) || third.Last != 0 {
 				t.Errorf("got %+v and %+v, want rank 2 the last always", late, third)
 			}
-			// Rank 2 submits 5.02 ms after rank 0, and 4.99 ms after rank 3, which submits 30 us after rank
-			// 0. The waiting for the two operations overlaps, so it counts once in each step.
+			// Rank 2 submits 5.02 ms after rank 0. This is 4.99 ms after rank 3, which submits 30 us after
+			// rank 0. The waits for the two operations overlap, so they count once in each step.
 			if !near(late.HeldPerStepUS, 4990) || !near(late.P50US, 5020) || !near(late.MaxUS, 5020) {
 				t.Errorf("got %+v, want 4990 us a step and 5020 us late", late)
 			}
@@ -83,8 +83,8 @@ func TestTheLateRankIsNamed(t *testing.T) {
 	}
 }
 
-// The verdict blames a rank only if it held up the others for at least 5 % of the time and 100 us per step.
-// Shorter times may only be the time that it takes to wake a process.
+// The verdict names a rank only if it held up the others for at least 5 % of the time and for at least 100 us
+// per step. A shorter wait may only be the time that it takes to wake a process.
 func TestWhatIsWorthwhile(t *testing.T) {
 	for _, c := range []struct {
 		held  time.Duration
@@ -106,7 +106,8 @@ func TestWhatIsWorthwhile(t *testing.T) {
 	}
 }
 
-// All time that ranks waited is attributed to the ranks that they waited for, and the sum is exact.
+// All waiting time is charged to the ranks that caused it. The sum of the charges equals the waiting time
+// exactly.
 func TestWaitingIsDistributedExactly(t *testing.T) {
 	dir := t.TempDir()
 	submitted := []int{1000, 1100, 1400, 1400}
@@ -133,22 +134,22 @@ func TestWaitingIsDistributedExactly(t *testing.T) {
 	}
 }
 
-// The report has the time of each phase of a rank, with an error of at most 2 us per step.
+// The report has the time that a rank spent in each phase. The error is at most 2 us per step.
 func TestPhases(t *testing.T) {
 	r := reportOf(t, oneClock().write(t, t.TempDir(), ".json.gz"))
 	if len(r.Phases) != 4 {
 		t.Fatalf("got %+v", r.Phases)
 	}
 	const steps = stragglerSteps - 1
-	// The second operation begins 1 ms after the first and takes 2 ms from its grant. So the longer phases of
-	// the two overlap.
+	// The second operation begins 1 ms after the first, and takes 2 ms from its grant to its end. So longer
+	// phases of the two operations overlap.
 	want := map[string]float64{
 		"waiting": 6020 * steps, "negotiation": 400 * steps, "queue": 600 * steps, "copies": 400 * steps,
 		"exchange": 2000 * steps, "reduce": 0, "other": 1000 * steps,
 		"outside": (100*ms - 8221) * steps,
 	}
-	// The short phases do not overlap: the first operation copies out from 1.4 to 1.5 ms after its grant, and
-	// the second copies in from 1.3 to 1.4 ms after its own.
+	// The short phases do not overlap. The first operation copies from 1.4 to 1.5 ms after its grant, and the
+	// second copies from 1.3 to 1.4 ms after its own grant.
 	got := r.Phases[0].US
 	for name, us := range want {
 		if math.Abs(got[name]-us) > 2 {
@@ -175,13 +176,13 @@ func TestFusionAndTensors(t *testing.T) {
 		r.Largest[0].Name != "grad/1" || r.Largest[0].Bytes != 8192 {
 		t.Errorf("got slowest %q of %d, largest %+v", names, r.Names, r.Largest)
 	}
-	// Rank 0 waits for 5020 us, and then 2200 us pass until the end. It submits grad/1 1 us before grad/0.
+	// Rank 0 submits grad/1 1 us before grad/0. It waits for 5020 us, and the operation ends 2200 us later.
 	if s := r.Slowest[0]; s.Name != "grad/1" || s.MaxUS != 7221 {
 		t.Errorf("got %+v, want grad/1 with 7221 us at most", s)
 	}
 }
 
-// If there is only rank 0's file, the report uses the arrivals of requests in this file.
+// Only rank 0's file exists. The report uses the times in this file at which requests arrived.
 func TestArrivalsStandForFiles(t *testing.T) {
 	s := oneClock()
 	s.arrivals = true
@@ -202,7 +203,7 @@ func TestArrivalsStandForFiles(t *testing.T) {
 		!strings.Contains(r.Problems[0], "no file of ranks 1-3") {
 		t.Errorf("got %v and %q, want that ranks 1 to 3 have no files", r.Missing, r.Problems)
 	}
-	// A file of another rank has no arrivals, so it does not show which rank is late.
+	// The file of another rank has no arrivals, so the report on it cannot say which rank is late.
 	s.arrivals = false
 	r = reportOf(t, filepath.Join(filepath.Dir(s.write(t, t.TempDir(), ".json")), "t.rank3.json"))
 	if !strings.HasPrefix(r.Lateness.Verdict, "lateness is unknown") || r.Lateness.WaitedUS != 0 {
@@ -210,8 +211,8 @@ func TestArrivalsStandForFiles(t *testing.T) {
 	}
 }
 
-// Rank 0 is late. In its file the bar of an operation begins with the first arrival, and the time at which
-// rank 0 itself submitted is in the arguments. The report uses that time.
+// Rank 0 is late. In its file the bar of an operation begins with the first arrival, and the time of rank 0's
+// own submission is an argument. The report uses this argument.
 func TestRankZeroIsLate(t *testing.T) {
 	s := oneClock()
 	s.late, s.arrivals = 0, true
@@ -222,7 +223,7 @@ func TestRankZeroIsLate(t *testing.T) {
 	}
 }
 
-// Each segment has its own tracks. Events that are open at the end of a segment end there.
+// Each segment has tracks of its own. An event that is open at the end of a segment ends there.
 func TestSegments(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1, segment: 1})
@@ -249,15 +250,15 @@ func TestSegments(t *testing.T) {
 		t.Errorf("got %+v, want 3 operations, of which the second has no name", r)
 	}
 	threads, _ := checkTrace(t, merged(t, j))
-	// x has two operations with six events each. Its other two events are the bar that the first segment left
-	// open, and the end of this bar.
+	// The two operations of x have six events each. The other two events are the bar that the first segment
+	// left open and its end event.
 	if x := threads[lane{0, 1}]; len(x) != 14 || x[7].Ph != "E" || *x[7].Ts != 40 {
 		t.Errorf("got %d events of x, want 14 and the bar closed at 40", len(x))
 	}
 }
 
-// Between ranks of one host, lateness is measured without a clock error. Between hosts, a rank is not called
-// late if the difference is within the clock error.
+// For ranks of one host, lateness is measured without a clock error. For ranks of different hosts, a rank
+// counts as late only if the difference exceeds the clock error.
 func TestClocks(t *testing.T) {
 	dir := t.TempDir()
 	drift := 1000 // in us, over the 10 s of the job
@@ -274,10 +275,10 @@ func TestClocks(t *testing.T) {
 			switch r {
 			case 1, 2:
 				at = n*1_000_000 - 5_000_000
-				// Solve ts + 5 s + ts/10^4 = n s for ts.
+				// On this rank's clock, ts satisfies ts + 5 s + ts/10^4 = n s.
 				at = int(math.Round(float64(at) / (1 + float64(drift)/1e7)))
 				if r == 2 {
-					at, late = at-300, 50 // 50 us later than rank 1, on a clock that is 300 us ahead
+					at, late = at-300, 50 // rank 2 submits 50 us after rank 1, and its clock is 300 us ahead
 				}
 			}
 			f.op(testOp{number: n, granted: at + 10*ms, begun: at + 10*ms, ended: at + 11*ms,
@@ -292,8 +293,8 @@ func TestClocks(t *testing.T) {
 	if len(r.Lateness.Ranks) != 3 {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
-	// The differences between ranks 0 and 1 and between ranks 0 and 2 are within the clock error. So only
-	// rank 2 is late, compared with rank 1 on the same host.
+	// Rank 0 differs from ranks 1 and 2 by less than the clock error. So only rank 2 is late, in comparison
+	// with rank 1 on the same host.
 	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
@@ -301,12 +302,12 @@ func TestClocks(t *testing.T) {
 	}
 }
 
-// Files of an earlier job with the same operation numbers are left out, and make no rank late. A file without
-// the name of a job counts as a file of the reported job.
+// Files of an earlier job have the same operation numbers. They are left out, and no rank counts as late
+// because of them. A file without a job name counts as a file of the reported job.
 func TestFilesOfAnEarlierJob(t *testing.T) {
 	const early, late = 1_700_000_000_000_000, 1_700_000_100_000_000
 	for name, c := range map[string]struct {
-		jobs, starts []int // by rank; job 0 means that the file has no job name
+		jobs, starts []int // indexed by rank; job 0 means that the file has no job name
 		leftOut      []int
 	}{
 		"one job":            {[]int{2, 2, 2}, []int{late, late + 5, late - 5}, nil},
@@ -350,15 +351,15 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
 			}
-			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // in one job starts differ by up to 5 us
+			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // within one job, starts differ by up to 5 us
 				t.Errorf("got %+v, want no late rank", r.Lateness)
 			}
 		})
 	}
 }
 
-// Process sets other than 0 number their operations themselves and do not have all ranks. Lateness in them is
-// attributed to the right ranks.
+// Process sets other than 0 number their operations themselves and have only some of the ranks. Lateness in
+// them is attributed to the right ranks.
 func TestProcessSets(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 3 {
@@ -371,7 +372,7 @@ func TestProcessSets(t *testing.T) {
 				f.op(testOp{set: 1, number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
 					tensors: []testTensor{{name: "y [set 1]", submitted: at + 30*ms - r*ms}}})
 			}
-			if r != 1 { // the arrival at position 1 of this set is rank 2's
+			if r != 1 { // the arrival at position 1 of this set is the arrival of rank 2's request
 				o := testOp{set: 2, number: n, granted: at + 90*ms, begun: at + 90*ms, ended: at + 91*ms,
 					tensors: []testTensor{{name: "z [set 2]", submitted: at + 80*ms}}}
 				if r == 0 {
@@ -391,8 +392,8 @@ func TestProcessSets(t *testing.T) {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
 		}
 	}
-	// Rank 1 held up set 1, and rank 2 held up set 0. In set 2 no rank held up another: the ranks submitted
-	// at the same time, and arrivals are not used if the files of both ranks are there.
+	// Rank 1 held up set 1, and rank 2 held up set 0. In set 2 no rank was late, because the ranks submitted
+	// at the same time. The arrivals say otherwise, but are not used, because the files of both ranks exist.
 	for rank, want := range []float64{0, 19 * 1000, 19 * 1000} {
 		if got := l.Ranks[rank].HeldUS; got != want {
 			t.Errorf("rank %d: got %g us for which it held up all others, want %g", rank, got, want)
@@ -400,7 +401,7 @@ func TestProcessSets(t *testing.T) {
 	}
 }
 
-// A rank that has joined does not submit and counts as late in no operation.
+// A rank that has joined does not submit, and is never counted as late.
 func TestJoinIsNoLateness(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 2 {
@@ -414,9 +415,9 @@ func TestJoinIsNoLateness(t *testing.T) {
 	}
 }
 
-// horovodFile is a hand-written timeline in Horovod's format. It has no tid, and no name in E events. It has
-// X events only for requests that were not cached, a comma after each record, cycle marks without a pid, and
-// for barriers an E event without a B event.
+// horovodFile is a hand-written timeline as Horovod writes it. Events have no tid, and E events have no name.
+// X events exist only for uncached requests. A comma follows each record. Cycle marks have no pid. A barrier
+// has an E event without a B event.
 const horovodFile = `[
 {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1700000000000000}},
 {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
@@ -483,7 +484,7 @@ func TestHorovodsFile(t *testing.T) {
 	}
 }
 
-// The files that the tests of this package write follow the format of timelines.
+// The timelines that the tests of this package write pass the checks of timelinetest.
 func TestTheFilesAreTimelines(t *testing.T) {
 	dir := t.TempDir()
 	s := straggler{
@@ -569,7 +570,7 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 			t.Errorf("got %q, want %q in it", text, want)
 		}
 	}
-	// If the path is the file of a rank other than 0, the report reads only the segments of that rank.
+	// The path is the file of rank 1. The report reads only the segments of this rank.
 	r = reportOf(t, filepath.Join(dir, "t.rank1.json"))
 	if !slices.Equal(r.Files, []int{1}) {
 		t.Errorf("got files of %v, want rank 1 alone", r.Files)
@@ -577,8 +578,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 }
 
 func TestSuggestions(t *testing.T) {
-	// job returns the report on a job with n tensors in each step. change may change each operation before it
-	// is written.
+	// job writes the files of a job with n tensors in each step and returns the report. The function change
+	// is called with each operation before the operation is written, and may change it.
 	job := func(t *testing.T, ranks, steps, n int, change func(step, i int, o *testOp)) *Report {
 		dir := t.TempDir()
 		for r := range ranks {
@@ -625,8 +626,8 @@ func TestSuggestions(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
 			want := strings.Split(c.want, "|")
 			if len(r.Suggestions) == 2 {
-				// In these jobs the ranks are idle most of the time, so there is a second suggestion, which
-				// the test ignores.
+				// In these jobs the ranks are idle most of the time. The report suggests to look at the
+				// program, which this test ignores.
 				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool {
 					return strings.HasPrefix(s.Do, "look at the program")
 				})
@@ -642,7 +643,7 @@ func TestSuggestions(t *testing.T) {
 	}
 }
 
-// tcp returns a change for job that makes operations spend 30 ms in the activity.
+// tcp returns an argument change for job. It makes each operation spend 30 ms in the given activity.
 func tcp(activity, backend string) func(int, int, *testOp) {
 	return func(_, _ int, o *testOp) {
 		o.backend, o.ended = backend, o.begun+30*ms
@@ -660,13 +661,13 @@ func TestErrorsAreCounted(t *testing.T) {
 	}
 }
 
-// A name that occurs again within a step does not end the step. Names that occur only before the first step
-// do not hide the steps.
+// A name that occurs more than once within a step does not end the step. Names that occur only before the
+// first step do not keep the steps from being found.
 func TestSteps(t *testing.T) {
 	for name, c := range map[string]struct {
 		before, repeats int
-		objects         int // number of names that occur twice before the first step
-		names           int // number of names in a step
+		objects         int // the number of names that occur twice before the first step
+		names           int // the number of names in a step
 	}{
 		"plain": {names: 10}, "broadcasts before": {before: 20, names: 10},
 		"micro-batches":          {repeats: 4, names: 10},
@@ -694,7 +695,7 @@ func TestSteps(t *testing.T) {
 			if n := f.steps(); n < 16 || n > 23 || !near(float64(f.lengths.Quantile(.5)), 1000) {
 				t.Errorf("got %d steps of %d, want about 20 of 1000", n, f.lengths.Quantile(.5))
 			}
-			// The start-up includes the first step of the training.
+			// The start-up includes the first training step.
 			if f.firstBegin < 1000 || f.firstBegin > 4000 {
 				t.Errorf("the first complete step begins at %d, want some time after 1000", f.firstBegin)
 			}
@@ -702,7 +703,8 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// cover computes the same sum as a reference that marks every moment in an array.
+// Random intervals are added to a cover. Its sum equals that of a reference, which marks every covered moment
+// in an array.
 func TestCover(t *testing.T) {
 	var c cover
 	marked := make([]bool, 20_000)

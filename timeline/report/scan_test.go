@@ -12,7 +12,7 @@ import (
 	"testing/iotest"
 )
 
-// records returns the records of r up to its end or to an error. It also returns the error.
+// records returns the records that a scanner finds in r before the end or the first error, and this error.
 func records(r io.Reader) (all []string, err error) {
 	s := newScanner(r, "f")
 	for {
@@ -69,7 +69,7 @@ func TestScanner(t *testing.T) {
 	}
 }
 
-// The scanner fails at a record that is too long, and does not read all of it into memory.
+// A record is too long. The scanner fails before it has read the whole record into memory.
 func TestLongRecords(t *testing.T) {
 	text := `[{"a":1},{"b":"` + strings.Repeat("x", maxRecord) + `"},{"c":"`
 	long := strings.NewReader(strings.Repeat("x", 64*maxRecord))
@@ -156,8 +156,8 @@ func TestFilesThatAreNone(t *testing.T) {
 				!strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
-			// If a good and a bad file are opened together, Open returns the error of the bad file and the
-			// report has the good one.
+			// A good and a bad file are opened together. Open returns the error of the bad file as bad, and
+			// the report uses the good file.
 			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
@@ -173,8 +173,8 @@ func TestFilesThatAreNone(t *testing.T) {
 	}
 }
 
-// A file is cut off at each byte in turn. The report uses all complete operations before the cut and says
-// that the file is truncated.
+// A file is cut off at each byte in turn. The report uses all operations that are complete before the cut,
+// and says that the file is truncated.
 func TestTruncatedAnywhere(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	for n := 1; n <= 3; n++ {
@@ -208,7 +208,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 }
 
-// A file is damaged in the middle. The report says so, and uses what comes before the damage.
+// A file is damaged in the middle. The report says so and uses the part before the damage.
 func TestDamaged(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
 	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
@@ -270,8 +270,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// The scanner returns the same records if it reads the text at once or byte by byte. No input makes the
-// report or the merge fail, and the merged trace is always valid.
+// The scanner returns the same records whether it reads the text at once or byte by byte. Neither the report
+// nor the merge fails on any input that Open accepts, and the merged trace is always valid.
 func FuzzFile(f *testing.F) {
 	f.Add([]byte(horovodFile))
 	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})

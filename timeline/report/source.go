@@ -20,9 +20,9 @@ import (
 )
 
 const (
-	// maxRanks limits the number of ranks, so that a malformed file cannot make the reader use much memory.
+	// maxRanks limits the number of ranks, so that a malformed file cannot make the report use much memory.
 	maxRanks = 1 << 16
-	// maxClockPoints limits how many clock measurements of a file are kept.
+	// maxClockPoints limits how many clock measurements are kept for each file.
 	maxClockPoints = 1024
 	// Stdin is the path that stands for standard input.
 	Stdin = "-"
@@ -30,26 +30,26 @@ const (
 
 // source is one timeline file of a rank.
 type source struct {
-	path string // the path for messages
-	at   string // the path to open; it can be opened more than once
+	path string // the path as messages show it
+	at   string // the path to open, which can be opened more than once
 
-	// survey sets these fields. Times are in ns, except start, which is in microseconds since 1970.
+	// survey sets the following fields. Times are in ns, except that start is in microseconds since 1970.
 	horovod          bool
 	rank, size       int
 	host, domain     string
-	job              string // the name of the job; empty if the file does not have it
+	job              string // the name of the job; empty if the file does not contain it
 	epoch, segment   int64
 	monotonic, start int64
 	points           []clockPoint
 	dropped          int64
 	records          int64
-	// problem is the *FormatError because of which only the beginning of the file is used. It is nil if the
-	// file has no error.
+	// problem is set if only the beginning of the file can be used. It is a *FormatError that says why.
+	// Otherwise it is nil.
 	problem error
 }
 
-// clockPoint is a clock measurement: at time at on this rank's clock, rank 0's clock showed at + offset, with
-// an error of at most err. All three are in ns.
+// clockPoint is a clock measurement. When this rank's clock showed the time in the field at, rank 0's clock
+// showed at + offset, with an error of at most err. All three are in ns.
 type clockPoint struct{ at, offset, err int64 }
 
 var (
@@ -59,9 +59,9 @@ var (
 	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
 )
 
-// find returns the files that a path stands for. For a folder these are the files in it. For a rank's file
-// these are the file and its older segments. For rank 0's file they also include the files and segments of
-// the other ranks beside it.
+// find returns the files that a path stands for. A folder stands for the files in it. A rank's file stands
+// for itself and its older segments. Rank 0's file also stands for the files and segments of the other ranks
+// beside it.
 func find(path string) ([]string, error) {
 	if path == Stdin {
 		return []string{path}, nil
@@ -108,7 +108,7 @@ func find(path string) ([]string, error) {
 		}
 	}
 	if !info.IsDir() && !info.Mode().IsRegular() {
-		all = append(all, path) // a pipe made by the shell, which is read like standard input
+		all = append(all, path) // the path is a pipe made by the shell, which is read like standard input
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: the folder has no timeline files", path)
@@ -116,8 +116,8 @@ func find(path string) ([]string, error) {
 	return all, nil
 }
 
-// spoolOf copies r, which can be read only once, to a temporary file without a name. The caller closes the
-// file.
+// spoolOf copies a reader that can be read only once to a temporary file without a name. The caller closes
+// the file.
 func spoolOf(r io.Reader) (*os.File, error) {
 	f, err := os.CreateTemp("", "hvdrun-timeline-")
 	if err != nil {
@@ -130,8 +130,8 @@ func spoolOf(r io.Reader) (*os.File, error) {
 	return f, nil
 }
 
-// texts passes the text of each event to do until do returns false. If reading ends early, it returns the
-// reason. The reason is a *FormatError if the file violates the format.
+// texts passes the text of each event to the function do, until do returns false or reading fails. It returns
+// the error of reading. The error is a *FormatError if the file violates the format.
 func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	f, err := os.Open(s.at)
 	if err != nil {
@@ -161,8 +161,9 @@ func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	}
 }
 
-// events passes each event that can be decoded to do until do returns false. It returns how many events
-// cannot be decoded. A violation of the format is not an error here, because survey has recorded it.
+// events passes each event that can be decoded to the function do, until do returns false. It returns the
+// number of events that cannot be decoded. It does not return an error for a violation of the format, because
+// survey has recorded the violation.
 func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed int64, err error) {
 	var e event
 	err = s.texts(func(text jsontext.Value) bool {
@@ -178,16 +179,16 @@ func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed 
 	return malformed, err
 }
 
-// survey reads the file once. It records which rank wrote the file and on which clock, and whether the file
-// can be read to its end. It returns an error if nothing in the file can be used.
+// survey reads the file once. It finds out which rank wrote the file, which clock the rank read, and whether
+// the file can be read to its end. It returns an error if nothing in the file can be used.
 func (s *source) survey() error {
 	s.horovod = true
 	var e event
 	merged := false
 	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
-		// Only these events describe the file itself, so survey decodes no others. Errors in other events are
-		// found later.
+		// Only these events describe the file itself, so survey decodes no other events. Errors in other
+		// events are found when the file is read for the report.
 		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) ||
 			parse(text, &e) != nil {
 			return true
@@ -227,7 +228,7 @@ func (s *source) survey() error {
 	return nil
 }
 
-// addPoint adds a clock measurement. If there are too many, it drops every other one.
+// addPoint adds a clock measurement. If there are too many, it drops every second one.
 func (s *source) addPoint(p clockPoint) {
 	if n := len(s.points); n > 0 && p.at <= s.points[n-1].at {
 		return
@@ -259,12 +260,12 @@ type Job struct {
 	spools   []*os.File
 }
 
-// Open finds and surveys the files that the paths stand for. A path is a rank's file, rank 0's file (which
-// also stands for the files of the other ranks beside it), a folder, or Stdin. Files of another job and files
-// that cannot be read are left out. If a path names one of these files itself, bad is the error. err is set
-// if no file can be used.
+// Open finds and surveys the files that the paths stand for. A path is a rank's file, a folder, Stdin, or
+// rank 0's file, which also stands for the files of the other ranks beside it. Files of another job and files
+// that cannot be read are left out. bad is the error if a path does not exist, or if it names a file that
+// cannot be read. err is set if no file can be used.
 //
-// Each file is read twice for a report, and once more for a merge. Standard input is kept in a temporary file
+// A report reads each file twice, and a merge reads it once more. Standard input is kept in a temporary file
 // until Close.
 func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	j := &Job{}
@@ -310,7 +311,8 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	return j, bad, nil
 }
 
-// source returns a source for path that can be read more than once.
+// source returns a source for path. The source can be read more than once, even if path is standard input or
+// a pipe.
 func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 	from := stdin
 	if path == Stdin {
@@ -322,7 +324,7 @@ func (j *Job) source(path string, stdin io.Reader) (*source, error) {
 		if err != nil {
 			return nil, err
 		}
-		defer func() { _ = f.Close() }() // no error matters: the file was only read
+		defer func() { _ = f.Close() }() // the error is ignored, because the file was only read
 		from = f
 	}
 	spool, err := spoolOf(from)
@@ -343,13 +345,13 @@ func (j *Job) Close() error {
 	return err
 }
 
-// problemf adds a text to problems.
+// problemf adds a formatted text to j.problems.
 func (j *Job) problemf(format string, args ...any) {
 	j.problems = append(j.problems, fmt.Sprintf(format, args...))
 }
 
-// arrange sorts the files of a job by rank and segment. If the files belong to several jobs, it uses only the
-// job that started last.
+// arrange sorts the files of a job by rank and segment. If the files belong to several jobs, arrange keeps
+// only the files of the job that started last.
 func (j *Job) arrange(sources []*source) {
 	slices.SortStableFunc(sources, func(a, b *source) int {
 		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.segment, b.segment),
@@ -357,7 +359,7 @@ func (j *Job) arrange(sources []*source) {
 	})
 	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
 	j.size, j.horovod = newest.size, newest.horovod
-	named := newest // the newest file of this job that has the name of the job
+	named := newest // the newest file of this job that contains the job's name
 	for _, s := range sources {
 		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" &&
 			(named.job == "" || s.start > named.start) {
@@ -399,13 +401,13 @@ func (j *Job) arrange(sources []*source) {
 	j.setClocks()
 }
 
-// started returns the time of day at which the rank started, by its own clock, as text.
+// started returns, as text, the time of day at which the rank started according to its own clock.
 func (s *source) started() string { return time.UnixMicro(s.start).UTC().Format(time.RFC3339) }
 
-// dropped returns the number of operations that the rank dropped, according to its files.
+// dropped returns the number of operations that the rank dropped, as stated in its files.
 func (r *rankFiles) dropped() (n int64) {
 	for _, s := range r.segments {
-		n = max(n, s.dropped) // each segment has the total number so far
+		n = max(n, s.dropped) // each segment states the total number so far
 	}
 	return n
 }
@@ -413,11 +415,11 @@ func (r *rankFiles) dropped() (n int64) {
 // host returns the name of the host on which the rank ran.
 func (r *rankFiles) host() string { return r.segments[len(r.segments)-1].host }
 
-// maxText limits the bytes of a text from a file that is kept in memory.
+// maxText limits the bytes of a text that is taken from a file and kept in memory.
 const maxText = 200
 
-// clip shortens a text that is longer than maxText. A checksum at the end distinguishes it from other texts
-// with the same beginning.
+// clip shortens a text that is longer than maxText. It appends a checksum, so that clipped texts with the
+// same beginning stay different.
 func clip(s string) string {
 	if len(s) <= maxText {
 		return s

@@ -8,33 +8,35 @@ import (
 
 // stepFinder infers training steps from tensor names that occur again. A step ends by one of these rules:
 //
-//   - A name occurs that has occurred in the step already, and the step has at least half as many names as
-//     the previous step. A name that occurs several times in each step, as with micro-batches, does not end a
-//     step by itself.
-//   - Half of the names of the step, and more than a few, have occurred again. Then the previous step was of
-//     another kind, such as the broadcasts at the beginning.
+//   - A name occurs that has already occurred in the step, and the step has at least half as many names as
+//     the previous step. A name that occurs several times in each step, as with micro-batches, does not end
+//     a step by itself.
+//   - At least half of the names of the step have occurred again, and these are at least an eighth as many as
+//     the previous step has names. Then the previous step was of another kind, such as the broadcasts at the
+//     beginning.
 //   - In the first step after the start-up, a name occurs for the fourth time.
 type stepFinder struct {
-	// last has a number for each nameID: four times the number of the step, from 1, in which the name
-	// occurred last, plus how often it occurred again in that step, at most 3.
+	// last is indexed by nameID. Its value is 4 * step + repeats: step is the number of the step in which the
+	// name occurred last, counted from 1, and repeats is how often the name occurred again in this step, at
+	// most 3.
 	last                   []int64
 	step                   int64
 	names, again, previous int
 	fresh                  int // the number of names that did not occur in an earlier step
 	begin                  time.Duration
 	lengths                analysis.Sketch
-	// firstBegin is the time at which the first complete step begins. firstStep is its number, or 0 if there
-	// is none yet.
+	// firstBegin is the time at which the first complete step begins. firstStep is the number of this step,
+	// or 0 if it has not begun.
 	firstBegin time.Duration
 	firstStep  int64
 }
 
 // startupSteps limits the number of steps before the first complete one. There may be several, because names
-// may occur again before the training begins.
+// may occur more than once before the training begins.
 const startupSteps = 10
 
-// see processes a name that was submitted at the given time. Names must be passed in the order of the file.
-// see reports whether the name occurs for the first time.
+// see processes a name that was submitted at the given time. Names must be passed in the order in which the
+// file has them. see reports whether the name has not occurred before.
 func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 	if f.step == 0 {
 		f.step, f.begin, f.lengths.Bits = 1, at, 5
@@ -70,8 +72,8 @@ func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
 func (f *stepFinder) end(at time.Duration) {
 	f.lengths.Add(int64(at - f.begin))
 	f.step++
-	// A step is start-up if it is the first, because it includes what a program does only once. One of the
-	// next steps is start-up too if many of its names are new.
+	// The first step counts as start-up, because a program does things in it that it does only once. A later
+	// step counts as start-up if at least a quarter of its names are new and startupSteps is not reached.
 	if f.firstStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
 		f.firstStep, f.firstBegin = f.step, at
 		f.lengths = analysis.Sketch{Bits: f.lengths.Bits}
@@ -80,8 +82,8 @@ func (f *stepFinder) end(at time.Duration) {
 	f.names, f.again, f.fresh = 0, 0, 0
 }
 
-// steps returns the number of steps from the first complete step on, including the last one. It returns 0 if
-// no name occurred again.
+// steps returns the number of steps from the first complete step to the last step, including both. It returns
+// 0 if no name occurs more than once.
 func (f *stepFinder) steps() int64 {
 	if f.firstStep == 0 {
 		return 0

@@ -11,14 +11,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// mostRanks limits the number of ranks in a table.
+// mostRanks is the maximum number of ranks in a table.
 const mostRanks = 32
 
 // WriteText writes the report as text for a terminal.
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
-	// Cells are right-aligned in their columns. The text follows after the last column.
+	// The cells of a row are right-aligned in their columns. After the last column, the row ends with its
+	// text.
 	table := func(columns, text string, rows func(row func(text string, cells ...any))) {
 		t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 		put := func(text string, cells []any) {
@@ -185,8 +186,8 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// shown returns the ranks to show in the table: all ranks, or if there are too many, those that held up the
-// others longest.
+// shown returns the ranks to show in the table. If there are too many ranks, these are the ranks that held up
+// the others longest.
 func (l *Lateness) shown() []LateRank {
 	if len(l.Ranks) <= mostRanks {
 		return l.Ranks

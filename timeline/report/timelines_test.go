@@ -11,26 +11,26 @@ import (
 	"testing"
 )
 
-// training is a simulated job of data-parallel training, in which ranks compute, submit gradients and wait
-// for them. Times are in us.
+// training simulates a data-parallel training job: in each step, ranks compute, submit gradients and wait for
+// them. Times are in us.
 type training struct {
 	ranks, steps, gradients int
 	// compute returns the time from the beginning of a step to its first gradient.
 	compute func(rank, step int) int
-	// backward is the time between two gradients. A rank waits for all gradients at the end of the step. If
-	// oneByOne is set, it waits for each gradient before it submits the next.
+	// backward is the time between the submissions of two gradients. A rank waits for all gradients at the
+	// end of the step. If oneByOne is set, it waits for each gradient before it submits the next one.
 	backward int
 	oneByOne bool
-	// exchange is the time that the exchange of a gradient takes. skew has for each rank how much later than
-	// the first rank it gets the result. trip is the time that a message to or from rank 0 takes if the rank
-	// is on another host.
+	// exchange is the time that the exchange of a gradient takes. skew is indexed by rank: it is how much
+	// later than the first rank this rank gets the result. trip is the travel time of a message between rank
+	// 0 and a rank on another host.
 	exchange int
 	skew     []int
 	trip     int
-	// The rank with the number starts broadcasts its parameters lateBy later than the other ranks.
+	// starts is a rank. It begins to broadcast its parameters later than the other ranks, by lateBy.
 	starts, lateBy int
-	// hosts is the number of hosts. Each host has its own clock, and rank r is on host r mod hosts. If
-	// firstHost is set, only the ranks of host 0 write files.
+	// hosts is the number of hosts. Each host has its own clock. Rank r is on host r mod hosts. If firstHost
+	// is set, only the ranks on host 0 write files.
 	hosts     int
 	firstHost bool
 }
@@ -40,14 +40,14 @@ type trainingRun struct {
 	training
 	rng     *rand.Rand
 	files   []*file
-	started []int // by rank: the time on rank 0's clock at which its ts is 0
-	now     []int // by rank: the current time
-	lane    []int // by rank: the end of the last granted operation
+	started []int // indexed by rank: the time on rank 0's clock at which the rank's ts is 0
+	now     []int // indexed by rank: the current time
+	lane    []int // indexed by rank: the end of the operation granted last
 	number  int
 	seen    map[string]bool
 }
 
-// write simulates the training and writes its timelines to dir.
+// write simulates the training and writes the timelines to a folder.
 func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 	r := &trainingRun{training: t, rng: rng, seen: make(map[string]bool), lane: make([]int, t.ranks)}
 	begin := 5000 * ms
@@ -66,8 +66,8 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 			append(r.now, begin+rng.IntN(ms))
 	}
 	r.now[t.starts] += t.lateBy
-	// First the parameters are broadcast together. Then objects are broadcast one after the other, with names
-	// that occur twice.
+	// First, the parameters are broadcast together. Then objects are broadcast one after the other, and each
+	// of their names occurs twice.
 	r.submit("BROADCAST", 12, 0, false)
 	for range 2 {
 		r.submit("OBJECT", 2, 10*us, true)
@@ -92,7 +92,8 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 	}
 }
 
-// submit makes all ranks submit count operations at intervals of gap, and wait for them.
+// submit makes all ranks submit a number of operations with the time gap between two submissions, and wait
+// for the operations.
 func (r *trainingRun) submit(kind string, count, gap int, oneByOne bool) {
 	for i := range count {
 		name := fmt.Sprint(strings.ToLower(kind), ".", i)
@@ -110,8 +111,8 @@ func (r *trainingRun) submit(kind string, count, gap int, oneByOne bool) {
 	}
 }
 
-// run simulates one operation that each rank submits at its current time. It returns, by rank, when the
-// operation ends.
+// run simulates one operation, which each rank submits at its current time. It returns the end of the
+// operation, indexed by rank.
 func (r *trainingRun) run(kind, name string) []int {
 	r.number++
 	ready, arrivals := 0, make([]int, r.ranks)
@@ -157,14 +158,14 @@ func (r *trainingRun) run(kind, name string) []int {
 	return ended
 }
 
-// Jobs with a known problem are simulated in 20 random variations each. The verdict and the first suggestion
-// name the problem and blame no other rank.
+// Each job has a known problem and is simulated in 20 random variations. The verdict and the first suggestion
+// name the problem and do not blame any other rank.
 func TestKnownTimelines(t *testing.T) {
 	variations := uint64(20)
 	if raceEnabled { // more variations take long and find no further races
 		variations = 2
 	}
-	// normal returns a normally distributed duration with mean us and a standard deviation of 3 %.
+	// normal returns a normally distributed duration with the mean us and a standard deviation of 3 %.
 	normal := func(rng *rand.Rand, us int) int {
 		return int(float64(us) * max(1+0.03*rng.NormFloat64(), 0.8))
 	}
@@ -178,11 +179,11 @@ func TestKnownTimelines(t *testing.T) {
 		}
 	}
 	for name, c := range map[string]struct {
-		// make changes a job in which each rank computes for about usual us. It may use the given rank as the
-		// culprit.
+		// make changes a job in which each rank computes for about the time usual. If the job has a culprit,
+		// it is the given rank.
 		make func(rng *rand.Rand, job *training, usual, rank int)
-		// guilty is set if the given rank is the culprit. Otherwise the verdict and the first suggestion must
-		// begin with verdict and suggestion.
+		// guilty is set if the given rank is the culprit. Otherwise the verdict must begin with the text in
+		// the field verdict, and the first suggestion with the text in the field suggestion.
 		guilty              bool
 		verdict, suggestion string
 	}{
@@ -197,7 +198,7 @@ func TestKnownTimelines(t *testing.T) {
 			}
 		}, verdict: "no rank ", suggestion: "look at the program"},
 		"slow data on one rank": {make: func(rng *rand.Rand, job *training, usual, rank int) {
-			every := 1 + rng.IntN(3) // every batch, every second or every third is slow
+			every := 1 + rng.IntN(3) // either every batch, every second or every third batch is slow
 			job.compute = func(r, step int) int {
 				if r == rank && step%every == 0 {
 					return normal(rng, usual) + every*int(float64(usual)*(0.4+1.2*rng.Float64()))
@@ -208,11 +209,11 @@ func TestKnownTimelines(t *testing.T) {
 		"a slow network": {make: func(rng *rand.Rand, job *training, usual, _ int) {
 			job.hosts, job.trip = 2, 100*us+rng.IntN(5*ms)
 			job.exchange = int(float64(usual)*(1+3*rng.Float64())) / job.gradients
-			for range job.ranks { // as in a ring, some ranks get the results later than others
+			for range job.ranks { // as in a ring, some ranks get the results later than others do
 				job.skew = append(job.skew, rng.IntN(1+job.exchange/3))
 			}
 		}, verdict: "no rank ", suggestion: "look at the network"},
-		// The rank begins each step a little later than the others, and then submits as fast as they do.
+		// The rank begins each step a little later than the others, and then submits as fast as the others.
 		"a rank a little behind": {make: func(rng *rand.Rand, job *training, usual, rank int) {
 			job.oneByOne, job.gradients, job.backward = false, 5+rng.IntN(5), usual/10
 			job.compute = func(r, _ int) int {
@@ -249,8 +250,8 @@ func TestKnownTimelines(t *testing.T) {
 				job.exchange = usual / (20 + rng.IntN(80)) / job.gradients
 				rank := rng.IntN(job.ranks)
 				c.make(rng, &job, usual, rank)
-				// The first step is slower, as in real jobs: caches are cold, and the ranks do not begin
-				// together.
+				// As in real jobs, the first step is slower, because caches are cold and the ranks do not
+				// begin together.
 				compute, warm := job.compute, rng.Perm(job.ranks)
 				job.compute = func(rank, step int) int {
 					if step == 0 {
@@ -309,8 +310,8 @@ func TestKnownTimelines(t *testing.T) {
 	}
 }
 
-// lost returns by how much, per step, the rank computes longer than all others. It replaces compute by a
-// function that returns the same random times again.
+// lost returns how much longer the rank computes per step than all other ranks. It replaces t.compute by a
+// function that returns the same random times when it is called again.
 func (t *training) lost(rank int) float64 {
 	table, sum := make([][]int, t.steps), 0
 	for step := range table {

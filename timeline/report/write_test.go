@@ -16,7 +16,7 @@ const (
 	ms = 1000 * us
 )
 
-// rankID has the fields in the header of a timeline file.
+// rankID has the values in the header of a timeline file.
 type rankID struct {
 	rank, size     int
 	host, domain   string
@@ -26,13 +26,13 @@ type rankID struct {
 	job            string
 }
 
-// testTensor is one tensor of an operation at one rank. Times are in us.
+// testTensor is one tensor of an operation at one rank. All times are in us.
 type testTensor struct {
 	name      string
 	submitted int
 	bytes     int
-	// arrivals are the times at which requests arrived, by position in the set. 0 means that no request
-	// arrived.
+	// arrivals has the times at which requests arrived, indexed by position in the set. A time is 0 if no
+	// request arrived.
 	arrivals []int
 	miss     bool
 	fails    string
@@ -45,14 +45,14 @@ type testActivity struct {
 
 type testOp struct {
 	set, number           int
-	kind                  string // ALLREDUCE if it is empty
+	kind                  string // ALLREDUCE if the string is empty
 	granted, begun, ended int
 	tensors               []testTensor
 	activities            []testActivity
 	backend               string
 }
 
-// file writes a rank's timeline in the format that the package timeline writes.
+// file builds the text of a rank's timeline in the format of package timeline.
 type file struct {
 	b    bytes.Buffer
 	pids map[string]int
@@ -143,7 +143,8 @@ func (f *file) end(at, dropped int) string {
 	return f.b.String() + "\n]\n"
 }
 
-// put writes text to a file in dir and returns its path. If name ends in .gz, the text is compressed.
+// put writes text to a file in the folder dir and returns the path of the file. If the name ends in .gz, the
+// text is compressed.
 func put(t testing.TB, dir, name, text string) string {
 	t.Helper()
 	data := []byte(text)
@@ -165,7 +166,7 @@ func put(t testing.TB, dir, name, text string) string {
 	return path
 }
 
-// openJob opens the files at paths, and fails the test if one of them cannot be read. It closes the job when
+// openJob opens the files at paths, and fails the test if one of them cannot be read. The job is closed when
 // the test ends.
 func openJob(t testing.TB, paths ...string) *Job {
 	t.Helper()
@@ -191,22 +192,22 @@ func reportOf(t testing.TB, paths ...string) *Report {
 	return r
 }
 
-// straggler is a job of 4 ranks and 50 steps of 100 ms, in which one rank is 5 ms late in each step. A step
-// has an operation with two tensors, and 1 ms later one with a single tensor.
+// straggler is a job of 4 ranks and 50 steps of 100 ms, in which one rank is 5 ms late in each step. Each
+// step has an operation with two tensors, and 1 ms later an operation with one tensor.
 type straggler struct {
 	late     int
 	cached   bool
 	arrivals bool
 	domains  []string
-	// started has, for each rank, the time on rank 0's clock at which its ts is 0. monotonic has the same
-	// moment on the clock of the rank's domain.
+	// started and monotonic are indexed by rank and are the moment at which the rank's ts is 0. started is
+	// this moment on rank 0's clock, and monotonic is the same moment on the clock of the rank's domain.
 	started, monotonic []int
 	clockError         int
 }
 
 const (
 	stragglerSteps = 50
-	stragglerBegin = 5000 * ms // all ranks have started by then
+	stragglerBegin = 5000 * ms // a moment at which all ranks have started
 )
 
 func (s straggler) write(t testing.TB, dir, extension string) string {

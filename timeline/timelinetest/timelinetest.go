@@ -16,20 +16,21 @@ import (
 	"strings"
 )
 
-// Summary is the content of one timeline file.
+// Summary is the content of one timeline file, as read by Read.
 type Summary struct {
 	Rank, Size, Segment int
 	Epoch               uint64
-	// Job is the name of the job in the measurements of the clock.
+	// Job is the name of the job, as stated by the clock measurements.
 	Job string
 	// Operations has one entry for each bar of an operation on a tensor, in the order of the file.
 	Operations []Operation
 	Cycles     int
 	Clocks     []Clock
-	// Names has the names of the tracks by pid, from pid 1.
+	// Names has the names of the tracks, in the order of their pids, which begin at 1.
 	Names []string
-	// Ended is set if the timeline was closed in order. Dropped is the number of operations that were dropped
-	// until then. If Ended is false, it is the number dropped until the segment began.
+	// Ended is set if the file has the event hvd_end, which Close writes. Then Dropped is the number of
+	// operations that were dropped in total. Otherwise Dropped is the number of operations that were dropped
+	// before the segment began.
 	Ended   bool
 	Dropped uint64
 }
@@ -41,13 +42,13 @@ type Operation struct {
 	Number     uint64
 	Kind       string
 	Negotiated string
-	// Times are in microseconds since the start of the timeline. Submitted and Sent are taken from the
+	// These times are in microseconds since the start of the timeline. Submitted and Sent come from the
 	// arguments of events, the other times from the bars.
 	Begin, Submitted, Sent, Granted, Begun, Ended float64
 	Cached                                        bool
-	// Arrivals has the times at which requests arrived, by the position of the rank in its process set. Last
-	// is the position of the last rank, and Late the time from the first to the last arrival. If a request is
-	// missing, Last is -1 and Late is 0.
+	// Arrivals maps the position of a rank in its process set to the time at which its request arrived. Last
+	// is the position of the rank whose request arrived last, and Late is the time from the first arrival to
+	// the last. If a request is missing, Last is -1 and Late is 0.
 	Arrivals map[int]float64
 	Last     int
 	Late     float64
@@ -58,18 +59,18 @@ type Operation struct {
 	Fused                                  int
 }
 
-// Clock is a measurement of the clock.
+// Clock is a measurement of this rank's clock against rank 0's. Times are in microseconds.
 type Clock struct{ At, Offset, Error float64 }
 
-// Check reads a segment, compressed or not. If the segment violates a rule of the format, it returns an error
-// for the first violation.
+// Check reads a segment, which may be compressed. If the segment violates rules of the format, Check returns
+// an error for the first violation.
 func Check(r io.Reader) error {
 	_, err := Read(r)
 	return err
 }
 
-// event is an event of the file. Fields that are missing in some events are pointers. A field that is not
-// listed here is an error.
+// event is an event of the file. A field that not all events have is a pointer. A file with a field that
+// event does not have is invalid.
 type event struct {
 	Name  *string          `json:"name"`
 	Phase string           `json:"ph"`
@@ -94,8 +95,8 @@ type track struct {
 	open  []bar
 	ticks []string
 	op    Operation
-	// negotiated is set while the negotiation has ended and the bar of the operation must follow at the same
-	// time.
+	// negotiated is set from the end of the negotiation to the end of the operation. The bar of the operation
+	// must begin at the time at which the negotiation ended.
 	negotiated bool
 }
 
@@ -103,8 +104,9 @@ type checker struct {
 	s      Summary
 	line   int
 	tracks map[int]*track
-	// waiting is the pid of a new track whose name has been read but no event yet: its first event must come
-	// next. sorted is set if the sort index of the track has been read too.
+	// waiting is the pid of a track whose name was the last event, because the first event of a track must
+	// follow its name. It is -1 if there is no such track. sorted is set if the sort index of the track has
+	// been read too.
 	waiting int
 	sorted  bool
 }
@@ -118,7 +120,7 @@ var (
 	}
 )
 
-// Read checks a segment as Check does, and returns its content.
+// Read checks a segment as Check does, and returns the content of the segment.
 func Read(r io.Reader) (*Summary, error) {
 	in := bufio.NewReader(r)
 	if magic, err := in.Peek(2); err == nil && magic[0] == 0x1f && magic[1] == 0x8b {
@@ -126,7 +128,8 @@ func Read(r io.Reader) (*Summary, error) {
 		if err != nil {
 			return nil, err
 		}
-		// There must be only one gzip member, because some tools read only the first.
+		// Multistream(false) stops after one gzip member, because a file must have only one: some tools read
+		// only the first.
 		z.Multistream(false)
 		text, err := io.ReadAll(z)
 		if err != nil {
@@ -174,7 +177,7 @@ func Read(r io.Reader) (*Summary, error) {
 	return &c.s, nil
 }
 
-// args decodes the arguments of an event. Unknown arguments are an error.
+// args decodes the arguments of an event. An unknown argument is an error.
 func args(e *event, to any) error {
 	if e.Args == nil {
 		return fmt.Errorf("%s has no args", e.Phase)
@@ -182,8 +185,8 @@ func args(e *event, to any) error {
 	return e.inner.decode(e.Args, to)
 }
 
-// inner decodes the arguments of all events with a single decoder. A new decoder for each event would take as
-// long as all other checks together.
+// inner decodes the arguments of all events with one decoder. If each event had a new decoder, decoding would
+// take as long as all other checks together.
 type inner struct {
 	text    bytes.Buffer
 	decoder *json.Decoder
@@ -196,14 +199,14 @@ func newInner() *inner {
 	return n
 }
 
-// decode decodes value, which is a complete JSON value, into to.
+// decode decodes value, a complete JSON value, into the variable that to points to.
 func (n *inner) decode(value []byte, to any) error {
 	n.text.Write(value)
 	return n.decoder.Decode(to)
 }
 
-// isMicros reports whether n is a number of microseconds in the form that the writer uses: no exponent, at
-// most 3 decimals, and the last decimal is not 0.
+// isMicros reports whether n is a number in the form in which the writer writes microseconds: it has no
+// exponent and at most 3 decimals, of which the last is not 0.
 func isMicros(n []byte) bool {
 	whole, decimals, split := bytes.Cut(bytes.TrimPrefix(n, []byte("-")), []byte("."))
 	digits := func(b []byte) bool {

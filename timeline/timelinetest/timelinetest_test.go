@@ -52,15 +52,15 @@ func TestSound(t *testing.T) {
 	}
 }
 
-// A sound file is changed: a line is removed, two lines are swapped, or a value is changed. Check returns an
-// error for each of these files.
+// A valid file is changed: a line is removed, two lines are swapped, or a value is changed. Check returns an
+// error for each changed file.
 func TestBroken(t *testing.T) {
 	lines := strings.SplitAfter(sound, "\n")
 	for i := range lines[:len(lines)-1] {
 		switch {
 		case i == 4 || i == 5 || i == 18:
-			// Clock, cycle and end are optional. Without the end the file is still malformed, but only
-			// because the comma before it is left.
+			// Clock, cycle and end events are optional, so the file stays valid without them. If the end is
+			// removed, the comma before it makes the file malformed.
 			continue
 		}
 		if err := timelinetest.Check(strings.NewReader(strings.Join(append(lines[:i:i], lines[i+1:]...),
@@ -70,7 +70,7 @@ func TestBroken(t *testing.T) {
 	}
 	for i := 1; i < len(lines)-4; i++ {
 		if i == 4 {
-			continue // only their times keep these two lines from being swapped
+			continue // these two lines may be in any order, except for their times
 		}
 		swapped := strings.Join(lines[:i], "") + lines[i+1] + lines[i] + strings.Join(lines[i+2:], "")
 		if err := timelinetest.Check(strings.NewReader(swapped)); err == nil && i != 5 {
