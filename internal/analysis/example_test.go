@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Example finds the ranks that were late and the ranks that others wait for. In each of three steps, rank 1
+// Example finds out which ranks were late and which ranks others wait for. In each of three steps, rank 1
 // asks for an operation 5 ms after rank 0. Then rank 0 asks for another operation, and rank 1 does not.
 func Example() {
 	const ms = time.Millisecond

@@ -6,57 +6,60 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// HeldUp says for how long one rank held up all others.
+// HeldUp is the result of Held for one rank.
 type HeldUp struct {
 	Rank topo.Rank
-	// Last is the number of operations that the rank asked for last of all ranks.
+	// Last is the number of operations for which this rank was the last of all ranks to ask.
 	Last uint64
 	// Held is the wall time during which the rank held up all others. No moment counts twice, neither for one
 	// rank nor for two ranks.
 	Held time.Duration
 }
 
-// Held adds up for how long each rank held up all others. It follows these rules, which docs/timeline.md
+// Held measures for how long each rank held up all others. It follows these rules, which docs/timeline.md
 // explains:
 //
 //  1. A rank holds up all others while they have asked for an operation and it has not.
-//  2. Several operations may be in flight at the same time. While at least one operation waits for the rank,
-//     and until the ranks wait for an operation before they go on, only the longest wait counts. For
-//     example, a rank that is 5 ms late with a hundred operations at once holds up the others for 5 ms.
+//  2. Several operations may be in flight at the same time. Of successive waits for a rank only the longest
+//     counts, until no operation waits for the rank and the ranks have since waited for an operation before
+//     they went on. For example, a rank that is 5 ms late with a hundred operations at once holds up the
+//     others for 5 ms.
 //  3. No moment counts twice. If the others wait for two ranks, for two operations, the time counts for the
-//     rank that asks first. From then on it counts for the other rank. So the sum over all ranks is at most
-//     the wall time.
+//     rank that asks first. The time after it has asked counts for the other rank. So the sum over all ranks
+//     is at most the wall time.
 //
-// The zero value is ready to use. Times may be relative to any moment. A Held is not safe for concurrent use.
+// The zero value is ready to use. Times may be relative to any moment, which must be the same for all calls.
+// A Held is not safe for concurrent use.
 type Held struct {
 	ranks []lateRank
-	// charged is the end of the last period that counted for a rank.
+	// charged is the end of the last period that was charged to a rank.
 	charged time.Duration
-	begun   bool   // whether charged is set
-	waited  uint64 // the number of operations that the ranks waited for
+	begun   bool   // set if charged has a value
+	waited  uint64 // the number of operations so far that the ranks waited for
 }
 
-// lateRank has the sum of a rank, and what charge needs to know of the rank's most recent wait.
+// lateRank has the result for a rank, and the state that charge needs of the rank's most recent waits.
 type lateRank struct {
 	HeldUp
-	// asked is the time at which the rank was most recently the last to ask for an operation, and waited is
-	// the value of Held.waited then. longest is the longest of the waits that overlap since then. Only the
-	// longest counts.
+	// asked is the time at which the rank was last to ask for an operation, most recently, and waited is the
+	// value of Held.waited at that time. longest is the longest of the successive waits of which, by rule 2
+	// of Held, only the longest counts.
 	asked, longest time.Duration
 	waited         uint64
 }
 
-// NewHeld returns an empty Held with room for the given number of ranks. Add makes room for more ranks if
-// needed.
+// NewHeld returns an empty Held with room for the given number of ranks. Add allocates room for further ranks
+// if needed.
 func NewHeld(ranks int) Held {
 	var l Held
 	l.rank(topo.Rank(ranks - 1))
 	return l
 }
 
-// Add counts an operation for which rank r asked last, at time asked. All other ranks had asked for it by
-// others. waited is true if the ranks wait for the operation before they ask for another one, or if that is
-// not known. Operations must be added in the order of asked.
+// Add counts an operation for which rank r was the last to ask. It asked at the time in the argument asked.
+// The argument others is the time by which all other ranks had asked. The argument waited is true if the
+// ranks wait for this operation before they ask for another one, or if that is not known. Operations must be
+// added in the order of the times at which their last rank asked.
 func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	if wait := asked - others; wait > 0 {
 		l.charge(l.rank(r), wait, others, asked)
@@ -66,7 +69,8 @@ func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	}
 }
 
-// charge adds to the sum of k the part of a wait that no earlier wait covers.
+// charge adds a wait to the time for which rank k held up the others, without the part that earlier waits
+// cover.
 func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	charge := wait
 	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {
@@ -87,7 +91,7 @@ func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	}
 }
 
-// rank returns the entry of a rank, and makes room for it if needed.
+// rank returns the entry of a rank, and allocates it if needed.
 func (l *Held) rank(r topo.Rank) *lateRank {
 	for len(l.ranks) <= int(r) {
 		l.ranks = append(l.ranks, lateRank{HeldUp: HeldUp{Rank: topo.Rank(len(l.ranks))}})
@@ -95,7 +99,7 @@ func (l *Held) rank(r topo.Rank) *lateRank {
 	return &l.ranks[r]
 }
 
-// Ranks returns the sums so far, indexed by rank.
+// Ranks returns the results so far, indexed by rank.
 func (l *Held) Ranks() []HeldUp {
 	all := make([]HeldUp, len(l.ranks))
 	for r := range l.ranks {

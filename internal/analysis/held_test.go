@@ -10,9 +10,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// ask is an operation that one rank asked for last, at asked, after the others had asked by others. Times are
-// in ms. If rank is 0 or more, this is the last rank, and the ranks waited for the operation. If rank is
-// negative, the last rank is ^rank, and the others went on without waiting.
+// ask is an operation that one rank asked for last. The other ranks had asked by the time in others, and the
+// last rank asked at the time in asked. Times are in ms. If rank is at least 0, it is the last rank, and the
+// ranks waited for the operation. If rank is negative, the last rank is ^rank, and the others went on without
+// waiting.
 type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {
@@ -42,22 +43,22 @@ func TestHeld(t *testing.T) {
 		"one operation":       {[]ask{{1, 3, 8}}, []int{0, 5, 0}},
 		"before time began":   {[]ask{{1, -9, -7}, {1, -6, -5}}, []int{0, 3, 0}},
 		"one after the other": {[]ask{{1, 0, 5}, {1, 10, 15}, {1, 20, 25}}, []int{0, 15, 0}},
-		// Rank 0 reads a checkpoint, and the others wait for it in twelve broadcasts at the same time.
+		// Rank 0 reads a checkpoint, and the others wait for it in twelve broadcasts at once.
 		"side by side": {slices.Repeat([]ask{{0, 0, 10}}, 12), []int{10, 0, 0}},
-		// Rank 2 is always 5 ms behind, falls behind slowly, or catches up.
+		// Rank 2 is always 5 ms behind, falls behind slowly, or catches up slowly.
 		"behind all the time": {[]ask{{2, 0, 5}, {2, 2, 7}, {2, 4, 9}, {2, 6, 11}}, []int{0, 0, 5}},
 		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
-		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. The others do not wait
-		// for all operations, or rank 1 is not late in those that they wait for.
+		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. Either the others do
+		// not wait for all operations, or rank 1 is not late in the operations that they wait for.
 		"not waited for": {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}},
 			[]int{0, 3, 0}},
 		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},
 		"waited for, not behind": {[]ask{{^1, 0, 2}, {1, 10, 10}, {^1, 20, 22}, {1, 30, 30}}, []int{0, 4, 0}},
-		// Until 6 ms the time is charged to rank 0. Only the rest is charged to rank 1.
+		// The time up to 6 ms is charged to rank 0, and only the rest to rank 1.
 		"two ranks": {[]ask{{0, 0, 6}, {1, 1, 8}}, []int{6, 2, 0}},
-		// The wait for the last operation began first. The time that was charged for the operations in
-		// between does not count again.
+		// The wait for the last operation began first. The time that was charged for the operations before it
+		// does not count again.
 		"a long one around others": {[]ask{{1, 1, 5}, {1, 10, 14}, {1, 20, 24}, {1, 0, 26}}, []int{0, 14, 0}},
 	} {
 		if got := held(c.asks...); !slices.Equal(got, c.want) {
@@ -66,7 +67,7 @@ func TestHeld(t *testing.T) {
 	}
 }
 
-// For random operations, the times charged to all ranks add up to at most the time during which some
+// Random operations are added. The times charged to all ranks add up to at most the time during which some
 // operation waited for exactly one rank. If each operation is added twice, the result is the same.
 func TestLatenessIsWallTime(t *testing.T) {
 	for seed := range uint64(300) {

@@ -11,34 +11,35 @@ import (
 )
 
 const (
-	// maxPending limits how many records and arrivals are kept of operations for which the records of other
-	// ranks are missing.
+	// maxPending limits the total number of records and arrivals that are kept for operations with missing
+	// records. A record is missing if a rank has not added it yet.
 	maxPending = 1 << 19
-	// maxSlots limits the number of these operations.
+	// maxSlots limits the number of operations with missing records.
 	maxSlots = 1 << 16
-	// window is how long an operation waits for missing records. Ranks usually end an operation within
-	// moments of each other, but some may be far ahead, for example the root of a broadcast.
+	// window is how long an operation waits for missing records. Ranks usually end an operation at nearly the
+	// same time, but some may be far ahead, for example the root of a broadcast.
 	window = 10 * time.Second
-	// maxWaits limits how many waits are kept for sorting.
+	// maxWaits limits the number of waits that are kept to be sorted.
 	maxWaits = 1 << 15
-	// maxEnds is how many ended operations a member remembers.
+	// maxEnds is the number of ended operations that a member remembers.
 	maxEnds = 64
 
 	never   = time.Duration(math.MinInt64)
 	forever = time.Duration(math.MaxInt64)
 )
 
-// Clock describes how exactly a rank's times are known on the clock that all ranks share.
+// Clock says how a rank's times relate to the times of other ranks, and how exact they are.
 type Clock struct {
-	// Domain is a number that is equal for ranks whose times are exact relative to each other.
+	// Domain is a number for the clock that the rank reads. Times of ranks with the same number are exact
+	// relative to each other.
 	Domain int
 	// Error is the greatest error of the rank's times relative to ranks in other domains. Known is false if
-	// this error is not bounded.
+	// no bound for this error is known.
 	Error time.Duration
 	Known bool
 }
 
-// apart returns the greatest difference up to which times of the two ranks count as equal.
+// apart returns the greatest difference at which times of the two ranks count as equal.
 func (c Clock) apart(other Clock) time.Duration {
 	if c.Domain == other.Domain {
 		return 0
@@ -46,31 +47,31 @@ func (c Clock) apart(other Clock) time.Duration {
 	return c.Error + other.Error
 }
 
-// Late finds which ranks were late in the operations of a job, by the rules in docs/timeline.md. The records
-// of one rank must be added in the order in which its operations ended. The records of different ranks may
-// alternate in any way. Memory is bounded by constants and by the number of records by which one rank is
-// ahead of another.
+// Late finds out which ranks were late in the operations of a job, by the rules in docs/timeline.md. The
+// records of one rank must be added in the order in which its operations ended. The records of different
+// ranks may alternate in any way. Memory is bounded by constants and by the number of records that one rank
+// is ahead of another.
 type Late struct {
-	// waited is called for each time that a rank waited for the submissions of other ranks.
+	// waited is called each time a rank waited for the submissions of other ranks.
 	waited   func(m *Member, from, to, granted time.Duration)
 	members  []*Member
-	clockErr time.Duration // the greatest clock error of the members
+	clockErr time.Duration // the greatest clock error of any member
 
 	pending map[operation]*slot
-	// queue has the slots of pending from index head on, the oldest first. Slots that are done are removed
-	// when they reach the front.
+	// queue has the slots of pending in the order in which they were added, beginning at index head. A slot
+	// that is done is removed when it is the first.
 	queue []*slot
 	head  int
-	// kept is the number of records and arrivals in the slots of pending.
+	// kept is the total number of records and arrivals in the slots of pending.
 	kept    int
 	tensors map[string]*tensor
-	asked   []*Member // by rank; for ranks without records whose arrivals are known
+	asked   []*Member // by rank; only ranks that have no records but known arrivals
 
-	// held has how long each rank held up all others, and startup has the part of it before startupEnd.
-	// startupEnd becomes steadyFrom when the first operation after steadyFrom is counted. waits are added to
-	// held in the order in which they ended. any has one entry, rank 0, which stands for any rank that was
-	// last. It has how long some rank waited, by the same rules, and startupAny is the part of it before
-	// startupEnd.
+	// held measures how long each rank held up all others. waits has the waits that are not in held yet,
+	// because they must be added in the order in which they ended. startup has the values of held at
+	// startupEnd. startupEnd becomes steadyFrom when the first operation after steadyFrom is counted. any
+	// measures how long some rank waited, by the same rules: its only entry, rank 0, stands for whichever
+	// rank was last. startupAny is the value of any at startupEnd.
 	held, any              Held
 	waits                  waits
 	startup                []HeldUp
@@ -81,18 +82,18 @@ type Late struct {
 	ranks map[int]*RankLateness
 }
 
-// Lateness is the result of Late. It says which ranks were late and how late. It covers the time after the
-// start-up, except for fields that say otherwise.
+// Lateness is the result of Late. It says which ranks were late and how late. Unless a field says otherwise,
+// it is about the time after the start-up.
 type Lateness struct {
 	// Compared is the number of operations for which the submission times of at least two ranks are known.
 	// Alone is the number of operations of process set 0 for which the submission time of only one rank is
 	// known.
 	Compared, Alone int64
-	// Arrivals is set if, for some ranks, the times at which their requests arrived at rank 0 are used in
-	// place of their submission times. It covers the start-up too.
+	// Arrivals is set if the submission times of some ranks are unknown, so that the times at which their
+	// requests arrived at rank 0 are used instead. It covers the start-up too.
 	Arrivals bool
-	// Waited is the total time, in ns, that ranks waited. For each operation and rank it is the time from the
-	// rank's own submission to the last rank's submission.
+	// Waited is the total waiting time, in ns. For each operation, each rank contributes the time from its
+	// own submission to the last rank's submission.
 	Waited float64
 	// Anybody is the wall time during which at least one rank waited for another.
 	Anybody time.Duration
@@ -103,41 +104,41 @@ type Lateness struct {
 // RankLateness says how late one rank was.
 type RankLateness struct {
 	Rank int
-	// Last is the number of operations that this rank submitted last. If the clocks are too inexact to tell
-	// which of several ranks was last, each of them counts.
+	// Last is the number of operations that this rank submitted last. If the clocks are not exact enough to
+	// tell which of several ranks was last, the operation counts for each of them.
 	Last int64
-	// Caused is the part of Lateness.Waited that the rank caused, in ns.
+	// Caused is the part of Lateness.Waited that was caused by this rank, in ns.
 	Caused float64
-	// Held is how long the rank held up all others after the start-up. StartupHeld is the same for the
-	// start-up.
+	// Held is the time after the start-up for which the rank held up all others. StartupHeld is the same for
+	// the start-up.
 	Held, StartupHeld time.Duration
 	// Lateness has one value for each operation: the time in ns from the first rank's submission to this
-	// rank's.
+	// rank's submission.
 	Lateness Sketch
 }
 
-// Member is a rank whose records are added to a Late.
+// Member is a rank of the job, in whose name records are added to a Late.
 type Member struct {
 	Rank  int
 	Clock Clock
-	ends  [maxEnds]ending // a ring buffer of the operations that ended last
+	ends  [maxEnds]ending // a ring buffer of the most recently ended operations
 	ended int
 }
 
-// operation identifies an operation in the job.
+// operation identifies an operation by its process set and its number.
 type operation struct {
 	set    uint32
 	number uint64
 }
 
-// tensor is what Late knows of a tensor name.
+// tensor is the state that Late keeps for a tensor name.
 type tensor struct {
-	// overtaken is set if a rank submitted another operation while this tensor was in flight. So the program
-	// goes on without waiting for this tensor.
+	// overtaken is set if a rank submitted another operation while this tensor was in flight. This shows that
+	// the program goes on without waiting for this tensor.
 	overtaken bool
 }
 
-// slot is an operation for which not all members have added their record yet.
+// slot is an operation for which some members have not added their records yet.
 type slot struct {
 	operation
 	kind      string
@@ -148,31 +149,32 @@ type slot struct {
 	done      bool
 }
 
-// submission is the submission of an operation by a rank: when it was, and which operation had ended at the
-// rank before.
+// submission is the submission of an operation by a rank. The field before is the operation that had ended
+// last at the rank when it submitted.
 type submission struct {
 	*Member
-	at, granted time.Duration // at is 0 if it is not known
+	at, granted time.Duration // the time of submission (0 if it is not known) and of the grant
 	before      ending
 }
 
-// ending is an operation that has ended at a rank. If no operation has ended, its field ended is never.
+// ending is an operation that has ended at a rank. If it stands for no operation, the field ended is never.
 type ending struct {
 	operation
 	submitted, ended time.Duration
 	last             *tensor
 }
 
-// wait is an operation that rank submitted last, at asked. The first rank submitted it at first, and all but
-// the last had submitted it by others. last is the tensor of the operation. If last is nil, it is certain
-// that the ranks waited for the operation.
+// wait is the wait of the other ranks for the last rank that submitted an operation. first is the time of the
+// first rank's submission, others the time by which all but the last rank had submitted, and asked the time
+// of the last rank's submission. last is the tensor of the operation. If last is nil, the ranks certainly
+// waited for the operation before they went on.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
 	last                 *tensor
 }
 
-// waits is a heap of waits, ordered by asked, the time at which a wait ended.
+// waits is a heap of waits. The first one is the wait that ended first, by its field asked.
 type waits []wait
 
 func (w waits) Len() int           { return len(w) }
@@ -186,9 +188,9 @@ func (w *waits) Pop() any {
 	return x
 }
 
-// NewLate returns an empty Late. Late calls waited for each rank of an operation: the rank submitted at from
-// and waited for the submissions of others until to, when the last rank submitted. The operation was granted
-// a little later, at granted.
+// NewLate returns an empty Late. It calls the function waited for each rank of an operation that waited for
+// other ranks. The rank submitted the operation at the time from and waited until the time to, when the last
+// rank submitted. The operation was granted a little later, at the time granted.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
@@ -197,7 +199,7 @@ func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	}
 }
 
-// Member adds a rank. All ranks must be added before the first record. Rank 0, if it is added, must be the
+// Member adds a rank. All ranks must be added before the first record. If rank 0 is added, it must be the
 // first.
 func (l *Late) Member(rank int, clock Clock) *Member {
 	m := &Member{Rank: rank, Clock: clock}
@@ -208,7 +210,7 @@ func (l *Late) Member(rank int, clock Clock) *Member {
 	return m
 }
 
-// rank returns the findings about a rank. If there are none yet, it makes an empty entry.
+// rank returns the findings about a rank. If there are none yet, it adds an empty entry.
 func (l *Late) rank(rank int) *RankLateness {
 	s := l.ranks[rank]
 	if s == nil {
@@ -218,21 +220,21 @@ func (l *Late) rank(rank int) *RankLateness {
 	return s
 }
 
-// Steady says that the start-up ended at time at. It drops all findings up to then, except how long each rank
-// held up the others.
+// Steady says that the start-up ended at the given time. It drops all findings about the start-up except for
+// how long each rank held up the others.
 func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
 }
 
-// Step records that a training step began at m. The beginning counts as an operation that the ranks wait for,
-// because a program waits for at least one operation in each step.
+// Step records that a training step began at rank m. The beginning counts as an operation that the ranks wait
+// for, because a program waits for at least one operation in each step.
 func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Rank, at, at, at, nil}) }
 
-// Add adds the record of an operation that has ended at a rank. arrivals has, for each position in the
-// process set, the time at which the rank's request arrived at rank 0. It is empty if these times are not
-// known. If the operation has several tensors, r must be the record of the tensor that was submitted last. An
-// operation without a number is not compared with other ranks' operations.
+// Add adds the record of an operation that has ended at a rank. If the operation has several tensors, r must
+// be the record of the tensor that the rank submitted last. arrivals is indexed by position in the process
+// set: it has the times at which the requests of the ranks arrived at rank 0. It is empty if these times are
+// not known. An operation without a number is not compared with other ranks' operations.
 func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	o, last := operation{r.Set, r.Number}, l.tensor(r.Name)
 	p := l.pending[o]
@@ -247,7 +249,8 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.kept++
-	// Arrivals are indexed by position in the set. Only in process set 0 the position is the rank.
+	// Arrivals are indexed by position in the process set. The position equals the rank only in process set
+	// 0.
 	if r.Set == 0 && len(p.arrivals) == 0 {
 		p.arrivals = append(p.arrivals, arrivals...)
 		l.kept += len(arrivals)
@@ -257,7 +260,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	}
 }
 
-// tensor returns the entry of a tensor name. If there is none yet, it makes one. For an empty name it returns
+// tensor returns the entry of a tensor name. If there is none yet, it adds one. For an empty name it returns
 // nil.
 func (l *Late) tensor(name string) *tensor {
 	if name == "" {
@@ -271,7 +274,7 @@ func (l *Late) tensor(name string) *tensor {
 	return t
 }
 
-// before returns the last operation that ended at the rank at or before the time by.
+// before returns the last operation that had ended at the rank at a given time.
 func (m *Member) before(by time.Duration) ending {
 	last := ending{ended: never}
 	for i := range m.ends[:min(m.ended, maxEnds)] {
@@ -282,10 +285,10 @@ func (m *Member) before(by time.Duration) ending {
 	return last
 }
 
-// end records an operation that has ended. It marks operations as overtaken: those that were in flight when
-// this one was submitted, and this one if another was submitted while it was in flight. A program that waits
-// for an operation cannot submit another one meanwhile. So it does not wait for overtaken operations before
-// it goes on, and does not in other steps either.
+// end records an operation that has ended. A program that waits for an operation cannot submit another one in
+// the meantime. So end marks each operation as overtaken that was in flight when this operation was
+// submitted. It marks this operation as overtaken if another one was submitted while it was in flight. In
+// later steps too, the program does not wait for an overtaken operation before it goes on.
 func (m *Member) end(o ending) {
 	for i := range m.ends[:min(m.ended, maxEnds)] {
 		overtaken := o.last
@@ -304,8 +307,8 @@ func (m *Member) end(o ending) {
 	m.ended++
 }
 
-// Advance says that the records of all members have reached the time frontier. Operations that ended long
-// before are judged, even if records of them are missing.
+// Advance says that the records of all members have reached the time frontier. It judges the operations that
+// ended long before this time, even if some of their records are missing.
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]
@@ -322,8 +325,8 @@ func (l *Late) Advance(frontier time.Duration) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
 		l.head = 0
 	}
-	// Waits that ended before this time are complete and can be counted: operations that are judged later
-	// were submitted later, except those that took longer than the window.
+	// Waits that ended before this time are complete and can be counted. Operations that are judged later
+	// were submitted later, unless they took longer than the window.
 	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier ||
 		len(l.waits) > maxWaits) {
 		l.count(heap.Pop(&l.waits).(wait))
@@ -336,7 +339,7 @@ func (l *Late) Findings() *Lateness {
 	f := l.found
 	startup, rest := l.startup, l.held.Ranks()
 	f.Anybody = l.anybodyWaited() - l.startupAny
-	if l.steadyFrom != l.startupEnd { // no wait was counted after the start-up
+	if l.steadyFrom != l.startupEnd { // true if no wait after the start-up was counted
 		startup, rest, f.Anybody = rest, nil, 0
 	}
 	for rank := range rest {
@@ -373,7 +376,7 @@ func (l *Late) count(w wait) {
 	l.any.Add(0, w.first, w.asked, waited)
 }
 
-// anybodyWaited returns for how long so far some rank has waited for another, including the start-up.
+// anybodyWaited returns the time so far in which some rank waited for another, including the start-up.
 func (l *Late) anybodyWaited() time.Duration {
 	if all := l.any.Ranks(); len(all) > 0 {
 		return all[0].Held
@@ -381,15 +384,15 @@ func (l *Late) anybodyWaited() time.Duration {
 	return 0
 }
 
-// judge finds which ranks were late for an operation and how long the other ranks waited for them.
+// judge finds out which ranks were late for an operation and how long the other ranks waited for them.
 //
-// A rank that submits at time s waits until L, when the last rank submits. To attribute this time to ranks,
-// judge goes backwards from L. From the second latest submission to the latest, all others wait only for the
-// latest rank. From the third latest to the second latest, they wait for the latest two ranks. There it would
-// not have helped if only the latest rank had been faster or only the second latest. judge charges the time
-// between two successive submissions to the later one. So the sum of the charges is exactly the time that the
-// ranks waited. If the clocks cannot tell the submissions of several ranks apart, these ranks share a charge.
-// A rank that the clocks cannot tell from the late ranks does not count as waiting for them.
+// A rank that submits at time s waits until time L, when the last rank submits. To charge this time to ranks,
+// judge goes backwards from L. Between the second latest submission and the latest, all others wait only for
+// the latest rank. Between the third latest submission and the second latest, they wait for the latest two
+// ranks. In that period it would not have helped if only one of the two had been faster. judge charges the
+// time between two successive submissions to the later one. So the sum of the charges is exactly the time
+// that the ranks waited. If the clocks cannot tell the submissions of several ranks apart, these ranks share
+// a charge. A rank that the clocks cannot tell from the late ranks does not count as waiting for them.
 func (l *Late) judge(p *slot) {
 	p.done = true
 	delete(l.pending, p.operation)
@@ -397,7 +400,7 @@ func (l *Late) judge(p *slot) {
 	var all []submission
 	latest := never
 	// A single submission has nothing to be compared with, so the arrivals of all ranks are compared instead.
-	// In Horovod's file there is no other submission than the arrivals: a bar begins with the first rank's
+	// Horovod's file has no submissions but the arrivals, because a bar in it begins with the first rank's
 	// request.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.submitted {
@@ -419,7 +422,7 @@ func (l *Late) judge(p *slot) {
 		}
 	}
 	if p.kind == join {
-		return // ranks join when they have no more data, which is not lateness
+		return // ranks join because they have no more data, which is not lateness
 	}
 	switch {
 	case len(all) > 1:
@@ -440,7 +443,7 @@ func (l *Late) judge(p *slot) {
 	}
 }
 
-// absent returns a Member that stands for a rank without records. Only its arrivals at rank 0 are known.
+// absent returns a Member for a rank without records, of which only the arrivals at rank 0 are known.
 func (l *Late) absent(rank int) *Member {
 	for len(l.asked) <= rank {
 		l.asked = append(l.asked, &Member{Rank: len(l.asked), Clock: l.members[0].Clock})
@@ -448,9 +451,10 @@ func (l *Late) absent(rank int) *Member {
 	return l.asked[rank]
 }
 
-// discountResults makes ranks comparable that got the result of the previous operation at different times. If
-// the previous operation is the same at all ranks, it subtracts from each submission by how much later than
-// the first rank this rank got the result. This delay was caused by the exchange of data, not by the program.
+// discountResults corrects the submissions of ranks that got the result of the previous operation at
+// different times. The exchange of data caused this difference, not the program. If the previous operation is
+// the same at all ranks, each submission becomes earlier by the time from the first rank's result to this
+// rank's.
 func discountResults(all []submission) {
 	first := forever
 	for _, s := range all {
@@ -464,7 +468,7 @@ func discountResults(all []submission) {
 	}
 }
 
-// charge records for how long each rank made other ranks wait. steady is false if the operation belongs to
+// charge records for how long each rank made other ranks wait. steady is false if the operation is part of
 // the start-up.
 func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	slices.SortFunc(all, func(a, b submission) int {
@@ -487,7 +491,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			below++
 		}
 		if below == len(all) {
-			if i == 0 { // nobody was late, but the ranks may have waited for the operation
+			if i == 0 { // no rank was late, but the ranks may have waited for the operation
 				heap.Push(&l.waits, wait{top.Rank, top.at, top.at, top.at, last})
 			}
 			break
@@ -514,7 +518,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 				}
 			}
 			if i == 0 {
-				// Several late ranks share the time: it is divided into successive parts, one for each rank.
+				// If several ranks are late, the time is divided into successive parts, one for each of them.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
 				heap.Push(&l.waits, wait{s.Rank, begin, from, to, last})
 				begin, from = to, to
@@ -524,5 +528,5 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 	}
 }
 
-// later reports whether a was later than b by more than the error of the clocks.
+// later reports whether submission a was later than b by more than the error of the clocks.
 func later(a, b submission) bool { return a.at-b.at > a.Clock.apart(b.Clock) }

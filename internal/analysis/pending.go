@@ -8,34 +8,37 @@ import (
 	"time"
 )
 
-// shown is how many items of a list a report shows. For the others it gives only the number.
+// shown is the maximum number of items of a list that a report shows. Of the others it gives only the number.
 const shown = 10
 
 // join is the name of the kind message.Join.
 const join = "join"
 
-// Findings is what the snapshots of all ranks show together. A list of names has at most 10 names, those that
-// have waited longest, and the total number is in a field beside it. Durations are in nanoseconds.
+// Findings is the result of comparing the snapshots of all ranks. A list of names has at most 10 names, and
+// these have waited longest. A field beside the list has the total number of names. Durations are in
+// nanoseconds.
 type Findings struct {
 	Size int `json:"size"`
-	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are ignored.
+	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are not used.
 	Epoch uint64 `json:"epoch"`
 	// Waiting has the tensors that some ranks have asked for and that are not granted. First come tensors
-	// that wait for known ranks, then tensors that may wait for ranks that did not answer, then tensors that
-	// all ranks have asked for. Within each of these classes the longest waiting comes first.
+	// that wait for known ranks, then tensors that may wait for ranks that did not answer, then joins that
+	// wait for known ranks, then tensors that all ranks have asked for. Within each of these classes, tensors
+	// that have waited longer come first.
 	Waiting []Waiting `json:"waiting"`
-	// Running has the operations that were granted and have not ended on all ranks, the oldest first.
+	// Running has the operations that were granted and have not ended at all ranks. Operations that some rank
+	// is executing come first. Within each part, longer operations come first.
 	Running []Running `json:"running"`
 	// Silent has the ranks without a snapshot.
 	Silent []Silent `json:"silent"`
-	// Stalls has rank 0's descriptions of stalls.
+	// Stalls has the descriptions of stalls that rank 0 has reported.
 	Stalls []string `json:"stalls"`
 	// Ranks has the ranks with a snapshot.
 	Ranks []Rank `json:"ranks"`
 }
 
-// Waiting is one or more tensors of a process set that the same ranks have asked for and the same other ranks
-// have not.
+// Waiting is one or more tensors of a process set that wait for the same ranks. Ranks have asked for them,
+// and the ranks in Missing have not.
 type Waiting struct {
 	Set      uint32        `json:"set"`
 	Kind     string        `json:"kind"`
@@ -44,15 +47,15 @@ type Waiting struct {
 	Ranks    []int         `json:"ranks"`      // the ranks that have asked for the tensors
 	Longest  time.Duration `json:"longest_ns"` // the longest time that one of the tensors has waited
 	Missing  []Missing     `json:"missing"`    // the ranks that have not asked for the tensors
-	Silent   []int         `json:"silent"`     // the ranks that did not answer; they may not be members
+	Silent   []int         `json:"silent"`     // the ranks that did not answer; they may be members
 }
 
-// Missing is a rank that other ranks wait for.
+// Missing is a rank that has not asked for a tensor.
 type Missing struct {
 	Rank int `json:"rank"`
-	// Times is how often the rank has called the first of the names before, as far as its recorder goes back.
-	// Complete is set if the recorder goes back to the start of the epoch. Ago is the time since the last
-	// call ended.
+	// Times is how often the rank has called the operation on the first of the tensors before, as far as its
+	// recorder goes back. Complete is set if the recorder goes back to the start of the epoch. Ago is the
+	// time since the last of these calls ended.
 	Times    int           `json:"times"`
 	Complete bool          `json:"complete"`
 	Ago      time.Duration `json:"ago_ns"`
@@ -68,13 +71,13 @@ type Running struct {
 	NumNames int      `json:"num_names"`
 	Inside   []int    `json:"inside"` // the ranks that are executing the operation
 	Queued   []int    `json:"queued"` // the ranks that have the grant but have not begun
-	// the ranks that have asked for the operation but have not received the grant
+	// Waiting has the ranks that have asked for the operation and have not received the grant.
 	Waiting []int         `json:"waiting"`
 	Ended   []int         `json:"ended"` // the ranks at which the operation has ended
 	Longest time.Duration `json:"longest_ns"`
 }
 
-// Silent is a rank without a snapshot. Why is a clause that says what else is known of the rank.
+// Silent is a rank without a snapshot. Why is a clause with anything else that is known of the rank.
 type Silent struct {
 	Rank int    `json:"rank"`
 	Why  string `json:"why"`
@@ -87,23 +90,22 @@ type Rank struct {
 	PID     int    `json:"pid"`
 	Why     string `json:"why"`
 	Pending int    `json:"pending"`
-	// First is the pending operation that the rank has waited for longest, and Waited is how long. First is
-	// nil if no operation is pending.
+	// First is the pending operation that the rank has waited for longest, or nil if no operation is pending.
+	// Waited is how long the rank has waited for it.
 	First  *Record       `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
-	// Last is the operation that ended last, and Ago is the time since then. Last is nil if no operation has
-	// ended.
+	// Last is the operation that ended last, or nil if no operation has ended. Ago is the time since its end.
 	Last *Record       `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
 
-// tensorKey identifies a tensor in the job.
+// tensorKey identifies a tensor in the job by its name and process set.
 type tensorKey struct {
 	set  uint32
 	name string
 }
 
-// view is a snapshot whose records are indexed by tensor and process set.
+// view is a snapshot with indexes of its records by tensor and of its process sets.
 type view struct {
 	*Snapshot
 	pending map[tensorKey]*Record
@@ -111,14 +113,15 @@ type view struct {
 	joined  map[uint32]bool
 }
 
-// calls describes the operations on a tensor that have ended at a rank. times is their number without those
-// that the rank executed as an absent rank. last is the last of all of them.
+// calls summarizes the operations on a tensor that have ended at a rank. times is the number of these
+// operations, without those in which the rank took part as an absent rank. last is the last one, of either
+// kind.
 type calls struct {
 	times int
 	last  *Record
 }
 
-// newView returns an indexed view of a snapshot.
+// newView returns a view of a snapshot.
 func newView(s *Snapshot) *view {
 	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
 	for i := range s.Pending {
@@ -143,7 +146,8 @@ func newView(s *Snapshot) *view {
 	return v
 }
 
-// number returns the number of the tensor's last grant that has ended at this rank, or 0 if none has ended.
+// number returns the number of the last grant with this tensor whose operation has ended at this rank, or 0
+// if there is none.
 func (v *view) number(key tensorKey) uint64 {
 	if c := v.ended[key]; c != nil {
 		return c.last.Number
@@ -151,15 +155,17 @@ func (v *view) number(key tensorKey) uint64 {
 	return 0
 }
 
-// ago returns the time from t to the snapshot, at least 0. t is a time on this rank's clock.
+// ago returns the time from t to the snapshot, but at least 0. t is a time on this rank's clock.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
-// Analyse compares the snapshots of the ranks of a job with size ranks. absent has a clause for ranks without
-// a snapshot that says what else is known of the rank. If a rank has several snapshots, Analyse uses the one
-// with the newest epoch, and among equals the last in the list.
+// Analyse compares the snapshots of the ranks of a job. size is the number of ranks. absent maps a rank
+// without a snapshot to a clause with anything else that is known of the rank. If a rank has several
+// snapshots, Analyse uses the one with the newest epoch. If several have this epoch, it uses the last of them
+// in the list.
 //
-// The snapshots may be taken at different moments: the numbers of the grants show which ranks went on after
-// other snapshots were taken. Time and memory are proportional to the number of records in all snapshots.
+// The snapshots may be taken at different moments, because the numbers of the grants show which ranks went on
+// after other snapshots had been taken. Time and memory are proportional to the number of records in all
+// snapshots.
 func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	f := &Findings{Size: size, Waiting: []Waiting{}, Running: []Running{}, Silent: []Silent{},
 		Stalls: []string{}, Ranks: []Rank{}}
@@ -170,7 +176,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 			f.Epoch = max(f.Epoch, s.Epoch)
 		}
 	}
-	views := make([]*view, size) // nil for ranks without a snapshot
+	views := make([]*view, size) // nil at the index of a rank without a snapshot
 	for r, s := range newest {
 		why := absent[r]
 		if s != nil && s.Epoch < f.Epoch {
@@ -188,8 +194,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	var granted, waiting []*pendingTensor
 	for _, t := range pendingTensors(views) {
 		if len(t.inside)+len(t.queued)+len(t.ended) > 0 {
-			// The tensor is granted, so no rank is missing, even if some ranks have not received the grant
-			// yet.
+			// The tensor is granted, so no rank is missing. Some ranks may not have received the grant yet.
 			granted = append(granted, t)
 		} else {
 			waiting = append(waiting, t)
@@ -200,7 +205,7 @@ func Analyse(snapshots []*Snapshot, size int, absent map[int]string) *Findings {
 	return f
 }
 
-// state returns the state of the rank, for Findings.Ranks.
+// state returns the rank's entry for Findings.Ranks.
 func (v *view) state() Rank {
 	s := Rank{Rank: v.Rank, Host: v.Host, PID: v.PID, Why: v.Why, Pending: len(v.Pending) + max(v.NotShown,
 		0)}
@@ -216,7 +221,7 @@ func (v *view) state() Rank {
 }
 
 // membersOf returns the members of each process set, in ascending order. If no snapshot lists the members of
-// a set, the ranks that have records of the set count as its members.
+// a set, the ranks with records of operations in the set count as its members.
 func membersOf(views []*view) map[uint32][]int {
 	members := map[uint32][]int{0: make([]int, len(views))}
 	for r := range views {
@@ -252,17 +257,17 @@ func membersOf(views []*view) map[uint32][]int {
 	return members
 }
 
-// pendingTensor is what all ranks together report about a tensor that is pending at some rank.
+// pendingTensor combines the records of all ranks about a tensor that is pending at some rank.
 type pendingTensor struct {
 	tensorKey
 	kind, backend                                   string
-	number                                          uint64 // of the grant; 0 if there is none
+	number                                          uint64 // the number of the grant; 0 if there is no grant
 	since                                           time.Duration
 	waiting, queued, inside, ended, missing, silent []int
 }
 
-// pendingTensors returns all tensors that are pending at some rank, in the order of the ranks and of their
-// lists.
+// pendingTensors returns all tensors that are pending at some rank. They are in the order of the ranks, and
+// for one rank in the order of its list.
 func pendingTensors(views []*view) (all []*pendingTensor) {
 	known := make(map[tensorKey]*pendingTensor)
 	members := membersOf(views)
@@ -290,12 +295,12 @@ func pendingTensors(views []*view) (all []*pendingTensor) {
 	return all
 }
 
-// classify adds each member of the set to the list for its progress with the tensor.
+// classify adds each member of the process set to the list that says how far the member is with the tensor.
 func (t *pendingTensor) classify(views []*view, members []int) {
 	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
-		*list = []int{} // so that JSON has [] and not null
+		*list = []int{} // not nil, so that JSON has [] and not null
 	}
-	var before uint64 // the tensor's newest grant that ended at a rank at which the tensor is pending again
+	var before uint64 // the newest grant of the tensor that ended at a rank where the tensor is pending again
 	for _, r := range members {
 		if v := views[r]; v != nil && v.pending[t.tensorKey] != nil {
 			before = max(before, v.number(t.tensorKey))
@@ -314,14 +319,14 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 		} else if v.number(t.tensorKey) > before {
 			list = &t.ended
 		} else if v.joined[t.set] {
-			continue // a rank that has joined is never missing: it takes part as an absent rank
+			continue // a rank that has joined is never missing, because it takes part as an absent rank
 		}
 		*list = append(*list, r)
 	}
 }
 
-// gather groups tensors with the same key. Groups are in the order of their first tensors. Within a group the
-// tensor that has waited longest comes first.
+// gather groups tensors that have the same key. The groups are in the order of their first tensors. Within a
+// group, tensors that have waited longer come first.
 func gather(all []*pendingTensor, key func(*pendingTensor) string) (groups [][]*pendingTensor) {
 	at := make(map[string]int)
 	for _, t := range all {
@@ -340,7 +345,7 @@ func gather(all []*pendingTensor, key func(*pendingTensor) string) (groups [][]*
 	return groups
 }
 
-// names returns the names of the first tensors of a group, at most as many as are shown.
+// names returns the names of the first tensors of a group, at most as many as a report shows.
 func names(group []*pendingTensor) (some []string) {
 	for _, t := range group[:min(len(group), shown)] {
 		some = append(some, t.name)
@@ -372,8 +377,8 @@ func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
 	})
 }
 
-// class returns the class of w in the order of Findings.Waiting. A lower class is more conclusive. A rank
-// that has not joined is not at fault, so joins are in the last class.
+// class returns the class of w in the order of Findings.Waiting. The lower the class, the more w says about
+// the cause. Joins are in a high class, because a rank that has not joined is not at fault.
 func (w *Waiting) class() int {
 	switch {
 	case len(w.Missing) > 0 && w.Kind != join:
@@ -397,8 +402,7 @@ func (f *Findings) addRunning(all []*pendingTensor) {
 			Inside: t.inside, Queued: t.queued, Waiting: t.waiting, Ended: t.ended, Longest: t.since,
 		})
 	}
-	// Operations that some rank is executing come first, because they hold up the operations that are queued
-	// behind them.
+	// Operations that some rank is executing come first, because the queued operations wait for them.
 	slices.SortStableFunc(f.Running, func(a, b Running) int {
 		return cmp.Or(cmp.Compare(min(len(b.Inside), 1), min(len(a.Inside), 1)),
 			cmp.Compare(b.Longest, a.Longest))

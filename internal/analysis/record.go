@@ -1,11 +1,11 @@
-// Package analysis finds which ranks wait for which other ranks, and which ranks were late. Its input is what
-// the ranks of a job report about their operations.
+// Package analysis finds out which ranks wait for which other ranks, and which ranks were late. Its input is
+// what the ranks of a job report about their operations.
 //
-// The input always consists of records of one operation on one tensor at one rank, from three sources. The
-// coordinator adds each operation to a Held when the last member has asked for it. The flight recorders
-// provide a Snapshot of each rank, in which Analyse finds the pending operations and the ranks that have not
-// asked for them. The timelines provide the operations of all ranks in order to a Late, and Lateness.Suspects
-// chooses the ranks that a report names. All of them use the same rules for lateness.
+// The input consists of records. A record describes one operation on one tensor at one rank. There are three
+// users. The coordinator adds each operation to a Held when the last member has asked for it. The flight
+// recorder of each rank provides a Snapshot, and Analyse finds the pending operations and the ranks that have
+// not asked for them. The timelines provide the operations of all ranks in order to a Late, and
+// Lateness.Suspects chooses the ranks that a report names. All of them use the same rules for lateness.
 package analysis
 
 import (
@@ -15,11 +15,12 @@ import (
 )
 
 // Record is one operation on one tensor at one rank. Times are in nanoseconds since the start of the rank's
-// engine, or on a clock that all ranks share. A time is 0 if it has not come or is not known. Records of one
-// process set with the same number ran as one operation on all members.
+// engine, or on a clock that all ranks share. A time is 0 if it is not known or has not been reached. Records
+// of one process set with the same number describe the same operation, which ran on all members.
 type Record struct {
 	Set uint32 `json:"set,omitempty"`
-	// the number of the grant, from 1; 0 if there is no grant or it is not known
+	// Number is the number of the grant, counted from 1. It is 0 if there is no grant or the number is not
+	// known.
 	Number    uint64        `json:"number,omitempty"`
 	Kind      string        `json:"kind"`
 	Name      string        `json:"name"`
@@ -37,13 +38,13 @@ type Record struct {
 	Ended     time.Duration `json:"ended_ns,omitempty"`
 }
 
-// Set is a process set other than 0.
+// Set is a process set other than 0, with its members.
 type Set struct {
 	ID    uint32 `json:"id"`
 	Ranks []int  `json:"ranks"`
 }
 
-// Snapshot is the content of a rank's flight recorder at one moment.
+// Snapshot is the content of a rank's flight recorder at one moment, with the operations that were pending.
 type Snapshot struct {
 	Format  int       `json:"format"`
 	Version string    `json:"version"` // the version of this module
@@ -54,7 +55,7 @@ type Snapshot struct {
 	PID     int       `json:"pid"`
 	Epoch   uint64    `json:"epoch"`
 	Time    time.Time `json:"time"`
-	// At is the time of the snapshot since the engine's start.
+	// At is the time from the engine's start to the snapshot.
 	At time.Duration `json:"at_ns"`
 	// Start, Domain and Monotonic are the fields of trace.Clock. Measured, Offset and OffsetError are the
 	// fields of trace.Offset.
@@ -65,15 +66,15 @@ type Snapshot struct {
 	Offset      time.Duration `json:"offset_ns"`
 	OffsetError time.Duration `json:"offset_error_ns"`
 
-	// Stalls has descriptions of the stalls that rank 0 knows of.
+	// Stalls has descriptions of the stalls that the coordinator knows of. It is empty except at rank 0.
 	Stalls []string `json:"stalls,omitempty"`
 	Sets   []Set    `json:"process_sets,omitempty"`
-	// Pending has the operations that have not ended, the oldest first. NotShown is the number of further
-	// pending operations.
+	// Pending has the operations that have not ended, the oldest first. NotShown is the number of pending
+	// operations that are not in Pending.
 	Pending  []Record `json:"pending"`
 	NotShown int      `json:"pending_not_shown,omitempty"`
-	// Recorded is the number of operations that have ended. Operations has the last of them, the oldest
-	// first.
+	// Recorded is the total number of operations that have ended. Operations has the most recent of them, the
+	// oldest first.
 	Recorded   uint64   `json:"recorded"`
 	Operations []Record `json:"operations"`
 }

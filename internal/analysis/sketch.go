@@ -5,16 +5,17 @@ import (
 	"math/bits"
 )
 
-// Sketch is a histogram of numbers from 0 on. Its buckets grow with the numbers: there are 2^Bits buckets to
-// an octave. So a quantile has a relative error of at most 1/2^(Bits+1). A Sketch has memory only for the
-// buckets between its smallest and its greatest number, which are at most 63 octaves.
+// Sketch is a histogram of non-negative numbers. Its buckets grow with the numbers: there are 2^Bits buckets
+// from each power of two to the next. So a quantile has a relative error of at most 1/2^(Bits+1). A Sketch
+// has memory only for the buckets between its smallest and its greatest number. These cover at most 63 powers
+// of two.
 type Sketch struct {
 	Bits     uint8
 	N        uint64
 	Sum      float64
 	Min, Max int64
 
-	low    int // the index of the bucket that counts[0] counts
+	low    int // the index of the bucket whose count is counts[0]
 	counts []uint32
 }
 
@@ -36,7 +37,7 @@ func (s *Sketch) middle(bucket int) int64 {
 	return (int64(bucket)-int64(shift)<<s.Bits)<<shift + 1<<(shift-1)
 }
 
-// Add counts a number. A negative number counts as 0.
+// Add counts a number. It counts a negative number as 0.
 func (s *Sketch) Add(v int64) {
 	v = max(v, 0)
 	b := s.bucket(v)

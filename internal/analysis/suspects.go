@@ -7,35 +7,34 @@ import (
 )
 
 const (
-	// majority is the threshold from which a share counts as most of the whole.
+	// majority is the share of a whole from which a part counts as most of it.
 	majority = 0.5
-	// minShare is the minimum share of the time that makes a wait worth looking into.
+	// minShare is the share of the time from which a wait is worth looking into.
 	minShare = 0.05
-	// minPerStep is the minimum time per step that makes a wait worth looking into. Shorter waits may only be
-	// the time that it takes to wake a process.
+	// minPerStep is the time per step from which a wait is worth looking into. A shorter wait may only be the
+	// time that it takes to wake a process.
 	minPerStep = 100 * time.Microsecond
-	// dominance is how many times longer than any other rank a rank must hold up the others to be named by
-	// itself. If ranks take turns in being late, one of them is the worst by chance: if two ranks waited for
-	// each other 50 times, one of them often has two thirds of the time.
+	// dominance is the factor by which a rank must hold up the others longer than any other rank does, so
+	// that it is named by itself. If ranks take turns in being late, one of them is the worst by chance. For
+	// example, if two ranks waited for each other 50 times, one of them often has two thirds of the time.
 	dominance = 3
-	// jointShare is the minimum share of all waiting that ranks which are late at the same time must have
-	// caused to be named together.
+	// jointShare is the share of all waiting that several ranks must have caused to be named together.
 	jointShare = 0.8
 )
 
-// Span is a period of a job: its length, and its number of steps, or 0 if the steps are not known.
+// Span is a period of a job. It has a length and a number of steps, which is 0 if the steps are not known.
 type Span struct {
 	Time  time.Duration
 	Steps int64
 }
 
-// Long reports whether d, a time within the span, is long enough to look into.
+// Long reports whether a time d within the span is long enough to be worth looking into.
 func (s Span) Long(d time.Duration) bool {
 	return float64(d) >= minShare*float64(s.Time) && d >= minPerStep*time.Duration(max(s.Steps, 1))
 }
 
-// Worst returns the rank that held up all others longest and the rank that did so second longest. Either is
-// nil if there is no such rank.
+// Worst returns the rank that held up all others longest and the rank that held them up second longest.
+// Either result is nil if there is no such rank.
 func (f *Lateness) Worst() (worst, second *RankLateness) {
 	for _, r := range f.Ranks {
 		switch {
@@ -50,7 +49,7 @@ func (f *Lateness) Worst() (worst, second *RankLateness) {
 }
 
 // WorstInStartup returns the rank that held up all others longest in a start-up of the given length. It
-// returns nil if no rank did so for 5 % of the start-up.
+// returns nil if no rank held them up for at least 5 % of the start-up.
 func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	for _, r := range f.Ranks {
 		if worst == nil || r.StartupHeld > worst.StartupHeld {
@@ -63,7 +62,7 @@ func (f *Lateness) WorstInStartup(length time.Duration) (worst *RankLateness) {
 	return worst
 }
 
-// Held returns how long single ranks held up all others, as the sum over the ranks.
+// Held returns the sum over all ranks of the time for which the rank held up all others.
 func (f *Lateness) Held() (sum time.Duration) {
 	for _, r := range f.Ranks {
 		sum += r.Held
@@ -71,7 +70,7 @@ func (f *Lateness) Held() (sum time.Duration) {
 	return sum
 }
 
-// Share returns the share of all waiting that the given ranks caused together.
+// Share returns the share of all waiting that the given ranks caused.
 func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	for _, r := range ranks {
 		if f.Waited > 0 {
@@ -81,9 +80,9 @@ func (f *Lateness) Share(ranks ...*RankLateness) (share float64) {
 	return share
 }
 
-// Suspects returns the ranks to look at. steady is the span after the start-up. The result is the one rank
-// that holds up all others, or, in ascending order, several ranks that are late together, so that none of
-// them alone holds up all others. It is empty if no rank stands out.
+// Suspects returns the ranks to look at. steady is the span after the start-up. If one rank holds up all
+// others, the result is this rank. If several ranks are late together, so that none of them holds up all
+// others by itself, the result is these ranks in ascending order. It is empty if no rank stands out.
 func (f *Lateness) Suspects(steady Span) []*RankLateness {
 	worst, second := f.Worst()
 	if worst != nil && steady.Long(worst.Held) && float64(worst.Held) >= majority*float64(f.Held()) &&

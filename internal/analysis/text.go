@@ -11,17 +11,18 @@ import (
 )
 
 const (
-	// maxRankLines limits how many ranks get a line each in a report.
+	// maxRankLines is the number of ranks of which a report shows a line each. It does not show further
+	// ranks.
 	maxRankLines = 64
-	// maxLineBytes limits how many bytes of a text from a rank a report repeats.
+	// maxLineBytes limits the bytes that a report shows of a text from a rank.
 	maxLineBytes = 500
 )
 
-// HasEntries reports whether some rank waits for an operation or executes one, or there is a stall.
+// HasEntries reports whether some rank waits for an operation or executes one, or whether there is a stall.
 func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
 // Blame says which ranks ended the job. If an operation may wait for one of them, Blame removes all other
-// ranks from the operation's missing and silent ranks, because they may have been about to ask for it.
+// ranks from the missing and silent ranks of this operation, because they may have been about to ask for it.
 func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
 	for i := range f.Waiting {
@@ -35,8 +36,8 @@ func (f *Findings) Blame(culprits []int) {
 	}
 }
 
-// Text returns the report as text for people: first what is wrong, then the state of each rank. It has at
-// most a few hundred lines, and no control characters.
+// Text returns the report as text for people: first the problems, then the state of each rank. The text has
+// at most a few hundred lines, and no control characters.
 func (f *Findings) Text() string {
 	var b strings.Builder
 	list(&b, len(f.Waiting), shown, "tensors that ranks wait for", func(i int) {
@@ -63,7 +64,7 @@ func (f *Findings) Text() string {
 	return b.String()
 }
 
-// list writes n items, at most most of them, and then the number of the others.
+// list writes n items, but not more than most, and then how many items it has not written.
 func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 	for i := range min(n, most) {
 		write(i)
@@ -81,7 +82,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	for _, m := range w.Missing {
 		missing = append(missing, m.Rank)
 	}
-	unknown := "" // names the silent ranks, for which the others may wait too
+	unknown := "" // the silent ranks as text, because the others may wait for them too
 	if len(w.Silent) > 0 {
 		unknown = fmt.Sprintf("; %s did not answer and may be missing too", topo.FormatRanks(w.Silent))
 	}
@@ -149,7 +150,7 @@ func writeRunning(b *strings.Builder, r *Running) {
 	fmt.Fprintf(b, "%s.\n", capital(strings.Join(parts, "; ")))
 }
 
-// writeSilent writes one line for each reason why ranks did not answer, with these ranks.
+// writeSilent writes one line for each reason why ranks did not answer. The line lists these ranks.
 func (f *Findings) writeSilent(b *strings.Builder) {
 	var whys []string
 	of := make(map[string][]int)
@@ -169,7 +170,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 	})
 }
 
-// describe returns a clause with the state of the rank.
+// describe returns a clause that says what the rank is doing.
 func (r *Rank) describe() string {
 	text := "no operation is pending"
 	if r.First != nil {
@@ -197,7 +198,7 @@ func (r *Rank) describe() string {
 	return text
 }
 
-// label returns a text for n tensors of a kind. It lists the names in some.
+// label returns a phrase for n tensors of a kind. It lists the names in the slice some.
 func label(kind string, some []string, n int, set uint32) string {
 	var b strings.Builder
 	b.WriteString(Plain(kind))
@@ -244,7 +245,7 @@ func count(times int) string {
 
 func capital(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 
-// span formats a duration for people, in a unit that suits its size.
+// span formats a duration for people, with a unit that suits its length.
 func span(d time.Duration) string {
 	switch {
 	case d < time.Second:
@@ -255,8 +256,8 @@ func span(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// Plain returns a text that came from a rank in a form that is safe for a report or a terminal. It replaces
-// characters that a terminal would interpret by ?, and cuts a long text.
+// Plain returns a text from a rank in a form that is safe for a report or a terminal. It replaces characters
+// that a terminal would interpret by question marks, and shortens a long text.
 func Plain(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {

@@ -13,7 +13,7 @@ import (
 
 // Names of labels.
 const (
-	// labelOp has the kind of an operation, for which Horovod's word is op.
+	// labelOp is the label for the kind of an operation. Horovod calls it op.
 	labelOp      = "op"
 	labelBackend = "backend"
 	labelDType   = "dtype"
@@ -45,7 +45,7 @@ func gauge(name, help string, value func(*trace.Stats) float64) number {
 	return number{desc(name, help), prometheus.GaugeValue, value}
 }
 
-// Every rank exports these metrics.
+// These metrics are exported by every rank.
 var (
 	rankInfo = desc("hvd_rank_info",
 		"1, with the rank and host of the process, to be joined with its other metrics.", labelRank,
@@ -97,7 +97,7 @@ var (
 	}
 )
 
-// These metrics are exported only while their values are known.
+// Each of these metrics is exported only while its value is known.
 var (
 	fill = gauge("hvd_fusion_fill_ratio",
 		"Mean size of executed responses of kinds that can be fused, as a share of the fusion threshold.",
@@ -113,7 +113,7 @@ var (
 	}
 )
 
-// Only rank 0 exports these metrics.
+// These metrics are exported only by rank 0.
 var (
 	coordinator = []number{
 		counter("hvd_cycles_total", "Negotiation cycles that the coordinator has made.", func(s *trace.Stats) uint64 {
@@ -131,8 +131,8 @@ var (
 		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. It counts once if several operations waited.", labelLate)
 )
 
-// NewCollector returns a collector of the metrics of a rank. It calls get once per scrape to get the rank's
-// statistics. get must be safe for concurrent use.
+// NewCollector returns a collector of a rank's metrics. For each scrape the collector calls get once, which
+// returns the rank's statistics. get must be safe for concurrent use.
 func NewCollector(get func() trace.Stats) prometheus.Collector { return &collector{get} }
 
 type collector struct{ get func() trace.Stats }
@@ -191,7 +191,7 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 }
 
 // histogram is a metric that exports a trace.Histogram in both of Prometheus's forms: as a classic histogram,
-// and as a native histogram with schema 0, which has the same buckets as trace.Histogram.
+// and as a native histogram with schema 0. Schema 0 has the same bucket bounds as trace.Histogram.
 type histogram struct {
 	desc   *prometheus.Desc
 	labels []*dto.LabelPair
@@ -204,8 +204,8 @@ func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) p
 
 func (h *histogram) Desc() *prometheus.Desc { return h.desc }
 
-// classicEvery selects every second bucket of trace.Histogram for the classic form, because each classic
-// bucket is a series. So the bounds of classic buckets are a factor of 4 apart.
+// classicEvery selects every second bucket bound of trace.Histogram for the classic form, so that adjacent
+// bounds differ by a factor of 4. Fewer buckets are better there, because each classic bucket is a series.
 const classicEvery = 2
 
 func (h *histogram) Write(to *dto.Metric) error {
@@ -222,8 +222,8 @@ func (h *histogram) Write(to *dto.Metric) error {
 	count += h.from.Buckets[finite]
 
 	// With schema 0, native bucket i counts values in (2^(i-1), 2^i]. The first bucket of trace.Histogram
-	// begins at 0 and becomes the native zero bucket. The last one has no upper bound and becomes the native
-	// bucket of its smallest values.
+	// begins at 0 and becomes the native zero bucket. The last bucket of trace.Histogram has no upper bound.
+	// It becomes the native bucket that has the same lower bound.
 	native := h.from.Buckets[1:]
 	var spans []*dto.BucketSpan
 	var deltas []int64
@@ -252,7 +252,7 @@ func (h *histogram) Write(to *dto.Metric) error {
 	return nil
 }
 
-// buildInfo returns a gauge with the value 1 and the versions as labels.
+// buildInfo returns a gauge whose value is 1 and whose labels are the versions.
 func buildInfo(name string) prometheus.Collector {
 	return prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: name, Help: "1, with the version of gohvd and the version of Go that built it.",

@@ -32,7 +32,7 @@ func histogramOf(durations ...time.Duration) (h trace.Histogram) {
 	return h
 }
 
-// full returns statistics of rank 0 with values for all metrics of a coordinator and of a rank.
+// full returns statistics of rank 0 in which every metric of a rank and of the coordinator has a value.
 func full() trace.Stats {
 	return trace.Stats{
 		Rank: 0, Size: 4, Host: "h1", Epoch: 2,
@@ -58,7 +58,8 @@ func full() trace.Stats {
 	}
 }
 
-// other returns statistics of rank 1 with values for all metrics except those of the coordinator.
+// other returns statistics of rank 1 in which every metric of a rank has a value, and no metric of the
+// coordinator has one.
 func other() trace.Stats {
 	s := full()
 	s.Rank, s.Coordinator = 1, nil
@@ -67,7 +68,7 @@ func other() trace.Stats {
 
 func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 	t.Helper()
-	// A pedantic registry checks that Collect returns only what Describe announces.
+	// A pedantic registry fails if Collect returns a metric that Describe does not announce.
 	r := prometheus.NewPedanticRegistry()
 	if err := r.Register(c); err != nil {
 		t.Fatal(err)
@@ -194,8 +195,8 @@ hvd_world_size 4
 	c := metrics.NewCollector(full)
 	var names []string
 	for _, f := range gather(t, c) {
-		// Leave out these histograms, because they differ from hvd_collective_duration_seconds only in having
-		// no labels.
+		// These two histograms are left out, because they differ from hvd_collective_duration_seconds only in
+		// having no labels.
 		if name := f.GetName(); name != "hvd_negotiation_seconds" && name != "hvd_queue_seconds" {
 			names = append(names, name)
 		}
@@ -205,15 +206,15 @@ hvd_world_size 4
 	}
 }
 
-// Each number in trace.Stats is changed in turn, and each time the metrics change. No metric has the name of
-// a tensor.
+// Each number in trace.Stats is changed in turn, and the text of the metrics changes each time. No metric has
+// the name of a tensor in it.
 func TestNothingIsForgotten(t *testing.T) {
 	text := func(s trace.Stats) string {
 		got, err := metrics.Text(func() trace.Stats { return s })
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Leave out the metrics of the Go runtime and of the process, because they change all the time.
+		// The metrics of the Go runtime and of the process are left out, because they change all the time.
 		var ours []string
 		for line := range strings.Lines(string(got)) {
 			if strings.HasPrefix(line, "hvd_") {
@@ -250,11 +251,11 @@ func TestNothingIsForgotten(t *testing.T) {
 			v.SetString(v.String() + "x")
 		case reflect.Bool:
 			v.SetBool(!v.Bool())
-		// Flip only the lowest bit, so that kinds, backends and element types stay valid.
+		// Only the lowest bit is flipped, so that kinds, backends and element types stay valid.
 		case reflect.Uint8, reflect.Uint64:
 			v.SetUint(v.Uint() ^ 1)
 		case reflect.Int, reflect.Int32, reflect.Int64:
-			v.SetInt(v.Int() + 1<<20) // large enough that a duration's rounding does not hide the change
+			v.SetInt(v.Int() + 1<<20) // large enough to be visible after a duration was rounded
 		default:
 			t.Fatalf("%s: a %v is new here", path, v.Kind())
 		}
@@ -270,7 +271,7 @@ func TestNothingIsForgotten(t *testing.T) {
 }
 
 // If all values are known, the collector returns every metric that Describe announces. If a value is unknown,
-// its metric is left out, not exported as 0.
+// its metric is left out. It is not exported as 0.
 func TestUnknownIsLeftOut(t *testing.T) {
 	c := metrics.NewCollector(full)
 	described := make(chan *prometheus.Desc, 100)
@@ -289,7 +290,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 		}
 	}
 	s = full()
-	s.FusionThresholdBytes = 0 // no fusion
+	s.FusionThresholdBytes = 0 // fusion is off
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		for _, m := range f.Metric {
 			if g := m.GetGauge().GetValue(); math.IsNaN(g) || math.IsInf(g, 0) {
@@ -299,8 +300,8 @@ func TestUnknownIsLeftOut(t *testing.T) {
 	}
 }
 
-// The native buckets have the same counts as trace.Histogram. At each bound of a classic bucket the
-// cumulative counts agree.
+// The native buckets have the same counts as the buckets of trace.Histogram. The cumulative counts of the
+// classic buckets agree with these counts at each bound.
 func TestHistogram(t *testing.T) {
 	for name, h := range map[string]trace.Histogram{
 		"nothing": {},
@@ -334,7 +335,7 @@ func TestHistogram(t *testing.T) {
 				index += s.GetOffset()
 				for range s.GetLength() {
 					count += got.PositiveDelta[at]
-					// The native bucket with this index ends at 2^index.
+					// The upper bound of the native bucket with this index is 2^index.
 					buckets[int(index)-trace.MinExponent] = uint64(count)
 					at++
 					index++
@@ -382,14 +383,15 @@ func TestNames(t *testing.T) {
 			t.Errorf("%s: promtool: %s", name, out)
 		}
 	}
-	// promtool finds a fault in a metric that violates the rules, so it does check.
+	// Promtool must find a fault in a metric that violates the rules. This shows that promtool does check the
+	// metrics.
 	if _, content := testnet.Promtool(t, "", "# TYPE hvd_x_milliseconds counter\nhvd_x_milliseconds 1\n",
 		"check", "metrics"); content {
 		t.Error("promtool accepts what it should not")
 	}
 }
 
-// request passes a GET request for path to the handler h and returns the response. headers are names and
+// request sends a GET request for path to the handler h and returns the response. headers has names and
 // values in turn.
 func request(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(http.MethodGet, path, nil)

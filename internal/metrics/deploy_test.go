@@ -28,7 +28,7 @@ const (
 	page   = "../../docs/metrics.md"
 )
 
-// families returns the metric families in a scrape of a job.
+// families returns the metric families that a scrape of a simulated job returns.
 func families(t *testing.T) map[string]*dto.MetricFamily {
 	t.Helper()
 	j, _ := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs)})
@@ -40,7 +40,7 @@ func families(t *testing.T) map[string]*dto.MetricFamily {
 	return all
 }
 
-// series returns the names of all series that Prometheus can query, with the labels of each.
+// series returns the names of all series that Prometheus has after a scrape, with the labels of each.
 func series(t *testing.T) map[string][]string {
 	all := make(map[string][]string)
 	for name, f := range families(t) {
@@ -65,7 +65,7 @@ func labelsOf(f *dto.MetricFamily) (labels []string) {
 	return labels
 }
 
-// rules returns the expressions of the alerts in deploy/, by the name of the alert.
+// rules returns the expressions of the alerts in deploy/. The keys are the names of the alerts.
 func rules(t *testing.T) map[string]string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "alerts.yml"))
@@ -94,7 +94,7 @@ var (
 	byLabels    = regexp.MustCompile(`\b(?:by|on|without|ignoring|group_left) *\(([^)]*)\)`)
 )
 
-// wantSeries checks that all metrics and labels that expr uses exist.
+// wantSeries checks that all metrics and labels in the expression expr exist.
 func wantSeries(t *testing.T, where, expr string, exist map[string][]string) {
 	t.Helper()
 	var labels []string
@@ -118,7 +118,7 @@ func wantSeries(t *testing.T, where, expr string, exist map[string][]string) {
 	}
 }
 
-// All metrics that the files in deploy/ query exist. Prometheus accepts the alerts and the dashboard's
+// All metrics in the queries of the files in deploy/ exist. Prometheus accepts the alerts and the dashboard's
 // queries, and the alerts pass their tests.
 func TestDeploy(t *testing.T) {
 	exist := series(t)
@@ -142,7 +142,7 @@ func TestDeploy(t *testing.T) {
 			t.Errorf("promtool %v: %s", args, out)
 		}
 	}
-	// promtool parses only rules, so the dashboard's queries are written as recording rules.
+	// The dashboard's queries are written as recording rules, because promtool parses only rules.
 	text, err := json.Marshal(
 		map[string]any{"groups": []map[string]any{{"name": "dashboard", "rules": recorded}}})
 	if err != nil {
@@ -166,8 +166,8 @@ func TestDeploy(t *testing.T) {
 	}
 }
 
-// panels returns the queries of the dashboard's panels by title, and the queries of its variables. In the
-// panels' queries variables are replaced by values.
+// panels returns the queries of the dashboard's panels, with the titles of the panels as keys, and the
+// queries of the dashboard's variables. In the queries of panels, variables are replaced by values.
 func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(deploy, "grafana-dashboard.json"))
@@ -202,8 +202,8 @@ func panels(t *testing.T) (queries map[string][]string, variables []string) {
 	return queries, variables
 }
 
-// Prometheus scrapes each rank and not the launcher. All panels of the dashboard show data, except those that
-// deploy/README.md names.
+// Prometheus scrapes each rank instead of the launcher. All panels of the dashboard show data, except for the
+// panels that deploy/README.md lists.
 func TestDashboardOfRanks(t *testing.T) {
 	var targets []string
 	for r := range 2 {
@@ -271,7 +271,7 @@ func TestDashboardOfRanks(t *testing.T) {
 	}
 }
 
-// The legends of the dashboard and the texts of the alerts use only labels that metrics have.
+// All labels in the legends of the dashboard and in the texts of the alerts exist.
 func TestTemplates(t *testing.T) {
 	known := map[string]bool{}
 	for _, labels := range series(t) {
@@ -300,7 +300,7 @@ func TestTemplates(t *testing.T) {
 	}
 }
 
-// docs/metrics.md lists exactly the metrics that exist, each with its type, labels and help text.
+// docs/metrics.md lists exactly the metrics that exist, with the type, labels and help text of each.
 func TestPage(t *testing.T) {
 	text, err := os.ReadFile(page)
 	if err != nil {
@@ -321,8 +321,8 @@ func TestPage(t *testing.T) {
 		}
 		var labels []string
 		for _, l := range labelsOf(f) {
-			// Only these two metrics have the labels rank and host themselves. For other metrics the launcher
-			// adds both labels, and the page does not list them.
+			// Only these two metrics have the labels rank and host by themselves. The launcher adds both
+			// labels to all other metrics, and the page does not list them there.
 			if own := name == "hvd_up" || name == "hvd_rank_info"; own || l != "rank" && l != "host" {
 				labels = append(labels, "`"+l+"`")
 			}

@@ -1,4 +1,4 @@
 package metrics
 
-// ServeOn serves like Serve, on a given listener.
+// ServeOn is like Serve, but serves on a given listener.
 var ServeOn = serveOn

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// registry returns a registry with the metrics of a rank. It is not the default registry, in which the
-// program may register metrics of its own.
+// registry returns a registry with the metrics of a rank. It is separate from the default registry, in which
+// the program may register metrics of its own.
 func registry(get func() trace.Stats) *prometheus.Registry {
 	r := prometheus.NewRegistry()
 	r.MustRegister(NewCollector(get), buildInfo("hvd_build_info"),
@@ -23,28 +23,28 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 	return r
 }
 
-// Handler returns a handler that serves /metrics and /healthz. /metrics has the metrics of a rank, of the Go
-// runtime and of the process. /healthz returns status 200. get is as for NewCollector.
+// Handler returns a handler that serves /metrics and /healthz. /metrics returns the metrics of a rank, of the
+// Go runtime and of the process. /healthz returns status 200. The requirements for get are those of
+// NewCollector.
 func Handler(get func() trace.Stats) http.Handler {
-	// The response is not compressed, because it has only about 20 KiB and the rank's cores are busy with the
-	// job.
+	// The response is not compressed, because it has only about 20 KiB and the job needs the processor.
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true,
 		DisableCompression: true}))
 }
 
-// paths returns a handler that serves metrics at /metrics, and also serves /healthz.
+// paths returns a handler that serves /metrics with the given handler, and /healthz with status 200.
 func paths(metrics http.Handler) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metrics)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
-		// The error is ignored: it means that the client has closed the connection and needs no answer.
+		// The error is ignored, because it means that the client has closed the connection.
 		_, _ = io.WriteString(w, "ok\n")
 	})
 	return mux
 }
 
-// Text returns the text that Handler serves at /metrics, in Prometheus's text format. A rank sends it to the
-// launcher as its answer to Job.
+// Text returns the text that Handler serves at /metrics, in Prometheus's text format. A rank sends this text
+// to the launcher when a Job asks for it.
 func Text(get func() trace.Stats) ([]byte, error) {
 	families, err := registry(get).Gather()
 	if err != nil {

@@ -18,7 +18,7 @@ const (
 	// leastAskTime.
 	askTime      = time.Second
 	leastAskTime = askTime / 16
-	// fresh is how long answers are reused for further scrapes, from the time at which the ranks were asked.
+	// fresh is how long answers are reused for further scrapes. The time counts from the query of the ranks.
 	fresh = time.Second
 	// timeoutHeader is the header in which Prometheus sends its scrape timeout in seconds.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
@@ -26,20 +26,21 @@ const (
 
 // JobConfig is the configuration of a Job.
 type JobConfig struct {
-	// Hosts has the host of each rank, by rank.
+	// Hosts has the host names of the ranks, indexed by rank.
 	Hosts []string
-	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the result of Text
-	// from each rank that has answered. If it returns an error, it also returns the answers that it has.
+	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answer of each
+	// rank that has answered, which is the result of Text there. If it returns an error, it also returns the
+	// answers that it has.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
 	// Log receives warnings about answers that cannot be used. It may be nil.
 	Log *zap.Logger
 }
 
-// Job serves the metrics of all ranks of a job. Each metric has the labels rank and host, and hvd_up says
-// which ranks answered.
+// Job serves the metrics of all ranks of a job. Each metric has the labels rank and host. The metric hvd_up
+// says whether a rank has answered.
 //
-// Scrapes at the same time, or within a second, share one query of the ranks. The methods of a Job may be
-// called from any goroutine.
+// Scrapes at the same time, or within a second of a query, share one query of the ranks. The methods of a Job
+// may be called from any goroutine.
 type Job struct {
 	cfg   JobConfig
 	begun time.Time
@@ -54,11 +55,11 @@ type Job struct {
 	bad    uint64 // the number of answers that could not be used
 }
 
-// gathering is one query of all ranks.
+// gathering is one query of all ranks and its result.
 type gathering struct {
 	begun time.Time
 	done  chan struct{}
-	// families and err are set before done is closed, and do not change afterwards.
+	// families and err are set before done is closed. They do not change afterwards.
 	families []*dto.MetricFamily
 	err      error
 }
@@ -72,7 +73,7 @@ func NewJob(cfg JobConfig) *Job {
 	return &Job{cfg: cfg, begun: time.Now(), ctx: ctx, cancel: cancel}
 }
 
-// Close cancels queries in progress and waits for them to end. Later scrapes fail.
+// Close cancels the queries in progress and waits until they have ended. Later scrapes fail.
 func (j *Job) Close() error {
 	j.mu.Lock()
 	j.closed = true
@@ -104,8 +105,9 @@ func (j *Job) scrape(w http.ResponseWriter, r *http.Request) {
 	).ServeHTTP(w, r)
 }
 
-// gather returns the result of a query in progress, of a recent query or of a new one. Three quarters of wait
-// are for the ranks' answers, and the rest is for sending the result.
+// gather returns the result of a query in progress, of a recent query or of a new one. wait is the time that
+// the scraper allows. Three quarters of it are for the ranks' answers, and the rest is for sending the
+// result.
 func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFamily, error) {
 	ctx, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
@@ -121,8 +123,8 @@ func (j *Job) gather(ctx context.Context, wait time.Duration) ([]*dto.MetricFami
 	}
 }
 
-// query returns the query in progress, or the last one if it is recent enough. Otherwise it starts a new
-// query, in which the ranks have the time ask to answer.
+// query returns the query in progress, or the last query if it is recent enough. Otherwise it starts a new
+// query, in which the ranks have the given time to answer.
 func (j *Job) query(ask time.Duration) (*gathering, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -141,8 +143,8 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 	}
 	g := &gathering{begun: time.Now(), done: make(chan struct{})}
 	j.last = g
-	// The query does not use the context of the request, because other requests wait for the query too, even
-	// if the first one is cancelled.
+	// The query does not use the context of the HTTP request. Other requests wait for the query too, and must
+	// get its result even if the first request is cancelled.
 	j.asking.Go(func() {
 		defer close(g.done)
 		ctx, cancel := context.WithTimeout(j.ctx, ask)
@@ -160,7 +162,8 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 	return g, nil
 }
 
-// merge merges the answers of the ranks and adds the launcher's own metrics. took is how long the query took.
+// merge merges the answers of the ranks and adds the launcher's own metrics. took is the duration of the
+// query.
 func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
 	m := newMerger()
 	up := make([]bool, len(j.cfg.Hosts))
@@ -196,7 +199,7 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 	return m.with(families), nil
 }
 
-// Ranks cannot use these names, which are reserved for the launcher.
+// These names are reserved for the launcher. A rank's answer must not contain them.
 const (
 	upName    = "hvd_up"
 	jobPrefix = "hvd_job_"
@@ -210,7 +213,7 @@ var (
 	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used because they were invalid.")
 )
 
-// jobCollector collects the launcher's own metrics.
+// jobCollector collects the metrics of the launcher itself.
 type jobCollector struct {
 	job  *Job
 	up   []bool

@@ -25,7 +25,8 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// textOf returns the metrics of a rank as text. change may change the rank's statistics before that.
+// textOf returns the metrics of a rank as text. Before that, the function change may change the rank's
+// statistics.
 func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 	t.Helper()
 	s := full()
@@ -42,8 +43,8 @@ func textOf(t testing.TB, rank int, change func(*trace.Stats)) []byte {
 
 func asIs(*trace.Stats) {}
 
-// jobOf returns a job of size ranks that are on hosts a and b in turn and give the given answers. It also
-// returns the log of the job. It closes the job when the test ends.
+// jobOf returns a Job of the given number of ranks, and its log. The ranks are on hosts a and b in turn. The
+// queries return the given answers. The Job is closed when the test ends.
 func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *observer.ObservedLogs) {
 	t.Helper()
 	log, entries := testnet.Logs()
@@ -63,7 +64,7 @@ func jobOf(t *testing.T, size int, answers map[int][]byte) (*metrics.Job, *obser
 	return j, entries
 }
 
-// shown scrapes j and returns the text.
+// shown scrapes j and returns the text of the response.
 func shown(t *testing.T, j *metrics.Job) string {
 	t.Helper()
 	w := request(j.Handler(), "/metrics")
@@ -94,7 +95,7 @@ func TestJob(t *testing.T) {
 		`hvd_up{host="b",rank="3"} 1`,
 		`hvd_queue_depth{host="a",rank="0"} 5`, `hvd_queue_depth{host="b",rank="1"} 77`,
 		`hvd_queue_depth{host="b",rank="3"} 5`,
-		// The launcher overwrites the labels rank and host that the rank has sent.
+		// The rank has sent the labels rank and host, and the launcher overwrites them.
 		`hvd_rank_info{host="b",rank="3"} 1`,
 		`hvd_rank_last_total{host="a",late_rank="3",rank="0"} 90`,
 		`hvd_collective_duration_seconds_bucket{backend="shm",host="b",op="allreduce",rank="1",le="0.00390625"} 2`,
@@ -145,8 +146,8 @@ func TestJob(t *testing.T) {
 	}
 }
 
-// Rank 1 gives an invalid answer. Its hvd_up is 0, the log says why, and the metrics of the other ranks are
-// not affected.
+// Rank 1 gives an invalid answer. Its hvd_up is 0, and the log says why. The metrics of the other ranks are
+// the same as without this answer.
 func TestBadAnswers(t *testing.T) {
 	series := func(n int) []byte {
 		var b bytes.Buffer
@@ -198,7 +199,7 @@ func TestBadAnswers(t *testing.T) {
 	}
 	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
 	text := shown(t, j)
-	// The launcher removes the timestamp of a sample.
+	// The sample late has no timestamp, because the launcher removes it.
 	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`,
 		`late{host="a",rank="0"} 1`)
 }
@@ -213,7 +214,7 @@ func TestBadAnswersAreCounted(t *testing.T) {
 	})
 }
 
-// The answer of rank 0 in the largest possible job is within the limit on the size of an answer.
+// Rank 0 of the largest possible job answers. The answer is shorter than the limit for answers.
 func TestLargestJobFits(t *testing.T) {
 	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
@@ -228,12 +229,12 @@ func TestLargestJobFits(t *testing.T) {
 	t.Logf("%d bytes", len(text))
 }
 
-// asker answers for two ranks and counts the queries. When free is closed it answers for both. If the query
-// times out before, it answers only for rank 0.
+// asker answers queries for two ranks and counts the queries. A query waits until free is closed and then
+// returns the answers of both ranks. If its time ends before that, it returns only the answer of rank 0.
 type asker struct {
 	mu    sync.Mutex
 	asked int
-	limit time.Duration // how long the ranks had in the last query
+	limit time.Duration // the time that the ranks had in the last query
 	free  chan struct{}
 	text  []byte
 }
@@ -257,8 +258,8 @@ func newAsker(t *testing.T) (*asker, *metrics.Job) {
 	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
 }
 
-// Scrapes at the same time or within a second share one query of the ranks. A scrape after a second starts
-// another query.
+// Scrapes at the same time or within a second of a query share one query of the ranks. A scrape more than a
+// second after it starts another query.
 func TestScrapesShareQuestions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, j := newAsker(t)
@@ -292,8 +293,8 @@ func TestScrapesShareQuestions(t *testing.T) {
 	})
 }
 
-// Ranks that do not answer have a second, but at most three quarters of Prometheus's scrape timeout. Then the
-// scrape returns the metrics of the other ranks.
+// A rank does not answer. The query waits for it for a second, but at most for three quarters of Prometheus's
+// scrape timeout. Then the scrape returns the metrics of the other ranks.
 func TestRanksThatDoNotAnswer(t *testing.T) {
 	for _, c := range []struct {
 		header string
@@ -315,7 +316,7 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 				}
 				wantLines(t, w.Body.String(), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
 					fmt.Sprintf("hvd_job_gather_seconds %v", c.want.Seconds()),
-					// In a synctest bubble, time starts at the beginning of the year 2000.
+					// Time in a synctest bubble starts at the beginning of the year 2000.
 					"hvd_job_start_time_seconds 9.466848e+08")
 				j.Close()
 			})
@@ -323,8 +324,9 @@ func TestRanksThatDoNotAnswer(t *testing.T) {
 	}
 }
 
-// Three scrapes share a query: a patient one, one with a short timeout, and one whose client disconnects. The
-// one with the short timeout gets an error in time, and the patient one gets the metrics.
+// Three scrapes share a query: one with a long timeout, one with a short timeout, and one whose client
+// disconnects. The scrape with the short timeout gets an error in time, and the scrape with the long timeout
+// gets the metrics.
 func TestShortScrapeTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		_, j := newAsker(t)
@@ -333,7 +335,7 @@ func TestShortScrapeTimeout(t *testing.T) {
 		begun := time.Now()
 		gone, leave := context.WithCancel(t.Context())
 		patient.Go(func() {
-			// This scrape starts the query, and its client disconnects before the ranks answer.
+			// This scrape starts the query. Its client disconnects before the ranks answer.
 			r, err := http.NewRequestWithContext(gone, http.MethodGet, "/metrics", nil)
 			if err != nil {
 				t.Error(err)
@@ -364,14 +366,14 @@ func TestShortScrapeTimeout(t *testing.T) {
 	})
 }
 
-// Close is called during a query. The scrape in progress ends at once, and Close waits until the query has
-// ended.
+// Close is called during a query. The scrape in progress ends immediately, and Close waits until the query
+// has ended.
 func TestCloseDuringQuery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, _ := newAsker(t)
 		j := metrics.NewJob(metrics.JobConfig{Hosts: []string{"a"},
 			Ask: func(ctx context.Context) (map[int][]byte, error) {
-				defer time.Sleep(time.Millisecond) // the query takes 1 ms to end
+				defer time.Sleep(time.Millisecond) // makes the query take 1 ms to end
 				return a.ask(ctx)
 			}})
 		h := j.Handler()
@@ -389,7 +391,7 @@ func TestCloseDuringQuery(t *testing.T) {
 				time.Since(begun), err)
 		}
 		scrape.Wait()
-		time.Sleep(time.Minute) // now the last answers are too old to be reused
+		time.Sleep(time.Minute) // after this time the last answers are not reused
 		if w := request(h, "/metrics"); w.Code != http.StatusServiceUnavailable || a.asked != 1 {
 			t.Errorf("a scrape after Close: got %d, and %d questions in all", w.Code, a.asked)
 		}
@@ -399,8 +401,8 @@ func TestCloseDuringQuery(t *testing.T) {
 	})
 }
 
-// If Ask returns an error, the error is logged, and the scrape has the metrics of the ranks that have
-// answered.
+// Ask returns an error and some answers. The error is logged, and the scrape returns the metrics of the ranks
+// that have answered.
 func TestQuestionThatFails(t *testing.T) {
 	log, entries := testnet.Logs()
 	j := metrics.NewJob(metrics.JobConfig{
@@ -417,8 +419,8 @@ func TestQuestionThatFails(t *testing.T) {
 	}
 }
 
-// A rank gives an arbitrary answer. The scrape can be parsed and has the metrics of the other ranks
-// unchanged.
+// A rank gives an arbitrary answer. The response to the scrape can be parsed, and the metrics of the other
+// ranks are the same as without this answer.
 func FuzzAnswer(f *testing.F) {
 	const good = "# TYPE hvd_queue_depth gauge\nhvd_queue_depth 5\n# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\n"
 	f.Add([]byte(good))
@@ -431,14 +433,13 @@ func FuzzAnswer(f *testing.F) {
 		text := shown(t, j)
 		wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_queue_depth{host="a",rank="0"} 5`,
 			`hvd_job_ranks 2`)
-		// Without the metrics that are reserved for the launcher, the scrape itself is a valid answer of a
-		// rank.
+		// Without the metrics that are reserved for the launcher, the response is a valid answer of a rank.
 		var theirs []string
 		for line := range strings.Lines(text) {
 			name := strings.TrimPrefix(strings.TrimPrefix(line, "# HELP "), "# TYPE ")
 			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
-				// Rename the label rank. Otherwise the launcher would overwrite it, and the two ranks would
-				// have series with the same labels.
+				// The label rank is renamed, because the launcher would overwrite it. Then two ranks' series
+				// would have the same labels.
 				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1),
 					`rank="1"`, `of="1"`, 1))
 			}
@@ -461,7 +462,7 @@ func BenchmarkJob(b *testing.B) {
 			ask := func(context.Context) (map[int][]byte, error) { return maps.Clone(answers), nil }
 			b.ReportAllocs()
 			for b.Loop() {
-				// Make a new job each time, because it has no recent answers to reuse.
+				// Each iteration needs a new Job, which has no recent answers to reuse.
 				j := metrics.NewJob(metrics.JobConfig{Hosts: hosts, Ask: ask})
 				w := request(j.Handler(), "/metrics")
 				b.SetBytes(int64(w.Body.Len()))

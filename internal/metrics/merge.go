@@ -15,7 +15,8 @@ import (
 	"github.com/prometheus/common/model"
 )
 
-// maxText limits the bytes of a rank's answer. Rank 0 of the largest job sends about 600 KiB.
+// maxText limits the bytes of a rank's answer. The longest answer, from rank 0 of the largest job, has about
+// 600 KiB.
 const maxText = 2 << 20
 
 var (
@@ -34,12 +35,12 @@ func newMerger() *merger {
 		parser: expfmt.NewTextParser(model.LegacyValidation)}
 }
 
-// add adds a rank's answer. If the answer is invalid, add returns an error and adds nothing.
+// add adds the answer of a rank. If the answer is not valid, add returns an error and adds nothing.
 func (m *merger) add(rank int, host string, text []byte) error {
 	if len(text) > maxText {
 		return fmt.Errorf("got %d bytes, want at most %d", len(text), maxText)
 	}
-	// Prometheus rejects the metrics of all ranks if one label is not UTF-8.
+	// If one label is not UTF-8, Prometheus rejects the metrics of all ranks.
 	if !utf8.Valid(text) {
 		return errors.New("got text that is not UTF-8")
 	}
@@ -69,7 +70,7 @@ func (m *merger) add(rank int, host string, text []byte) error {
 				return l.GetName() == labelRank || l.GetName() == labelHost
 			})
 			metric.Label = append(metric.Label, rankPair, hostPair)
-			// The timestamp is removed, so that Prometheus uses the time of the scrape.
+			// Without the timestamp, Prometheus uses the time of the scrape.
 			metric.TimestampMs = nil
 			key := keyOf(metric.Label)
 			if seen[key] {
@@ -88,11 +89,12 @@ func (m *merger) add(rank int, host string, text []byte) error {
 	return nil
 }
 
-// suffixes has the suffixes that the series of histograms and summaries add to the name of the metric.
+// suffixes has the suffixes in the names of the series that a histogram or summary consists of.
 var suffixes = []string{"_bucket", "_sum", "_count"}
 
-// clash returns the name of another metric that has a series of the same name as a series of f. name is the
-// name of f. The other metric is already added or in others. clash returns "" if there is none.
+// clash looks for another metric that has a series with the same name as a series of f. It looks at the
+// metrics that were added and at the metrics in others. name is the name of f. clash returns the name of the
+// other metric, or "" if there is none.
 func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
 	for _, suffix := range suffixes {
 		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {
@@ -108,13 +110,13 @@ func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.
 	return ""
 }
 
-// hasSuffixes reports whether the names of the series of f have suffixes.
+// hasSuffixes reports whether f is a metric whose series have names with suffixes.
 func hasSuffixes(f *dto.MetricFamily) bool {
 	return f.GetType() == dto.MetricType_HISTOGRAM || f.GetType() == dto.MetricType_GAUGE_HISTOGRAM ||
 		f.GetType() == dto.MetricType_SUMMARY
 }
 
-// keyOf sorts labels in place and returns a key that is equal for equal sets of labels.
+// keyOf sorts labels in place and returns a key. Two lists have the same key if they have the same labels.
 func keyOf(labels []*dto.LabelPair) string {
 	slices.SortFunc(labels, func(a, b *dto.LabelPair) int {
 		return strings.Compare(a.GetName(), b.GetName())
@@ -126,8 +128,8 @@ func keyOf(labels []*dto.LabelPair) string {
 	return string(key)
 }
 
-// with returns the metrics of the ranks together with others, sorted by name. add has made sure that no rank
-// uses a name in others.
+// with returns the metrics of the ranks together with the metrics in others, sorted by name. add has made
+// sure that no rank uses a name that is in others.
 func (m *merger) with(others []*dto.MetricFamily) []*dto.MetricFamily {
 	for _, f := range others {
 		m.families[f.GetName()] = f

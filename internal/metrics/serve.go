@@ -16,9 +16,9 @@ import (
 )
 
 const (
-	// scrapeTimeout limits how long reading a request may take, and how long writing the response may take.
+	// scrapeTimeout is the limit for reading a request, and also the limit for writing the response.
 	scrapeTimeout = 10 * time.Second
-	// grace is how long Close waits for responses in progress. It is short, because a scrape must not delay
+	// grace is how long Close waits for responses in progress. It is short, so that a scrape does not delay
 	// the end of a job.
 	grace = 250 * time.Millisecond
 	// maxConns limits the number of simultaneous connections, so that clients cannot use up the process's
@@ -26,10 +26,10 @@ const (
 	maxConns = 32
 )
 
-// Address returns the address to listen on for addr, which is HOST:PORT, :PORT or PORT. Without HOST the
-// address is 127.0.0.1. To be reachable from other hosts, addr must have an address of the host, or 0.0.0.0.
-// Unless the port is 0, plus is added to it: processes of one host that get the same addr pass their local
-// rank as plus.
+// Address returns the address to listen on. addr has the form HOST:PORT, :PORT or PORT. Without HOST the
+// address is 127.0.0.1. For a server that other hosts can reach, HOST must be an address of this host, or
+// 0.0.0.0. Unless the port is 0, the argument plus is added to it: if several processes of a host get the
+// same addr, each passes its local rank as plus.
 func Address(addr string, plus int) (string, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if _, notNumber := strconv.Atoi(addr); notNumber == nil {
@@ -64,11 +64,11 @@ type Server struct {
 
 	running sync.WaitGroup // counts the server's goroutine and the responses in progress
 	mu      sync.Mutex
-	closed  bool // if set, no further response may begin
+	closed  bool // if set, no new response begins
 }
 
-// Serve starts a server that serves h at addr until Close. addr has one of the forms that Address describes.
-// log may be nil.
+// Serve starts a server, which serves requests at addr with the handler h until Close. Address describes the
+// forms of addr. log may be nil.
 func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
 	at, err := Address(addr, 0)
 	if err != nil {
@@ -102,12 +102,12 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
 	return s
 }
 
-// answer serves a request with h, and counts it in running so that Close waits for it.
+// answer serves a request with the handler h. It counts the request in s.running, so that Close waits for it.
 func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
-		return // no response, because Close closes the connection
+		return // Close closes the connection, so no response is needed
 	}
 	s.running.Add(1)
 	s.mu.Unlock()
@@ -115,16 +115,16 @@ func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) 
 	h.ServeHTTP(w, r)
 }
 
-// Addr returns the address that the server listens on, as host:port.
+// Addr returns the address on which the server listens, as host:port.
 func (s *Server) Addr() string { return s.listener.Addr().String() }
 
-// Close stops the server. It waits up to 250 ms for responses in progress. Then it closes their connections
-// and waits until the handlers have returned. Further calls only wait.
+// Close stops the server. It waits up to 250 ms for responses in progress. Then it closes the remaining
+// connections and waits until the handlers have returned. A further call only waits.
 func (s *Server) Close() error {
 	s.close.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), grace)
 		defer cancel()
-		// The errors are ignored: they only mean that connections had to be closed.
+		// The errors are ignored, because they only mean that connections had to be closed.
 		_ = s.http.Shutdown(ctx)
 		s.cancel()
 		_ = s.http.Close()
@@ -136,9 +136,9 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// bounded is a listener that keeps at most maxConns connections open. A further connection closes the oldest.
-// So clients that stay connected cannot keep other clients out. If Prometheus loses an idle connection in
-// this way, it opens a new one.
+// bounded is a listener that keeps at most maxConns connections open. When a further client connects, it
+// closes the oldest connection, so that clients that stay connected cannot keep others out. If Prometheus
+// loses an idle connection in this way, it opens a new one.
 type bounded struct {
 	net.Listener
 	limiter *dial.Limiter

@@ -64,7 +64,7 @@ func serve(t *testing.T, h http.Handler) *metrics.Server {
 	return s
 }
 
-// get scrapes addr once over a new connection.
+// get scrapes the server at addr once, over a new connection.
 func get(t *testing.T, addr string) (string, error) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	req, err := http.NewRequestWithContext(testnet.Context(t), http.MethodGet, "http://"+addr+"/metrics", nil)
@@ -101,8 +101,8 @@ func TestServe(t *testing.T) {
 	testnet.WantError(t, err, "metrics: ", `"nothing"`)
 }
 
-// Many clients connect and send nothing or half a request. The server closes the oldest of their connections,
-// so that others can still scrape.
+// Many clients connect and send nothing or half a request. The server closes the oldest of these connections,
+// and other clients can still scrape.
 func TestSilentClientsAreBounded(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	first := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HT"))
@@ -125,7 +125,8 @@ func isTimeout(err error) bool {
 	return ok && e.Timeout()
 }
 
-// Connections that have ended do not count, so the server does not close an old connection because of them.
+// Many connections begin and end. The server does not close an older open connection, because connections
+// that have ended do not count.
 func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	s := serve(t, metrics.Handler(full))
 	idle := testnet.RawDial(t, s.Addr(), []byte("GET /metrics HTTP/1.1\r\n"))
@@ -144,12 +145,12 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	resp.Body.Close()
 }
 
-// waitLimit bounds the waits in tests. It is shorter than the server's timeouts, so that no wait ends because
-// of such a timeout.
+// waitLimit is the limit for waits in tests. It is shorter than the server's timeouts, so that a wait cannot
+// end because of a timeout of the server.
 const waitLimit = 8 * time.Second
 
-// Close is called during two scrapes. It lets a response finish that takes less than 100 ms, cancels one that
-// takes longer, and waits for both handlers.
+// Close is called during two scrapes. A response that takes less than 100 ms is sent completely, and a
+// response that takes longer is cancelled. Close waits for both handlers.
 func TestCloseDuringScrapes(t *testing.T) {
 	for range 20 {
 		if closeDuringScrapes(t) {
@@ -159,7 +160,8 @@ func TestCloseDuringScrapes(t *testing.T) {
 	t.Fatal("no answer of twenty ended within 100 ms")
 }
 
-// closeDuringScrapes returns false if the machine was so slow that Close cancelled even the quick response.
+// closeDuringScrapes tests one call of Close. It returns false if the machine was so slow that Close
+// cancelled even the quick response.
 func closeDuringScrapes(t *testing.T) bool {
 	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}),
 		make(chan struct{})
@@ -184,7 +186,7 @@ func closeDuringScrapes(t *testing.T) bool {
 	}
 	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: h1\r\n\r\n"))
 	<-begun
-	// The client announces a body that it does not send. So the server does not look for the end of the
+	// The client announces a body and does not send it. So the server does not watch for the end of the
 	// connection, and only Close can tell the handler to stop.
 	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: h1\r\nContent-Length: 5\r\n\r\n"))
 	<-begun
@@ -241,7 +243,8 @@ func closeDuringScrapes(t *testing.T) bool {
 	return true
 }
 
-// pipes is a listener whose connections are in-memory pipes, which can be used in a synctest bubble.
+// pipes is a listener whose connections are in-memory pipes. Unlike sockets, they can be used in a synctest
+// bubble.
 type pipes struct {
 	conns  chan net.Conn
 	closed chan struct{}
@@ -270,8 +273,8 @@ func (p *pipes) dial() net.Conn {
 	return ours
 }
 
-// One client sends half a request, and one does not read the response. Both lose their connections after 10
-// s.
+// One client sends half a request, and another does not read the response. The server closes both connections
+// after 10 s.
 func TestSlowClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}

@@ -21,8 +21,8 @@ import (
 )
 
 const (
-	// MaxBytes limits the size of an encoded dump. It is a little less than the limit for a value in the
-	// job's store, because a dump is sent as such a value.
+	// MaxBytes limits the size of an encoded dump. A dump is sent as a value in the job's store, so MaxBytes
+	// is a little less than the store's limit for a value.
 	MaxBytes = 7 << 20
 	// maxPlainBytes limits the size of an encoded dump before compression.
 	maxPlainBytes = 16 << 20
@@ -31,15 +31,15 @@ const (
 	maxStalls  = 256
 	maxSets    = 256
 	maxMembers = 1 << 16 // for all sets together
-	// maxNameBytes and maxTextBytes limit names of tensors and texts in a dump. Longer ones are cut. Names
-	// outside of dumps have no such limit.
+	// maxNameBytes and maxTextBytes limit tensor names and other texts in a dump. Longer ones are cut.
+	// Outside of dumps, names have no such limit.
 	maxNameBytes = 512
 	maxTextBytes = 4 << 10
 	maxDims      = 64
 
-	// operationsOfAll is the number of operations in the dumps of all ranks together when hvdrun asks for
-	// them. It is enough to show what each rank was doing, and the time to collect the dumps does not grow
-	// with the job.
+	// operationsOfAll is the total number of operations in the dumps of all ranks when hvdrun asks for dumps.
+	// It is enough to show what each rank was doing. Because of the limit, the time to collect the dumps does
+	// not grow with the job.
 	operationsOfAll = 20000
 	format          = 1
 )
@@ -47,7 +47,7 @@ const (
 // ErrMalformed is the error for data that is not a valid dump or stall.
 var ErrMalformed = errors.New("malformed dump")
 
-// About is what a dump contains besides the recorded operations.
+// About is the content of a dump in addition to the recorded operations.
 type About struct {
 	Rank, Size int
 	Host       string
@@ -55,26 +55,28 @@ type About struct {
 	Epoch      uint64
 	// Version is the version of this module.
 	Version string
-	// Why says why the dump was taken. It is text for people.
+	// Why says why the dump was taken, as text for people.
 	Why string
-	// Now is the time of day at which the dump was taken, and At the time since the engine's start.
+	// Now is the time of day at which the dump was taken. At is the same moment as the time since the
+	// engine's start.
 	Now time.Time
 	At  time.Duration
-	// Clock describes the clock that the times in the dump are read from. Offset is the last measurement of
-	// this clock. It is the zero value if there is none.
+	// Clock is the clock of the times in the dump. Offset is the last measurement of this clock, or the zero
+	// value if there is none.
 	Clock  trace.Clock
 	Offset trace.Offset
 	// Pending has the operations that have not ended at the rank, the oldest first.
 	Pending []trace.Pending
-	// Sets has the members of process sets other than 0, in ascending order. If a set is missing, the ranks
-	// that have operations of the set count as its members.
+	// Sets maps process sets other than 0 to their members, in ascending order. If a set is missing, the
+	// ranks that have operations in the set count as its members.
 	Sets map[topo.ProcessSetID][]topo.Rank
-	// Stalls has descriptions of the stalls that rank 0 knows of, as text for people.
+	// Stalls has descriptions of the stalls that the coordinator knows of, as text for people. It is empty
+	// except at rank 0.
 	Stalls []string
 }
 
-// Dump returns a snapshot of the recorded operations together with about. For 10,000 operations it takes a
-// few milliseconds and 2 MB. It blocks Record only while it copies the slots.
+// Dump returns a snapshot that has the recorded operations and the content of about. For 10,000 operations it
+// takes a few milliseconds and 2 MB. It blocks Record only while it copies the slots.
 func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	slots, total := r.copy()
 	d := &analysis.Snapshot{
@@ -119,7 +121,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	return d
 }
 
-// word returns text if says is true, and otherwise "".
+// word returns text if the condition says is true, and "" otherwise.
 func word(text string, says bool) string {
 	if !says {
 		return ""
@@ -127,7 +129,8 @@ func word(text string, says bool) string {
 	return text
 }
 
-// cut shortens text to at most most bytes and replaces invalid UTF-8, which JSON cannot represent.
+// cut shortens text to at most the given number of bytes. It replaces invalid UTF-8, because JSON cannot
+// represent it.
 func cut(text string, most int) string {
 	if len(text) > most {
 		text = text[:most]
@@ -135,18 +138,18 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
-// OperationsOf returns how many operations each rank's dump has when hvdrun asks for dumps in a job of the
-// given size.
+// OperationsOf returns the number of operations that each rank's dump has at most when hvdrun asks for dumps.
+// size is the number of ranks in the job.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
-// Encode encodes a dump with at most the given number of its last operations as JSON, compressed by gzip. If
-// the result would exceed MaxBytes, it leaves out more operations. If it exceeds MaxBytes even without
-// operations, Encode fails. It takes about 5 us per operation.
+// Encode encodes a dump as JSON, compressed by gzip. The result has at most the given number of operations,
+// and these are the last ones. If the result would exceed MaxBytes, Encode leaves out more operations. It
+// fails if the result exceeds MaxBytes even without operations. It takes about 5 us per operation.
 func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
 	return encodeWithin(d, operations, MaxBytes)
 }
 
-// encodeWithin encodes as Encode does, with the limit most in place of MaxBytes.
+// encodeWithin encodes like Encode, but with the argument most as the limit instead of MaxBytes.
 func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 	few := *d
 	for n := min(operations, len(d.Operations)); ; n /= 2 {
@@ -182,8 +185,8 @@ func pack(b *bytes.Buffer, plain []byte) error {
 	return z.Close()
 }
 
-// Decode decodes the result of Encode. For invalid input it returns ErrMalformed. For any input its memory is
-// bounded by what maxPlainBytes of JSON need.
+// Decode decodes the result of Encode. It returns ErrMalformed if the input is not valid. For any input, it
+// uses at most the memory that maxPlainBytes of JSON need.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
 		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text),
@@ -211,7 +214,7 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 	return d, nil
 }
 
-// check returns an error if the snapshot is invalid or exceeds the limits of a dump.
+// check returns an error if the snapshot is not valid or exceeds a limit for dumps.
 func check(d *analysis.Snapshot) error {
 	members := 0
 	for _, s := range d.Sets {
@@ -240,16 +243,16 @@ func check(d *analysis.Snapshot) error {
 	return nil
 }
 
-// Stall is a tensor that has waited for ranks for too long. Rank 0 sends it to hvdrun, which then makes a
-// report.
+// Stall is a tensor that has waited for ranks for too long. Rank 0 sends it to hvdrun, which then collects
+// dumps for a report.
 type Stall struct {
 	Set  uint32 `json:"set"`
 	Name string `json:"name"`
-	// Text describes the stall as text for people.
+	// Text describes the stall for people.
 	Text string `json:"text"`
 }
 
-// EncodeStall encodes a stall as JSON. It cuts long texts.
+// EncodeStall encodes a stall as JSON and shortens its texts if they are too long.
 func EncodeStall(s Stall) ([]byte, error) {
 	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
 	text, err := json.Marshal(s)
@@ -259,9 +262,9 @@ func EncodeStall(s Stall) ([]byte, error) {
 	return text, nil
 }
 
-// DecodeStall decodes the result of EncodeStall. For invalid input it returns ErrMalformed.
+// DecodeStall decodes the result of EncodeStall. It returns ErrMalformed if the input is not valid.
 func DecodeStall(text []byte) (s Stall, err error) {
-	// In JSON a byte of text takes at most 6 bytes.
+	// JSON needs at most 6 bytes for a byte of text.
 	if most := 6*(maxNameBytes+maxTextBytes) + 64; len(text) > most {
 		return Stall{}, fmt.Errorf("recorder: %w: got a stall of %d bytes, want at most %d", ErrMalformed,
 			len(text), most)
@@ -272,9 +275,9 @@ func DecodeStall(text []byte) (s Stall, err error) {
 	return s, nil
 }
 
-// WriteFile writes a dump as JSON to the file rankN.json in dir and returns the path. It creates dir if
-// needed. An existing file is replaced atomically: readers see either the old file or the new one. Only the
-// user can read the file, because names of tensors may reveal the structure of a model.
+// WriteFile writes the dump of rank N as JSON to the file rankN.json in dir and returns the path. It creates
+// dir if needed. An existing file is replaced atomically: readers see either the old file or the new one.
+// Only the user can read the file, because tensor names may reveal the structure of a model.
 func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	text, err := d.JSON()
 	if err != nil {
@@ -283,7 +286,8 @@ func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 	return WriteText(dir, fmt.Sprintf("rank%d.json", d.Rank), text)
 }
 
-// WriteText writes text to the file name in dir, in the same way as WriteFile, and returns the path.
+// WriteText writes a text to the file with the given name in dir and returns the path. It writes the file in
+// the same way as WriteFile.
 func WriteText(dir, name string, text []byte) (path string, err error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("recorder: make the dump folder: %w", err)
@@ -304,8 +308,8 @@ func WriteText(dir, name string, text []byte) (path string, err error) {
 	return path, nil
 }
 
-// addSets adds the members of process sets to a snapshot, in the order of the sets' numbers and within the
-// limits.
+// addSets adds process sets with their members to a snapshot, in the order of the numbers of the sets. It
+// stops before the first set that would exceed a limit.
 func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 	members := 0
 	for _, id := range slices.Sorted(maps.Keys(sets)) {

@@ -71,14 +71,13 @@ func TestDumpTravels(t *testing.T) {
 	}
 }
 
-// Encode leaves out all but the given number of last operations. If these exceed the size limit, it leaves
-// out more.
+// Encode keeps only the given number of last operations. If these exceed the size limit, it keeps fewer.
 func TestEncodeBounds(t *testing.T) {
 	const recorded, most = 500, 20 << 10
 	r := New(400)
 	for n := range uint64(recorded) {
-		// Pseudo-random names do not compress, so that the size limit is reached. They come from a
-		// multiplicative generator.
+		// The names are pseudo-random numbers from a multiplicative generator, so that they do not compress
+		// and the size limit is reached.
 		name := ""
 		for i := range uint64(30) {
 			name += fmt.Sprintf("%016x", (n*31+i+1)*0x9e3779b97f4a7c15)
@@ -104,7 +103,7 @@ func TestEncodeBounds(t *testing.T) {
 			t.Errorf("got %d recorded", got.Recorded)
 		}
 	}
-	// For operations that compress well, the limit on the size before compression applies.
+	// These operations compress well, so that the limit on the size before compression is reached first.
 	d.Operations[399].Error = strings.Repeat("x", maxPlainBytes/8)
 	d.Operations = slices.Repeat(d.Operations[399:], 9)
 	text, err := encodeWithin(d, 500, MaxBytes)
@@ -122,7 +121,7 @@ func TestEncodeBounds(t *testing.T) {
 	}
 }
 
-// Dump cuts every text and list that could be too long, so that each dump can be decoded.
+// Every text and list is longer than its limit. Dump cuts them, so that the dump can be decoded.
 func TestDumpBounds(t *testing.T) {
 	long := strings.Repeat("x", 1<<16)
 	r := New(10)
@@ -160,7 +159,7 @@ func TestDumpBounds(t *testing.T) {
 	if _, err := Decode(text); err != nil {
 		t.Error(err)
 	}
-	// A set whose members would exceed the limit is left out.
+	// Set 2 has too many members, so Dump leaves it out.
 	about.Sets = map[topo.ProcessSetID][]topo.Rank{1: make([]topo.Rank, 10), 2: make([]topo.Rank, maxMembers),
 		3: {1}}
 	if text, err = Encode(r.Dump(about), 0); err != nil {
@@ -291,7 +290,7 @@ func TestWriteFile(t *testing.T) {
 			t.Errorf("%s has mode %v, error %v, want %v", path, info.Mode(), err, want)
 		}
 	}
-	// If the folder cannot be created or the file cannot be replaced, WriteFile fails and leaves no temporary
+	// The folder cannot be created, or the file cannot be replaced. WriteFile fails and leaves no temporary
 	// file.
 	if _, err := WriteFile(filepath.Join(dir, "rank1.json"), d); err == nil {
 		t.Error("got no error where the folder is a file")
@@ -322,7 +321,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		again, err := Encode(d, DefaultOperations)
 		if err != nil {
-			return // one of the times cannot be expressed in JSON
+			return // JSON cannot represent one of the times
 		}
 		decoded, err := Decode(again)
 		if err != nil || !reflect.DeepEqual(decoded.Pending, d.Pending) ||

@@ -1,10 +1,10 @@
-// Package recorder is the flight recorder of a rank. It keeps the rank's last operations in memory of fixed
-// size, for reports if the job stalls or fails.
+// Package recorder implements the flight recorder of a rank. The recorder keeps the rank's last operations in
+// memory of fixed size. Reports use them if the job stalls or fails.
 //
-// A [Recorder] records every operation. [Recorder.Dump] returns what it has recorded as an analysis.Snapshot,
-// together with the operations that the rank waits for. Encode encodes a dump so that it can be sent to
-// another process, and WriteFile writes it to a file. analysis.Analyse compares the dumps of all ranks and
-// finds which ranks wait for which operations, and which ranks never called them.
+// A [Recorder] records every operation. [Recorder.Dump] returns the recorded operations and the operations
+// that the rank waits for as an analysis.Snapshot. Encode encodes a dump to be sent to another process, and
+// WriteFile writes a dump to a file. analysis.Analyse compares the dumps of all ranks and finds out which
+// ranks wait for which operations, and which ranks never called them.
 package recorder
 
 import (
@@ -17,17 +17,18 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// DefaultOperations is how many operations a rank keeps by default: about 60 steps of ResNet-50, in 1.3 MB.
+// DefaultOperations is the default number of operations that a rank keeps: about 60 steps of ResNet-50, in
+// 1.3 MB.
 const DefaultOperations = 10000
 
-// Recorder keeps the last operations of a rank in slots, one for each tensor. An operation without tensors,
-// such as a barrier of an absent rank, takes one slot. A Recorder is safe for concurrent use. A nil Recorder
-// keeps nothing.
+// Recorder keeps the last operations of a rank in slots. An operation takes one slot for each of its tensors.
+// An operation without tensors, such as a barrier in which the rank was absent, takes one slot. A Recorder is
+// safe for concurrent use. A nil Recorder records nothing.
 type Recorder struct {
 	mu    sync.Mutex
 	slots []slot
-	at    int    // the next slot to fill
-	total uint64 // how many slots were filled so far, including overwritten ones
+	at    int    // the index of the next slot to fill
+	total uint64 // how often a slot was filled so far, including overwritten slots
 }
 
 // slot has one tensor of an operation that has ended.
@@ -45,13 +46,13 @@ type slot struct {
 	cached, absent                         bool
 }
 
-// New returns a recorder with room for the given number of operations, at least 1. It allocates all memory of
-// the recorder: 128 bytes per operation. In addition, the recorder keeps the names and shapes of recorded
-// tensors alive.
+// New returns a recorder with room for the given number of operations, or for 1 if the number is less. It
+// allocates all memory of the recorder, which is 128 bytes per operation. In addition, recorded tensors'
+// names and shapes stay in memory while the recorder has them.
 func New(operations int) *Recorder { return &Recorder{slots: make([]slot, max(operations, 1))} }
 
-// Record records an operation that has ended. It allocates nothing. It blocks only while another goroutine is
-// in Record or copies the slots in Dump.
+// Record records an operation that has ended. It allocates no memory. It blocks only while another goroutine
+// is in Record, or copies the slots in Dump.
 func (r *Recorder) Record(op *trace.Operation) {
 	if r == nil {
 		return
@@ -74,7 +75,7 @@ func (r *Recorder) Record(op *trace.Operation) {
 	}
 }
 
-// next returns the next slot to fill. The slot may have old content. The caller holds r.mu.
+// next returns the next slot to fill, which may have old content. The caller must hold r.mu.
 func (r *Recorder) next() *slot {
 	s := &r.slots[r.at]
 	if r.at++; r.at == len(r.slots) {
@@ -84,7 +85,7 @@ func (r *Recorder) next() *slot {
 	return s
 }
 
-// fill sets the fields that describe the operation, and clears the fields that describe a tensor.
+// fill sets the fields that describe the operation and clears the fields that describe a tensor.
 func (s *slot) fill(op *trace.Operation) {
 	*s = slot{
 		set: op.Set, number: op.Number, kind: op.Kind, backend: op.Backend, absent: op.Absent,
@@ -92,7 +93,7 @@ func (s *slot) fill(op *trace.Operation) {
 	}
 }
 
-// copy returns a copy of the filled slots, the oldest first, and how many slots were filled so far.
+// copy returns a copy of the filled slots, the oldest first, and how often a slot was filled so far.
 func (r *Recorder) copy() (slots []slot, total uint64) {
 	if r == nil {
 		return nil, 0

@@ -23,7 +23,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const ms = time.Millisecond
 
-// operation returns an allreduce of the named tensors in set 0, which had grant n and ended at time ended.
+// operation returns an allreduce of the named tensors in set 0. It has grant n and ended at the time ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
 		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms,
@@ -74,7 +74,8 @@ func TestRecord(t *testing.T) {
 	}
 }
 
-// The oldest operation is overwritten first. Nothing of it is left in the new operation.
+// A recorder gets more operations than it has room for. A new operation overwrites the oldest one, and its
+// slot keeps nothing of the old content.
 func TestOldestGoesFirst(t *testing.T) {
 	for _, size := range []int{0, 1, 2, 3, 7} {
 		r := New(size)
@@ -137,8 +138,8 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
-	// The size of a slot is also stated at New, in the help of HVD_FLIGHT_RECORDER and in
-	// docs/troubleshooting.md.
+	// If the size of a slot changes, the comment of New, the help of HVD_FLIGHT_RECORDER and
+	// docs/troubleshooting.md must change too.
 	if size := unsafe.Sizeof(slot{}); size != 128 {
 		t.Errorf("a slot has %d bytes, want 128", size)
 	}

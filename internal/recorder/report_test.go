@@ -14,14 +14,14 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// rankAt is a rank of a simulated job: its recorder and the other content of its dump.
+// rankAt is a rank of a simulated job. It has the rank's recorder and the other content of its dump.
 type rankAt struct {
 	*Recorder
 	About
 }
 
-// job returns the ranks of a job. They have run grad/0 and grad/1 twice each, and the last run ended at 1 s.
-// Their dumps are taken at 20 s.
+// job returns the ranks of a job. They have run each of grad/0 and grad/1 twice, and the last run ended at 1
+// s. Their dumps are taken at 20 s.
 func job(size int) []*rankAt {
 	var all []*rankAt
 	for r := range size {
@@ -34,15 +34,15 @@ func job(size int) []*rankAt {
 	return all
 }
 
-// waits adds allreduces that the rank submitted at since and that have not been granted.
+// waits adds allreduces that the rank submitted at the time since. They have not been granted.
 func (k *rankAt) waits(since time.Duration, names ...string) {
 	for _, name := range names {
 		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
 	}
 }
 
-// runs adds an allreduce that the rank submitted at since and that has been granted. If begun is not 0, the
-// rank has been executing it since begun.
+// runs adds an allreduce that the rank submitted at the time since. It has been granted. If begun is not 0,
+// the rank began to execute it at the time begun.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	k.Pending = append(k.Pending, trace.Pending{
 		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms,
@@ -50,7 +50,7 @@ func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	})
 }
 
-// dumps returns the dumps of the ranks after encoding and decoding them, as if they had been sent.
+// dumps returns the dumps of the ranks. It encodes and decodes them, as if they had been sent.
 func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	t.Helper()
 	for _, k := range ranks {
@@ -67,7 +67,7 @@ func dumps(t *testing.T, ranks ...*rankAt) (all []*analysis.Snapshot) {
 	return all
 }
 
-// head returns the part of a report before the section with the state of each rank.
+// head returns the part of a report before the states of the ranks.
 func head(report string) string {
 	text, _, _ := strings.Cut(report, "State of each rank:\n")
 	return text
@@ -83,7 +83,7 @@ func TestReport(t *testing.T) {
 		name   string
 		size   int
 		play   func(j []*rankAt)
-		answer []int // the ranks that answer; nil means all ranks
+		answer []int // the ranks that answer; nil stands for all ranks
 		absent map[int]string
 		want   string
 	}{
@@ -188,8 +188,8 @@ func TestReport(t *testing.T) {
 		}, nil, nil,
 			"No rank is executing allreduce \"x\", \"y\" (tcp), submitted 18.0 s ago; ranks 0 and 1: not started.\n"},
 
-		// The dumps are taken at different moments. Rank 1's is taken later, when rank 1 has completed the
-		// operation once more.
+		// Rank 1's dump is taken later than the other dump, when rank 1 has completed the operation once
+		// more.
 		{"asked later", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "grad/0")
 			j[1].Record(operation(3, 3*time.Second, "grad/0"))
@@ -206,7 +206,7 @@ func TestReport(t *testing.T) {
 			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
 
 		// The join has waited longest, but comes last because no rank is at fault. The queued operation comes
-		// after the one that is being executed, because it waits for that one.
+		// after the operation that is being executed, because the queued one waits for it.
 		{"what says most is first", 4, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			for _, r := range []int{1, 2} {
@@ -218,7 +218,7 @@ func TestReport(t *testing.T) {
 			}
 			op := operation(3, 1500*ms, "x")
 			op.Absent = true
-			j[3].Record(op) // rank 3 executed x as an absent rank and has never called it
+			j[3].Record(op) // rank 3 took part in x as an absent rank and has never called it
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
 			}
@@ -342,7 +342,8 @@ func TestStateOfEachRank(t *testing.T) {
 	}
 }
 
-// If a rank has two dumps, the report uses only the newer one. It ignores the dump of another job.
+// A rank has two dumps, and the report uses only the newer one. The report also ignores a dump of another
+// job.
 func TestDumpsThatDoNotCount(t *testing.T) {
 	j := job(2)
 	old := job(2)[0]
@@ -359,8 +360,8 @@ func TestDumpsThatDoNotCount(t *testing.T) {
 	}
 }
 
-// Rank 0 has ended the job. After Blame the report does not name rank 1 as missing, because rank 1 was about
-// to call the operation. The result is the same with and without a dump of rank 0.
+// Rank 0 has ended the job while rank 1 was about to call the operation. After Blame, the report does not
+// name rank 1 as missing. The result is the same with and without a dump of rank 0.
 func TestBlame(t *testing.T) {
 	ranks := job(3)
 	ranks[2].waits(19990*ms, "grad/0")
