@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a timeline begins after some ranks have requested a tensor, the record of the tensor has Partial set,
-// because arrival times are missing. The record of the next tensor has all arrival times. A member that has
-// joined has no arrival time, but that does not set Partial.
+// If a timeline begins after some ranks have requested a tensor, some arrival times of the tensor are
+// missing, and its record has Partial set. The record of the next tensor has all arrival times. A member that
+// has joined has no arrival time, but that does not set Partial.
 func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	const n = 3
 	c := start(t, n, nil)

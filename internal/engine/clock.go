@@ -22,12 +22,12 @@ import (
 // answer were in transit. Of several probes, the engine uses the one with the shortest transit time.
 
 const (
-	// probesAtOnce is the number of probes in a series. The rank sends the next probe when the answer to the
-	// previous one has arrived.
+	// probesAtOnce is the number of probes in a series. A rank sends the next probe of a series when the
+	// answer to the previous one has arrived.
 	probesAtOnce = 8
-	// firstProbePeriod is the time between the first two series. The time doubles after each series, up to
-	// probePeriod. The clocks of two computers drift apart by up to 50 us a second. Two measurements show the
-	// drift between them, so that it can be corrected.
+	// firstProbePeriod is the time between the first two series. After each series the time doubles, until it
+	// reaches probePeriod. The clocks of two computers drift apart by up to 50 us a second. With two
+	// measurements the drift between them is known and can be corrected.
 	firstProbePeriod = time.Second
 	probePeriod      = 8 * time.Second
 )
@@ -36,7 +36,7 @@ const (
 // owns all fields except Clock.
 type rankClock struct {
 	trace.Clock
-	due    time.Duration // when the next series begins
+	due    time.Duration // the time at which the next series begins
 	period time.Duration // the time from one series to the next
 	left   int           // number of probes of this series that are still to be sent
 	best   trace.Offset  // the best measurement of this series
@@ -44,7 +44,7 @@ type rankClock struct {
 }
 
 // newClock returns the clock of an engine that started at start, a moment ago. If the monotonic clock cannot
-// be read, the clock has an empty domain. The times of this rank then cannot be compared with the times of
+// be read, the clock has an empty domain. Then the times of this rank cannot be compared with the times of
 // other ranks of the host.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
@@ -74,8 +74,8 @@ func (e *Engine) probe() {
 	e.sendProbe()
 }
 
-// sendProbe sends a probe. It ignores an error of the connection, because the reader or a later send reports
-// the error too.
+// sendProbe sends a probe. It ignores an error of the connection, because the reader of the connection or a
+// later send reports the error.
 func (e *Engine) sendProbe() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
@@ -146,7 +146,7 @@ func clockDomain() string {
 }
 
 // monotonic returns the reading of CLOCK_MONOTONIC at the time at. The caller got at from time.Now a moment
-// ago. The error of the result is at most the time between two readings of a clock.
+// ago. The result is wrong by at most the time between two consecutive readings of a clock.
 func monotonic(at time.Time) (time.Duration, error) {
 	// The thread may be descheduled between the readings. Of several tries, use the one with the shortest
 	// time between the readings, because its error is the smallest.

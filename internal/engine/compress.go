@@ -8,9 +8,8 @@ import (
 )
 
 // compress scales the tensors of b, converts them to the element type wire and writes them to buf, one after
-// another. If a tensor has error feedback, compress adds the loss of the previous tensor of the same name
-// before it converts the elements, and keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent,
-// 2014).
+// another. If a tensor has error feedback, compress first adds the compression loss that was kept for its
+// name, and then keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
 func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
@@ -58,8 +57,8 @@ type residual struct {
 }
 
 // residual returns the accumulated compression loss of a tensor, multiplied by the same prescale factor as
-// the tensor. The loss has numBytes of elements of type s.dt. It is zero if the tensor is new, or if its type
-// or length has changed. The lane owns the memory, and the caller updates the loss in place.
+// the tensor. The result has numBytes bytes, in elements of type s.dt. It is zero if the tensor is new, or if
+// its type or length has changed. The lane owns the memory, and the caller updates the loss in place.
 func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	r := l.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
@@ -83,8 +82,8 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	return r.buf, scale(s.dt, r.buf, f)
 }
 
-// keepLoss sets residual to the loss of converting wide to part, which is wide minus part. It replaces
-// differences that are not finite by 0, because after an overflow they would make every later tensor of the
+// keepLoss sets residual to the loss of the conversion from wide to part, which is wide minus part. It stores
+// 0 for a difference that is not finite. Otherwise a single overflow would make every later tensor of the
 // name non-finite.
 func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// startOversubscribed starts a job of two ranks whose configuration says that there are more processes than
+// startOversubscribed starts a job of two ranks whose configuration claims more processes than there are
 // processors, so that NotifyLater defers notifications. period is the time for which it defers them. 0
 // selects the default.
 func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *cluster {
@@ -36,20 +36,20 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	c.engines[r].NotifyLater()
 }
 
-// lateRounds is a number of consecutive operations that take only some milliseconds if none waits for a
-// heartbeat.
+// lateRounds is a number of consecutive operations. They take only some milliseconds together if none of them
+// waits for a heartbeat.
 const lateRounds = 40
 
-// promptly fails the test if lateRounds operations since began took so long that most of them waited for a
-// heartbeat. Heartbeats are one second apart.
+// promptly fails the test if the lateRounds operations since began took so long that most of them must have
+// waited for a heartbeat. Heartbeats are one second apart.
 func promptly(t *testing.T, began time.Time) {
 	if took := time.Since(began); took > lateRounds/2*time.Second {
 		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
 	}
 }
 
-// If each rank queues 20 operations in short succession and then calls Flush, they are granted as at most
-// half as many operations.
+// If each rank queues 20 operations in quick succession and then calls Flush, the 20 tensors are fused into
+// at most half as many operations.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var recorded [2]log
@@ -70,7 +70,8 @@ func TestNotifyOnceForMany(t *testing.T) {
 		for _, op := range recorded[r].operations() {
 			grants[op.Number] += len(op.Tensors)
 		}
-		// Heartbeats and clock probes may have caused some turns before Flush.
+		// The number of operations need not be 1, because heartbeats and clock probes may cause turns before
+		// Flush.
 		if len(grants) > tensors/2 {
 			t.Errorf("rank %d: %d tensors ran as %d operations; tensors by operation: %v", r, tensors,
 				len(grants), grants)
@@ -99,7 +100,7 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 
 // Queued operations complete even if the caller keeps queuing more operations all the time.
 func TestNotifyWhileQueueing(t *testing.T) {
-	const most = 500 // so few that they are queued before the first heartbeat
+	const most = 500 // few enough to be queued before the first heartbeat
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
 	time.Sleep(200 * time.Millisecond) // clock probes cause turns of the loops until then
@@ -119,9 +120,9 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	}
 }
 
-// After NotifyLater, Drive and Flush make the loop run at once, even if the deferral period is an hour. If
-// neither is called, the timer notifies the loop. In all cases the next notification is deferred again, so
-// all 40 operations complete promptly.
+// If the deferral period is an hour, calls of Drive and Flush after NotifyLater make the loop run at once. If
+// neither is called, the timer notifies the loop. Each notification is deferred again, so all 40 operations
+// complete promptly in both cases.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var recorded [2]log

@@ -12,10 +12,10 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// BenchmarkDeterministic measures the cost of deterministic mode. Two jobs over TCP on loopback, one in each
-// mode, execute steps in turn, and the median of the ratios of their times is reported as cost-ratio. A step
-// sums float32 tensors of the given size that are all in flight at the same time, like the gradients of a
-// training step.
+// BenchmarkDeterministic measures the cost of deterministic mode. Two jobs run over TCP on loopback, one in
+// deterministic mode and one not. They execute steps in turn, and the benchmark reports the median of the
+// ratios of their times as cost-ratio. A step sums float32 tensors of the given size that are all in flight
+// at the same time, like the gradients of a training step.
 func BenchmarkDeterministic(b *testing.B) {
 	for _, ranks := range []int{2, 4} {
 		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20},

@@ -24,8 +24,8 @@ func TestClockOfAChild(t *testing.T) {
 	fmt.Println(clockDomain(), shown)
 }
 
-// Two processes of a host are in the same clock domain and read the same clock: a child's reading lies
-// between two readings by this process, one before and one after.
+// Two processes of a host are in the same clock domain and read the same clock: the reading of a child lies
+// between two readings by this process, one before the child's reading and one after it.
 func TestProcessesShareADomain(t *testing.T) {
 	before, err := monotonic(time.Now())
 	if err != nil {
@@ -44,8 +44,8 @@ func TestProcessesShareADomain(t *testing.T) {
 	}
 }
 
-// For a time in the past, monotonic returns the reading that the clock had at that time: readings for now and
-// for an hour ago differ by an hour.
+// For a time in the past, monotonic returns the reading that the clock had at that time. So the readings for
+// now and for an hour ago differ by an hour.
 func TestMonotonicOfThePast(t *testing.T) {
 	now := time.Now()
 	a, err := monotonic(now)
@@ -56,14 +56,14 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// In every try, the thread may be descheduled between two readings of a clock. So the only bound of the
-	// error is the running time of the test.
+	// In every try, the thread may be descheduled between two readings of a clock. So the error is bounded
+	// only by the running time of the test.
 	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
 		t.Errorf("the reading for an hour ago is off by %v, want at most %v", d, took)
 	}
 }
 
-// A process in another time namespace is in another clock domain, because its clock has another offset.
+// A process in another time namespace is in another clock domain, because the offset of its clock differs.
 func TestTimeNamespace(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1000", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)

@@ -9,10 +9,10 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Queue submits tensors of one process set to the engine: all of them, or none if one is refused. The caller
-// has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until it calls
-// the entry's Done, which it does exactly once. If Queue returns an error, which is an *OpError, the engine
-// never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
+// Queue submits tensors of one process set to the engine. It submits all of them, or none if one is refused.
+// The caller has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until
+// it calls the entry's Done, which it does exactly once. If Queue returns an error, the error is an *OpError,
+// and the engine never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
@@ -30,10 +30,10 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	return opError(&entries[0].Request, err)
 }
 
-// Drive runs turns of the loop in the calling goroutine until done reports true or ctx ends. Drive returns
-// early if nothing happens for a while. The caller then waits for its operation without driving. In any case
-// the loop takes the queued operations. Any goroutine may call Drive. Drive also calls Done of entries that
-// other goroutines have submitted.
+// Drive runs turns of the loop in the calling goroutine until done returns true or ctx ends. If nothing
+// happens for a while, Drive returns early, and the caller waits for its operation without driving. In all
+// cases the loop takes the queued operations. Any goroutine may call Drive. Drive also calls Done of entries
+// that other goroutines have submitted.
 func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
 
 // Notify makes the loop take the queued operations.
@@ -76,14 +76,14 @@ func (e *Engine) handOff() {
 	e.started = e.started[:0]
 }
 
-// startInTurn starts w and reports true if turns of the loop may execute w. Otherwise it reports false, and
-// the caller must push w to the lane.
+// startInTurn reports whether turns of the loop may execute w, and starts w if so. If it returns false, the
+// caller must push w to the lane.
 func (e *Engine) startInTurn(l *lane, w *work) bool {
 	moves := w.grant.Responses[0].Kind.MovesData()
 	// A caller that drives the loop has time for many steps. If other ranks are late for a step, or if the
 	// caller's context ends, the lane continues the operation. A barrier must not complete before the
-	// operations that were granted before it, so the turn executes a barrier only if the lane has answered
-	// all of them.
+	// operations that were granted before it. So the turn executes a barrier only if the lane has reported
+	// the results of all of them.
 	if !e.sched.drivable || moves && !l.fitsInTurn(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
@@ -96,8 +96,9 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete gives the lane of w back to its goroutine. If err is nil, complete answers the tensors of w before
-// that. Otherwise the lane answers them when the verdict is known.
+// complete ends the execution of w in turns of the loop and gives the lane back to its goroutine. If err is
+// nil, complete first reports the results of the tensors of w. Otherwise the lane reports their errors when
+// the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
 	if w.failed = err != nil; !w.failed {
 		l.answer(w)
@@ -109,8 +110,8 @@ func (e *Engine) complete(l *lane, w *work, err error) {
 	l.unclaim(w)
 }
 
-// stepStarted executes the next step of each started operation whose step need not wait. It hands an
-// operation that is blocked to its lane. It reports whether the state of any operation has changed.
+// stepStarted executes the next step of each started operation, without waiting. If an operation is blocked,
+// stepStarted hands it over to its lane. It reports whether the state of any operation has changed.
 func (e *Engine) stepStarted() (some bool) {
 	for i := 0; i < len(e.started); {
 		l := e.started[i]

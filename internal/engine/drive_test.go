@@ -60,8 +60,7 @@ func barrier(name string) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.Barrier, Name: name}}
 }
 
-// A caller that waits for its operation drives the loop, so that most of its barriers are done when Drive
-// returns.
+// A caller that waits for its operation drives the loop. Most of its barriers are done when Drive returns.
 func TestDrive(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) { cfg.Spin = time.Second })
 	driven := make([]int, 3)
@@ -81,8 +80,8 @@ func TestDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// All operations complete if several goroutines drive the loop at the same time while other goroutines wait
-// without driving and need BackgroundThreadLoop.
+// Several goroutines drive the loop at the same time, and other goroutines wait without driving, so that they
+// need BackgroundThreadLoop. All operations complete.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.New(n), n, nil)
@@ -110,8 +109,8 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// Drive returns if its context ends, or if nothing happens for the poll budget. Its operation completes later
-// without the driver.
+// Drive returns if its context ends, or if nothing happens for the poll budget. The operation of the caller
+// completes later without the caller's help.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -147,11 +146,11 @@ func TestDriveEnds(t *testing.T) {
 	c.engines[1].Drive(c.ctx, never) // after the shutdown, Drive returns at once
 }
 
-// oftenEnough is a number of operations that is too high for a test if each operation waits for a heartbeat.
-// That takes half a second on average.
+// oftenEnough is a number of operations. If each of them waits for a heartbeat, which takes half a second on
+// average, they take longer together than a test may run.
 const oftenEnough = 200
 
-// A rank that polls for a very long time still notifies parked peers of the frames that it has sent, so
+// If a rank polls for a very long time, it still notifies parked peers of the frames that it has sent. So
 // operations with a parked peer complete promptly.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
@@ -171,8 +170,8 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// If a driver submits an operation with a timeout of 2 ms and Drive returns before that, the operation still
-// times out promptly, because the parked BackgroundThreadLoop is woken for the deadline.
+// A driver submits an operation with a timeout of 2 ms, and Drive returns before the timeout. The operation
+// still times out promptly, because the parked BackgroundThreadLoop is woken for the deadline.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {

@@ -42,7 +42,7 @@ type Config struct {
 	Size int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Backends are the backends that all ranks have, in order of preference.
+	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry
 
 	// Sets are the process sets that exist from the start, besides the global set. They are in ascending
@@ -54,30 +54,30 @@ type Config struct {
 	DisableGroupFusion   bool
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
-	// StallWarning is how long a tensor waits for ranks before OnStall is called, and the time between later
-	// calls for the same tensor. StallShutdown is how long a tensor waits before the job is shut down. For
-	// both, 0 means never.
+	// StallWarning is how long a tensor waits for ranks before OnStall is called. It is also the time between
+	// later calls for the same tensor. StallShutdown is how long a tensor waits before the job is shut down.
+	// In both fields, 0 means never.
 	StallWarning, StallShutdown time.Duration
-	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. There is a maximum
-	// because other ranks determine the size of the result. 0 means the memory size of the host.
+	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. A maximum is needed
+	// because other ranks determine the size of the result. 0 selects the memory size of the host.
 	MaxResultBytes int64
 	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
-	// Deterministic makes sums bitwise equal in every run.
+	// Deterministic makes each sum bitwise equal in every run.
 	Deterministic bool
 	// Cores are the processors to which the threads of the loop and of the lanes are bound. If Cores is
 	// empty, the threads are not bound.
 	Cores []int
 	// Spin is how long the loop of a busy rank, or a caller that waits (Drive), polls for new work before it
-	// parks. 0 selects a default, which depends on LocalProcesses and is longer for a caller that has a
-	// processor of its own. A negative value disables polling. With a greater value, a rank that waits for
-	// others has to be woken less often but takes more processor time.
+	// parks. 0 selects a default that depends on LocalProcesses. The default is longer for a caller that has
+	// a processor of its own. A negative value disables polling. With a greater value, a rank that waits for
+	// others is woken less often but takes more processor time.
 	Spin time.Duration
 	// LocalProcesses is the number of processes of the job on this host that need a processor. These are the
-	// ranks and, with ForClient, the programs that submit operations from other processes. 0 means Size. If
+	// ranks and, with ForClient, the programs that submit operations from other processes. 0 selects Size. If
 	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
 	LocalProcesses int
-	// ForClient says that operations are submitted by a program in another process, as with the sidecar.
+	// ForClient says that a program in another process submits the operations, as with the sidecar.
 	ForClient bool
 
 	// If Ready is not nil, Start calls it when this rank is connected. Ready returns when all ranks are
@@ -85,29 +85,31 @@ type Config struct {
 	Ready func(context.Context) error
 	// Log receives the log messages of the engine. nil disables logging.
 	Log *zap.Logger
-	// ClockDomain is the name of the clock that the process reads. Empty means a name made of the host and
-	// the time namespace. Tests set different names so that ranks in one process measure their clocks.
+	// ClockDomain is the name of the clock that the process reads. If it is empty, the engine uses a name
+	// made of the host and the time namespace. Tests set different names so that ranks in one process measure
+	// their clocks.
 	ClockDomain string
 	// If Recorder is not nil, it receives a record of every operation.
 	Recorder Recorder
 	// If OnVerdict is not nil, it is called once when the epoch has failed, before any operation ends with
-	// the verdict. It delays the end of the operations, so its running time must be bounded.
+	// the verdict. It delays the end of the operations, so it must return within a bounded time.
 	OnVerdict func(*PeerError)
 	// If OnStallShutdown is not nil, it is called at every rank when the stall inspector ends the job, before
-	// any operation ends with the *StallError. Its running time must be bounded too.
+	// any operation ends with the *StallError. It must also return within a bounded time.
 	OnStallShutdown func(*StallError)
 	// If OnStall is not nil, it is called at rank 0 for each report of the stall inspector. It delays the
 	// negotiation, so it must return soon.
 	OnStall func(*controller.Stall)
 	// StallsExplained reports whether the launcher prints a report of all waiting operations when it receives
-	// a stall. If so, the log names one stall of a window instead of several. StallsExplained may be nil,
-	// which means false. Like OnStall, it is called at rank 0 and must return soon.
+	// a stall. If it returns true, the log names one stall of each window of time instead of several. If
+	// StallsExplained is nil, the log names several. Like OnStall, it is called at rank 0 and must return
+	// soon.
 	StallsExplained func() bool
 }
 
 // Engine runs one rank for one epoch.
 type Engine struct {
-	// Set by Start.
+	// These fields are set by Start.
 	cfg    Config
 	log    *zap.Logger
 	traced bool // whether the log has level trace
@@ -117,21 +119,21 @@ type Engine struct {
 	links  []*link                 // the control connections: to rank 0, or from rank 0 to all others
 	sched  *scheduler
 
-	// Used by any goroutine.
+	// These fields are used by any goroutine.
 	lanes     laneTable
 	running   sync.WaitGroup // the goroutines of the lanes
 	observer  observer
-	published atomic.Pointer[trace.Coordinator] // copy of the coordinator's counters (see publish)
-	leaving   atomic.Pointer[leaving]           // not nil once Shutdown was called
+	published atomic.Pointer[trace.Coordinator] // a copy of the coordinator's counters (see publish)
+	leaving   atomic.Pointer[leaving]           // not nil after Shutdown was called
 	stop      chan struct{}                     // when closed, the engine ends at once
 	stopOnce  sync.Once
-	ended     chan struct{} // when closed, the epoch is over and every operation has ended
+	ended     chan struct{} // why the epoch ended; read only after ended is closed
 	released  chan struct{} // when closed, connections and goroutines are gone too
-	failure   error         // why the epoch ended, nil after a shutdown; read only after ended is closed
+	failure   error         // why the epoch ended; read only after ended is closed
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 
-	// Owned by the goroutine that runs turns, which holds the scheduler's lock.
+	// These fields are owned by the goroutine that runs turns, which holds the scheduler's lock.
 	now         time.Duration // the time at which the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // only at rank 0
@@ -139,14 +141,14 @@ type Engine struct {
 	polled      []*frames // the received frames of each link
 	clock       rankClock
 	tracing     bool          // whether the coordinator records arrival times for the observer
-	publishedAt time.Duration // when published was set
-	granted     int           // number of grants that were dispatched and have not finished
+	publishedAt time.Duration // the time at which published was set
+	granted     int           // number of grants that were dispatched and are not finished
 	started     []*lane       // lanes with work that a turn has started
 	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
-	works       []*work // unused elements, for later grants
+	works       []*work // unused works, for later grants
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event
@@ -242,7 +244,7 @@ func (e *Engine) negotiate() {
 }
 
 // plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the size of the
-// response together with the responses that are fused with it. plan asks the lane of the global set, because
+// response together with the responses that are fused with it. plan uses the lane of the global set, because
 // rank 0 need not be a member of the response's process set and all lanes have the same backends.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error) {
@@ -257,7 +259,7 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 }
 
 // planTypes chooses the backend and the algorithm of a group with several element types. The types are
-// reduced one after another. All types must have the same backend. If the algorithms of the types differ,
+// reduced one after another. All types must have the same backend. If the algorithms for the types differ,
 // planTypes chooses message.Direct, which has no preconditions.
 func planTypes(m *ops.Manager, r *message.Response,
 	numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
@@ -292,7 +294,7 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect opens the control connections. They form a star with rank 0 in the center.
+// connect opens the control connections, which connect rank 0 with each other rank.
 func (e *Engine) connect(ctx context.Context) error {
 	var peers []topo.Rank
 	if e.cfg.Rank == 0 {
@@ -321,13 +323,14 @@ func (e *Engine) connect(ctx context.Context) error {
 // Departure is the reason why a rank leaves. The zero value means an orderly shutdown without an explanation.
 type Departure struct {
 	// Reason is a clause that the other ranks report, such as `exit status 1`. It may be empty if Failed is
-	// not set.
+	// false.
 	Reason string
-	// Failed says that the program of the rank has failed. If it is set, the job fails.
+	// Failed says that the program of the rank has failed. Then the job fails.
 	Failed bool
 }
 
-// leaving is the state of a Shutdown in progress. It is immutable: another value replaces it.
+// leaving is the state of a Shutdown in progress. It is immutable. To change the state, a new value replaces
+// it.
 type leaving struct {
 	Departure
 	expired bool // whether the context of Shutdown has ended
@@ -337,7 +340,7 @@ const (
 	// expireTimeout is the maximum time that Shutdown waits for the end of the epoch after its context has
 	// ended. In this time the rank notifies the other ranks.
 	expireTimeout = 500 * time.Millisecond
-	// failTimeout is the maximum time for which a rank that fails waits for the verdict.
+	// failTimeout is the maximum time for which a failed rank waits for the verdict.
 	failTimeout = time.Second
 )
 
@@ -376,7 +379,8 @@ func (e *Engine) depart(how *leaving) {
 	e.sched.notify()
 }
 
-// awaitEnd waits until the epoch has ended, d has passed or ctx ends. Then it closes the engine.
+// awaitEnd waits until the epoch has ended, until the duration d has passed, or until ctx ends. Then it
+// closes the engine.
 func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	defer cancel()

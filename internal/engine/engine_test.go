@@ -41,9 +41,9 @@ type cluster struct {
 	engines []*engine.Engine
 }
 
-// start starts a job of n ranks. Their loops park as soon as they have nothing to do, because in a synctest
-// bubble time does not pass while a loop polls. If change is not nil, it changes the configuration of each
-// rank.
+// start starts a job of n ranks. Their loops park as soon as they have nothing to do, because time in a
+// synctest bubble does not pass while a loop polls. If change is not nil, it changes the configuration of
+// each rank.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		cfg.Spin = -1
@@ -117,7 +117,7 @@ func sum(name string, buf []byte) *tensorqueue.Entry {
 }
 
 // submit submits entries at rank r, one after another. The returned channel receives the result of each entry
-// when it ends.
+// when the entry ends.
 func (c *cluster) submit(r int, entries ...*tensorqueue.Entry) chan error {
 	done := make(chan error, len(entries))
 	for _, e := range entries {
@@ -158,7 +158,8 @@ func TestSums(t *testing.T) {
 	})
 }
 
-// An operation that a rank queues after its join, while the join is pending, ends with a UsageError.
+// If a rank queues an operation after its join while the join is pending, the operation ends with a
+// UsageError.
 func TestSubmitBehindAJoin(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -238,8 +239,8 @@ func TestDeath(t *testing.T) {
 	}
 }
 
-// dies makes rank victim die. If executing is set, it dies at a random time while all ranks execute large
-// operations. Otherwise it dies while the others wait for its request.
+// dies makes rank victim die. If executing is set, the rank dies at a random time while all ranks execute
+// large operations. Otherwise it dies while the other ranks wait for its request.
 func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	started := make(chan struct{})
 	var once sync.Once
@@ -293,13 +294,14 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	}
 }
 
-// If a peer sends a malformed frame, the verdict names that peer and is sent to it. Rank 0's engine ends.
+// If a peer sends a malformed frame, the verdict names that peer, and the peer receives the verdict. The
+// engine of rank 0 ends.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // the frame has the wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // the frame is too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // the frame cannot be decoded
-		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // it has seen a cycle that was not issued
+		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // it claims a cycle not issued yet
 	} {
 		net := mem.New(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -326,7 +328,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		case <-ctx.Done():
 			t.Fatalf("frame %x: no end", frame)
 		}
-		// The verdict reaches the peer, and the connection stays open until the test closes the engine.
+		// The verdict reaches the peer. The connection stays open until the test closes the engine.
 		conn, err := net.Mesh(1).Conn(ctx, transport.Control, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -391,7 +393,7 @@ func TestShutdownGivesUp(t *testing.T) {
 			<-release
 			return make([]byte, n)
 		})
-		<-executing // rank 0 executes, and waits for rank 1, which sends nothing
+		<-executing // rank 0 executes now, and waits for rank 1, which sends nothing
 		ctx, cancel := context.WithCancel(c.ctx)
 		cancel()
 		if err := c.engines[0].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.Canceled) {
@@ -406,9 +408,9 @@ func TestShutdownGivesUp(t *testing.T) {
 	})
 }
 
-// If ranks shut down right after they have submitted operations, every operation succeeds, fails with a
-// mismatch or fails with ErrShutDown. If it fails with ErrShutDown at one rank, it does so at all ranks. No
-// rank is reported as dead because it has left.
+// Ranks shut down right after they have submitted operations. Every operation succeeds, fails with a
+// mismatch, or fails with ErrShutDown. If an operation fails with ErrShutDown at one rank, it does so at all
+// ranks. No rank that has left is reported as dead.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for i := range 40 {
@@ -444,8 +446,8 @@ func TestShutdownCrossesWork(t *testing.T) {
 	})
 }
 
-// In a synctest bubble, time passes only while all goroutines sleep. So operations and a shutdown must take
-// no time, and only heartbeats may wake an idle rank.
+// In a synctest bubble, time passes only while all goroutines sleep. Measured in this time, operations and a
+// shutdown must take no time, and only heartbeats may wake an idle rank.
 //
 // The loops park at once and do not poll, so this test also checks that ranks are notified of frames.
 func TestNobodyWaitsForTheClock(t *testing.T) {
@@ -475,7 +477,7 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 	}
 }
 
-// If a rank sends nothing although its connection stays open, the verdict names the rank after the liveness
+// If a rank sends nothing but keeps its connection open, the verdict names the rank after the liveness
 // timeout.
 func TestSilence(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -515,7 +517,7 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// In a job with one rank, Shutdown with a canceled context returns in the middle of an operation, and the
+// In a job with one rank, Shutdown with a canceled context returns while an operation is running, and the
 // operation ends.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -544,8 +546,8 @@ func TestAloneClosedWhileWorking(t *testing.T) {
 	})
 }
 
-// If the result of an allgather exceeds MaxResultBytes, the allgather fails at all ranks, and no memory is
-// allocated for its result.
+// If the result of an allgather exceeds MaxResultBytes, the allgather fails at all ranks, and no rank
+// allocates memory for the result.
 func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.MaxResultBytes = lockstep, 1000 })
@@ -573,8 +575,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// If a lane is stuck, the shutdown of another rank does not wait forever: after ten seconds without progress
-// it fails with ErrCutShort, and every operation ends.
+// If a lane is stuck, the shutdown of another rank fails with ErrCutShort after ten seconds without progress,
+// and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)

@@ -13,14 +13,14 @@ import (
 // every rank that could have submitted them has shut down.
 var ErrShutDown = errors.New("shut down before every rank had submitted the operation")
 
-// ErrClosed is the error of an epoch that this rank has ended by Close.
+// ErrClosed is the error of an epoch that this rank has ended by a call of Close.
 var ErrClosed = errors.New("the engine was closed")
 
-// ErrCutShort is the error of a shutdown that aborted running operations because they made no progress.
+// ErrCutShort is the error of a shutdown that has aborted running operations because they made no progress.
 var ErrCutShort = fmt.Errorf("%w: running operations were aborted because they made no progress", ErrShutDown)
 
-// StallError is the error of a job that was shut down because some ranks did not submit a tensor and the
-// others had waited too long for them. It matches ErrShutDown.
+// StallError is the error of a job that was shut down because some ranks did not submit a tensor for which
+// the other ranks had waited too long. It matches ErrShutDown.
 type StallError struct {
 	// Reason names the operation, the tensor, the missing ranks and how long the other ranks have waited.
 	Reason string
@@ -31,11 +31,12 @@ func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down:
 // Is reports whether target is ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
-// UsageError is the error of a call that this rank should not have made, for example because the name is in
-// flight, the process set does not contain this rank, or the options contradict each other. Nothing was
-// submitted, and the other ranks do not know of the call.
+// UsageError is the error of a call that this rank should not have made. For example, the name is in flight,
+// the process set does not contain this rank, or the options contradict each other. Nothing was submitted,
+// and the other ranks do not know of the call.
 type UsageError struct {
-	// Op is the operation, such as "allreduce". Tensor is the name, empty if the call gave none.
+	// Op is the operation, such as "allreduce". Tensor is the name of the tensor, or "" if the call gave
+	// none.
 	Op, Tensor string
 	Err        error
 }
@@ -62,14 +63,14 @@ type MismatchError struct {
 func (e *MismatchError) Error() string { return e.Text }
 
 // PeerError is the error of an epoch that ended because ranks failed. At the surviving ranks, every pending
-// operation and every later one ends with it.
+// operation and every later operation ends with it.
 type PeerError struct {
-	// Ranks are the ranks that failed. If one of two ranks failed but it is unknown which, Ranks has both.
+	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, Ranks has both.
 	Ranks []int
-	// Reason is what was observed of the failure, as a clause that follows the ranks.
+	// Reason is a clause that says what was observed of the failure. In messages it follows the ranks.
 	Reason string
-	// ShutDown says that Ranks did not crash. They shut down in order, but had not submitted an operation for
-	// which other ranks waited. The error then also matches ErrShutDown.
+	// ShutDown says that Ranks did not crash. They shut down in an orderly way, but had not submitted an
+	// operation for which other ranks waited. In this case the error also matches ErrShutDown.
 	ShutDown bool
 }
 
@@ -97,14 +98,14 @@ func newPeerError(v *controller.Verdict) *PeerError {
 
 // OpError is the error with which one operation has ended.
 type OpError struct {
-	// Op is the operation, such as "allreduce". Tensor is the name.
+	// Op is the operation, such as "allreduce". Tensor is the name of the tensor.
 	Op, Tensor string
 	Err        error
 }
 
 func (e *OpError) Error() string {
 	text := e.Err.Error()
-	// Some causes already begin with the operation and the tensor, so they must not be named twice.
+	// Some causes begin with the operation and the tensor already. Do not name these twice.
 	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) ||
 		strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
 		return "hvd: " + text

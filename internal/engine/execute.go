@@ -13,15 +13,15 @@ import (
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
-	fused  fusion.Buffer // data that is in no buffer of a caller
-	counts []int64       // number of bytes of each rank or tensor
-	// tensors are the tensors of an operation whose backend reads and writes them in place.
+	fused  fusion.Buffer // memory for data that is in no buffer of a caller
+	counts []int64       // number of bytes for each rank or each tensor
+	// tensors are the tensors of an operation that the backend reads and writes in place.
 	tensors []ops.Tensor
-	wide    fusion.Buffer // buffer for compression
+	wide    fusion.Buffer // memory for compression, as is back
 	back    fusion.Buffer
 	losses  []lossKey
-	types   []tensor.DType // element types of a group
-	// residuals are the accumulated losses of tensors with error feedback.
+	types   []tensor.DType // the element types of a group
+	// residuals are the accumulated compression losses of tensors with error feedback.
 	residuals map[lossKey]*residual
 }
 
@@ -35,12 +35,13 @@ type execution struct {
 	op      ops.Operation // the operation of the current part
 	one     [1]ops.Tensor // the tensor of the current part, if there is only one
 
-	buf []byte // data that will be copied to the outputs
+	buf []byte // the data that will be copied to the outputs
 	reduction
 }
 
 // execute runs the operation of w to its end, or continues it if it was started before. It waits for other
-// ranks until ctx ends. If it returns an error, it has answered no tensor, and the caller must answer all.
+// ranks until ctx ends. If it returns an error, it has reported no result, and the caller must report the
+// error for every tensor of w.
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
 		l.observer.begin(w, l.observer.since())
@@ -55,8 +56,8 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	}
 }
 
-// answer ends the tensors of w, which has been executed. A refused tensor ends with its error, the others end
-// with nil.
+// answer reports the results of the tensors of w, which has been executed. A refused tensor ends with its
+// error, and every other tensor ends without an error.
 func (l *lane) answer(w *work) {
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
@@ -76,7 +77,7 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	e.Finish(err)
 }
 
-// start starts the first part of w. It does not block.
+// start prepares the first part of w and starts the backend on it. It does not block.
 func (l *lane) start(w *work) (err error) {
 	x := &l.execution
 	*x = execution{work: w}
@@ -114,7 +115,7 @@ func (l *lane) start(w *work) (err error) {
 	return l.exchange()
 }
 
-// exchange starts the backend on the part that was prepared.
+// exchange starts the backend on the part that was prepared before.
 func (l *lane) exchange() error {
 	x := &l.execution
 	x.work.enter(exchanging)
@@ -122,7 +123,7 @@ func (l *lane) exchange() error {
 }
 
 // step executes the next step of the operation. If wait is set, it waits for the ranks that the step needs.
-// When step returns Finished, the tensors can be answered.
+// If step returns Finished, the results of the tensors can be reported.
 func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	x := &l.execution
 	if x.backend == nil {
@@ -175,14 +176,14 @@ func (l *lane) unpack() error {
 // These limits bound the size of an operation that is executed in turns of the loop. BackgroundThreadLoop
 // also serves other operations, so it copies little and lets a backend exchange little at once
 // (maxLoopBytes). A goroutine that runs turns while it waits for the operation may do more (maxDriveBytes).
-// For larger operations, waking the lane costs little in comparison.
+// For larger operations, the cost of waking the lane is comparatively small.
 const (
 	maxLoopBytes  = 64 << 10
 	maxDriveBytes = 4 << 20
 )
 
-// fitsInTurn reports whether turns of the loop may execute the work, a few steps in each turn. waitedFor says
-// that the goroutine that runs the turns waits for the work.
+// fitsInTurn reports whether turns of the loop may execute w, a few steps in each turn. waitedFor says that
+// the goroutine that runs the turns waits for w.
 func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
 	numBytes := total(w)
@@ -195,7 +196,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// Work that need not be copied first may have any size if the backend does it in many steps.
+	// Work that is not copied first may have any size if the backend does it in many steps.
 	if _, lists, _ := l.manager.Get(w.grant.Backend); !lists {
 		return false
 	}
@@ -209,7 +210,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 }
 
 // checkResult returns an error if other ranks determine the size of the result and the result is larger than
-// maxResultBytes. The caller must not allocate the result then.
+// maxResultBytes. In this case the caller must not allocate the result.
 func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	if k.Ragged() && numBytes > l.maxResultBytes {
 		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
@@ -219,8 +220,8 @@ func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 }
 
 // output returns the buffer for the result of e. It allocates the buffer if e has none because the size was
-// unknown before. It returns nil if e has a buffer of another size. That happens in an operation in place if
-// other ranks contribute more or less than this rank expects.
+// unknown before. It returns nil if e has a buffer of another size. That happens with an operation in place
+// if other ranks contribute more or less than this rank expects.
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {
 		e.Output = e.Allocate(numBytes)
@@ -231,7 +232,7 @@ func output(e *tensorqueue.Entry, numBytes int) []byte {
 	return e.Output
 }
 
-// refuseSize refuses tensor i of w because its output cannot hold a result of numBytes.
+// refuseSize refuses tensor i of w because the output of the tensor cannot hold a result of numBytes.
 func refuseSize(w *work, i int, numBytes int) {
 	e := w.entries[i]
 	place := "the output, which is also the input,"

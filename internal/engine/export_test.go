@@ -26,7 +26,7 @@ func (e *Engine) SetSpin(d time.Duration) {
 	e.sched.budget, e.sched.backgroundBudget = d, d
 }
 
-// Queued returns the number of grants that wait for the lane of a process set.
+// Queued returns the number of grants that wait in the lane of a process set.
 func (e *Engine) Queued(set topo.ProcessSetID) int {
 	l := e.lanes.find(set)
 	l.mu.Lock()

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// arrivals is a connection whose bytes arrive in the given pieces. Each call of TryRead returns bytes of one
-// piece, and no bytes for an empty piece. After the last piece it returns end.
+// arrivals is a connection on which the bytes of the given pieces arrive. Each call of TryRead returns bytes
+// of one piece, or no bytes if the piece is empty. After the last piece it returns the error end.
 type arrivals struct {
 	transport.Conn
 	pieces [][]byte
@@ -39,8 +39,8 @@ func appendFrame(b []byte, seq uint32, body []byte) []byte {
 	return append(b, body...)
 }
 
-// take returns copies of all frames from f. It stops when all pieces have arrived and f has no more frames,
-// or at the first error.
+// take returns copies of all frames from f. It stops at the first error, or when all pieces have arrived and
+// f has no more frames.
 func take(f *frames, a *arrivals) (got []string, err error) {
 	for {
 		for {
@@ -62,8 +62,8 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 	}
 }
 
-// next returns the same frames wherever the stream is cut into pieces. It returns them before the end of the
-// connection, and it returns the end once. Afterwards f does not read from the connection.
+// next returns the same frames no matter where the stream is cut into pieces. After the frames it returns the
+// end of the connection, once. Afterwards f does not read from the connection.
 func TestFramesHoweverTheyAreCut(t *testing.T) {
 	want := []string{"first", "", "third frame"}
 	var stream []byte
@@ -130,8 +130,8 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 	}
 }
 
-// While a large frame arrives, the buffer is at most about twice as large as the received bytes. After the
-// frame the buffer is released.
+// While a large frame arrives, the buffer is at most about twice as large as the received bytes. When the
+// frame has been returned, the buffer is released.
 func TestFramesGrowWithWhatArrives(t *testing.T) {
 	body := bytes.Repeat([]byte("0123456789"), 1<<18)
 	stream := appendFrame(appendFrame(nil, 0, body), 1, []byte("next"))
@@ -184,7 +184,7 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
-// If part of a frame always remains in the buffer after a read, the buffer still does not grow.
+// If a part of a frame remains in the buffer after every read, the buffer still does not grow.
 func TestFramesThatNeverPause(t *testing.T) {
 	var stream []byte
 	for seq := range uint32(2000) {

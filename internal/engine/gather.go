@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// startAllgather prepares an allgather. A single tensor is gathered in its output. Several tensors are
-// gathered in the fusion buffer, which has a block for each rank. The block contains that rank's rows of
+// startAllgather prepares an allgather. A single tensor is gathered directly in its output. Several tensors
+// are gathered in the fusion buffer, which has a block for each rank. The block contains that rank's rows of
 // every tensor.
 func (l *lane) startAllgather() error {
 	x := &l.execution
@@ -28,8 +28,8 @@ func (l *lane) startAllgather() error {
 }
 
 // gathered returns the buffer for the result of an allgather and the number of bytes that each rank
-// contributes. The buffer is the output if there is a single tensor with an output of the right size, else
-// nil.
+// contributes. If there is a single tensor with an output of the right size, the buffer is this output.
+// Otherwise the buffer is nil.
 func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
 	for i := range l.set.Ranks {
@@ -49,7 +49,7 @@ func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	return out, counts, nil
 }
 
-// contribute copies the inputs of this rank to this rank's block in the buffer of an allgather.
+// contribute copies the inputs of this rank to this rank's block in out, the buffer of an allgather.
 func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
 	for _, e := range w.entries {
@@ -58,8 +58,8 @@ func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	}
 }
 
-// unpackAllgather copies the gathered blocks to the outputs of w. It refuses a tensor whose output has
-// another size than the result.
+// unpackAllgather copies the gathered blocks to the outputs of w. If the size of an output differs from the
+// size of its result, unpackAllgather refuses the tensor.
 func (l *lane) unpackAllgather(w *work, from []byte) {
 	outs := make([][]byte, len(w.entries))
 	for t, e := range w.entries {
@@ -80,8 +80,8 @@ func (l *lane) unpackAllgather(w *work, from []byte) {
 	}
 }
 
-// startBroadcast prepares a broadcast. The root sends a single tensor from its output, several tensors from
-// the fusion buffer.
+// startBroadcast prepares a broadcast. The root sends a single tensor from its output, and several tensors
+// from the fusion buffer.
 func (l *lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
@@ -104,8 +104,8 @@ func (l *lane) startBroadcast() {
 // root returns the position of a broadcast's root rank in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
-// broadcastBuffer returns the buffer for a broadcast of one tensor, which is its output. At the root it first
-// copies the input to the output.
+// broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the
+// root it first copies the input to the output.
 func (l *lane) broadcastBuffer(w *work) []byte {
 	e := w.entries[0]
 	if l.root(w) == l.me {
@@ -151,7 +151,7 @@ func (l *lane) startAlltoall() {
 }
 
 // receiveRows returns the buffer for the rows that this rank receives in an alltoall, and records how many
-// rows come from each rank. counts has the number of bytes from each rank.
+// rows come from each rank. counts has the number of bytes that come from each rank.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
@@ -168,7 +168,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
 		}
 	}
-	// In place, the result must not overwrite rows that have yet to be sent.
+	// If the operation is in place, the result must not overwrite rows that have yet to be sent.
 	if !w.absent && !w.entries[0].InPlace {
 		if result := output(w.entries[0], int(numBytes)); result != nil {
 			return result, nil
@@ -178,8 +178,8 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits returns the buffer for the row counts of an alltoall if the rows have no elements. counts has
-// the number of bytes from each rank.
+// receiveSplits returns the buffer for the row counts of an alltoall whose rows have no elements. counts has
+// the number of bytes that come from each rank.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
@@ -211,7 +211,7 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total returns the size of w's tensors in bytes as they are sent, in elements of their wire type.
+// total returns the number of bytes that are sent for the tensors of w, in elements of their wire types.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

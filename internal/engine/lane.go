@@ -19,23 +19,24 @@ import (
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry
-	// absent says that this rank has joined. It then has no tensors and contributes neutral elements.
+	// absent says that this rank has joined. In this case it has no tensors and contributes neutral elements.
 	absent bool
 	// started says that the operation was started and must be finished. failed says that the operation has
-	// ended with an error, and that its tensors are answered when the verdict is known.
+	// ended with an error, which is reported for its tensors when the verdict is known.
 	started, failed bool
 	// granted and begun are the times at which the work was granted and begun, counted from the engine's
-	// start. watched says that a timeline is on. If so, clock is the engine's start and marks are the
-	// activities of the work.
+	// start. watched says that a timeline is on. If watched is true, clock is the engine's start and marks
+	// are the activities of the work.
 	granted, begun time.Duration
 	watched        bool
 	clock          time.Time
 	marks          []mark
-	// arrivals are the times at which the members' requests arrived, by tensor and member. It is empty if
-	// they are unknown.
+	// arrivals are the times at which the members' requests arrived, ordered by tensor, then by member. It is
+	// empty if the times are unknown.
 	arrivals []time.Duration
-	// refused has an error for each tensor that ends with one while the others complete: the ranks disagreed
-	// about the tensor, or this rank cannot store its result. refused is empty, or as long as entries.
+	// refused has an error for each tensor that ends with an error while the other tensors complete. Either
+	// the ranks disagreed about the tensor, or this rank cannot store its result. refused is empty, or as
+	// long as entries.
 	refused []error
 }
 
@@ -53,9 +54,10 @@ func (w *work) refuse(i int, err error) {
 	w.refused[i] = err
 }
 
-// lane executes the grants of one process set, in order. It shares no state with other lanes, so an operation
-// of one set that takes seconds does not delay other sets. The goroutine of the lane, run, executes the
-// grants. While run has nothing to do, the loop may claim the lane and execute grants itself.
+// A lane executes the grants of one process set, in order. It shares no state with other lanes, so an
+// operation of one set that takes seconds does not delay other sets. The goroutine of the lane runs the
+// method run, which executes the grants. While run has nothing to do, the loop may claim the lane and execute
+// grants itself.
 type lane struct {
 	set            controller.Set
 	me             int // the position of this rank in the set
@@ -66,7 +68,7 @@ type lane struct {
 	scratch        scratch
 	execution      execution
 
-	// voted finds submitted entries by their cache bits. The loop owns it.
+	// voted finds submitted entries by their cache bits. Only the loop uses it.
 	voted votes
 
 	// mu guards the fields below. claimed and executing also say whether the loop or run owns scratch and
@@ -75,10 +77,10 @@ type lane struct {
 	changed   sync.Cond // wakes run
 	todo      []*work
 	executing bool  // whether run executes an operation
-	answering bool  // whether run has executed an operation but not answered all its tensors
+	answering bool  // whether run has executed an operation but not reported all its results
 	claimed   bool  // whether the loop has claimed the lane, so that run waits
 	ended     bool  // whether no more work will come
-	err       error // the error with which all remaining work is answered, nil to execute it
+	err       error // the error with which all remaining work ends; nil if it is to be executed
 }
 
 // newLane returns a lane for a set in which this rank has position me.
@@ -90,8 +92,8 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	return l, err
 }
 
-// votes has submitted entries by their cache bits, so that the engine finds the entries of a grant of many
-// tensors without a search by name for each.
+// votes has submitted entries by their cache bits. With it, the engine finds the entries of a grant of many
+// tensors without a search by name for each of them.
 type votes []*tensorqueue.Entry
 
 // add stores e under its cache bit. The caller has looked up e's request in the response cache, which set the
@@ -123,7 +125,7 @@ func (v votes) drop(e *tensorqueue.Entry) {
 	}
 }
 
-// push appends w to the work of run.
+// push appends w to the work that run has to do.
 func (l *lane) push(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -138,8 +140,8 @@ func (l *lane) wake() {
 	}
 }
 
-// claim takes the lane from run if run has nothing to do, and reports whether it has taken it. If inOrder is
-// set, run must also have answered everything that it has executed.
+// claim takes the lane from run if run has nothing to do, and reports whether it has taken the lane. If
+// inOrder is set, claim also requires that run has reported the results of everything that it has executed.
 func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -162,7 +164,7 @@ func (l *lane) unclaim(w *work) {
 }
 
 // end makes run return when no work is left. If err is not nil, run does not execute work that has not begun
-// but answers it with err. Work that has begun is aborted only when the context of run ends.
+// but ends it with err. Work that has begun is aborted only when the context of run ends.
 func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -188,15 +190,15 @@ func (l *lane) next() (w *work, err error) {
 	return w, l.err
 }
 
-// executed records that run has executed the work that next returned. run calls it before it answers the
-// tensors, so that a caller that gets an answer and begins the next operation finds the lane free.
+// executed records that run has executed the work that next returned. run calls it before it reports the
+// results. So if a caller gets its result and begins the next operation, it finds the lane free.
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.executing, l.answering = false, true
 }
 
-// verdict blocks until the epoch has failed. It returns the reason.
+// verdict blocks until the epoch has failed, and returns the reason.
 func (l *lane) verdict() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -207,17 +209,17 @@ func (l *lane) verdict() error {
 }
 
 // run executes work until end is called. It calls finished once for each piece of work: with nil when the
-// tensors have been answered, or with an error as soon as the work has failed. The tensors of failed work are
-// answered with the error that was passed to end, because the verdict may name another rank than the peer
-// whose connection broke.
+// results of the tensors have been reported, or with an error as soon as the work has failed. The tensors of
+// failed work end with the error that was passed to end. The reason is that the verdict may name another rank
+// than the peer whose connection broke.
 func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	for {
 		w, err := l.next()
 		if w == nil {
 			return
 		}
-		// Work that was started is finished even after end, because peers may still read this rank's memory.
-		// If the work cannot be finished, the peers must be notified before the caller gets its memory back.
+		// Finish work that was started even after end, because peers may still read this rank's memory. If
+		// the work cannot be finished, the peers must be notified before the caller gets its memory back.
 		if (err == nil || w.started) && !w.failed {
 			if err = l.execute(ctx, w); err == nil {
 				l.executed()
@@ -238,7 +240,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame returns the rank to suspect because of an error of execution, and the reason. The suspect is the peer
+// blame returns which rank to suspect after an error of execution, and the reason. The suspect is the peer
 // whose connection failed. If no connection failed, the suspect is this rank.
 func blame(err error, self topo.Rank) (topo.Rank, string) {
 	var p *transport.PeerError

@@ -15,7 +15,7 @@ import (
 )
 
 // unfinished is a backend that is in the middle of an operation. The operation waits for a rank that does not
-// take part, until its context ends.
+// take part, until the context of the operation ends.
 type unfinished struct {
 	ops.Backend
 	ended bool
@@ -29,8 +29,9 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	return ops.Waiting, context.Cause(ctx)
 }
 
-// If an operation was started, the lane ends it at the backend before it answers the tensors, because peers
-// may read the tensors until then. This holds even if the epoch ends before the lane executes the operation.
+// If an operation was started, the lane ends it at the backend before it reports the results of the tensors,
+// because peers may read the tensors until then. This holds even if the epoch ends before the lane executes
+// the operation.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
 	m, err := ops.NewManager(
@@ -63,7 +64,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
-	// Create the state of a lane at the end of an epoch.
+	// Create the state that a lane has at the end of an epoch.
 	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
@@ -77,8 +78,8 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// claim(true), for a barrier, fails while the lane has executed operations that it has not answered.
-// claim(false) succeeds then. Both fail while the lane executes an operation.
+// While the lane has executed operations but has not reported their results, claim(true), which is for a
+// barrier, fails, and claim(false) succeeds. While the lane executes an operation, both fail.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{observer: &observer{start: time.Now()}}
 	l.changed.L = &l.mu

@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	// maxBacklogBytes is the maximum number of unsent bytes for a peer that does not read. If the backlog
-	// exceeds it, the peer has failed.
+	// maxBacklogBytes is the maximum number of bytes that may wait to be sent to a peer that does not read. A
+	// peer with a larger backlog has failed.
 	maxBacklogBytes = 64 << 20
 	// headerBytes is the size of a frame's header: the length of the frame (u32), then the number of the
 	// frame on its connection (u32).
 	headerBytes = 8
-	// readStep is the maximum number of bytes that are allocated for a frame before they have arrived.
+	// readStep is the maximum number of bytes of memory that are allocated ahead of the bytes of a frame.
 	readStep = 64 << 10
 	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the
 	// maximum number of such buffers.
@@ -43,16 +43,16 @@ type outgoing struct {
 	end uint64 // the value of total after the buffer was sent
 }
 
-// errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error if the
-// frame exceeds the limit, which is the same for all peers.
+// errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error of send if
+// the frame exceeds the limit, which is the same for all peers.
 var (
 	errBacklog  = errors.New("send backlog is full")
 	errTooLarge = errors.New("negotiation frame is too large")
 )
 
 // send queues a frame for sending. It copies the frame, does not block, and allocates nothing in steady
-// state. If send returns an error other than errBacklog and errTooLarge, reading from the connection returns
-// the error too, after the frames that arrived before.
+// state. Apart from errBacklog and errTooLarge, every error that send returns is also returned when reading
+// from the connection, after the frames that arrived before it.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
@@ -89,7 +89,7 @@ func (l *link) send(frame []byte) error {
 // flush blocks until all queued frames have left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// frameBytes returns the length of the frame that follows header. It returns an error if the frame is too
+// frameBytes returns the length of the frame to which header belongs. It returns an error if the frame is too
 // large, or if its number on the connection is not seq.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
@@ -101,8 +101,8 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 	return int(n), nil
 }
 
-// cause returns err without the parts that a verdict states anyway: the peer, the lane and the addresses. It
-// returns errPeerClosed if err means the end of the stream.
+// cause returns err without the parts that a verdict states anyway: the peer, the lane and the addresses. If
+// err means the end of the stream, cause returns errPeerClosed.
 func cause(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -122,7 +122,7 @@ func cause(err error) error {
 // the connection.
 var errFrame = errors.New("malformed frame")
 
-// errPeerClosed is the error for the end of a stream: the peer's process has ended, or has closed its
+// errPeerClosed is the error for the end of a stream. The peer's process has ended, or it has closed its
 // connections without a shutdown.
 var errPeerClosed = errors.New("the process exited or closed it")
 

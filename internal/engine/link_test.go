@@ -49,8 +49,8 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 }
 
-// FuzzReceive checks, for any received bytes, that every returned frame has the bytes that were received and
-// that the buffer is at most about twice as large as the received bytes.
+// FuzzReceive checks two properties for any received bytes: every returned frame has the bytes that were
+// received, and the buffer is at most about twice as large as the received bytes.
 func FuzzReceive(f *testing.F) {
 	header := func(n, seq uint32) []byte {
 		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)

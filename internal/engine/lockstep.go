@@ -13,8 +13,8 @@ import (
 const (
 	// lockstepCycle is the time between two cycles if HOROVOD_CYCLE_TIME is not set.
 	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is the time between two cycles while no rank has votes or news. The time doubles from
-	// cycle to cycle until it reaches lockstepIdleCycle.
+	// lockstepIdleCycle is the maximum time between two cycles while no rank has votes or news. The time
+	// doubles from cycle to cycle until it reaches this maximum.
 	lockstepIdleCycle = 8 * time.Millisecond
 )
 
@@ -22,18 +22,18 @@ const (
 // the same order. After starting one, which does not block, a rank polls test until the collective has
 // completed. Until then it must not change the arguments or start another collective.
 type collectives interface {
-	// andOr combines the vectors and of all ranks by bitwise AND, and the vectors or by bitwise OR. The
-	// results replace the arguments.
+	// andOr combines two vectors of all ranks: the vector and by bitwise AND, and the vector or by bitwise
+	// OR. The results replace the arguments.
 	andOr(and, or []uint64)
 	// gather sends one frame of each rank to rank 0.
 	gather(frame []byte)
 	// broadcast sends a frame from rank 0 to all ranks. Ranks other than 0 pass nil.
 	broadcast(frame []byte)
 	// test reports whether the last collective has completed at this rank. After a gather, rank 0 gets the
-	// frames by rank and other ranks get none. After a broadcast, every rank gets one frame. The frames are
-	// valid until the next collective starts.
+	// frames of all ranks, in the order of the ranks, and other ranks get none. After a broadcast, every rank
+	// gets one frame. The frames are valid until the next collective starts.
 	test() (frames [][]byte, done bool)
-	// missing returns the ranks for which the collective still waits at this rank, as far as they are known.
+	// missing returns the ranks for which the collective still waits, as far as this rank knows them.
 	missing() []topo.Rank
 }
 
@@ -48,20 +48,20 @@ const (
 )
 
 // lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. The collectives
-// carry requests and cycles. All other frames (heartbeats, timeouts, suspicions, the verdict, the end) are
+// carry requests and cycles. All other frames (heartbeats, timeouts, suspicions, the verdict, the bye) are
 // sent and received as in the negotiation by events, which is embedded here.
 type lockstep struct {
 	events
 	core        *controller.Lockstep
 	collectives collectives
-	star        *star // the implementation of collectives by control connections
+	star        *star // the collectives, implemented with control connections
 
 	phase    phase
 	and, or  []uint64      // the bit vectors of this cycle
-	due      time.Duration // when the next cycle begins
+	due      time.Duration // the time at which the next cycle begins
 	pause    time.Duration // the time between two cycles
-	deadline time.Duration // when the pending collective must have completed
-	last     time.Duration // when the last turn began
+	deadline time.Duration // the time by which the pending collective must have completed
+	last     time.Duration // the time at which the last turn began
 }
 
 func newLockstep(e *Engine) *lockstep {
@@ -73,8 +73,8 @@ func newLockstep(e *Engine) *lockstep {
 	return n
 }
 
-// accepts reports whether a cycle begins in this turn. Requests are submitted only then, because a vote
-// refers to the contents of the cache between two cycles.
+// accepts reports whether a cycle begins in this turn. Requests are submitted only when a cycle begins,
+// because a vote refers to the contents of the cache between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
 func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
@@ -94,7 +94,7 @@ func (n *lockstep) turn() error {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {
-		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped meanwhile
+		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped for this time
 	}
 	n.last = n.e.now
 	for n.step() {
@@ -103,8 +103,8 @@ func (n *lockstep) turn() error {
 	return nil
 }
 
-// longTurn is longer than the time between two turns of a process that is not stopped. Heartbeats bound that
-// time.
+// longTurn is longer than the time between two turns of a process that is not stopped. That time is bounded,
+// because a turn sends the heartbeats.
 const longTurn = 2 * time.Second
 
 // next implements negotiation.
@@ -119,7 +119,7 @@ func (n *lockstep) next() time.Duration {
 	return min(next, n.deadline)
 }
 
-// step takes the cycle to its next phase if that is possible now, and reports whether it has done so.
+// step takes the cycle to its next phase if that is possible now, and reports whether it has.
 func (n *lockstep) step() bool {
 	e := n.e
 	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
@@ -156,7 +156,7 @@ func (n *lockstep) step() bool {
 // begin enters a phase. The collective of the phase must complete within two liveness timeouts.
 func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
 
-// endCycle ends the cycle and computes when the next one is due.
+// endCycle ends the cycle and computes when the next cycle is due.
 func (n *lockstep) endCycle() {
 	period := n.e.cfg.CycleTime
 	if period == 0 {
@@ -207,7 +207,7 @@ func (n *lockstep) gathered(frames [][]byte) {
 	n.decide(ups)
 }
 
-// decide starts the broadcast of rank 0's decision. ups are the gathered frames, which only rank 0 has.
+// decide starts the broadcast of rank 0's decision. ups are the gathered frames. Only rank 0 has them.
 func (n *lockstep) decide(ups []*message.Up) {
 	var frame []byte
 	if n.e.coordinator != nil {
@@ -242,7 +242,7 @@ func (n *lockstep) expire() {
 // star implements collectives over the control connections. Rank 0 is in the center.
 type star struct {
 	e       *Engine
-	arrived [][][]byte // by rank, the frames that have arrived and have not been used
+	arrived [][][]byte // for each rank, the frames that have arrived and have not been used
 	phase   phase      // the phase of the pending collective
 	and, or []uint64   // the vectors that andOr combines
 	own     []byte     // the frame of this rank
@@ -333,15 +333,15 @@ func (s *star) test() (frames [][]byte, done bool) {
 	return nil, true
 }
 
-// take removes and returns the oldest unused frame from a rank.
+// take removes and returns the oldest unused frame that came from a rank.
 func (s *star) take(from topo.Rank) []byte {
 	frame := s.arrived[from][0]
 	s.arrived[from] = slices.Delete(s.arrived[from], 0, 1)
 	return frame
 }
 
-// decode decodes the vectors from a rank and reports whether they can be combined with the vectors of this
-// rank. If they cannot, decode fails the sender.
+// decode decodes the vectors that came from a rank and reports whether they can be combined with the vectors
+// of this rank. If they cannot, decode fails the sender.
 func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch

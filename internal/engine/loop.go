@@ -24,15 +24,15 @@ func (e *Engine) BackgroundThreadLoop() {
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
-	e.sched.notifyPeers() // so that they read the last frames
+	e.sched.notifyPeers() // so that the peers read the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
 	e.answer(err)
 	close(e.ended)
-	// The last frames must reach the peers. If a connection is closed while it has unread input, the kernel
-	// resets it, and a reset may overtake the verdict. So after a failure the connections stay open until
-	// Shutdown or Close is called.
+	// Make sure that the last frames reach the peers. If a connection is closed while it has unread input,
+	// the kernel resets it, and a reset may overtake the verdict. So after a failure, keep the connections
+	// open until Shutdown or Close is called.
 	e.drain(&connected)
 	flushed := make(chan struct{})
 	connected.Go(func() {
@@ -57,8 +57,8 @@ func (e *Engine) BackgroundThreadLoop() {
 // flushTimeout is the maximum time that sending the last frames may take.
 const flushTimeout = time.Second
 
-// answer ends the lanes and all operations that are left. They end with err, or with ErrShutDown if err is
-// nil.
+// answer ends the lanes and all operations that have not ended. The operations end with err, or with
+// ErrShutDown if err is nil.
 func (e *Engine) answer(err error) {
 	e.closeStallLog()
 	reason := err
@@ -86,8 +86,8 @@ func (e *Engine) answer(err error) {
 	}
 }
 
-// endLanes makes the lanes return when no work is left. If err is not nil, the lanes answer work that has not
-// begun with err.
+// endLanes makes the lanes return when no work is left. If err is not nil, work that has not begun ends with
+// err.
 func (e *Engine) endLanes(err error) {
 	for _, l := range e.lanes.all {
 		l.end(err)
@@ -104,7 +104,8 @@ func (e *Engine) laneFinished(w *work, err error) {
 
 // RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
 // and dispatches grants to lanes. It does not block. next is the latest time for the next turn, counted from
-// the engine's start. over says that the epoch is over, and err is the reason, nil after a shutdown.
+// the engine's start. over says that the epoch is over. In this case err is the reason, or nil after a
+// shutdown.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)
@@ -208,7 +209,7 @@ func (e *Engine) submit(l *lane) {
 			continue
 		}
 		l.voted.add(entry)
-		// The entry may have been submitted during this turn. Its submission is later than now then.
+		// The entry may have been submitted during this turn. In this case its submission is later than now.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
 			entry.Deadline = now + min(entry.Timeout, never-now)
@@ -218,9 +219,9 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor records the reason why the job stops although this rank has not asked for it, and returns the
-// reason as an error. If ranks is not empty, these ranks have shut down. If ranks is empty, a tensor has
-// stalled.
+// stopFor records the reason why the job stops if this rank has not asked for the stop, and returns the
+// reason as an error. If ranks is not empty, the job stops because these ranks have shut down. If ranks is
+// empty, it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
 		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
@@ -237,7 +238,7 @@ func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	return stalled
 }
 
-// reportVerdict logs p and calls OnVerdict. It must be called before any operation ends with p.
+// reportVerdict logs p and calls OnVerdict. The caller must call it before any operation ends with p.
 func (e *Engine) reportVerdict(p *PeerError) {
 	e.log.Error("the job failed", zap.Error(p))
 	if e.cfg.OnVerdict != nil {
@@ -271,8 +272,8 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	return nil
 }
 
-// match finds this rank's tensors for a grant. It returns an error if this rank has not submitted one of
-// them, or has submitted it with other parameters.
+// match finds this rank's tensors for the grant of w. It returns an error if this rank has not submitted one
+// of the tensors, or has submitted it with other parameters.
 func (e *Engine) match(w *work) error {
 	e.traceGrant(w.grant)
 	w.granted = e.now

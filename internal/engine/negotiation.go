@@ -27,7 +27,7 @@ type negotiation interface {
 	next() time.Duration
 }
 
-// events is the negotiation by frames: a rank sends a frame when it has news, and the coordinator answers at
+// events is the negotiation by frames. A rank sends a frame when it has news, and the coordinator answers at
 // once.
 type events struct{ e *Engine }
 
@@ -42,16 +42,15 @@ func (n events) turn() error {
 	return nil
 }
 
-// sendReplies sends all frames of the member and the coordinator that result from the received frames, and
-// dispatches the grants.
+// sendReplies dispatches the grants that result from the received frames, and sends all frames with which the
+// member and the coordinator respond.
 func (n events) sendReplies() {
 	e := n.e
 	for again := true; again; {
 		if e.coordinator != nil {
 			e.coordinatorReady()
 		}
-		// The received frames may have brought grants or a stop. After a stop, this rank may have to send a
-		// bye.
+		// The received frames may contain grants or a stop. After a stop, this rank may have to send a bye.
 		sent := e.memberReady()
 		if e.stopped && e.granted == 0 {
 			e.member.Drained()
@@ -81,7 +80,7 @@ func (n events) next() time.Duration {
 // frame.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // by the fault of this rank, or of a coordinator that sent a wrong grant
+	var failed error // the fault of this rank, or of a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
@@ -116,7 +115,7 @@ func (e *Engine) memberReady() (sent bool) {
 	}
 	e.member.Advance()
 	if failed != nil {
-		// suspect must follow Advance, because Advance drops the output of the member.
+		// Call suspect after Advance, because Advance drops the output of the member.
 		e.suspect(suspect, failed)
 	}
 	if stop {
@@ -145,12 +144,12 @@ func (e *Engine) sendUp(frame []byte) error {
 	case errors.Is(err, errBacklog):
 		e.member.Lost(err.Error())
 	}
-	// For any other error, reading from the connection returns the error too, after the frames that arrived
-	// before.
+	// Ignore any other error. Reading from the connection returns the same error, after the frames that
+	// arrived before it.
 	return nil
 }
 
-// sendDown sends a frame from rank 0 to another rank. On error it also returns which rank has failed.
+// sendDown sends a frame from rank 0 to another rank. On error it also returns the rank that has failed.
 func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	err = e.send(e.links[to-1], frame)
 	switch {
@@ -159,7 +158,7 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	case errors.Is(err, errBacklog):
 		return to, err
 	}
-	return 0, nil // the receiving half reports any other error (see sendUp)
+	return 0, nil // reading from the connection returns any other error (see sendUp)
 }
 
 // handleEvent applies a frame, or the end of a control connection. If it returns an error, the epoch ends at
@@ -167,7 +166,7 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 func (e *Engine) handleEvent(ev *event) error {
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
-		// This process has closed the connection itself, which says nothing about the peer.
+		// This process has closed the connection itself, so the error says nothing about the peer.
 		return ErrClosed
 	case e.coordinator != nil && errors.Is(ev.err, errFrame):
 		e.coordinator.Fault(ev.from, fmt.Sprintf("protocol error: %v", ev.err))
@@ -214,20 +213,21 @@ func (e *Engine) memberStep(frame []byte) {
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
-	// The member collects the grants. The next memberReady dispatches them and sends the frames that follow.
+	// The member collects the grants. The next memberReady dispatches them and sends the frames with which
+	// the member responds.
 	if err := e.member.Step(&e.scratch.down); err != nil {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 }
 
 // coordinatorReady sends the decisions of the coordinator. Rank 0's own member receives them in the same
-// encoding, after the other ranks, so that rank 0's work does not delay the other ranks.
+// encoding. It receives them last, so that rank 0's own work does not delay the other ranks.
 func (e *Engine) coordinatorReady() {
 	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
 		if err != nil {
-			// The other ranks must not wait for this frame, so this rank fails.
+			// The other ranks would wait for this frame forever, so this rank fails.
 			failed = append(failed, event{from: e.cfg.Rank, err: err})
 			continue
 		}
@@ -245,7 +245,7 @@ func (e *Engine) coordinatorReady() {
 		}
 	}
 	e.coordinator.Advance()
-	// Fault must follow Advance, because Advance drops the output of Ready, including a verdict.
+	// Call Fault after Advance, because Advance drops the output of Ready, including a verdict.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
 		e.sched.notify()

@@ -14,8 +14,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Recorder receives a record of every operation when the operation has ended, before its tensors are
-// answered. Calls of Record do not overlap. Record delays the operation, and it must not keep op.
+// Recorder receives a record of every operation when the operation has ended, before the results of its
+// tensors are reported. Calls of Record do not overlap. Record delays the operation, so it must return soon.
+// It must not keep op.
 type Recorder interface {
 	Record(op *trace.Operation)
 }
@@ -23,8 +24,8 @@ type Recorder interface {
 // Timeline is a Recorder that also receives cycles and clock measurements.
 type Timeline interface {
 	Recorder
-	// Cycle records that this rank has applied a cycle of the negotiation. Offset records a measurement of
-	// this rank's clock against rank 0's clock.
+	// Cycle records that this rank has applied a cycle of the negotiation at the given time. Offset records a
+	// measurement of this rank's clock against rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
 }
@@ -97,8 +98,8 @@ func (w *work) enter(a activity) {
 	}
 }
 
-// exchangeNames has the names of the activity exchanging by backend and kind. They are formed like Horovod's
-// names, such as MPI_ALLREDUCE.
+// exchangeNames has the names of the activity exchanging by backend and kind. They follow the pattern of
+// Horovod's names, such as MPI_ALLREDUCE.
 var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
@@ -126,8 +127,8 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	return exchangeNames[b][r.Kind]
 }
 
-// ended records that w has ended. It is called before the tensors of w are answered. err is nil if w has
-// completed, else the reason why w has failed.
+// ended records that w has ended. The caller calls it before it reports the results of w's tensors. err is
+// nil if w has completed, else the reason why w has failed.
 func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	now := o.since()
 	o.mu.Lock()
@@ -151,7 +152,7 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	members := len(w.arrivals) / max(len(g.Responses), 1)
 	for i, e := range w.entries {
 		q := &e.Request
-		op.Kind = q.Kind // the response cannot tell, because its kind may be Error
+		op.Kind = q.Kind // do not use the kind of the response, which may be Error
 		t := trace.Tensor{
 			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)),
 			Cached:    i < len(g.Bits),
@@ -165,8 +166,8 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
-			// If the timeline was switched on between the requests of two members, the first member has no
-			// arrival time.
+			// If the timeline was switched on after the first request of a tensor, the members that had
+			// requested it before have no arrival time.
 			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
 		if i < len(w.refused) {
@@ -193,7 +194,7 @@ func zeros(arrivals []time.Duration) (n int) {
 	return n
 }
 
-// numBytes returns the number of input bytes of a group.
+// numBytes returns the total number of input bytes of the tensors of a group.
 func numBytes(parts []tensorqueue.Part) (total int64) {
 	for _, p := range parts {
 		total += int64(len(p.Input))
@@ -201,9 +202,9 @@ func numBytes(parts []tensorqueue.Part) (total int64) {
 	return total
 }
 
-// ownShape returns the shape of a request in memory that holds nothing else. A Recorder may keep the shape.
-// The request's own shape may be part of an allocation that keeps the tensor's memory alive. In most cases
-// ownShape returns the response's shape, which the cache keeps anyway.
+// ownShape returns the shape of a request in memory that holds nothing else, because a Recorder may keep the
+// shape. The request's own shape may be part of an allocation that would keep the tensor's memory alive. In
+// most cases ownShape returns the response's shape, which the cache keeps anyway.
 func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	if r.Kind == message.Error || r.Kind.Ragged() {
 		return slices.Clone(q.Shape)
@@ -219,8 +220,8 @@ func (o *observer) abandoned(tensors int) {
 	o.mu.Unlock()
 }
 
-// count adds an operation and its responses to the counters. If the ranks disagreed, the operation has moved
-// no data.
+// count adds an operation and its responses to the counters. If the ranks disagreed, count adds no bytes,
+// because the operation has moved no data.
 func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	c, disagreed := &o.counts, responses[0].Kind == message.Error
 	if op.Failed != nil {
@@ -303,7 +304,7 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	return before
 }
 
-// Offset returns the last measurement of this rank's clock. ok is false if there is none yet.
+// Offset returns the last measurement of this rank's clock. ok is false if there is no measurement yet.
 func (e *Engine) Offset() (o trace.Offset, ok bool) {
 	e.observer.mu.Lock()
 	defer e.observer.mu.Unlock()
@@ -337,7 +338,7 @@ func (e *Engine) Pending() []trace.Pending {
 }
 
 // Stats returns the counters of this rank. The caller fills in Host, Epoch and the fields of the timeline.
-// Any goroutine may call Stats, also in a callback from the engine. The coordinator's counters may be up to
+// Any goroutine may call Stats, even in a callback from the engine. The coordinator's counters may be up to
 // one second old.
 func (e *Engine) Stats() trace.Stats {
 	o := &e.observer
@@ -372,8 +373,8 @@ func (e *Engine) Stats() trace.Stats {
 // loop runs only one turn a second, so its counters may be older.
 const publishPeriod = 100 * time.Millisecond
 
-// publish copies the coordinator's counters for Stats, because Stats may be called during a turn. It does so
-// once in each publishPeriod, or now if atOnce is set.
+// publish copies the coordinator's counters for Stats, because Stats may be called during a turn. If atOnce
+// is set, it copies them now, otherwise only once in each publishPeriod.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return

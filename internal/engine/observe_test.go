@@ -23,7 +23,7 @@ type log struct {
 	ops     []trace.Operation
 	cycles  int
 	offsets []trace.Offset
-	aligned func() // called after each offset, if not nil
+	aligned func() // called after each offset is recorded, unless it is nil
 }
 
 func (l *log) Record(op *trace.Operation) {
@@ -59,8 +59,8 @@ func (l *log) operations() []trace.Operation {
 	return slices.Clone(l.ops)
 }
 
-// Every tensor is recorded before it is answered. The times in its record are in order. The number of its
-// operation is the same at all ranks.
+// Every tensor is recorded before its result is reported. The times in its record are in order. The number of
+// its operation is the same at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	recorded := func(t *testing.T, lockstep bool) {
@@ -92,7 +92,7 @@ func TestOperationsAreTold(t *testing.T) {
 				if want := len(entries) - 3; refused != want {
 					t.Errorf("%d refused, want %d", refused, want)
 				}
-				// A record is made before the answer, so the records of all answered tensors exist.
+				// A record is made before a result is reported, so all tensors with results have records.
 				seen := 0
 				for _, op := range recorders[r].operations() {
 					seen += len(op.Tensors)
@@ -186,8 +186,8 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	}
 }
 
-// Pending returns an operation that waits for another rank, first as submitted, then as sent. It does not
-// return operations that have ended.
+// If an operation waits for another rank, Pending returns it, first as submitted, then as sent. Pending does
+// not return operations that have ended.
 func TestPending(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -219,8 +219,8 @@ func TestPending(t *testing.T) {
 	})
 }
 
-// looker is a Recorder. When an operation has ended and is not answered yet, looker records what Pending
-// returns.
+// looker is a Recorder. When an operation has ended but its results are not reported yet, looker records what
+// Pending returns.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
 	saw    []trace.Pending
@@ -260,8 +260,8 @@ func TestPendingInAnOperation(t *testing.T) {
 	}
 }
 
-// If ranks read different clocks, the error of the measured offset is at most the reported error. If they
-// read the same clock, the offset is exact.
+// If ranks read different clocks, the actual error of the measured offset is at most the reported error. If
+// they read the same clock, the offset is exact.
 func TestClocks(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, same := range []bool{false, true} {
@@ -300,7 +300,7 @@ func TestClocks(t *testing.T) {
 	})
 }
 
-// An operation that ends because the job fails is counted in Stats.Failed.
+// If an operation ends because the job fails, Stats.Failed counts it.
 func TestFailedOperationsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		const n = 3
@@ -318,8 +318,8 @@ func TestFailedOperationsAreTold(t *testing.T) {
 	})
 }
 
-// A tensor on which the ranks disagree counts once as refused and is not counted as moved. An operation that
-// ends because of a shutdown counts once as failed.
+// If the ranks disagree on a tensor, the tensor counts once as refused and is not counted as moved. If an
+// operation ends because of a shutdown, it counts once as failed.
 func TestCounts(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
@@ -333,7 +333,7 @@ func TestCounts(t *testing.T) {
 			}
 		})
 		left := c.allreduce(0, "left", make([]byte, 8))
-		// Shutdown fails if rank 1 leaves first.
+		// Ignore errors, because Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got error %v, want ErrShutDown", err)
@@ -349,8 +349,8 @@ func TestCounts(t *testing.T) {
 	})
 }
 
-// If a group is one request, Stats counts each of its tensors, and counts the bytes by element type. The
-// record of the group has the number of its tensors in Parts.
+// If a group is one request, Stats counts each tensor of the group, and counts the bytes by element type. The
+// record of the group has the number of tensors in Parts.
 func TestGroupsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		logs := make([]log, 2)
@@ -371,7 +371,7 @@ func TestGroupsAreTold(t *testing.T) {
 			}
 		})
 		left := c.submit(0, group(tensor.Int64, tensor.Int8))
-		// Shutdown fails if rank 1 leaves first.
+		// Ignore errors, because Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got error %v, want ErrShutDown", err)
@@ -423,8 +423,8 @@ func group(types ...tensor.DType) *tensorqueue.Entry {
 	return e
 }
 
-// If the caller changes the shape slice of a request after its operation, the recorded shape does not change.
-// So a Recorder may keep the shape.
+// If the caller changes the shape slice of a request after the operation has ended, the recorded shape does
+// not change. So a Recorder may keep the shape.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)
 	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// send sends a frame to a peer. A parked peer is notified later, by the scheduler.
+// send sends a frame to a peer. If the peer is parked, the scheduler notifies it later.
 func (e *Engine) send(l *link, frame []byte) error {
 	e.sched.sent()
 	return l.send(frame)
@@ -69,7 +69,7 @@ type frames struct {
 	seq   uint32
 	buf   []byte // buf[at:] was received and has not been returned by next
 	at    int
-	err   error // the error with which the connection ended
+	err   error // the error with which the connection has ended
 	ended bool  // whether next has returned err
 }
 
@@ -88,7 +88,7 @@ func (f *frames) fill() bool {
 		f.buf, f.at = f.buf[:copy(f.buf, f.buf[f.at:])], 0
 	}
 	if len(f.buf) == cap(f.buf) {
-		// Grow with the bytes that arrive, because the announced length of a frame may be wrong.
+		// Grow the buffer only as bytes arrive, because the announced length of a frame may be wrong.
 		f.buf = slices.Grow(f.buf, readStep)
 	}
 	n, err := f.conn.TryRead(f.buf[len(f.buf):cap(f.buf)])
@@ -100,7 +100,8 @@ func (f *frames) fill() bool {
 }
 
 // next returns the oldest complete frame that it has not returned yet. After the last frame it returns the
-// error with which the connection ended, once. The frame is valid until the next call of fill or next.
+// error with which the connection has ended, but only once. The frame is valid until the next call of fill or
+// next.
 func (f *frames) next() (ev event, ok bool) {
 	if f.ended {
 		return event{}, false

@@ -20,8 +20,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c poll no more than a few times in 100 ms. It fails the test if that
-// does not happen.
+// comesToRest waits until the loops of c poll at most a few times in 100 ms. It fails the test if that does
+// not happen.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -42,7 +42,7 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Error("the loops keep polling")
 }
 
-// A loop polls while its rank is busy. It parks if the rank is idle, or if the rank waits for another rank
+// A loop polls while its rank is busy. It parks if the rank is idle, and if the rank waits for another rank
 // that does not take part.
 func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
@@ -128,8 +128,8 @@ func (c *counted) Unpark() {
 	c.Mesh.Unpark()
 }
 
-// A loop that was parked calls Unpark before it polls again, so that peers need not notify it of frames that
-// it finds by polling.
+// When a parked loop wakes, it calls Unpark before it polls again, so that peers need not notify it of frames
+// that it finds by polling.
 func TestLoopsWakeTheMesh(t *testing.T) {
 	net := mem.New(2)
 	var meshes [2]counted
@@ -153,8 +153,8 @@ func TestLoopsWakeTheMesh(t *testing.T) {
 	}
 }
 
-// After the epoch has failed, a rank keeps reading its connections until it is closed, so that surviving
-// peers can send their backlog.
+// After the epoch has failed, a rank keeps reading its connections until its engine is closed, so that
+// surviving peers can send their backlog.
 func TestReadsOnAfterAFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -187,7 +187,8 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 	})
 }
 
-// If the timeout of an operation ends before the next heartbeat, the operation times out on time.
+// If the timeout of an operation ends before the next heartbeat, the operation times out when the timeout
+// ends, not at the heartbeat.
 func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
@@ -206,7 +207,7 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 }
 
 // While a lane is busy, later operations are negotiated. The first of them is granted and waits for the lane.
-// The others are granted together later. All of them run in the order of submission.
+// The others become ready and are granted together later. All of them run in the order of submission.
 func TestNegotiationOverlapsExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -266,8 +267,8 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 	})
 }
 
-// In the steady state, an operation makes at most one allocation over all ranks together. It is the list of
-// the fused tensors.
+// In steady state, an operation makes at most one allocation, counted over all ranks together. It is the list
+// of the fused tensors.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
 		c := startOn(t, mem.New(n), n, nil)
@@ -306,8 +307,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// If a peer sends more frames at once than one turn applies, further turns apply the rest without another
-// notification.
+// If a peer sends more frames at once than one turn applies, further turns apply the remaining frames without
+// another notification.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)
@@ -321,7 +322,7 @@ func TestManyFramesAtOnce(t *testing.T) {
 			stream = binary.LittleEndian.AppendUint32(stream, seq)
 			stream = append(stream, body...)
 		}
-		// The last frame has number 0 again. The error about its number shows that all frames before it were
+		// The last frame has number 0 again. An error about this number shows that all earlier frames were
 		// applied.
 		stream = append(stream, make([]byte, 8)...)
 		var e *engine.Engine

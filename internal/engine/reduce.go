@@ -11,35 +11,36 @@ import (
 
 // maxStagedBytes is the maximum number of bytes of an allreduce that are packed into the fusion buffer at
 // once. It also bounds the neutral elements that an absent rank provides at once. A single larger tensor is
-// not split. The fusion threshold, which bounds the fusion of tensors that are submitted one by one, may
-// differ between ranks. maxStagedBytes is equal at all ranks, so that all ranks split an allreduce into the
-// same parts.
+// not split. All ranks must split an allreduce into the same parts, so maxStagedBytes is a constant. The
+// fusion threshold could not serve for that, because it may differ between ranks. It bounds the fusion of
+// tensors that are submitted one by one.
 const maxStagedBytes = 64 << 20
 
 // reduction is the state of an allreduce between its parts.
 type reduction struct {
-	types   []tensor.DType // element types that follow the current one
+	types   []tensor.DType // the element types after the current one
 	scaling scaling
-	// tensors are this rank's tensors of the current type, none if this rank is absent. counts are the bytes
-	// that are sent of each tensor. counts is nil if all tensors form one part and no counts are needed.
-	// losses identify the compression losses of the tensors. losses is nil if no tensor has error feedback.
+	// tensors are this rank's tensors of the current type. It is empty if this rank is absent. counts has the
+	// number of bytes to send for each tensor. It is nil if all tensors form one part and no counts are
+	// needed. losses has the key of each tensor's compression loss. It is nil if no tensor has error
+	// feedback.
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []lossKey
 	next    int // index of the first tensor after the current part
 	batch   batch
-	staged  bool // whether the part is reduced in buf, which is its output or the fusion buffer
-	direct  bool // whether buf is the output of the part
+	staged  bool // whether the part is reduced in execution.buf, which is its output or the fusion buffer
+	direct  bool // whether execution.buf is the output of the part
 }
 
-// batch has the tensors that are reduced as one part.
+// A batch has the tensors that are reduced as one part.
 type batch struct {
 	tensors []ops.Tensor
 	counts  []int64
 	losses  []lossKey
 }
 
-// startAllreduce starts an allreduce with its first element type.
+// startAllreduce prepares the first part of an allreduce.
 func (l *lane) startAllreduce() error {
 	x := &l.execution
 	r := x.work.grant.Responses[0]
@@ -97,8 +98,8 @@ func (l *lane) list() (err error) {
 	return err
 }
 
-// pack prepares the backend's operation for a part that is reduced in one buffer. The buffer is the output if
-// the part is a single tensor without compression, else the fusion buffer.
+// pack prepares the backend's operation for a part that is reduced in one buffer. If the part is a single
+// tensor without compression, the buffer is the output of the tensor. Otherwise it is the fusion buffer.
 func (l *lane) pack() (err error) {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -138,7 +139,7 @@ func (l *lane) pack() (err error) {
 }
 
 // finishPart scales the result of a part and copies it to the outputs. If the part was reduced in place, the
-// backend has done both.
+// backend has already done both.
 func (l *lane) finishPart() error {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -164,14 +165,15 @@ func (l *lane) finishPart() error {
 
 // reducibleInPlace reports whether a backend can reduce the tensors of an allreduce in place. A backend
 // scales the contributions of all ranks by the same factor, but the neutral elements of an absent rank must
-// not be scaled. So if there is a prescale factor, no rank may be absent.
+// not be scaled. So if there is a prescale factor, an allreduce in place is possible only without absent
+// ranks.
 func reducibleInPlace(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
 
-// tensorsOrNeutral returns the tensors of b. For an absent rank it returns one tensor of neutral elements
-// instead.
+// tensorsOrNeutral returns the tensors of b. If this rank is absent, it returns one tensor of neutral
+// elements instead.
 func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.absent {
 		return b.tensors, nil
@@ -209,8 +211,8 @@ func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 	return tensors
 }
 
-// counts returns how many bytes are sent of each tensor of element type dt. The slice belongs to the lane,
-// and the next call overwrites it.
+// counts returns the number of bytes to send for each tensor of element type dt. The slice belongs to the
+// lane, and the next call overwrites it.
 func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	counts := l.scratch.counts[:0]
 	for _, r := range w.grant.Responses {
@@ -270,9 +272,9 @@ func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
 	return all
 }
 
-// startReducescatter prepares a reducescatter. It is reduced in the fusion buffer, which has a block for each
-// rank. The block contains that rank's rows of every tensor. A single tensor that is in place has this layout
-// already and is reduced in its own memory.
+// startReducescatter prepares a reducescatter. The tensors are reduced in the fusion buffer, which has a
+// block for each rank. The block contains that rank's rows of every tensor. A single tensor that is in place
+// has this layout already and is reduced in its own memory.
 func (l *lane) startReducescatter() error {
 	x := &l.execution
 	w := x.work
@@ -313,8 +315,8 @@ func (l *lane) unpackReducescatter() error {
 	return nil
 }
 
-// fillBlocks writes this rank's contribution to a reducescatter to buf: for each rank a block with that
-// rank's rows of every tensor.
+// fillBlocks writes this rank's contribution to a reducescatter to buf. The contribution has a block for each
+// rank, with that rank's rows of every tensor.
 func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	if w.absent {
 		return neutral(w.grant.Responses[0].Op, s.dt, buf)
@@ -330,14 +332,15 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block returns the rows of a tensor that the rank at position i of n receives from a reducescatter.
+// block returns the rows of the tensor whole that the rank at position i of n ranks receives from a
+// reducescatter.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
 	row := rowBytes(r)
 	return whole[from*row : (from+rows)*row]
 }
 
-// rowBytes returns the number of bytes of a row, which is all elements at one index of the first dimension.
+// rowBytes returns the number of bytes of a row. A row is all elements at one index of the first dimension.
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {

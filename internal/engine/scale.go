@@ -7,17 +7,17 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// scaling says how elements are scaled before and after a reduction.
+// scaling says by which factors elements are scaled before and after a reduction.
 type scaling struct {
 	dt        tensor.DType
 	pre, post float64
-	// divisor is the divisor of an average of integers, else 0. Horovod multiplies by 1/n, which is not
-	// exact.
+	// divisor is the divisor of an average of integers, else 0. Integers are divided because Horovod's
+	// multiplication by 1/n is not exact.
 	divisor int64
 }
 
-// scalingOf returns the scaling of a response for its elements of type dt. ranks is the number by which an
-// average divides.
+// scalingOf returns the scaling of a response for its elements of type dt. ranks is the divisor of an
+// average.
 func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	s := scaling{dt: dt, pre: r.Prescale, post: r.Postscale}
 	if r.Op.IsAverage() {

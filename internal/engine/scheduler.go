@@ -11,13 +11,13 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// scheduler decides which goroutine runs the turns of the loop, how long the goroutine polls between turns,
+// A scheduler decides which goroutine runs the turns of the loop, how long the goroutine polls between turns,
 // and when it parks.
 //
 // The goroutine that holds the lock (mu) runs the turns. It is BackgroundThreadLoop or a driver. A driver is
 // a goroutine that runs turns while it waits for an operation: the caller of a blocking operation, or the
-// reader of a sidecar's connection. If a caller drives its operation from the submission on, no other thread
-// of this rank takes part in the operation.
+// reader of a sidecar's connection. If a caller drives the loop from the submission of its operation on, no
+// other thread of this rank takes part in the operation.
 //
 // The states say who holds the lock, who polls and what notify does. A rank is busy for a poll budget after
 // something has happened.
@@ -40,7 +40,7 @@ import (
 //	            nothing arrives within the poll budget       not end, or BackgroundThreadLoop was woken
 //	any         a turn says that the epoch is over, or stop  over
 //
-// Before the holder of the lock parks, and while it still holds the lock, it hands started operations off to
+// Before the holder of the lock parks, and while it still holds the lock, it hands started operations over to
 // their lanes.
 type scheduler struct {
 	loop  loop
@@ -61,10 +61,10 @@ type scheduler struct {
 	missed     atomic.Bool // whether BackgroundThreadLoop was woken while a driver held mu
 
 	// Owned by the goroutine that holds mu.
-	now        time.Duration // when the turn began, or approximately when the last poll took place
+	now        time.Duration // the time at which the turn began, or about the time of the last poll
 	budget     time.Duration // the poll budget of the goroutine that holds mu
-	busyUntil  time.Duration // when polling ends
-	alarm      time.Duration // when the timer of BackgroundThreadLoop fires or has fired
+	busyUntil  time.Duration // the time at which polling ends
+	alarm      time.Duration // the time at which the timer of BackgroundThreadLoop fires or has fired
 	dispatched bool          // whether the last turn gave an operation to a lane
 	unnotified unnotified
 	over       bool
@@ -73,8 +73,8 @@ type scheduler struct {
 	deferred deferred
 }
 
-// loop is the engine as the scheduler sees it. The scheduler calls queued in any goroutine, and the other
-// methods only in the goroutine that holds the lock.
+// loop is the engine as the scheduler sees it. Any goroutine may call queued. Only the goroutine that holds
+// the lock calls the other methods.
 type loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
 	// arrived polls once and executes steps of started operations. It reports whether anything has changed.
@@ -83,12 +83,12 @@ type loop interface {
 	handOff()
 	// executing reports whether a lane runs an operation.
 	executing() bool
-	// queued returns the number of operations that were submitted and that no turn has taken yet.
+	// queued returns the number of operations that were submitted but were not taken by a turn yet.
 	queued() int
 }
 
-// peers notifies the other ranks, and tells them whether this rank needs notifications. Its methods are those
-// of transport.Poller.
+// peers notifies the other ranks, and tells them whether they must notify this rank. The methods are those of
+// transport.Poller.
 type peers interface {
 	NotifyPeers()
 	Park() bool
@@ -96,64 +96,65 @@ type peers interface {
 }
 
 const (
-	// defaultPoll is about the time that a wake-up takes, including the time that the waking goroutine spends
-	// on it.
+	// defaultPoll is about the time that a wake-up takes, including the work of the goroutine that wakes the
+	// other one.
 	defaultPoll = 50 * time.Microsecond
-	// defaultDrive is the poll budget of a driver that has a processor of its own. Other ranks may be late by
-	// the time that they need to queue the tensors of a training step.
+	// defaultDrive is the poll budget of a driver that has a processor of its own. It is as long as another
+	// rank may need to queue the tensors of a training step, because ranks may be late by that time.
 	defaultDrive = time.Millisecond
 	// pollsPerClock is the number of polls between two readings of the clock. Reading the clock at each poll
 	// would be most of the cost of the poll.
 	pollsPerClock = 8
 	// pauses is the number of pause instructions between two polls. They leave execution units to the other
-	// hardware thread of the core, and bandwidth to the memory.
+	// hardware thread of the core, and memory bandwidth to all cores.
 	pauses = 4
 	// pollsPerNotify is the number of polls after which parked peers are notified, unless the poll budget
-	// passes earlier. Until then a peer may poll without being notified, because a rank that has just
-	// finished an operation usually begins the next one.
+	// ends earlier. The notification waits because a rank that has just finished an operation usually begins
+	// the next one, so that the peer polls again without a notification.
 	pollsPerNotify = 64
-	// lockTries is the number of times that a driver tries to take the lock before it blocks. The tries take
-	// about as long as a turn.
+	// lockTries is the number of times that a driver tries to take the lock before it blocks. All tries
+	// together take about as long as a turn.
 	lockTries = 50
 	// turnsToPark is the maximum number of turns that a driver runs while it parks, if events keep arriving.
-	// Running them is cheaper than waking another thread.
+	// To run them is cheaper than to wake another thread.
 	turnsToPark = 4
 )
 
-// pollLimits limit how the holder of the lock polls before it parks.
+// pollLimits say how long and in which way the holder of the lock polls before it parks.
 type pollLimits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
 	// pinned says that the loop is bound to a thread, so that only another thread can run a lane.
 	pinned bool
-	// oversubscribed says that a lane that executes needs the processor that polling would take.
+	// oversubscribed says that polling takes the processor away from lanes that execute.
 	oversubscribed bool
-	// onlyAfterDrive says that BackgroundThreadLoop does not extend its polling because of its own work.
+	// onlyAfterDrive says that BackgroundThreadLoop polls only after a drive. Its own work does not make it
+	// poll for longer.
 	onlyAfterDrive bool
 }
 
-// pace is how often a goroutine that polls yields its processor.
+// pace says how often a goroutine that polls yields its processor.
 type pace struct {
-	pollsPerYield   int // polls between two yields to other threads
-	pollsPerGosched int // polls between two yields to other goroutines
+	pollsPerYield   int // number of polls between two yields to other threads
+	pollsPerGosched int // number of polls between two yields to other goroutines
 }
 
 // newPollLimits returns the limits for one of several processes on a host. processes and cores are the
 // numbers of processes and of processor cores on the host. threads is the number of threads on which this
 // process runs goroutines. budget is Config.Spin. pinned says that the loop is bound to processors.
-// entersKernel says that polling makes system calls. The paces are those with the shortest completion times
-// in measurements.
+// entersKernel says that polling makes system calls. The paces gave the shortest completion times in
+// measurements.
 //
-// forClient says that the program which submits the operations is another of these processes. If that program
-// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive and not otherwise. A
-// program that waits drives the loop, and a program that computes needs the processor.
+// forClient says that the program that submits the operations is another of these processes. If that program
+// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive, but not otherwise.
+// The reason is that a program that waits drives the loop, and a program that computes needs the processor.
 func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
 	threads int) pollLimits {
 	// Each process can keep two threads busy, because the loop polls while a lane or the caller runs. If the
 	// caller drives the loop, only one thread is busy.
 	busy := processes * min(2, threads)
-	// The kernel may put two threads on one processor although another is idle, so a polling thread always
-	// yields now and then. Yielding to a goroutine may wake a thread for it, which is expensive if that
+	// The kernel may put two threads on one processor even if another processor is idle, so a polling thread
+	// always yields now and then. A yield to a goroutine may wake a thread for it. That is expensive if the
 	// thread has no processor of its own on which to look for work.
 	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient &&
 		processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
@@ -199,8 +200,9 @@ func (s *scheduler) poll(p peers, limits pollLimits) {
 }
 
 // notify makes the loop run a turn. Before the call, the caller stores what the turn is to find. No
-// notification is lost: either the next turn has not begun yet, or the holder of the lock sees pending before
-// it parks, or notify sees that the holder has parked and wakes BackgroundThreadLoop.
+// notification is lost, because one of three cases holds. The next turn has not begun yet. Or the holder of
+// the lock sees pending before it parks. Or notify sees that the holder has parked, and wakes
+// BackgroundThreadLoop.
 func (s *scheduler) notify() {
 	if s.pending.Load() {
 		return
@@ -249,8 +251,8 @@ func (s *scheduler) run() error {
 }
 
 // backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It reports whether the caller must wait
-// for timer or wake. The caller must wait if nothing has arrived, if a driver wants the lock, or if the epoch
-// is over.
+// until timer fires or wake receives a value. That is so if nothing has arrived, if a driver wants the lock,
+// or if the epoch is over.
 func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	if s.over {
 		return true
@@ -273,7 +275,7 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 			return false
 		}
 	}
-	// The timer may fire too early, which costs a needless turn. That is cheaper than resetting the timer in
+	// The timer may fire too early and cause a needless turn. That is cheaper than resetting the timer in
 	// every turn.
 	if next < s.alarm || s.alarm <= s.now {
 		timer.Reset(next - s.now)
@@ -301,8 +303,8 @@ func (s *scheduler) lockBackground() bool {
 	return true
 }
 
-// lockDriver takes the lock for a driver. If BackgroundThreadLoop holds the lock, lockDriver makes it unlock.
-// It returns false if there is another driver.
+// lockDriver takes the lock for a driver and reports whether it has taken it. If BackgroundThreadLoop holds
+// the lock, lockDriver makes it unlock. If another driver holds the lock, lockDriver returns false.
 func (s *scheduler) lockDriver() bool {
 	if s.mu.TryLock() {
 		return true
@@ -321,8 +323,8 @@ func (s *scheduler) lockDriver() bool {
 	return true
 }
 
-// drive runs turns in the calling goroutine until done reports true, ctx ends, or nothing arrives within the
-// poll budget. In the last case the caller waits without driving. In any case the loop takes the queued
+// drive runs turns in the calling goroutine until done returns true, ctx ends, or nothing arrives within the
+// poll budget. In the last case the caller waits without driving. In all cases the loop takes the queued
 // operations.
 func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
@@ -348,7 +350,7 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.parkDriver(next)
 }
 
-// parkDriver parks unless events keep arriving, and unlocks. next is the time at which the next turn is due.
+// parkDriver unlocks and, unless events keep arriving, parks. next is the time at which the next turn is due.
 // If BackgroundThreadLoop has to run turns or to reset its timer, parkDriver wakes it.
 func (s *scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
@@ -382,7 +384,7 @@ func (s *scheduler) turn() (next time.Duration) {
 }
 
 // await reports whether a turn has something to do. While this rank is busy, await polls until there is
-// something to do or quit reports true.
+// something to do or quit returns true.
 func (s *scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
 		// Yield so that the lane runs next on this processor. Another thread would run it later.
@@ -390,8 +392,8 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 	}
 	s.dispatched = false
 	for n := 1; ; n++ {
-		// Notify peers even if this rank always has something to do, because another rank may wait for what
-		// was sent.
+		// Notify peers even if this rank always has something to do, because another rank may wait for the
+		// frames that were sent.
 		if s.unnotified.isDue(s.now) {
 			s.notifyPeers()
 		}
@@ -420,14 +422,14 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 }
 
 // extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
-// busy, so that an idle job takes no processor time.
+// busy, because an idle job must take no processor time.
 func (s *scheduler) extend() {
 	if !s.onlyAfterDrive || !s.background.Load() {
 		s.busyUntil = s.now + s.budget
 	}
 }
 
-// park records that nobody polls from now on. It reports false if something has arrived meanwhile.
+// park records that no goroutine polls from now on. It returns false if something has arrived meanwhile.
 func (s *scheduler) park() bool {
 	s.parked.Store(true)
 	return !s.pending.Load() && s.peers.Park()
@@ -442,14 +444,14 @@ func (s *scheduler) unpark() {
 }
 
 // unnotified says whether and when parked peers must be notified of sent frames. They are notified after a
-// number of polls, which may extend over several turns, or at a point in time, whichever comes first.
+// number of polls, possibly of several turns, or at the time at, whichever comes first.
 type unnotified struct {
 	any   bool
 	polls int
 	at    time.Duration
 }
 
-// sent records that something was sent and that parked peers must be notified of it.
+// sent records that a frame was sent, so that parked peers must be notified.
 func (s *scheduler) sent() {
 	if u := &s.unnotified; !u.any {
 		*u = unnotified{any: true, polls: pollsPerNotify, at: s.now + s.backgroundBudget}
@@ -462,7 +464,7 @@ func (u *unnotified) isDue(now time.Duration) bool {
 	return u.any && (u.polls <= 0 || now >= u.at)
 }
 
-// notifyPeers notifies parked peers that something was sent.
+// notifyPeers notifies parked peers that frames were sent.
 func (s *scheduler) notifyPeers() {
 	s.unnotified.any = false
 	s.peers.NotifyPeers()
@@ -471,7 +473,7 @@ func (s *scheduler) notifyPeers() {
 // A caller that submits many operations one after another needs the processor for that. If the loop would
 // take the processor away (pollLimits.oversubscribed), notifyLater defers the notification. The loop is
 // notified when nothing was queued for a while, or when the caller polls or waits for an operation (flush,
-// drive). So the operations are also negotiated together, and fused.
+// drive). As a further effect, the operations are negotiated together and fused.
 
 const (
 	// deferralPeriod is longer than it takes to queue an operation, and too short for a caller to notice.
@@ -511,10 +513,10 @@ func (s *scheduler) flush() {
 	}
 }
 
-// cancel drops a deferred notification. The caller runs a turn next.
+// cancel drops a deferred notification. The caller is about to run a turn, so no notification is needed.
 func (d *deferred) cancel() {
 	if d.armed.Load() {
-		d.timer.Stop() // Stop precedes Store, so that a caller that arms it again has a running timer
+		d.timer.Stop() // stop before Store: a caller that arms the timer again then has a running timer
 		d.armed.Store(false)
 	}
 }

@@ -12,16 +12,17 @@ import (
 	"time"
 )
 
-// fakeLoop is a loop for tests of the scheduler. The test sets what its turns do. It also implements peers.
+// fakeLoop is a loop for tests of the scheduler. The test sets what the turns of the loop do. fakeLoop also
+// implements peers.
 type fakeLoop struct {
 	start time.Time
 	ahead atomic.Int64 // the loop's clock minus the clock of the bubble; each poll advances it
 
 	mu     sync.Mutex
-	turns  []time.Duration                     // when each turn began
+	turns  []time.Duration                     // the times at which the turns began
 	turn   func() (time.Duration, bool, error) // if nil, the next turn is due in an hour
 	work   atomic.Int32                        // number of queued operations
-	polls  func(n int) bool                    // reports whether poll n finds an event; if nil, no poll does
+	polls  func(n int) bool                    // says whether poll n finds an event; nil: none does
 	polled int
 
 	handOffs, notified, parks, unparks int
@@ -75,7 +76,7 @@ func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
 	l.turn = turn
 }
 
-// took returns the times at which turns have begun since the last call of took.
+// took returns the times at which turns have begun since the previous call of took.
 func (l *fakeLoop) took() []time.Duration {
 	synctest.Wait()
 	l.mu.Lock()
@@ -86,7 +87,7 @@ func (l *fakeLoop) took() []time.Duration {
 }
 
 // scheduled calls test in a synctest bubble with a scheduler whose run executes in another goroutine. Then it
-// ends the scheduler and checks that run has returned want.
+// ends the scheduler and checks that run has returned the error want.
 func scheduled(t *testing.T, budget time.Duration, want error,
 	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
@@ -112,13 +113,13 @@ func scheduled(t *testing.T, budget time.Duration, want error,
 	})
 }
 
-// isAt reports whether a turn that began at at was due at due. It allows for the polls since the last reading
-// of the clock.
+// isAt reports whether a turn that began at the time at was due at the time due. It allows for the polls
+// since the last reading of the clock.
 func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
 
 const pollBudget = 50 * time.Microsecond
 
-// A parked scheduler runs a turn in the background when it is notified and when a turn is due. Several
+// If a parked scheduler is notified, or if a turn is due, it runs a turn in the background. Several
 // notifications before a turn cause only one turn.
 func TestSchedulerParks(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -193,8 +194,8 @@ func TestSchedulerPolls(t *testing.T) {
 	})
 }
 
-// With onlyAfterDrive, the scheduler polls in the background for its budget after a drive, but only once
-// after a turn of its own.
+// With onlyAfterDrive, BackgroundThreadLoop polls for its budget after a drive, but only once after a turn of
+// its own.
 func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		s.onlyAfterDrive = true
@@ -264,8 +265,8 @@ func TestSchedulerDrives(t *testing.T) {
 	})
 }
 
-// After a driver has returned, BackgroundThreadLoop runs a turn when the driver's last turn said that one is
-// due. It also runs a turn if it was woken while the driver held the lock.
+// After a driver has returned, BackgroundThreadLoop runs a turn at the time at which the driver's last turn
+// said that one is due. It also runs a turn if it was woken while the driver held the lock.
 func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
@@ -307,8 +308,8 @@ func TestSchedulerHandsOff(t *testing.T) {
 	})
 }
 
-// A driver takes the lock from BackgroundThreadLoop while that is polling. A second driver returns at once,
-// and the first driver runs a turn for it.
+// If BackgroundThreadLoop is polling, a driver takes the lock from it. A second driver returns at once, and
+// the first driver runs a turn for it.
 func TestSchedulerTakesTheLock(t *testing.T) {
 	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		var turns atomic.Int32
@@ -355,8 +356,8 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 	})
 }
 
-// A rank that finds something to do at almost every poll still notifies parked peers of the frames that it
-// has sent: once, after pollsPerNotify polls or after the poll budget.
+// If a rank finds something to do at almost every poll, it still notifies parked peers of the frames that it
+// has sent: once, after pollsPerNotify polls or when the poll budget has passed.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
 	s := newScheduler(l, l.clock, nil)
@@ -381,7 +382,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	for range 3 {
 		s.sent()
 		polls(pollsPerNotify - 1)
-		s.sent() // must not delay the notification of earlier frames
+		s.sent() // this must not delay the notification of earlier frames
 		want("before a peer has had time to poll", 0)
 		polls(1)
 		want("after that", 1)
@@ -395,7 +396,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	want("in an hour", 1)
 }
 
-// With oversubscribed, notifyLater defers the turn until no more operations are queued, at most for
+// With oversubscribed, notifyLater defers the turn until no more operations are queued, but for at most
 // deferralPeriods periods. flush and drive end the deferral at once.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {

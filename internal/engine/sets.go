@@ -13,13 +13,13 @@ import (
 )
 
 // ErrNoProcessSet is the error of an operation if its process set was removed or does not contain this rank.
-// It is also the error of operations that were waiting in a process set when the set was removed.
+// If operations wait in a process set when the set is removed, they end with it too.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
 // laneTable has the lanes of the process sets to which this rank belongs. Only the loop changes it.
 type laneTable struct {
-	// all is sorted by process set. A removed set stays in it until its last work is done. The loop never
-	// changes the slice but replaces it, because other goroutines read it.
+	// all is sorted by process set. A removed set stays in it until the last work of the set is done. The
+	// loop never changes the slice but replaces it, because other goroutines read it.
 	all []*lane
 	// shared points to the same slice as all, for goroutines other than the loop.
 	shared atomic.Pointer[[]*lane]
@@ -83,9 +83,9 @@ func (e *Engine) addSet(set controller.Set) error {
 	return nil
 }
 
-// changeSets applies a grant that adds or removes a process set, and returns the lane that answers the grant.
-// The removal of a set is answered by the lane of that set, so that it follows the set's last operation. Its
-// entry is in the queue of the global set all the same.
+// changeSets applies a grant that adds or removes a process set, and returns the lane that reports the
+// result. For a removal this is the lane of the removed set, so that the result follows the set's last
+// operation. But the entry of the removal is in the queue of the global set.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	answering := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
@@ -100,9 +100,9 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return answering, nil
 }
 
-// dropSet releases a set whose last work is done. Ranks that are not members of the set release its lane in
-// the mesh too. The mesh stores a contiguous range of released lanes in a few bytes, and without these ranks'
-// calls their ranges would have gaps.
+// dropSet releases a set whose last work is done. Ranks that are not members of the set also release its lane
+// in the mesh, because the mesh stores a contiguous range of released lanes in a few bytes. Without their
+// calls, their ranges would have gaps.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
 		l.end(nil)
@@ -111,7 +111,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 }
 
-// refuse closes the queue of a lane and ends all its entries that have no grant with reason.
+// refuse closes the queue of a lane. All entries of the lane that have no grant end with reason.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }

@@ -45,8 +45,8 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 func isDone(done chan error) bool { return len(done) > 0 }
 
 // If a set is removed while an operation is executing in it, the removal ends at the members only after the
-// operation. Operations of the set that were not granted, and later ones, end with ErrNoProcessSet. Other
-// sets execute operations meanwhile.
+// operation. Operations of the set that were not granted end with ErrNoProcessSet, and so do later
+// operations. Meanwhile other sets execute operations.
 func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 3, withSet(false))
@@ -104,8 +104,8 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 }
 
 // If an operation is queued in a set while the set is being removed, the operation ends exactly once, even if
-// the loop has not taken it from the queue. Afterwards the engine does not use its entry, because the caller
-// may use the entry for another operation.
+// the loop has not taken it from the queue. Afterwards the engine does not use the entry of the operation,
+// because the caller may use the entry for another operation.
 func TestRemovalWhileQueueing(t *testing.T) {
 	c := start(t, 3, nil)
 	for id := topo.ProcessSetID(1); id <= 20; id++ {
@@ -263,7 +263,7 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		for range 3 {
 			var dones []chan error
 			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
-			// If the group could run already, it would run during these two operations.
+			// If the group could run already, it would run while these two operations do.
 			pass("x")
 			pass("x")
 			for _, done := range dones {
@@ -317,8 +317,8 @@ func TestGroupThatCannotRun(t *testing.T) {
 	})
 }
 
-// Submit queues all its entries or none. If two entries have the same name, or the process set does not
-// exist, Submit returns an error, and the names are free.
+// Submit queues all given entries or none of them. If two entries have the same name, or if the process set
+// does not exist, Submit returns an error, and the names are free afterwards.
 func TestSubmitManyOrNone(t *testing.T) {
 	c := start(t, 1, nil)
 	entries := []*tensorqueue.Entry{sum("a", make([]byte, 8)), sum("a", make([]byte, 8))}

@@ -13,13 +13,13 @@ import (
 // never is a time that the clock never reaches.
 const never = time.Duration(math.MaxInt64)
 
-// timeoutReportInterval is the time between two reports of one expired operation by a rank. The report is
-// repeated because the coordinator ignores the first one if its answer was already on the way.
+// timeoutReportInterval is the time between two reports of one expired operation by a rank. The rank repeats
+// the report because the coordinator ignores the first one if the grant was already on its way.
 const timeoutReportInterval = time.Second
 
-// expire tells the coordinator which operations have not ended by their deadlines. It searches the operations
-// in flight only when the earliest known deadline has passed, so that it costs nothing while no operation is
-// late.
+// expire reports the operations that have not ended by their deadlines to the coordinator. It searches the
+// operations in flight only when the earliest known deadline has passed, so that it costs nothing while no
+// operation is late.
 func (e *Engine) expire() {
 	if e.now < e.due {
 		return
@@ -42,8 +42,8 @@ func (e *Engine) expire() {
 
 // If a rank falls behind, all tensors of a training step stall at about the same time, but not always in the
 // same turn. So the log summarizes the stalls of a window. The first stallLines stalls in a window of length
-// stallWindow get a line each. If the launcher explains stalls, only the first explainedStallLines do. At the
-// end of the window, the log gets the number of the other stalls.
+// stallWindow get a line each. If the launcher explains stalls, only the first explainedStallLines stalls do.
+// At the end of the window, the rank logs the number of stalls that got no line.
 const (
 	stallLines          = 10
 	explainedStallLines = 1
@@ -52,11 +52,11 @@ const (
 
 // stallLog counts the stalls of a window. The first stall opens the window.
 type stallLog struct {
-	named, unnamed int           // number of stalls with a line in the log, and of the others
+	named, unnamed int           // number of stalls with and without a line in the log
 	end            time.Duration // the end of the window; meaningless if named is 0
 }
 
-// due returns the time at which the number of unnamed stalls is to be logged.
+// due returns the time at which the number of unnamed stalls must be logged.
 func (c *stallLog) due() time.Duration {
 	if c.unnamed == 0 {
 		return never

@@ -35,14 +35,14 @@ type reports struct {
 // attach makes the engine with configuration cfg report its stalls to r.
 func (r *reports) attach(cfg *engine.Config) {
 	cfg.OnStall = func(s *controller.Stall) {
-		// In lock-step, reports are only as precise as the time between cycles.
+		// In lock-step, the times of reports are only as precise as the time between cycles.
 		const precision = 100 * time.Millisecond
 		r.list = append(r.list, fmt.Sprintf("%v: %v after %v", time.Since(r.began).Truncate(precision), s,
 			s.Waited.Truncate(precision)))
 	}
 }
 
-// take waits until the engines are idle and returns the reports since the last call of take.
+// take waits until the engines are idle and returns the reports since the previous call of take.
 func (r *reports) take() []string {
 	synctest.Wait()
 	list := r.list
@@ -50,8 +50,8 @@ func (r *reports) take() []string {
 	return list
 }
 
-// A tensor that waits for a rank is reported each time that another StallWarning has passed, until the rank
-// submits it. This holds also for cached tensors and for process sets without rank 0.
+// If a tensor waits for a rank, it is reported whenever another StallWarning has passed, until the rank
+// submits it. This also holds for cached tensors and for process sets without rank 0.
 func TestStallReports(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -61,7 +61,7 @@ func TestStallReports(t *testing.T) {
 				cfg.Sets = []controller.Set{{ID: 1, Ranks: []topo.Rank{1, 2}}}
 				r.attach(cfg)
 			})
-			// In the second round with each set, the tensor is cached.
+			// In the second round with each set, the tensor is in the cache.
 			for round, set := range []topo.ProcessSetID{0, 0, 1, 1} {
 				r.began = time.Now()
 				c.each(func(rank int) {
@@ -87,7 +87,7 @@ func TestStallReports(t *testing.T) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
 				}
 			}
-			// Neither operations that end in time nor idle ranks are reported.
+			// No operation that ends in time is reported, and no idle rank.
 			time.Sleep(10 * testTimeout)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
@@ -97,9 +97,9 @@ func TestStallReports(t *testing.T) {
 	})
 }
 
-// If a rank is late for 40 tensors, the log has lines for the first ten stalls, or for the first one if the
-// launcher explains stalls. A further line has the number of the other stalls. It is logged after a second,
-// or when the job ends if that is earlier. OnStall receives every stall.
+// If a rank is late for 40 tensors, the log has lines for the first ten stalls. If the launcher explains
+// stalls, it has a line only for the first one. One more line has the number of the other stalls. It is
+// logged after a second, or when the job ends if that is earlier. OnStall receives every stall.
 func TestManyStallsAreFewLines(t *testing.T) {
 	for _, q := range []struct {
 		absent    time.Duration
@@ -158,7 +158,7 @@ func TestManyStallsAreFewLines(t *testing.T) {
 	}
 }
 
-// If a rank does not finish an operation for longer than StallWarning, the operation is reported.
+// If a rank executes an operation for longer than StallWarning, the operation is reported.
 func TestStallReportsOfExecution(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -229,8 +229,8 @@ func (c *cluster) late(r int, name string) chan error {
 	return c.submit(r, e)
 }
 
-// wantTimeout checks that err, an error at rank r, says that an operation timed out at rank by and that rank
-// missing has failed.
+// wantTimeout checks that err, an error at rank r, says that an operation timed out at the rank in by and
+// that the rank in missing has failed.
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
@@ -240,8 +240,8 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace returns how long after the deadline a verdict may come. In lock-step, rank 0 learns the requests of a
-// rank only after two cycles.
+// grace returns how long after the deadline a verdict may come. In lock-step it may come later, because rank
+// 0 learns the requests of a rank only after two cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
 		return 20 * time.Millisecond
@@ -281,7 +281,7 @@ func TestOperationTimeout(t *testing.T) {
 	})
 }
 
-// For a cached tensor, the error of a timeout names the missing rank too.
+// If an operation on a cached tensor times out, the error names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -396,8 +396,8 @@ func TestOperationWithoutDeadline(t *testing.T) {
 	})
 }
 
-// If the timeout of an operation ends while its grant is in flight to the rank, and the operation does not
-// finish afterwards, the operation still times out.
+// The timeout of an operation ends while its grant is in flight to the rank. If the operation does not finish
+// afterwards, it still times out.
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
@@ -465,8 +465,8 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 	return n, err
 }
 
-// Steps that reuse a name and take a little less than the heartbeat period are not reported as one long
-// operation, although every heartbeat names the same tensor.
+// Steps use the same tensor name again and again and take a little less than the heartbeat period. They are
+// not reported as one long operation, even if every heartbeat names this tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {

@@ -22,8 +22,8 @@ func TestHelpLeavesSteps(t *testing.T) {
 		const numBytes = 128 << 10
 		buf := make([]byte, numBytes)
 		want := make([]byte, numBytes)
-		// A heartbeat would hand the remaining steps to the lane too, but so late that the test would time
-		// out.
+		// A heartbeat would hand the remaining steps over to the lane too, but so late that the test would
+		// time out.
 		for i := range 3 * oftenEnough {
 			for at := 0; at < numBytes; at += 8 {
 				binary.NativeEndian.PutUint64(buf[at:], uint64(at+i)*uint64(r.Rank+1))

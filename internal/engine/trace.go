@@ -11,8 +11,7 @@ import (
 // With HOROVOD_LOG_LEVEL=trace, a rank logs each negotiation frame that it sends or receives, except
 // heartbeats and clock probes. At other levels, a frame costs one test of Engine.traced.
 
-// traceUp logs a frame to the coordinator. The text has new requests in full, and the cache bits of the
-// others.
+// traceUp logs a frame to the coordinator. The text shows new requests in full, and votes as cache bits.
 func (e *Engine) traceUp(up *message.Up) {
 	if e.traced && up.Type != message.UpHeartbeat {
 		e.log.Log(logs.Trace, "to the coordinator", zap.String("frame", up.String()))
@@ -26,7 +25,8 @@ func (e *Engine) traceDown(down *message.Down) {
 	}
 }
 
-// traceGrant logs the names of the tensors that run together, because a frame has no names of cached tensors.
+// traceGrant logs the names of the tensors that run together, because a frame does not contain the names of
+// cached tensors.
 func (e *Engine) traceGrant(g *controller.Grant) {
 	if !e.traced {
 		return

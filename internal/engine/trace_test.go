@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// At log level trace, each rank logs the requests, cache bits and grants of every cycle. At level debug it
-// logs none of them.
+// At log level trace, each rank logs the requests, cache bits and grants of every cycle. At log level debug
+// it logs none of them.
 func TestTracedCycles(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, level := range []zapcore.Level{logs.Trace, zapcore.DebugLevel} {
