@@ -178,7 +178,7 @@ func TestFilesOfTwoJobs(t *testing.T) {
 	job(2)
 	check(nil)
 	job(1)
-	check([]int{1}, "t.rank1.json: another job", "no file of rank 1")
+	check([]int{1}, "t.rank1.json: of another job", "no file of rank 1")
 	job(2)
 	check(nil)
 }
