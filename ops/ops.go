@@ -54,8 +54,8 @@ const (
 	Finished
 )
 
-// Operation describes a collective and this rank's buffers for it. Which other fields are used depends on
-// Kind.
+// Operation describes a collective and this rank's buffers for it. Kind decides which of the other fields are
+// used.
 type Operation struct {
 	// Kind is Allreduce, Allgather, Broadcast, Alltoall or Reducescatter.
 	Kind      message.Kind
@@ -98,7 +98,7 @@ type Operation struct {
 	Allocate func(counts []int64) ([]byte, error)
 }
 
-// Tensor has the input and the output buffer of this rank for one tensor of an allreduce.
+// Tensor has this rank's input and output buffers for one tensor of an allreduce.
 type Tensor struct {
 	// In is the rank's contribution, and Out receives the result. Both have the same length and the alignment
 	// of the element type. They are either the same memory or do not overlap.

@@ -52,11 +52,12 @@ func (e *PeerError) Unwrap() error { return e.Err }
 // A call may fail for several reasons. It then reports the first of these that applies: ErrReleased,
 // ErrClosed, the error that was passed to Abort, the failure of a peer.
 type Mesh interface {
-	// Conn returns the channel to peer on lane. The lower of the two ranks makes the channel when it calls
-	// Conn. The higher rank waits until then. This suffices because both ranks of an operation call Conn for
-	// the channel between them. Conn waits until the peer is connected. It fails if ctx ends (the error wraps
-	// ctx.Err()), if the transport gives up the peer (*PeerError), if the lane is aborted, or if the mesh is
-	// closed. Later calls return the same Conn. A rank has no channel to itself.
+	// Conn returns the channel to the given peer on the lane. The lower of the two ranks makes the channel
+	// when it calls Conn, and the higher rank waits until then. This suffices because both ranks of an
+	// operation call Conn for the channel between them. Conn also waits until the peer is connected. It fails
+	// if ctx ends (the error wraps ctx.Err()), if the transport gives up the peer (*PeerError), if the lane
+	// is aborted, or if the mesh is closed. Later calls return the same Conn. A rank has no channel to
+	// itself.
 	Conn(ctx context.Context, lane Lane, peer topo.Rank) (Conn, error)
 
 	// Abort makes every pending and future call on every Conn of the lane, and every call of Mesh.Conn for

@@ -71,12 +71,12 @@ func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.
 	})
 }
 
-// Allgather fills out with the blocks of all ranks. counts are the sizes of the blocks in bytes.
+// Allgather fills the buffer out with the blocks of all ranks. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
 }
 
-// Broadcast copies the buf of rank root to the buf of all other ranks.
+// Broadcast copies buf of the rank root to buf of all other ranks.
 func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
 	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
 }
@@ -89,7 +89,7 @@ func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt 
 		Counts: counts})
 }
 
-// Alltoall sends block i of in to rank i. counts are the sizes of the blocks in bytes.
+// Alltoall sends block i of the buffer in to rank i. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
 	allocate func(counts []int64) ([]byte, error)) error {
 	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,

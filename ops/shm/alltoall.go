@@ -171,8 +171,8 @@ func (b *Backend) blockOffset(i, k int) (begin int64) {
 	return begin
 }
 
-// stageBlocks copies the parts that step t handles of the blocks for other ranks to the staging area. It does
-// nothing if the other ranks can read the blocks in place.
+// stageBlocks copies the blocks for other ranks to the staging area. It copies only the part of each block
+// that step t handles. It does nothing if the other ranks can read the blocks in place.
 func (b *Backend) stageBlocks(t int) {
 	in, column := b.op.Buf, b.plan.column
 	l := &b.layouts[b.me]
@@ -189,8 +189,8 @@ func (b *Backend) stageBlocks(t int) {
 	}
 }
 
-// pullBlocks copies the parts that step t handles of the blocks that the other ranks have for this rank to
-// the output.
+// pullBlocks copies the blocks that the other ranks have for this rank to the output. It copies only the part
+// of each block that step t handles.
 func (b *Backend) pullBlocks(t int) {
 	out, column := b.running.out, b.plan.column
 	n := len(b.ranks)

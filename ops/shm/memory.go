@@ -65,7 +65,7 @@ const (
 	// the line is written again. Writing a line that another processor holds takes four times as long.
 	ringBytes = 4 << 20
 	// stages is the number of parts of the staging area. While a rank fills one part, peers may still reduce
-	// from the part before it and copy from the two parts before that.
+	// from the part that it filled before, and copy from the two parts that it filled before that one.
 	stages = 4
 )
 

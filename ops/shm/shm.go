@@ -47,8 +47,8 @@ const defaultDirectBytes = 3 << 19
 
 // Config configures a Backend. If a field is zero, its default applies.
 type Config struct {
-	// StageBytes is the number of bytes that a rank stages in a step. A stage has the same number of whole
-	// cache lines for each member of the set: StageBytes is rounded down to that, but to at least one line
+	// StageBytes is the size of a stage: the number of bytes that a rank stages in a step. It is rounded down
+	// so that a stage has the same number of whole cache lines for each member of the set, and at least one
 	// for each member. All ranks must use the same value. Larger stages need fewer rounds but more cache.
 	// Default 512 KiB.
 	StageBytes int64

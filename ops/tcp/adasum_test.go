@@ -233,7 +233,7 @@ func TestAdasumTiny(t *testing.T) {
 }
 
 // A NaN or an infinity in one of three tensors makes the result of this tensor NaN. The results of the other
-// two tensors are as usual.
+// two tensors do not change.
 func TestAdasumNotFinite(t *testing.T) {
 	tensors := []int{10, 20, 30}
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {

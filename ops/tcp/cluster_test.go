@@ -163,8 +163,8 @@ func checkReleased(t *testing.T, c *cluster) {
 }
 
 // strictMesh checks that the backend obeys the contract of transport.Conn: a buffer must not change after
-// Send until Sent or Flush shows that the buffer has left. To make this strict, Sent returns an old value:
-// what the mesh below returned at the previous call.
+// Send until Sent or Flush shows that the buffer has left. To make the check stricter, Sent returns an
+// outdated value: the value that the mesh below returned at the previous call.
 type strictMesh struct {
 	transport.Mesh
 	t     *testing.T
@@ -205,7 +205,7 @@ func (c *strictConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
-// Sent returns what the channel below returned at the previous call of Sent or Flush.
+// Sent returns the value that the channel below returned at the previous call of Sent or Flush.
 func (c *strictConn) Sent() uint64 {
 	said := c.said
 	c.said = c.Conn.Sent()

@@ -94,8 +94,8 @@ func onUnlockedThread(f func() (ops.Progress, bool)) func() (ops.Progress, bool)
 //go:linkname lockedOSThread runtime.lockedOSThread
 func lockedOSThread() bool
 
-// await is called where an operation has to wait. In a step that may not wait, it suspends the operation,
-// with p as the result of the step. In a step that may wait, it returns nil at once, and the caller blocks.
+// await is called where an operation has to wait. If the step may not wait, await suspends the operation, and
+// p is the result of the step. If the step may wait, await returns nil at once, and the caller blocks.
 func (b *Backend) await(p ops.Progress) error {
 	if b.ctx == nil && (b.steps.closed || !b.steps.yield(p)) {
 		return transport.ErrClosed

@@ -1,11 +1,11 @@
 // Package mem connects the ranks of a cluster within one process, for tests. To callers it behaves like
-// transport/tcp: Conn of the higher rank waits for Conn of the lower rank, lanes are independent, and if a
-// rank closes its mesh, its peers receive the bytes that it had sent and then a *transport.PeerError. Package
-// mem does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
+// transport/tcp: Conn of the higher rank waits for Conn of the lower rank, and lanes are independent. If a
+// rank closes its mesh, its peers receive the bytes that it had sent, and then a *transport.PeerError.
+// Package mem does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
 //
-// It is stricter in one way: there is no socket buffer. A byte leaves the sender's buffer only when the
-// receiver reads it, so Flush waits for the receiver. So tests with this transport detect callers that rely
-// on a buffer of TCP.
+// In one way package mem is stricter than transport/tcp: there is no socket buffer. A byte leaves the
+// sender's buffer only when the receiver reads it, so Flush waits for the receiver. So tests with this
+// transport detect callers that rely on a buffer of TCP.
 //
 // The links of a cluster from NewWithLatency have a latency, which is exact in a bubble. A cluster from New
 // does not read the clock.

@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// exchange sends a byte on lane from rank a to rank b and from b to a.
+// exchange sends a byte in each direction between ranks a and b on the given lane.
 func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	t.Helper()
 	done := make(chan error, 2)

@@ -15,7 +15,8 @@ const (
 	maxReasonBytes = 200
 )
 
-// Offer has what the other ranks must know to share memory with a rank. The zero Offer offers nothing.
+// Offer has the information that the other ranks need to share memory with a rank. The zero Offer means that
+// the rank shares no memory.
 type Offer struct {
 	UID uint32 // the user id of the rank's process
 	// Token is a secret. A process that knows it and runs as the same user can take the place of the rank

@@ -18,14 +18,16 @@ const (
 	// parkedAt is the offset of a u32 that is 1 while a goroutine of the owner is parked. A peer must then
 	// write to the eventfd of the owner.
 	parkedAt = 0
-	// slotsAt is the offset of the slots. There is one slot for each rank of the group, by index. The slot of
-	// the owner itself is not used.
+	// slotsAt is the offset of the slots. There is one slot for each rank of the group, in the order of the
+	// group. The owner's slot for itself is not used.
 	slotsAt = lineBytes
-	// headAt is the offset in a slot of a u64, the number of bytes that the owner has written for that rank.
-	// fullAt is the offset of a u32 that is not 0 if more bytes wait for room. openAt is the offset of a u32
-	// that is not 0 if the owner has asked for the Conn.
+	// headAt is the offset in a slot of a u64: the number of bytes that the owner has written for the rank of
+	// the slot. fullAt is the offset of a u32 that is not 0 if the owner has more bytes for that rank, which
+	// wait for room. openAt is the offset of a u32 that is not 0 if the owner has asked for the Conn to that
+	// rank.
 	headAt, fullAt, openAt = 0, 8, 12
-	// tailAt is the offset in a slot of a u64, the number of bytes that the owner has read from that rank.
+	// tailAt is the offset in a slot of a u64: the number of bytes that the owner has read from the rank of
+	// the slot.
 	tailAt    = lineBytes
 	slotBytes = 2 * lineBytes
 	// pageBytes is the alignment of the first ring, which follows the slots. So a ring of whole pages shares

@@ -64,7 +64,7 @@ type Config struct {
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
 	// A rank allocates one ring for each peer of its host. Default 64 KiB.
 	RingBytes int
-	// HandshakeTimeout is how long a process that connects may take for the handshake. Default 10 s.
+	// HandshakeTimeout is the time that a process has for the handshake after it has connected. Default 10 s.
 	HandshakeTimeout time.Duration
 	// Log receives a warning for each refused connection. nil discards them.
 	Log *zap.Logger

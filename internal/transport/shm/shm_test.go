@@ -192,8 +192,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped is a Mesh in which the lane in the field lane is exchanged with the Control lane. The tests of the
-// contract use the former, so they test the Control channels in shared memory.
+// swapped is a Mesh that exchanges the Control lane with another lane, whose number is in the field lane. The
+// tests of the contract use that other lane, so they test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane

@@ -17,17 +17,19 @@ import (
 //	kind u32 | id u32 | size u64      (little-endian)
 const (
 	// controlMessage is the first message, and is sent once. It has descriptors of the sender's control
-	// segment and eventfd. id is the index of the sender in the group, and size is the number of bytes of one
-	// of its rings.
+	// segment and eventfd. The field id is the index of the sender in the group, and the field size is the
+	// number of bytes of one of the sender's rings.
 	controlMessage = 1 + iota
-	// shareMessage has a descriptor of the sender's segment for lane id, which has size bytes.
+	// shareMessage has a descriptor of the segment that the sender shares for a lane. The field id is the
+	// lane, and the field size is the size of the segment in bytes.
 	shareMessage
-	// arenaMessage has a descriptor of the sender's arena chunk id, which has size bytes.
+	// arenaMessage has a descriptor of an arena chunk of the sender. The field id is the ID of the chunk, and
+	// the field size is its size in bytes.
 	arenaMessage
-	// keptMessage says that the sender could not send a descriptor of its arena chunk id. size is the error
-	// number (errno).
+	// keptMessage says that the sender could not send a descriptor of the arena chunk whose ID is in the
+	// field id. The field size is the error number (errno).
 	keptMessage
-	// dropMessage says that the sender's arena chunk id is no longer shared.
+	// dropMessage says that the sender no longer shares the arena chunk whose ID is in the field id.
 	dropMessage
 
 	messageBytes = 16

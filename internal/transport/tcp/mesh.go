@@ -39,7 +39,7 @@ type lane struct {
 	waits map[topo.Rank]*wait
 }
 
-// wait is the result for the goroutines that wait for one channel. All of them share one wait.
+// wait is the common state of all goroutines that wait for one channel. It gets the result of the wait.
 type wait struct {
 	done chan struct{} // closed when conn or err is set
 	conn *conn
@@ -106,7 +106,7 @@ func (l *lane) end() {
 	l.cancel()
 }
 
-// finish ends the wait for the channel to peer. The result is c or err. The caller holds mu.
+// finish ends the wait for the channel to a peer. The result of the wait is c or err. The caller holds mu.
 func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	if w := l.waits[peer]; w != nil {
 		w.conn, w.err = c, err
@@ -180,8 +180,8 @@ func (m *Mesh) laneErr(l *lane) error {
 	return l.err
 }
 
-// Abort implements transport.Mesh. It also keeps open the connections of the lane that are being made or are
-// made later.
+// Abort implements transport.Mesh. It closes no connections of the lane, and also none that are being made or
+// are made later.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
 		panic("tcp: bug: Abort was called without an error")
@@ -222,7 +222,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	}
 }
 
-// startLinger starts a goroutine that ends the aborted connection c with linger. The caller holds mu.
+// startLinger starts a goroutine that ends the aborted connection c by a call of linger. The caller holds mu.
 func (m *Mesh) startLinger(c *conn) {
 	m.e.unattached[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
@@ -300,7 +300,7 @@ func (m *Mesh) unreserve(l *lane, peer topo.Rank) {
 	delete(l.conns, peer)
 }
 
-// publish makes a connection whose handshake is complete a channel of l. If l has been released in the
+// publish adds a connection whose handshake is complete to the channels of l. If l has been released in the
 // meantime, publish ends the connection.
 func (m *Mesh) publish(l *lane, c *conn) error {
 	m.e.mu.Lock()
@@ -417,7 +417,7 @@ func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	}
 }
 
-// giveUp makes the calls of Conn that wait for peer fail with err. A later Conn dials again.
+// giveUp makes the calls of Conn that wait for the given peer fail with err. A later Conn dials again.
 func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()

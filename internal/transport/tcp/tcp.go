@@ -56,9 +56,9 @@ type Config struct {
 	// to wait for Connect. Default 10 s. It should be the same on all ranks. The dialer waits twice as long
 	// for the answer, so that it does not give up a connection that the other side has just accepted.
 	HandshakeTimeout time.Duration
-	// LingerTimeout is how long a connection of a lane that this rank has released waits for the peer to
-	// release the lane too. Default 30 s. Bytes that this rank had sent arrive even after the timeout, unless
-	// the peer continues to send.
+	// LingerTimeout limits how long a connection of a released lane waits for the peer to release the lane
+	// too. Default 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer
+	// continues to send.
 	LingerTimeout time.Duration
 	// Secret is the secret of the job. Both ends of a connection prove that they know it. Zero means no
 	// secret. An encrypted secret costs processor time for every byte. It also wakes a goroutine for every
@@ -278,8 +278,8 @@ func (e *Endpoint) failWaits(err error) {
 	}
 }
 
-// receive makes an accepted connection a channel. If that fails, it logs the reason and closes the
-// connection.
+// receive does the handshake on an accepted connection, which then becomes a channel. If that fails, it logs
+// the reason and closes the connection.
 func (e *Endpoint) receive(nc *socket) {
 	if !e.track(nc) {
 		hangUp(nc)

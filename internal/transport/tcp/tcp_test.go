@@ -32,8 +32,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// hangTimeout is how long a call may take before a test fails because the call hangs. No test that passes
-// waits so long.
+// hangTimeout is the time after which a test assumes that a call hangs, and fails. No test that passes waits
+// so long.
 const hangTimeout = time.Minute
 
 // overBoth runs test with plain connections without a secret, and with encrypted connections.

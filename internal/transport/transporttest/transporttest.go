@@ -21,8 +21,8 @@ import (
 // Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes the meshes.
 type Factory func(tb testing.TB, size int) []transport.Mesh
 
-// hangTimeout is how long a call may take before a test fails because the call hangs. No test that passes
-// waits so long.
+// hangTimeout is the time after which a test assumes that a call hangs, and fails. No test that passes waits
+// so long.
 const hangTimeout = time.Minute
 
 // Run checks the contract with meshes from f. Each clause of the contract is a subtest.
@@ -159,7 +159,7 @@ func (s *suite) result(done <-chan error) error {
 	}
 }
 
-// pair connects ranks 0 and 1 on lane and returns their Conns.
+// pair connects ranks 0 and 1 on the given lane and returns their Conns.
 func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one transport.Conn) {
 	s.Helper()
 	s.together(s.connect(&zero, meshes[0], lane, 1), s.connect(&one, meshes[1], lane, 0))
