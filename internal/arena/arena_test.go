@@ -203,7 +203,7 @@ func TestFreeChecks(t *testing.T) {
 			t.Errorf("%s: got no error from Free, want one", name)
 		}
 	}
-	mustFree(t, h, b[:10]) // a slice that begins where the tensor begins is enough
+	mustFree(t, h, b[:10]) // Free needs only a slice that begins where the tensor begins
 }
 
 func TestFind(t *testing.T) {

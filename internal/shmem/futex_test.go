@@ -248,7 +248,8 @@ func TestPause(t *testing.T) {
 	}
 	shmem.Pause(0)
 	shmem.Pause(-1)
-	// An interruption can disturb even the smallest of ten measurements, so the test repeats them.
+	// If the thread is interrupted often, even the fastest of ten measurements may be slow. So the test
+	// repeats the measurements.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
 		if many >= 10*few {

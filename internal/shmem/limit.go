@@ -103,9 +103,9 @@ func (c cgroups) check(need int64) error {
 	return nil
 }
 
-// check checks the cgroup at path in the hierarchy at root, and all cgroups above it. Inside a container,
-// path may be the path on the host, which does not exist in the container. The container's cgroup is then
-// root itself.
+// check checks a cgroup and all cgroups above it. root is the directory of the hierarchy, and path is the
+// path of the cgroup in it. Inside a container, path may be the path on the host, which does not exist in the
+// container. The container's cgroup is then root itself.
 func (f files) check(root, path string, need int64) error {
 	for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
 		if err := f.checkOne(filepath.Join(root, path), need); err != nil {

@@ -22,7 +22,7 @@
 //     Wake, it wakes every waiter that saw the old value.
 //  2. When Wait returns, the word need not have changed: the caller must check it again.
 //
-// The word must not be in private memory of a read-only mapping.
+// The word must not be in a mapping that is both private and read-only.
 package shmem
 
 import (
@@ -55,7 +55,7 @@ type Segment struct {
 	err     error
 }
 
-// NoMemoryError says that there is not enough memory for a segment.
+// NoMemoryError is the error of a call that has not enough memory for a segment.
 type NoMemoryError struct {
 	// What names the purpose of the memory, such as "tensor".
 	What string
@@ -238,9 +238,9 @@ func Map(fd int) (*Segment, error) {
 
 // Adopt maps all of a file that another process has made, for reading and writing, and seals it as Create
 // does. From then on no other process can map the file for writing, but existing mappings remain. The Segment
-// owns fd. If Adopt returns an error, it has closed fd. It returns an error if access to the file could raise
-// SIGBUS: if the file is not sealed against shrinking and growing, is not a whole number of pages, or has
-// holes.
+// owns fd. If Adopt returns an error, it has closed fd. Adopt returns an error if access to the file could
+// raise SIGBUS: if the file is not sealed against shrinking and growing, is not a whole number of pages, or
+// has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {

@@ -98,7 +98,7 @@ func Over(set topo.ProcessSetID, ops ...*Op) *Op {
 	return ops[len(ops)-1]
 }
 
-// Group makes ops a group. They must be submitted together.
+// Group makes a group of ops, which must be submitted together.
 func Group(name string, ops ...*Op) {
 	for _, op := range ops {
 		op.Request.Group, op.Request.GroupSize = name, int32(len(ops))

@@ -33,8 +33,8 @@ const (
 	timeout = time.Minute
 )
 
-// Host is a simulated host, for tests that need several: a network namespace with one interface. A bridge in
-// another namespace connects it to the other hosts. So the network of the machine does not change, and no
+// Host is a simulated host: a network namespace with one interface. It is for tests that need several hosts.
+// A bridge in another namespace connects the hosts. So the network of the machine does not change, and no
 // route leads out of the hosts' network. Hosts need Linux, root privileges, and Debian's packages iproute2
 // and util-linux. They share the files, processes and clock of the machine.
 //

@@ -33,8 +33,8 @@ var ErrReleased = errors.New("transport: lane was released")
 // ErrControl is the reason why the Control lane fails after a call of Release for that lane.
 var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
 
-// PeerError says that the channel to a peer failed. It is only a suspicion: the coordinator decides which
-// rank failed.
+// PeerError is the error if the channel to a peer has failed. It does not prove that the peer has failed,
+// because the coordinator decides which rank failed.
 type PeerError struct {
 	Peer topo.Rank
 	Lane Lane

@@ -163,7 +163,7 @@ const (
 	// packedBytes is the largest size of a tensor that is packed. Copying such a tensor costs less than
 	// handling it separately in every step.
 	packedBytes = 2 << 10
-	// roomBytes limits the sum of the packed tensors, so that they stay in the cache.
+	// roomBytes limits the total size of the packed tensors, so that they stay in the cache.
 	roomBytes = 512 << 10
 )
 

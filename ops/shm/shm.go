@@ -2,8 +2,8 @@
 //
 // Every rank has a segment for each lane, and may have tensors in arenas. A rank reads the segments and
 // arenas of its peers but writes only its own. So a rank that is late, stopped or broken corrupts no other
-// rank. Peers cannot read ordinary memory in place: data there is copied through the staging area of its
-// owner's segment, in steps that fit into the caches. There is no fusion buffer.
+// rank. Peers cannot read ordinary memory in place. So data in ordinary memory is copied through the staging
+// area of its owner's segment, in steps that fit into the caches. There is no fusion buffer.
 //
 // A reduction cuts the buffer into as many blocks as there are ranks. The owner of a block reads it from all
 // other ranks and reduces it, and the other ranks copy the result. If a buffer of B bytes is reduced in place
@@ -12,7 +12,7 @@
 //	from arenas             nB read, nB written
 //	from ordinary memory    nB read, nB written; the staging areas stay in the caches
 //
-// To send the parts to their owners, or to use a fusion buffer, would cost at least half as much again.
+// Sending the parts to their owners, or using a fusion buffer, would cost at least half as much again.
 // Contributions are always reduced in the order of the ranks. So the result of an element depends only on the
 // values of the ranks, and the deterministic mode costs nothing.
 //
@@ -58,11 +58,11 @@ type Config struct {
 	// same value. Default and maximum 64 KiB.
 	//
 	// DirectBytes is the smallest size of a reduction that reads tensors in arenas in place. Smaller
-	// reductions copy the tensors first, because in place the result overwrites what the peers have just
-	// read. Writing cache lines that other processors hold costs more than the copy, unless the data is so
-	// large that it has left their caches. An allreduce of 1 MiB between two ranks took 85 us in place and 50
-	// us with the copy. If Oversubscribed is set, DirectBytes has no effect, and reductions of all sizes read
-	// in place. Default 1.5 MiB.
+	// reductions copy the tensors first, because a reduction in place overwrites memory that the peers have
+	// just read. Writing to cache lines that other processors hold costs more than the copy, unless the data
+	// is so large that it has left their caches. An allreduce of 1 MiB between two ranks took 85 us in place
+	// and 50 us with the copy. If Oversubscribed is set, DirectBytes has no effect, and reductions of all
+	// sizes read in place. Default 1.5 MiB.
 	SmallBytes, DirectBytes int64
 
 	// Oversubscribed says that the host has more ranks than cores, so that a waiting rank must soon yield its

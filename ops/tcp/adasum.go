@@ -210,8 +210,8 @@ func (a *adasum) half(r, d, numBytes int) byteRange {
 }
 
 // receiveDots receives range s of the other vector into a.other, segment by segment, and computes the dot
-// products of each segment when it has arrived. If lower is set, buf holds vector a; otherwise it holds
-// vector b.
+// products of each segment when it has arrived. If the parameter lower is set, buf holds vector a. If it is
+// not set, buf holds vector b.
 func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)

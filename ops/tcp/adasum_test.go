@@ -19,7 +19,7 @@ import (
 )
 
 // alike returns the ranks' contributions to tensors of the given lengths. The ranks' vectors are similar to
-// each other, so that their combination differs much from their sum and depends on the order.
+// each other. So their combination differs a lot from their sum and depends on the order.
 func alike(dt tensor.DType, n int, tensors []int) [][]byte {
 	rng := rand.New(rand.NewPCG(3, 4))
 	numElems := 0
@@ -188,7 +188,7 @@ func TestAdasumNumbersOfRanks(t *testing.T) {
 }
 
 // The combination of equal vectors is the same vector. The combination of orthogonal vectors is their sum.
-// Zeros do not change the other vector.
+// The combination with a vector of zeros is the other vector.
 func TestAdasumProperties(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		n := len(c.backends)

@@ -333,8 +333,8 @@ func TestContextsDoNotPile(t *testing.T) {
 	}
 }
 
-// countingContext counts in live how many functions wait for its end. Package context calls AfterFunc for
-// each of these functions.
+// countingContext is a context that counts how many functions wait for its end. The field live has the
+// number. Package context calls AfterFunc for each of these functions.
 type countingContext struct {
 	context.Context
 	done chan struct{}

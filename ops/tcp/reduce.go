@@ -5,7 +5,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// allreduce runs an allreduce in which one rank computes the result of an element and all ranks receive it.
+// allreduce runs an allreduce. For each element, one rank completes the result, and the other ranks receive
+// it.
 //
 // Ring: each rank's share of the buffer travels round the ring and is reduced on its way. Then the result
 // travels round once more (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
@@ -15,10 +16,11 @@ import (
 //
 // Direct: every rank sends each share to the rank that reduces it. That rank sends the result to all other
 // ranks. Each rank sends and reduces as many bytes as in the ring, in 2 steps, but needs channels to all n-1
-// other ranks. Elements are combined in the order of the ranks, half-precision values in float32, and rounded
-// once. So the result of an element depends only on the ranks' values. (If it is a NaN, its bits may differ.)
-// Besides a segment of input, Direct keeps a segment of sums in memory. For half-precision types that segment
-// has twice the size, and Direct keeps another segment of this size for the input in float32.
+// other ranks. Elements are combined in the order of the ranks. Half-precision values are combined in float32
+// and rounded once. So the result of an element depends only on the ranks' values. (If it is a NaN, its bits
+// may differ.) Direct keeps two segments in memory: one for input and one for sums. For half-precision types
+// the segment of sums has twice the size, and Direct keeps a third segment, of the same size, for the input
+// in float32.
 func (b *Backend) allreduce() error {
 	if err := b.by(message.Ring, message.Direct); err != nil {
 		return err

@@ -22,7 +22,8 @@ type watch struct {
 	cause   error // the reason why the running operation was aborted, or nil
 }
 
-// begin records that an operation with ctx runs. If ctx has ended, begin returns its cause.
+// begin records that an operation with the context ctx runs. If ctx has ended, begin returns the cause of
+// ctx.
 func (w *watch) begin(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

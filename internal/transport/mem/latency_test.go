@@ -125,8 +125,8 @@ func TestLinksAreIndependent(t *testing.T) {
 			ends[i] = connect(l)
 		}
 		w := newStopwatch(t)
-		// The bytes on each link are sent 1 ms after the bytes on the link before. The bytes on links[0] stay
-		// unread.
+		// The bytes on each link are sent 1 ms after the bytes on the previous link. The bytes on links[0]
+		// stay unread.
 		for i := range links {
 			mustSend(t, ends[i][0], string(make([]byte, 1<<20)))
 			time.Sleep(time.Millisecond)

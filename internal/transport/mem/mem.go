@@ -81,7 +81,7 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 	return c
 }
 
-// Mesh returns the mesh of rank. Every call returns the same mesh.
+// Mesh returns the mesh of the given rank. Every call returns the same mesh.
 func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
 // Kill ends a rank as if its process had died. Its peers can still read the bytes that the rank had sent.

@@ -154,7 +154,7 @@ func TestFlushWaitsForReceiver(t *testing.T) {
 	})
 }
 
-// If no peer comes, Conn returns exactly when its context ends.
+// If the peer never calls Conn, Conn returns exactly when its context ends.
 func TestConnInFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)

@@ -109,8 +109,8 @@ type piece struct {
 	due   time.Duration
 }
 
-// side has the errors with which the calls of one end of a pipe fail. The rank at this end has caused own,
-// and the other rank has caused peer. If both are set, calls fail with own.
+// side has the errors with which the calls of one end of a pipe fail. own is an error that the rank at this
+// end has caused, and peer is an error that the other rank has caused. If both are set, calls fail with own.
 type side struct {
 	own, peer error
 	due       time.Duration // the time at which peer takes effect
@@ -281,8 +281,8 @@ func (p *pipe) drop() {
 // empty drops the unread pieces. The caller holds mu.
 func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 
-// announce wakes the goroutines that wait now. If there is a latency, it wakes them again when the change has
-// arrived at the other end. The caller holds mu.
+// announce wakes the goroutines that wait for a change of the pipe. If there is a latency, it wakes them
+// again when the change has arrived at the other end. The caller holds mu.
 func (p *pipe) announce() {
 	p.changed.Broadcast()
 	if p.receiverWaker != nil {

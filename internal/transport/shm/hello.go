@@ -47,7 +47,8 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
 
-// proofOf returns the key and the purpose for the proof between two ranks.
+// proofOf returns the key and the purpose with which a dialer and an acceptor prove their identity to each
+// other.
 func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials,
 	accepts *Offer) (key secret.Secret, purpose string, err error) {
 	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))

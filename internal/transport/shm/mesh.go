@@ -145,8 +145,8 @@ func (m *Mesh) announce() {
 	m.notify()
 }
 
-// wakeAll wakes every parked goroutine, so that the goroutine checks again what it waits for. The waker calls
-// wakeAll.
+// wakeAll wakes every parked goroutine. Each goroutine then checks whether it still has to wait. The waker
+// calls wakeAll.
 func (m *Mesh) wakeAll() {
 	for _, p := range m.peers {
 		p.conn.wake()

@@ -141,7 +141,7 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 // act runs an action in a child process. The test has sent the name of the action, which is in the parameter
 // what:
 //
-//   - share: share a segment and a tensor with all ranks, and read those of the others
+//   - share: share a segment and a tensor with all ranks, and read the segments and tensors of the others
 //   - watch: wait until the other ranks have gone, and check that their memory can still be read
 //   - pong: in a job with two ranks, answer the messages of the other rank
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {

@@ -181,9 +181,9 @@ func (c *conn) take(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// notifyRoom wakes the peer, which waits for room to write, when half of the ring is free. The peer fills all
-// free room before it waits again. So notifyRoom does not wake it again before a quarter of the ring has been
-// read.
+// notifyRoom wakes the peer if half of the ring is free. It is called while the peer waits for room to write.
+// The peer fills all free room before it waits again. So notifyRoom does not wake the peer again before a
+// quarter of the ring has been read.
 func (c *conn) notifyRoom() {
 	size := uint64(len(c.in))
 	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.notifiedTail >= size/4 {
@@ -279,8 +279,8 @@ func (c *conn) put(p []byte) int {
 	return len(p)
 }
 
-// pump writes from the queue until the queue is empty. If there is no room, it stops when the peer can see
-// that this rank waits for room. The caller holds writing.
+// pump writes from the queue until the queue is empty or the ring is full. If the ring is full, pump lets the
+// peer know that this rank waits for room. The caller holds writing.
 func (c *conn) pump() {
 	for c.first < len(c.queue) {
 		p := c.queue[c.first]

@@ -70,7 +70,7 @@ type Config struct {
 	Log *zap.Logger
 }
 
-// Endpoint is a socket at which the peers of a host connect. Connect makes a mesh of it. An Endpoint serves
+// Endpoint is a socket at which the peers of a host connect. Connect makes a mesh from it. An Endpoint serves
 // one epoch.
 type Endpoint struct {
 	cfg   Config

@@ -68,7 +68,7 @@ type conn struct {
 	serr   error // the error of the sending half
 }
 
-// newConn makes a channel of a socket whose handshake is complete. over is sock, or the *sealed over sock.
+// newConn makes a channel from a socket whose handshake is complete. over is sock, or the *sealed over sock.
 func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
 	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu
@@ -194,7 +194,7 @@ func (c *conn) Flush() error {
 }
 
 // drain writes the buffers in queue. It runs in the writer goroutine. It returns when the sending half has
-// failed, and close makes it fail at the latest.
+// failed, which happens at close at the latest.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -372,8 +372,8 @@ func (c *conn) linger(d time.Duration) {
 
 // endStream ends the outgoing stream and sets the deadline for reading to d from now.
 func (c *conn) endStream(d time.Duration) error {
-	// If Read still waited, the new deadline would let it wait again. So this waits until Read has returned.
-	// Later calls find cause.
+	// A Read that still waited would get the new deadline and wait again. So endStream first waits until Read
+	// has returned. Later calls of Read find cause.
 	c.reading.Lock()
 	defer c.reading.Unlock()
 	if err := c.sock.CloseWrite(); err != nil {

@@ -106,8 +106,7 @@ func (r *recordBuffer) full() bool {
 	return len(r.unwritten) >= maxUnwrittenBytes
 }
 
-// flush writes the bytes that were kept. It waits until the socket has taken them. Only one goroutine may
-// call it.
+// flush writes the stored bytes. It waits until the socket has taken them. Only one goroutine may call it.
 func (r *recordBuffer) flush() error {
 	r.mu.Lock()
 	b := r.unwritten

@@ -33,8 +33,8 @@ type socket struct {
 	inRuntimePoller atomic.Bool
 }
 
-// transfer is the state of a read or write that waits. try is made once per socket, because reading and
-// writing must not allocate.
+// transfer is the state of a read or write that waits. The function try is made once per socket, because
+// reading and writing must not allocate.
 type transfer struct {
 	p   []byte
 	n   int

@@ -103,7 +103,7 @@ func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
 	return nil
 }
 
-// Endpoint is a listener. Connect makes a Mesh of it.
+// Endpoint is a listener. Connect makes a Mesh from it.
 type Endpoint struct {
 	cfg Config
 	log *zap.Logger

@@ -254,7 +254,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 		name   string
 		sent   []byte
 		finish bool    // end the outgoing stream after sent
-		answer Refusal // accepted means that there is no answer
+		answer Refusal // the expected answer; accepted stands for no answer
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted,
