@@ -1,7 +1,7 @@
 """gohvd: collective communication for distributed training, with Horovod's interface.
 
-``gohvd.torch`` is for PyTorch, ``gohvd.numpy`` for numpy. ``init`` starts a sidecar process, hvdd, which runs the
-operations.
+``gohvd.torch`` is the interface for PyTorch, and ``gohvd.numpy`` is the interface for numpy. ``init`` starts a process,
+the sidecar ``hvdd``, which runs the operations of this rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "Host
 
 
 def alloc(nbytes: int) -> Block:
-    """Allocates nbytes zeros of memory that operations work on without copying.
+    """Allocates a block of nbytes bytes of memory that operations work on without copying. The bytes are zero.
 
-    The program uses the ``view`` of the returned ``Block``, or arrays and tensors over this view. alloc starts the
-    sidecar if it is not running yet. It may be called before ``init``, and the block outlives ``shutdown``. Raises
-    MemoryError if there is not enough memory.
+    The program uses the ``view`` of the returned ``Block``, or arrays and tensors over this view. alloc may be called
+    before ``init``: it starts the sidecar if necessary. The block remains usable after ``shutdown``. Raises MemoryError
+    if there is not enough memory.
     """
     return _engine.engine.alloc(nbytes)

@@ -1,12 +1,11 @@
 """Memory that the sidecar and the other ranks of the host read in place: chunks of sealed shared memory, and an
 allocator of blocks in them.
 
-A chunk has 64 MiB. For a block of more than 64 MiB a chunk of the size of the block is made. A chunk is a memfd,
-allocated in full and sealed against shrinking and growing, as docs/sidecar.md requires. Blocks begin at multiples of
-64 bytes. ``Arena.find`` finds the chunk of any address, so a tensor in a chunk is recognised whichever framework made
-it.
+A chunk has 64 MiB, or the size of the block if the block is larger. A chunk is a memfd, allocated in full and sealed
+against shrinking and growing, as docs/sidecar.md requires. Blocks begin at multiples of 64 bytes. ``Arena.find`` finds
+the chunk that contains an address. So the engine recognises memory in a chunk, whichever framework made the tensor.
 
-Locks: ``Arena._lock`` is a leaf: no other lock is taken while it is held.
+Locks: no other lock is taken while ``Arena._lock`` is held.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 PAGE = mmap.PAGESIZE
 
-# A block of at least this many bytes takes whole pages. So a block can reuse the place of a freed one of nearly the
-# same size.
+# The size of a block of at least this many bytes is rounded up to whole pages, so that a later block of nearly the same
+# size can reuse its memory.
 _PAGED_FROM = 16 << 10
 
 
 class Chunk:
-    """A memfd that is mapped for reading and writing. Blocks are taken from it."""
+    """A memfd that is mapped for reading and writing, and the allocator of the memory in it."""
 
     __slots__ = (
         "number", "size", "map", "view", "address", "fd", "announcement", "mapped", "live", "dropped", "_offsets",
@@ -61,22 +60,24 @@ class Chunk:
             os.close(fd)
             raise
         self.fd = fd
-        # The number must be unique among all clients of a sidecar. It is random because the clients do not know each
-        # other's numbers.
+        # The number must be unique among all clients of a sidecar. It is random, because a client does not know the
+        # numbers of the others.
         self.number = random.SystemRandom().randrange(1, 1 << 31)
         self.size = size
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.announcement: Any = None
-        """The request that sent the chunk to the sidecar, answered or not. None if no request has been sent."""
+        """The request that sent the chunk to the sidecar. It stays set after the answer, and is None before the
+        request.
+        """
         self.mapped = False
-        """Whether the sidecar has mapped the chunk. From then on the chunk belongs to this connection only."""
+        """Whether the sidecar has mapped the chunk. If it has, the chunk belongs to this connection only."""
         self.dropped = False
         self.live = 0
         self.reset()
 
     def reset(self) -> None:
-        """Makes the whole chunk free."""
+        """Marks all memory of the chunk as free."""
         self._offsets = [0]
         self._sizes = [self.size]
         self._bins: Dict[int, List[int]] = {}
@@ -93,7 +94,7 @@ class Chunk:
     def take(self, size: int) -> int:
         """Takes size bytes and returns their offset, or -1 if there is no room.
 
-        It prefers a place of exactly this size that was given back. Otherwise it takes the first free place that is
+        It prefers memory of exactly this size that was given back. Otherwise it takes the first free memory that is
         large enough.
         """
         same = self._bins.get(size)
@@ -128,7 +129,7 @@ class Chunk:
             self._bins.setdefault(size, []).append(offset)
 
     def _sweep(self) -> None:
-        """Empties the bins: joins the places in them with free neighbours, so that larger blocks fit."""
+        """Empties the bins. It joins the memory in them with free memory beside it, so that larger blocks fit."""
         free = list(zip(self._offsets, self._sizes))
         for size, offsets in self._bins.items():
             free += [(offset, size) for offset in offsets]
@@ -143,14 +144,14 @@ class Chunk:
 
 
 Extent = Tuple[Chunk, int, int]
-"""A taken place: the chunk, the offset in the chunk, and the number of bytes."""
+"""Memory that was taken: the chunk, the offset in the chunk, and the number of bytes."""
 
 
 class Block:
     """Memory that operations read and write in place.
 
-    ``free`` gives the memory back. Without ``free`` the memory is given back when the block and all objects made of
-    its view (slices, numpy arrays, tensors) are gone. After ``free`` the view must not be used.
+    ``free`` gives the memory back, and the view must not be used afterwards. If ``free`` is not called, the memory is
+    given back when the block and all objects made of its view (slices, numpy arrays, tensors) are gone.
     """
 
     __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
@@ -158,11 +159,11 @@ class Block:
     def __init__(self, nbytes: int, view: memoryview, finalizer: weakref.finalize) -> None:
         self.nbytes = nbytes
         self.view = view
-        """The bytes of the block, writable. In a new block they are zero."""
+        """The bytes of the block, which the program may write. In a new block they are zero."""
         self._finalizer = finalizer
 
     def free(self) -> None:
-        """Gives the memory back. Freeing again does nothing. No operation on the block may be in flight."""
+        """Gives the memory back. No operation on the block may be in flight. A further call does nothing."""
         self._finalizer()
 
     def __repr__(self) -> str:
@@ -170,7 +171,7 @@ class Block:
 
 
 def rounded(nbytes: int) -> int:
-    """Returns how many bytes of a chunk a block of nbytes takes."""
+    """Returns the number of bytes of a chunk that a block of nbytes takes."""
     unit = PAGE if nbytes >= _PAGED_FROM else ALIGNMENT
     return max(-(-nbytes // unit), 1) * unit
 
@@ -179,20 +180,20 @@ class Arena:
     """The chunks of a connection to the sidecar. All methods may be called from any thread."""
 
     def __init__(self, on_drop: Callable[[Chunk], None]) -> None:
-        """Makes an arena without chunks. The arena passes each chunk that it no longer uses to on_drop, and holds no
-        lock meanwhile.
+        """Makes an arena without chunks. When the arena no longer uses a chunk, it passes the chunk to on_drop. It
+        holds no lock during this call.
         """
         self._lock = threading.Lock()
         self._on_drop = on_drop
         self._chunks: List[Chunk] = []  # sorted by address
         self._addresses: List[int] = []
-        # A finalizer can run at any point, even while its thread holds the lock. So it only appends the place of its
-        # block here, and the next take or collect frees the place.
+        # A finalizer can run at any point, even while its own thread holds the lock. So it only appends the memory of
+        # its block here. The next take or collect frees the memory.
         self._returned: Deque[Extent] = collections.deque()
 
     def take(self, nbytes: int) -> Extent:
-        """Takes nbytes and returns their place. The memory is not zeroed. Raises MemoryError if there is not enough
-        memory.
+        """Takes nbytes bytes and returns their place. The memory is not zeroed. Raises MemoryError if there is not
+        enough memory.
         """
         size = rounded(nbytes)
         dropped: List[Chunk] = []
@@ -213,13 +214,13 @@ class Arena:
                 self._on_drop(chunk)
 
     def give(self, extent: Extent) -> None:
-        """Gives back a place that take returned. Finalizers may call it, because it takes no lock: the next take or
-        collect frees the place.
+        """Gives back memory that take has returned. Finalizers may call give, because it takes no lock. The next take
+        or collect frees the memory.
         """
         self._returned.append(extent)
 
     def collect(self) -> None:
-        """Frees the places that were given back, and drops chunks that have become empty."""
+        """Frees the memory that was given back, and drops chunks in which no memory is taken any more."""
         dropped: List[Chunk] = []
         with self._lock:
             self._collect(dropped)
@@ -232,7 +233,7 @@ class Arena:
             chunk.give(offset, size)
             if chunk.live or chunk.dropped:
                 continue
-            # One empty chunk of the usual size is kept for later blocks.
+            # Keep one empty chunk of the usual size for later blocks.
             others = any(c.live == 0 for c in self._chunks if c is not chunk)
             if others or chunk.size > CHUNK_BYTES:
                 self._remove(chunk)
@@ -249,8 +250,8 @@ class Arena:
             raise ValueError(f"alloc: got {nbytes} bytes, want 0 or more")
         extent = self.take(nbytes)
         chunk, offset, size = extent
-        # Every buffer made of the block refers to this ctypes array. So the finalizer of the array runs when no such
-        # buffer is left.
+        # Every buffer made from the block refers to this ctypes array. So the finalizer of the array runs when the last
+        # of these buffers is gone.
         root = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(chunk.map, offset)
         ctypes.memset(root, 0, max(nbytes, 1))
         finalizer = weakref.finalize(root, self.give, extent)
@@ -258,8 +259,8 @@ class Arena:
         return Block(nbytes, memoryview(root).cast("B")[:nbytes], finalizer)
 
     def find(self, address: int) -> Optional[Tuple[Chunk, int]]:
-        """Returns the chunk that contains address, and the offset of address in it. Returns None if no chunk contains
-        address.
+        """Returns the chunk that contains the address, and the offset of the address in this chunk. Returns None if no
+        chunk contains the address.
         """
         i = bisect.bisect(self._addresses, address) - 1
         if i < 0:
@@ -272,7 +273,7 @@ class Arena:
         return (chunk, offset) if 0 <= offset < chunk.size else None
 
     def after_fork(self) -> None:
-        """Makes the arena usable in a forked process. Only the forking thread exists there, so no other thread can
-        release the old lock.
+        """Makes the arena usable in a forked process. It replaces the lock, because no thread exists there that could
+        release the old one.
         """
         self._lock = threading.Lock()

@@ -1,18 +1,18 @@
 """A connection to a sidecar, and the sidecar's process if this process started it. docs/sidecar.md describes the
 protocol.
 
-No thread only reads. Of the threads that wait for operations, one is the *reader*, which reads the answers for all of
-them. Each other thread waits until its own answer has come, or until the reader has finished and a waiting thread
-becomes the reader.
+There is no thread that only reads. One of the threads that wait for operations is the *reader*, which reads the answers
+for all of them. Each other thread waits until its own answer has arrived. If the reader finishes before that, one of
+the waiting threads becomes the reader.
 
 Invariants:
 
 1. The reader holds ``_reader``. A thread that sends or submits holds ``_lock``. ``_lock`` may be taken while
    ``_reader`` is held. A thread that holds ``_lock`` may take ``_reader`` only by ``_reader.acquire(False)``, which
    does not wait. ``_mapping_lock`` is taken before both. No thread waits for an answer while it holds ``_lock``.
-2. Data that was read is in ``_state`` before any Python code runs. It is taken out of ``_state`` in steps that can be
-   repeated. So no data is lost if a signal handler (Ctrl-C) raises an exception between two steps. The same holds
-   for the data to send, in ``_outbox``.
+2. Data that was read is stored in ``_state`` before any Python code runs. It is removed from ``_state`` in steps that
+   can be repeated. So no data is lost if a signal handler (Ctrl-C) raises an exception between two steps. The same
+   holds for the data to send, which is in ``_outbox``.
 3. A submission is in ``_pending`` before the sidecar can see it.
 """
 
@@ -38,28 +38,28 @@ from ._sidecar import GREETING_SECONDS, Child, connect, receive
 from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
 
 _GREETING = struct.pack(">4sI", b"GHVD", 2)
-_EXIT_SECONDS = 15.0  # how long the sidecar may take to exit: it waits up to 10 s for other ranks
+_EXIT_SECONDS = 15.0  # how long the sidecar may take to exit; it waits up to 10 s for other ranks
 
 _MAX_IN_FLIGHT = 65536
 _RING_ENTRIES = _MAX_IN_FLIGHT
 _RING_BYTES = 4096 + 32 * _RING_ENTRIES
 _MASK = _RING_ENTRIES - 1
-# Indexes of the counters and flags in the ring's header, in words of 8 bytes.
+# The indexes of the counters and flags in the ring's header, counted in words of 8 bytes.
 _SUBMITTED, _TAKEN, _COMPLETED, _SEEN, _WANTED, _LOOKING = 64 // 8, 128 // 8, 192 // 8, 256 // 8, 320 // 8, 384 // 8
-# Values of the word _LOOKING. _NOW: the sidecar looks at the ring all the time. _SOON: it looks within a
-# millisecond. 0: it looks only after a doorbell.
+# The values of the word _LOOKING. _NOW means that the sidecar polls the ring. _SOON means that it looks at the ring
+# within a millisecond. 0 means that it looks only after a doorbell.
 _NOW, _SOON = 1, 2
-# Values of the word _WANTED that ask for no doorbell. _NEVER: no thread waits. _POLLING: a thread waits and polls the
-# ring itself.
+# The values of the word _WANTED with which the sidecar sends no doorbell. _NEVER means that no thread waits. _POLLING
+# means that a thread waits and polls the ring.
 _NEVER, _POLLING = (1 << 64) - 1, (1 << 64) - 2
-# How long a thread that waits for the only operation in flight polls the ring before it sleeps.
+# How long a thread polls the ring before it sleeps, if it waits for the only operation in flight.
 _POLL_SECONDS = 50e-6
 _SLOTS = 131072
 _MIN_NAMES = 4096
 
 _DOORBELL = b"\0"
 _READ_BYTES = 1 << 16
-# Arguments of recvmsg. Each is a sequence of one element, because _read passes them to map.
+# Arguments of recvmsg. Each is in a tuple of one element, because _read passes the tuples to map.
 _SIZES, _SPACES = (_READ_BYTES,), (socket.CMSG_SPACE(4 * 4),)
 _WAITING = (int(socket.MSG_CMSG_CLOEXEC),)
 _NOT_WAITING = (int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT),)
@@ -70,10 +70,10 @@ _completion = struct.Struct("<QI").unpack_from
 
 
 class Operation:
-    """An encoded operation that can be submitted any number of times, by the number of its slot.
+    """An encoded operation. It can be submitted any number of times, by the number of its slot.
 
-    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` is the process set and the name. Only one operation
-    in use may have a given key.
+    ``body`` is an encoded ``Operation`` of sidecar.proto. ``key`` consists of the process set and the name. Two
+    operations that are in use must not have the same key.
     """
 
     __slots__ = ("body", "key", "label", "slot")
@@ -81,13 +81,13 @@ class Operation:
     def __init__(self, body: bytes, label: str, key: Optional[Tuple[int, str]] = None) -> None:
         self.body = body
         self.label = label
-        """The kind and name of the operation, for error texts."""
+        """The kind and name of the operation, as error texts show them."""
         self.key = key
         self.slot = -1
 
 
 class _OutgoingFrame:
-    """A frame to send, and the progress of sending it."""
+    """A frame to send, and how much of it has been sent."""
 
     __slots__ = ("data", "fd", "sent")
 
@@ -95,39 +95,42 @@ class _OutgoingFrame:
         self.data = memoryview(wire.frame(message))
         self.fd = fd
         self.sent: List[int] = []
-        """The number of bytes that each system call has sent."""
+        """The results of the system calls that sent the frame: the number of bytes that each of them sent."""
 
 
 class Pending:
-    """A request that was sent. When its answer has come, done is set after all other attributes."""
+    """A request that was sent. When its answer arrives, done is set after all other attributes."""
 
     __slots__ = ("done", "held", "in_ring", "reply", "error", "keep")
 
     def __init__(self, held: bool = False, keep: object = None, in_ring: bool = False) -> None:
         self.done = False
         self.held = held
-        """Whether the name stays in use after the request is done, until the program has learned that it is done."""
+        """Whether the name stays in use after the request is done, until the program has learned that the request is
+        done.
+        """
         self.in_ring = in_ring
-        """Whether the completion of the request comes through the ring."""
+        """Whether the ring reports the completion of the request."""
         self.reply: Optional[wire.Reply] = None
-        """The answer. It is None if the request was an operation and all results are in the operation's outputs."""
+        """The answer to the request. It is None if the request was an operation whose results are all in its outputs.
+        """
         self.error: Optional[Callable[[], Exception]] = None
         self.keep = keep
-        """An object that is kept alive until the request is done, such as the memory that the sidecar works on."""
+        """An object to keep alive until the request is done, such as the memory that the sidecar works on."""
 
     def in_use(self) -> bool:
-        """Returns whether the name of the request is in use."""
+        """Returns whether the name of the request is still in use."""
         return self.held or not self.done
 
 
-# The state of reading: the data that is not fully parsed, how many bytes of it are parsed, the descriptors that no
-# frame has named yet, the results of recvmsg, and how many of these results are in the data already. The tuple is
-# replaced as a whole.
+# The state of reading. Its elements are the data that is not fully parsed, the number of parsed bytes in it, the
+# descriptors that no frame has named yet, the results of recvmsg, and the number of these results that have been added
+# to the data. The tuple is only replaced as a whole.
 _State = Tuple[bytes, int, Tuple[int, ...], List[Tuple[bytes, list, int, object]], int]
 
 
 def to_exception(e: wire.Error) -> Exception:
-    """Returns the exception for an error that the sidecar sent. Kinds 1 and 2 become ValueErrors, as in Horovod."""
+    """Returns the exception for an error that the sidecar sent. For kinds 1 and 2 it is a ValueError, as in Horovod."""
     if e.kind in (1, 2):
         return ValueError(e.text)
     if e.kind == 3:
@@ -140,30 +143,30 @@ def to_exception(e: wire.Error) -> Exception:
 
 
 class Client:
-    """A connection to a sidecar. The constructor connects completely, or raises. After an error the connection is
-    over, and every call raises this error.
+    """A connection to a sidecar. The constructor returns when the connection is established, or raises an exception.
+    After an error the connection is over, and every call raises this error.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._reader = threading.RLock()
-        # The lock of _cond. It is taken directly, because a signal may arrive in Condition.__exit__ before the lock
-        # is released there.
+        # The lock of _cond. It is taken without Condition.__enter__ and __exit__, because a signal may arrive in
+        # Condition.__exit__ before the lock is released there.
         self._mutex = threading.Lock()
         self._cond = threading.Condition(self._mutex)
-        self._waiting: Set[int] = set()  # threads that wait while another one reads
-        self._fence = threading.Lock()  # protects no data: _order uses it as a memory barrier
-        # Whether the ring may have submissions of which the sidecar has not been notified.
+        self._waiting: Set[int] = set()  # threads that wait while another thread reads
+        self._fence = threading.Lock()  # _order uses this lock as a memory barrier; the lock protects no data
+        # Whether the ring may have submissions about which the sidecar has not been notified.
         self._notification_deferred = False
-        # How many submissions the sidecar had taken when the last doorbell for a submission was sent.
+        # The number of submissions that the sidecar had taken when it was last sent a doorbell for a submission.
         self._taken_at_doorbell = -1
         self._ids = itertools.count(1)
         self._pending: Dict[int, Pending] = {}
-        # The last operation of each name. Names that are not in use are dropped when there are many.
+        # The last request with each name. If there are many names, the names that are not in use are dropped.
         self._names: Dict[Tuple[int, str], Pending] = {}
         self._most_names = _MIN_NAMES
-        # The numbers of the last answer and of the last completion that were taken. If a signal interrupts the
-        # taking, the same answer or completion may be taken once more.
+        # The number of the answer and of the completion that were handled last. If a signal interrupts the handling,
+        # the same answer or completion may be handled again.
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
         self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
@@ -214,7 +217,7 @@ class Client:
             self._ring = mmap.mmap(fd, _RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             struct.pack_into("<III", self._ring, 0, 0x52564847, 2, _RING_ENTRIES)
-            # A memoryview of 8-byte items reads and writes each item in one memory access, not byte by byte.
+            # A memoryview of 8-byte items accesses each item by one memory access, not byte by byte.
             self._words = memoryview(self._ring).cast("Q")
             self._words[_WANTED] = _NEVER
             self.wait(self.request(lambda i: wire.ring(i, _RING_BYTES), fd))
@@ -222,15 +225,15 @@ class Client:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the connection. If this process started the sidecar, the sidecar exits, and close waits for its
-        exit. Closing again does nothing.
+        """Closes the connection. If this process started the sidecar, the sidecar then exits, and close waits for its
+        exit. A further call does nothing.
         """
         with self._lock:
             if self._over is None:
                 try:
                     self._sock.send(wire.frame(wire.bye(next(self._ids))), _SEND_FLAGS)
                 except OSError:
-                    pass  # the sidecar has exited or does not read: then the end of the connection stands for the bye
+                    pass  # the sidecar has exited or does not read; the end of the connection replaces the bye
             self._end(lambda: SidecarError(f"{self._sidecar_name}: this process has closed the connection"))
         self._sock.close()
         self._maps = {}
@@ -238,12 +241,13 @@ class Client:
             self._child.end(_EXIT_SECONDS)
 
     def _end(self, why: Callable[[], Exception]) -> None:
-        """Closes the connection and ends all pending requests with the error why. The caller holds _lock."""
+        """Closes the connection. All pending requests end with the error that why returns. The caller holds _lock."""
         if self._over is not None:
             return
         self._over = why
         try:
-            # Another thread may be blocked in recvmsg. shutdown wakes it, close would not.
+            # shutdown is called because another thread may be blocked in recvmsg. shutdown wakes that thread, close
+            # does not.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -256,18 +260,18 @@ class Client:
             self._cond.notify_all()
 
     def _fail(self, reason: str) -> None:
-        """Ends the connection because the sidecar has exited or violates the protocol."""
+        """Ends the connection after the sidecar has exited or violated the protocol."""
         try:
-            # shutdown comes before the lock is taken, because the holder of the lock may be waiting for room in the
-            # socket, and shutdown wakes it.
+            # shutdown is called before the lock is taken. The thread that holds the lock may be waiting for room in the
+            # socket, and shutdown wakes this thread.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
         with self._lock:
             if self._over is not None:
                 return
-            # A sidecar that has closed the connection is about to exit. If it is our child, its exit status and log
-            # explain more than reason does.
+            # A sidecar that has closed the connection is about to exit. If this process started it, the exit status and
+            # the log explain more than the reason does.
             child = self._child
             name = self._sidecar_name
             text = f"{name}: {reason}" if child is None else f"{name} {child.describe_exit(reason)}"
@@ -279,16 +283,16 @@ class Client:
 
     @property
     def over(self) -> bool:
-        """Whether the connection is over, so that every call raises."""
+        """Whether the connection is over. If it is, every call raises."""
         return self._over is not None
 
     @property
     def pid(self) -> int:
-        """The process ID of the sidecar if this process started it, else 0."""
+        """The process ID of the sidecar if this process started it, and 0 otherwise."""
         return self._child.process.pid if self._child is not None else 0
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the sidecar if this process started it. Signal handlers may call this method, because it
+        """Sends a signal to the sidecar, if this process started it. A signal handler may call this method, because it
         takes no lock.
         """
         child = self._child
@@ -296,7 +300,7 @@ class Client:
             child.signal(number)
 
     def after_fork(self) -> None:
-        """Ends the connection in a forked process, because the connection belongs to the parent."""
+        """Ends the connection in a forked process, because the connection belongs to the parent process."""
         self._lock = threading.RLock()
         self._reader = threading.RLock()
         self._mutex = threading.Lock()
@@ -307,7 +311,7 @@ class Client:
         self.arena.after_fork()
         if self._child is not None:
             self._child.after_fork()
-        # close without shutdown, because a shutdown would end the parent's connection too.
+        # shutdown is not called, because it would end the parent's connection too.
         self._sock.close()
         if self._over is None:
             self._over = lambda: HorovodInternalError(
@@ -320,14 +324,14 @@ class Client:
         self._pending = {}
         self._names = {}
 
-    # Sending. The caller holds _lock.
+    # Sending. The caller of these methods holds _lock.
 
     def _send_frame(self, message: bytes, fd: int = -1) -> None:
         self._outbox.append(_OutgoingFrame(message, fd))
         self._flush()
 
     def _flush(self) -> None:
-        """Sends the frames in the outbox. If a signal interrupts it, the next call continues: see invariant 2."""
+        """Sends the frames in the outbox. If a signal interrupts it, the next call continues (see invariant 2)."""
         try:
             while self._outbox:
                 frame = self._outbox[0]
@@ -349,8 +353,8 @@ class Client:
             raise self._over_error() from None
 
     def _make_room(self) -> None:
-        """Waits until the socket has room for more data. It also reads meanwhile, because a sidecar whose replies are
-        not read stops reading.
+        """Waits until the socket has room for more data. In the meantime it reads, because a sidecar stops reading if
+        its replies are not read.
         """
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT | select.POLLIN)
@@ -359,56 +363,56 @@ class Client:
             return
         if not self._take_turn(_NOT_WAITING):
             poller.modify(self._sock, select.POLLOUT)
-            poller.poll(10)  # another thread reads
+            poller.poll(10)  # another thread is the reader
         if self._over is not None:
             raise self._over_error()
 
     def notify_now(self) -> None:
-        """Notifies the sidecar now of submissions for which the notification was deferred."""
+        """Notifies the sidecar of submissions for which the notification was deferred, if there are any."""
         if self._notification_deferred:
             with self._lock:
                 if self._over is None:
                     self._notify(_NOW)
 
     def _notify(self, when: int) -> None:
-        """Makes sure that the sidecar looks at the ring at once (when is _NOW) or within a millisecond (_SOON).
-
-        With _SOON no doorbell is sent while submissions follow each other closely. The caller holds _lock.
+        """Makes sure that the sidecar looks at the ring. If when is _NOW, it looks immediately. If when is _SOON, it
+        looks within a millisecond, and while submissions follow each other closely no doorbell is sent. The caller
+        holds _lock.
         """
         words = self._words
-        # No submission is missed: the sidecar sets _LOOKING before it looks at the ring, and looks once more after it
-        # has set _LOOKING to a value with which clients must send doorbells.
+        # No submission is missed. The sidecar sets _LOOKING before it looks at the ring. If the new value requires
+        # doorbells from clients, the sidecar looks once more after it has set the value.
         self._order()
         state = words[_LOOKING]
         if state > when or not state:
             self._order()
             taken = words[_TAKEN]
-            # If a sleeping sidecar has taken nothing since the last doorbell, it has not woken yet and needs no second
-            # doorbell.
+            # If a sleeping sidecar has taken no submission since the last doorbell, it has not woken up yet and needs
+            # no second doorbell.
             if taken != words[_SUBMITTED] and (state or taken != self._taken_at_doorbell):
                 self._doorbell()
-                # If a signal comes before this line, the sidecar gets a second doorbell, which is harmless.
+                # If a signal arrives before the assignment, the sidecar gets a second doorbell, which is harmless.
                 self._taken_at_doorbell = taken
         self._notification_deferred = state == when == _SOON
 
     def _doorbell(self) -> None:
         if self._outbox:
-            # The doorbell is still needed: a signal may have interrupted an earlier _flush, so that these frames were
-            # sent before the submission but are still in the outbox.
+            # The doorbell is needed even after frames were sent here. A signal may have interrupted an earlier _flush,
+            # which sent these frames before the submission and left them in the outbox.
             self._flush()
         try:
             self._sock.send(_DOORBELL, _SEND_FLAGS)
         except BlockingIOError:
-            pass  # the socket is full: the sidecar has frames to read, and looks at the ring after each frame
+            pass  # the socket is full; the sidecar looks at the ring after each frame that it reads
         except OSError as e:
             self._fail(f"sending failed: {e.strerror}")
             raise self._over_error() from None
 
     def _order(self) -> None:
-        """Is a memory barrier for the memory shared with the sidecar: accesses before the call take effect before
-        accesses after it.
+        """Is a memory barrier for the memory that is shared with the sidecar. Accesses before the call take effect
+        before accesses after the call.
 
-        On every machine that the sidecar is built for, releasing a lock and acquiring it again has this effect.
+        Releasing a lock and acquiring it again has this effect on every machine that the sidecar is built for.
         """
         with self._fence:
             pass
@@ -418,8 +422,8 @@ class Client:
     # Requests.
 
     def request(self, encode: Callable[[int], bytes], fd: int = -1) -> Pending:
-        """Sends a request and returns it as pending. encode gets the number of the request and returns the message.
-        Unless fd is -1, this descriptor is sent with the message.
+        """Sends a request and returns it as a pending request. encode is called with the number of the request and
+        returns the message. Unless fd is -1, this descriptor is sent with the message.
         """
         with self._lock:
             if self._over is not None:
@@ -430,7 +434,7 @@ class Client:
             return p
 
     def call(self, encode: Callable[[int], bytes], fd: int = -1) -> wire.Reply:
-        """Sends a request, waits for the answer and returns it. Raises the error that the answer has, if any."""
+        """Sends a request, waits for the answer and returns it. If the answer is an error, raises the error."""
         p = self.request(encode, fd)
         self.wait(p)
         assert p.reply is not None
@@ -439,12 +443,12 @@ class Client:
     def submit(self, op: Operation, keep: object = None, later: bool = False, held: bool = False) -> Pending:
         """Begins an operation and returns it as a pending request.
 
-        keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond. If later
-        is true, it may see the submission only at the next notify_now, submission or wait. The memory that op uses
-        must not be touched until the operation is done.
+        The object keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond.
+        If later is true, it may see the submission only at the next notify_now, submission or wait. The memory that op
+        uses must not be touched until the operation is done.
 
-        Raises ValueError if the name of op.key is in use. A name is in use until its operation is done. If held is
-        true, the name stays in use until wait has ended or the returned Pending's held is set to False.
+        Raises ValueError if the name in op.key is in use. A name is in use until its operation is done. If held is
+        true, the name stays in use until wait has ended or the attribute held of the returned request is set to False.
         """
         key = op.key
         p = Pending(held, keep, True)
@@ -469,7 +473,7 @@ class Client:
                 if op.slot < 0:
                     self._prepare(op)
                 elif self._outbox:
-                    self._flush()  # if a signal interrupted _prepare, the frame of the slot may still be in the outbox
+                    self._flush()  # a signal may have interrupted _prepare and left the frame of the slot in the outbox
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
@@ -481,16 +485,16 @@ class Client:
                     self._notify(_SOON)
             except BaseException:
                 # A signal handler has raised an exception. If the sidecar cannot see the submission, the operation
-                # counts as done. Otherwise it goes on and its memory stays in use.
+                # counts as done. Otherwise the operation goes on, and its memory stays in use.
                 if words[_SUBMITTED] == n:
                     self._pending.pop(ident, None)
                     p.done = True
-                p.held = False  # the caller does not get p, so it could never release the name
+                p.held = False  # the caller does not get p, so it cannot release the name
                 raise
         return p
 
     def _check_name(self, key: Tuple[int, str], label: str) -> None:
-        """Raises ValueError if a name is in use. The caller holds _lock."""
+        """Raises ValueError if the name is in use. The caller holds _lock."""
         p = self._names.get(key)
         if p is None:
             if len(self._names) >= self._most_names:
@@ -500,7 +504,7 @@ class Client:
                 self._most_names = max(_MIN_NAMES, 2 * len(self._names))
             return
         if not p.held and not p.done:
-            self.poll_all()  # the operation may be done, but no thread has read its completion yet
+            self.poll_all()  # the operation may be done without any thread having read its completion
         if p.in_use():
             raise ValueError(
                 f"{label or key[1]}: a tensor with the same name as another tensor that is currently being processed, or whose "
@@ -508,24 +512,26 @@ class Client:
             )
 
     def release_names(self) -> None:
-        """Frees each name as soon as its operation is done, waited for or not. It is called when the program leaves
-        the job.
+        """Frees the name of each operation as soon as the operation is done, even if the program does not wait for it.
+        This method is called when the program leaves the job.
         """
         with self._lock:
             for p in list(self._names.values()):
                 p.held = False
 
     def in_use(self, key: Tuple[int, str]) -> bool:
-        """Returns whether a name is in use, from the completions read so far. It reads nothing."""
+        """Returns whether the name is in use, according to the completions that have been read. It reads no further
+        ones.
+        """
         p = self._names.get(key)
         return p is not None and p.in_use()
 
     def _prepare(self, op: Operation) -> None:
-        """Assigns a free slot to op and sends the description of op for this slot. The sidecar reads the description
-        before any later submission. The caller holds _lock.
+        """Assigns a free slot to op and sends the description of op with the number of the slot. The sidecar reads the
+        description before any later submission. The caller holds _lock.
         """
         if self._free_slots:
-            slot = self._free_slots.pop()  # not empty: other threads only add slots while _lock is held here
+            slot = self._free_slots.pop()  # not empty: no other thread takes slots while _lock is held
         elif self._next_slot < _SLOTS:
             slot = self._next_slot
             self._next_slot += 1
@@ -536,13 +542,14 @@ class Client:
         self._flush()
 
     def forget(self, op: Operation) -> None:
-        """Frees the slot of op. op must not be in flight, and must not be submitted again. Finalizers may call it."""
+        """Frees the slot of op. op must not be in flight and must not be submitted again. A finalizer may call forget.
+        """
         slot, op.slot = op.slot, -1
         if slot >= 0:
             self._free_slots.append(slot)
 
     def ensure_mapped(self, chunk: Chunk) -> None:
-        """Makes sure that the sidecar has mapped a chunk of the arena."""
+        """Makes sure that the sidecar has mapped the chunk, which belongs to the arena."""
         if chunk.mapped:
             return
         with self._mapping_lock:
@@ -553,7 +560,7 @@ class Client:
             chunk.close_fd()
 
     def take(self, nbytes: int) -> Extent:
-        """Takes nbytes of memory that the sidecar has mapped, and returns their place."""
+        """Takes nbytes bytes of memory that the sidecar has mapped, and returns their place."""
         extent = self.arena.take(nbytes)
         try:
             self.ensure_mapped(extent[0])
@@ -564,13 +571,13 @@ class Client:
 
     def _drop_chunk(self, chunk: Chunk) -> None:
         if chunk.mapped and self._over is None:
-            # No thread waits for the answer, because a refusal would only mean that the sidecar keeps some memory.
+            # No thread waits for the answer. An error would only mean that the sidecar keeps some memory.
             self.request(lambda i: wire.drop_arena(i, chunk.number))
 
-    # Results in the sidecar's memory.
+    # Results that are in the sidecar's memory.
 
     def result(self, place: wire.Place) -> memoryview:
-        """Returns the bytes of a result, read-only."""
+        """Returns the bytes of a result as a read-only view."""
         number, offset, nbytes = place
         if nbytes == 0:
             return memoryview(b"")
@@ -586,7 +593,7 @@ class Client:
         return view[offset : offset + nbytes]
 
     def free_result(self, place: wire.Place) -> None:
-        """Gives a result back to the sidecar. Its bytes must not be read any more."""
+        """Gives the memory of a result back to the sidecar. The bytes must not be read any more."""
         if place[0] >> 31 == 0:
             return
         with self._lock:
@@ -594,17 +601,18 @@ class Client:
                 self._send_frame(wire.free(next(self._ids), place[0], place[1]))
 
     def discard_result(self, place: wire.Place) -> None:
-        """Frees a result as free_result does, but only at the next submission. Finalizers may call it."""
+        """Frees a result as free_result does, but not before the next submission. A finalizer may call discard_result.
+        """
         self._discarded.append(place)
 
     # Waiting.
 
     def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
-        """Waits until p is done, and raises the error of p if there is one. Then the name of p is free.
+        """Waits until p is done, and raises the error of p if there is one. Afterwards the name of p is free.
 
-        others are the requests for which the caller waits next. The thread may sleep until half of them are done too.
-        An exception of a signal handler ends the wait. Then the name becomes free when p is done, because the caller
-        may have lost p.
+        others are the requests for which the caller waits next. To save wake-ups, the thread may sleep until half of
+        them are done too. An exception of a signal handler ends the wait. In that case the name becomes free as soon as
+        p is done, because the caller may have lost p.
         """
         try:
             self._wait(p, others)
@@ -616,12 +624,13 @@ class Client:
         words, me = self._words, threading.get_ident()
         while not p.done:
             if words[_WANTED] == _NEVER:
-                # This is set before the sidecar looks at the ring, so that it sends no doorbell for the completion. If
-                # it overwrites the value of a reader, _wake_reader repairs that. A later reader sets its own value.
+                # The word is set before the sidecar looks at the ring, so that the sidecar sends no doorbell for the
+                # completion. If this overwrites the value that a reader has set, _wake_reader corrects it. A later
+                # reader sets a value of its own.
                 words[_WANTED] = _POLLING
             self.notify_now()
-            # _SEEN is read before the done flags, because other threads may take completions in between: until must
-            # not exceed the number of completions that can come.
+            # _SEEN is read before the done flags, because other threads may handle completions between the two.
+            # Otherwise until could exceed the number of completions that can come.
             until = words[_SEEN] + 1
             until += len([True for q in others if q.in_ring and not q.done]) // 2
             if self._take_turn(_WAITING, p, until):
@@ -630,16 +639,15 @@ class Client:
             try:
                 self._wake_reader()
                 with self._mutex:
-                    # No wake-up is lost, because the reader checks _waiting after it has set done, and again after it
-                    # has released _reader.
+                    # No wake-up is lost. The reader checks _waiting after it has set done, and again after it has
+                    # released _reader.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:
                 self._waiting.discard(me)
 
     def _wake_reader(self) -> None:
-        """Makes the reader wake for every completion from now on, and for the completions that it has not taken yet.
-        """
+        """Makes the reader wake up for each further completion, and for the completions that it has not handled yet."""
         words = self._words
         words[_WANTED] = 0
         self._order()
@@ -653,26 +661,27 @@ class Client:
             raise p.error()
 
     def poll(self, p: Pending) -> bool:
-        """Returns whether p is done. It does not wait."""
+        """Returns whether p is done. It does not block."""
         if not p.done:
             self.poll_all()
         return p.done
 
     def poll_all(self) -> None:
-        """Takes the completions and answers that have come. If another thread is the reader, it wakes that thread to
-        do so.
+        """Handles the completions and answers that have arrived. If another thread is the reader, it wakes that thread,
+        which then handles them.
         """
         self.notify_now()
         if not self._take_turn(_NOT_WAITING):
             self._wake_reader()
 
     def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
-        """Makes this thread the reader, which reads until p is done, or once if p is None. While it sleeps, it is
-        woken when the ring has had until completions. Returns False if another thread is the reader.
+        """Makes this thread the reader and reads until p is done, or reads once if p is None. While the thread sleeps,
+        the sidecar wakes it when the number of completions in the ring reaches until. Returns False if another thread
+        is the reader.
         """
-        # A signal handler may raise an exception between any two steps: also right after _reader is taken, and in the
-        # first finally. The nested finally blocks release _reader in each of these cases, so that other threads can
-        # take it.
+        # A signal handler may raise an exception between any two steps, even right after _reader was taken or in the
+        # first finally block. The nested finally blocks release _reader in each of these cases, so that other threads
+        # can take it.
         turn = leave = True
         try:
             try:
@@ -695,7 +704,7 @@ class Client:
 
     def _no_reader(self) -> bool:
         """Returns whether no other thread is the reader. As in _take_turn, a signal handler may raise an exception
-        between any two steps.
+        between any two steps, and _reader must then be released.
         """
         free = True
         try:
@@ -708,10 +717,10 @@ class Client:
         return free
 
     def _enter_reader(self) -> bool:
-        """Takes _reader unless another thread holds it, and returns whether this thread holds it now."""
+        """Takes _reader unless another thread holds it. Returns whether this thread holds it now."""
         if self._reader._is_owned():  # type: ignore[attr-defined]
-            # No caller holds _reader. So this thread took it before, and an exception of a signal handler prevented
-            # its release.
+            # No caller of this method holds _reader. So this thread has taken it earlier, and an exception of a signal
+            # handler has prevented its release.
             self._reader.release()
         return self._reader.acquire(False)
 
@@ -729,8 +738,8 @@ class Client:
             self._reader.release()
 
     def _poll_ring(self) -> None:
-        """Polls the ring for a completion, for at most _POLL_SECONDS. Meanwhile the sidecar sends no doorbell. The
-        caller holds _reader.
+        """Polls the ring for a completion, for at most _POLL_SECONDS. During this time the sidecar sends no doorbell.
+        The caller holds _reader.
         """
         words = self._words
         words[_WANTED] = _POLLING
@@ -740,17 +749,17 @@ class Client:
             os.sched_yield()
 
     def _may_sleep(self, until: int) -> bool:
-        """Asks the sidecar for a doorbell when the ring has had until completions, and returns whether the thread may
-        sleep.
+        """Asks the sidecar for a doorbell when the number of completions in the ring reaches until. Returns whether the
+        thread may sleep.
 
-        If another thread waits, it asks for a doorbell at the next completion. If a new completion or unread data is
-        there already, _may_sleep takes it and returns False. The caller holds _reader.
+        If another thread waits, the doorbell is for the next completion. If there is a new completion or unread data
+        already, _may_sleep handles it and returns False. The caller holds _reader.
         """
         words = self._words
         seen = words[_SEEN]
         words[_WANTED] = max(until, seen + 1)
         self._order()
-        if self._waiting:  # complete, because a waiting thread adds itself before it asks for doorbells
+        if self._waiting:  # no thread is missing, because a waiting thread adds itself before it asks for doorbells
             words[_WANTED] = seen + 1
             self._order()
         if words[_COMPLETED] == seen:
@@ -762,17 +771,18 @@ class Client:
         return False
 
     def _take_rest(self) -> bool:
-        """Takes data that was read but not taken because of a signal. Returns whether there was such data."""
+        """Handles data that was read but, because of a signal, not handled. Returns whether there was such data."""
         data, at, _, inbox, _ = self._state
         if not data and not inbox:
             return False
         return self._take() and (bool(inbox) or len(self._state[0]) < len(data) - at)
 
     def _read(self, flags: Tuple[int, ...]) -> None:
-        """Reads from the socket once and takes the data that has come. The caller holds _reader."""
+        """Reads from the socket once and handles the data that has arrived. The caller holds _reader."""
         data, at, fds, inbox, taken = self._state
         try:
-            # Reading and storing is one call into C, so that no signal handler runs in between: see invariant 2.
+            # One call into C reads and stores the data, so that no signal handler runs between the two (see invariant
+            # 2).
             inbox.extend(map(self._recvmsg, _SIZES, _SPACES, flags))
         except BlockingIOError:
             pass
@@ -792,7 +802,7 @@ class Client:
                 self._cond.notify_all()
 
     def _take(self) -> bool:
-        """Calls _parse and returns its result. If the data is not a valid message, it ends the connection and returns
+        """Calls _parse and returns its result. If the data is not a valid message, ends the connection and returns
         False.
         """
         try:
@@ -802,7 +812,7 @@ class Client:
             return False
 
     def _parse(self) -> bool:
-        """Decodes and handles the complete frames that have come. Returns False if the connection is over."""
+        """Decodes and handles the complete frames that have arrived. Returns False if the connection is over."""
         while True:
             data, at, fds, inbox, taken = self._state
             while at < len(data):
@@ -854,7 +864,7 @@ class Client:
         self._finish(reply.id, p)
 
     def _look(self) -> None:
-        """Takes the new completions from the ring."""
+        """Handles the new completions in the ring."""
         words = self._words
         completed = words[_COMPLETED]
         seen = words[_SEEN]
@@ -885,7 +895,7 @@ class Client:
     def _map(self, arena: Tuple[int, int], fd: int) -> None:
         number, size = arena
         if number in self._maps:
-            return  # a signal interrupted this function after it had mapped the arena, and it is called again
+            return  # a signal has interrupted an earlier call after it had mapped the arena
         if number >> 31 != 1 or size <= 0 or size % PAGE:
             raise wire.WireError(
                 f"arena {number} of {size} bytes: want a number from {1 << 31} to {(1 << 32) - 1} "

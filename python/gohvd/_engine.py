@@ -1,9 +1,9 @@
-"""The engine of one rank: its sidecar, its process sets, and the common part of the interfaces for numpy and torch.
+"""The engine of one rank: its sidecar, its process sets, and what the interfaces for numpy and torch have in common.
 
-An operation runs on memory in an arena. Data elsewhere is copied into a *staging* block in an arena, and the result is
-copied back. A ``Plan`` is an encoded operation with its staging blocks. A plan that has run is kept for the next
-operation of the same name, type, shape and place. That operation allocates nothing, and is submitted by its number in
-the ring.
+An operation runs on memory in an arena. If the data of the program is elsewhere, it is copied into a *staging* block in
+an arena, and the result is copied back. A ``Plan`` is an encoded operation with its staging blocks. A plan that has run
+is kept for the next operation with the same name, type, shape and memory. That operation allocates nothing and is
+submitted by its slot number in the ring.
 """
 
 from __future__ import annotations
@@ -28,54 +28,55 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 Shape = Tuple[int, ...]
 Code = Tuple[int, int]
-"""An element type as its number in the protocol and its size in bytes."""
+"""An element type: its number in the protocol, and its size in bytes."""
 
-# The reductions with Horovod's numbers, and AverageActive, which Horovod does not have.
+# The reductions. All but AverageActive are Horovod's, with Horovod's numbers.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
-# Limits for the plans that are kept for their next use: how many, and how many bytes their staging blocks have.
+# Limits for the plans that are kept to be used again: the number of plans, and the bytes of their staging blocks.
 _MAX_PLANS = 32768
 _MAX_IDLE_BYTES = 512 << 20
 
 _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
 _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
 
-# The name of blocking operations that the program has not named. The sidecar numbers other unnamed operations from 1.
+# The name of blocking operations without a name. The sidecar numbers other unnamed operations, starting with 1.
 _SYNC_NAME = "noname.0"
 
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
 
 
 class Framework(Generic[A]):
-    """What the engine needs to do with the arrays of a framework, numpy or torch."""
+    """The functions of a framework, numpy or torch, that the engine needs to handle arrays."""
 
     def address(self, x: A) -> int:
-        """Returns the address of x's elements, or 0 if they cannot be in an arena."""
+        """Returns the address of x's elements, or 0 if it is certain that they are not in an arena."""
         raise NotImplementedError
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> A:
-        """Returns an array over the memory of view."""
+        """Returns an array whose elements are the memory of view."""
         raise NotImplementedError
 
     def copy(self, target: A, source: A) -> None:
         raise NotImplementedError
 
     def clone(self, x: A, like: A) -> A:
-        """Returns a new array with the elements of x, on the device of like."""
+        """Returns a new array with the elements of x, on the same device as like."""
         raise NotImplementedError
 
     def fresh(self, data: memoryview, shape: Shape, like: A) -> A:
-        """Returns a new array with a copy of data. Its element type and device are those of like.
+        """Returns a new array with a copy of data. The array has the given shape, and the element type and device of
+        like.
 
-        Raises ValueError if the size of data does not fit shape.
+        Raises ValueError if data does not have the right size for the shape.
         """
         raise NotImplementedError
 
 
 class Plan(Generic[A]):
-    """An encoded operation with its staging blocks. It can run any number of times, one run after the other. A plan
-    that is garbage-collected gives back its slot and memory.
+    """An encoded operation with its staging blocks. It can run any number of times, but only once at a time. When a
+    plan is garbage-collected, it gives back its slot and its memory.
     """
 
     __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "job")
@@ -83,22 +84,22 @@ class Plan(Generic[A]):
     def __init__(self, key: tuple, client: Client, job: int) -> None:
         self.key = key
         self.job = job
-        """The number of the job, counted in this process. A plan is not reused in the next job, because process sets of
-        the same number may have other ranks there.
+        """The number of the job, counted in this process. A plan is not reused in a later job, because a process set
+        with the same number may have other ranks there.
         """
         self.client = client
         self.extents: List[Extent] = []
         self.nbytes = 0
         self.operation: Optional[Operation] = None
         self.inputs: List[Optional[A]] = []
-        """The staging array of each tensor, or None if the tensor is in an arena."""
+        """The staging array of each tensor, or None for a tensor that is in an arena itself."""
         self.outputs: List[Optional[A]] = []
-        """The staging array of each result. None if the result overwrites the tensor itself, or if its size is not
-        known before the operation runs.
+        """The staging array of each result. It is None if the result overwrites the tensor, or if its size is not known
+        before the operation runs.
         """
 
     def __del__(self) -> None:
-        # The attribute is missing if a signal handler's exception has ended __init__ early.
+        # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
         operation = getattr(self, "operation", None)
         if operation is not None:
             self.client.forget(operation)
@@ -107,7 +108,9 @@ class Plan(Generic[A]):
 
 
 class Call(Generic[A]):
-    """An operation in flight. Until it is done, the sidecar may use the memory of its plan and arrays."""
+    """An operation in flight. Until the operation is done, the sidecar may use the memory of the plan and of the
+    arrays.
+    """
 
     __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "_results")
 
@@ -126,11 +129,13 @@ class Call(Generic[A]):
         self.targets = targets
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
-        """After an alltoall: how many rows were received from each member."""
+        """The number of rows that were received from each member. It is set when an alltoall is done."""
         self._results: Optional[List[A]] = None
 
     def done(self) -> bool:
-        """Returns whether the operation is done. If it is done without an error, the results are in their targets."""
+        """Returns whether the operation is done. If it is done without an error, the results have been written to the
+        targets.
+        """
         pending = self.pending
         if pending is None:
             return True
@@ -143,17 +148,19 @@ class Call(Generic[A]):
         return True
 
     def release_name(self) -> None:
-        """Lets the name become free when the operation is done, even if nobody waits for the operation."""
+        """Makes the name free as soon as the operation is done, even if the program does not wait for the operation."""
         if self.pending is not None:
             self.pending.held = False
 
     def known(self) -> bool:
-        """Returns whether the operation is done, from the completions read so far. It reads nothing."""
+        """Returns whether the operation is done, according to the completions that have been read. It reads no further
+        ones.
+        """
         return self.pending is None or self.pending.done
 
     def settle(self, others: Sequence[Call[A]]) -> None:
-        """Waits until the operation is done, with or without an error. others are the operations for which the
-        caller waits next.
+        """Waits until the operation is done, with or without an error. others are the operations for which the caller
+        waits next.
         """
         pending, plan = self.pending, self.plan
         if pending is None or plan is None:
@@ -162,11 +169,11 @@ class Call(Generic[A]):
             plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
         except Exception:
             if not pending.done or pending.error is None:
-                raise  # a signal handler raised the exception, not the operation
+                raise  # a signal handler has raised the exception, not the operation
 
     def results(self) -> List[A]:
-        """Waits for the operation and returns the results: the targets, or new arrays. Raises the error of the
-        operation.
+        """Waits for the operation and returns its results, which are the targets or new arrays. If the operation
+        failed, raises its error.
         """
         pending, plan = self.pending, self.plan
         if self._results is None and plan is not None and pending is not None:
@@ -227,10 +234,12 @@ _caller = _Caller()
 
 
 def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Calls begin, an asynchronous function, and returns its handle. The caller waits for the handle next.
+    """Calls begin, which starts an asynchronous operation, and returns the handle. The caller must wait for the handle
+    next.
 
-    begin sends no doorbell, because the wait notifies the sidecar. From a wait the sidecar learns that the program is
-    idle, and serves this rank at once. After a doorbell without a wait it would leave the processor to the program.
+    begin sends no doorbell, because the wait will notify the sidecar. A wait tells the sidecar that the program is
+    idle, so that the sidecar serves this rank immediately. After a doorbell without a wait, the sidecar would leave the
+    processor to the program.
     """
     _caller.waits = True
     try:
@@ -240,16 +249,16 @@ def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
 
 
 class Engine:
-    """This process as a rank. There is one instance, ``engine``."""
+    """This process as a rank of a job. There is only one instance, the variable ``engine``."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # serializes joining and leaving the job
+        self._lock = threading.RLock()  # held while the process joins or leaves the job
         self._main_thread = threading.main_thread().ident
         self._client: Optional[Client] = None
         self._environment: Dict[str, str] = {}
         self._place: Optional[wire.Ready] = None
         self._sets: Dict[int, ProcessSet] = {}
-        self._registered: List[ProcessSet] = []  # may have several objects for one process set of the job
+        self._registered: List[ProcessSet] = []  # several objects may stand for one process set of the job
         self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
         self._plans_lock = threading.Lock()
         self._idle = self._idle_bytes = 0
@@ -259,14 +268,14 @@ class Engine:
         self._except_hook = _exit.ExceptHook()
         self._timeline_signal = TimelineSignal(self._forward_signal)
         self.at_shutdown: List[Callable[[], None]] = []
-        """The functions to call when this process leaves the job."""
-        # The object that users know as global_process_set; module process_sets sets it.
+        """Functions that are called when this process leaves the job."""
+        # The object that users know as global_process_set. The module process_sets assigns it.
         self.global_set: Any = None
 
     # Joining and leaving the job.
 
     def client(self) -> Client:
-        """Returns the connection to the sidecar, and starts the sidecar if necessary."""
+        """Returns the connection to the sidecar. Starts the sidecar if necessary."""
         with self._lock:
             if self._client is None or self._client.over and self._place is None:
                 if self._client is not None:
@@ -281,8 +290,8 @@ class Engine:
             return self._client
 
     def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
-        """Joins the job. If this process is in a job already, then process_sets must be registered in that job, and
-        settings have no effect.
+        """Joins the job. If this process is already in a job, process_sets must be registered in that job, and settings
+        has no effect.
         """
         with self._lock:
             if self._place is None:
@@ -303,10 +312,10 @@ class Engine:
                 self._place = reply.ready
                 self._sets = {0: self.global_set}
                 self.global_set.ranks = list(range(reply.ready.size))
-                if client.pid:  # signals are forwarded only to a sidecar that this process started
+                if client.pid:  # only a sidecar that this process started needs the signals
                     self._timeline_signal.listen()
             elif any([not self._registered_in_job(s) for s in process_sets]):
-                # Another client of the sidecar may have added the sets.
+                # Another client of the sidecar may have added these process sets.
                 self._refresh()
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
@@ -318,15 +327,16 @@ class Engine:
         return any([sorted(ranks) == s.ranks for _, ranks in place.process_sets])
 
     def _refresh(self) -> None:
-        """Updates the list of the job's process sets. It sends Init, which the sidecar answers within a job with the
-        current state of the job.
+        """Updates the list of the job's process sets. It sends Init, because within a job the sidecar answers Init with
+        the current state of the job.
         """
         reply = self._call(lambda i: wire.init(i, {}, []))
         if reply.ready is not None:
             self._place = reply.ready
 
     def _id_of(self, s: ProcessSet) -> int:
-        """Returns the number of the registered set that has the ranks of s, and registers s as an object for this set.
+        """Returns the number of the registered set that has the same ranks as s, and registers s as a further object
+        for this set.
 
         Raises ValueError if no registered set has these ranks.
         """
@@ -341,7 +351,7 @@ class Engine:
         )
 
     def shutdown(self) -> None:
-        """Leaves the job. Outside a job this has no effect. The sidecar is kept for the next job."""
+        """Leaves the job, and keeps the sidecar for the next job. Outside a job this has no effect."""
         self._leave(*_exit.of_shutdown())
 
     def _leave(self, reason: str, failed: bool) -> None:
@@ -352,7 +362,7 @@ class Engine:
                 if self._client is not None and not self._client.over:
                     self._client.call(lambda i: wire.shutdown(i, reason, failed))
             except (HorovodInternalError, ValueError):
-                pass  # the job has failed already, and the operations in flight have raised its error
+                pass  # the job has failed, and the operations in flight have raised its error
             finally:
                 self._place = None
                 self._timeline_signal.stop()
@@ -370,7 +380,7 @@ class Engine:
                         self._client = None
 
     def close(self) -> None:
-        """Leaves the job and closes the connection to the sidecar. It runs at the exit of the process."""
+        """Leaves the job and closes the connection to the sidecar. It runs when the process exits."""
         with self._lock:
             self._leave(*_exit.of_exit())
             if self._client is not None:
@@ -379,15 +389,15 @@ class Engine:
                 self._clear_plans()
 
     def after_fork(self) -> None:
-        """Makes the engine usable in a forked process. Only the forking thread exists there, so no other thread can
-        release the old locks.
+        """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could
+        release the old ones.
         """
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
         self._plans_lock = threading.Lock()
 
     def _forward_signal(self, number: int) -> None:
-        """Sends the sidecar a signal that this process has received. It is called by a signal handler."""
+        """Sends to the sidecar a signal that this process has received. A signal handler calls this method."""
         client = self._client
         if client is not None:
             client.signal(number)
@@ -396,7 +406,8 @@ class Engine:
         return self._place is not None
 
     def place(self) -> wire.Ready:
-        """Returns this rank's place in the job. Raises NotInitializedError if there is none."""
+        """Returns this rank's place in the job: its rank, the size and so on. Raises NotInitializedError outside a job.
+        """
         if self._place is None:
             raise NotInitializedError()
         return self._place
@@ -404,7 +415,7 @@ class Engine:
     # Process sets.
 
     def set_ranks(self) -> Dict[int, List[int]]:
-        """Returns the ranks of all sets of the job, by number."""
+        """Returns the ranks of all process sets of the job. The keys are the numbers of the sets."""
         self.place()
         with self._lock:
             self._refresh()
@@ -457,7 +468,7 @@ class Engine:
         return client.call(encode)
 
     def set_id(self, s: ProcessSet, what: str) -> int:
-        """Returns the number of a process set. Raises ValueError unless the set is registered and this rank is a
+        """Returns the number of a process set. Raises ValueError if the set is not registered or this rank is not a
         member.
         """
         ident = s.process_set_id
@@ -494,21 +505,23 @@ class Engine:
         later: bool = False,
         types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
     ) -> Call[A]:
-        """Begins an operation on contiguous arrays and returns it as a Call. If grouped is false there is one array.
+        """Begins an operation on contiguous arrays and returns it as a Call. If grouped is false, there must be one
+        array.
 
-        The arrays have the element type dtype; code is its number and size. If the arrays of a group have several
-        types, types has the type and code of each array. The targets of an allreduce or broadcast receive the results;
-        they may be the arrays themselves. at_once says that the caller waits for the operation right after this call.
-        later says that the caller soon calls notify_now, begins another operation, or waits.
+        dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
+        have different types, types has the type and the code of each array. An allreduce or broadcast writes its
+        results to the targets, which may be the arrays themselves. at_once says that the caller waits for the operation
+        immediately after this call. later says that the caller will soon call notify_now, begin another operation, or
+        wait.
         """
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
         set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
         if name is None and at_once and threading.get_ident() == self._main_thread:
-            # The main thread of each rank has at most one such operation in flight. So these operations can share a
-            # name, which stays in the response cache. The exception: if a signal has interrupted the wait for the last
-            # one, that one may still be in flight and hold the name.
+            # The main thread of each rank has at most one such operation in flight. So these operations share a name,
+            # which stays in the response cache. There is one exception: if a signal has interrupted the wait for the
+            # last such operation, that operation may still be in flight and hold the name.
             if not client.in_use((set_id, _full_name(kind, _SYNC_NAME, grouped))):
                 name = _SYNC_NAME
         if types is None:
@@ -530,20 +543,21 @@ class Engine:
         call: Call[A] = Call(self, framework, plan, arrays, targets)
         operation = plan.operation
         assert operation is not None
-        # The name is held only if the program has given it. The sidecar makes a new name for an operation without one.
+        # The name is held only if the program has given it. For an operation without a name, the sidecar makes a new
+        # name each time.
         later = later or at_once or _caller.waits
         call.pending = client.submit(operation, call, later, name is not None and not at_once)
         return call
 
     def notify_now(self) -> None:
-        """Notifies the sidecar of the operations that were begun with later=True."""
+        """Notifies the sidecar of the operations that were begun with the argument later=True."""
         client = self._client
         if client is not None:
             client.notify_now()
 
     def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
-        """Returns the arena number and the offset of the memory at address. Returns None if the sidecar cannot work on
-        that memory in place.
+        """Returns the number of the arena that has the memory at the address, and the offset in this arena. Returns
+        None if the sidecar cannot work on the memory in place.
         """
         found = client.arena.find(address) if address else None
         if found is None or found[1] % alignment:
@@ -613,7 +627,7 @@ class Engine:
         return chunk.number, offset, nbytes
 
     def simple(self, kind: int, process_set: ProcessSet) -> wire.Completion:
-        """Runs a barrier or a join, waits for its end, and returns its completion."""
+        """Runs a barrier or a join, waits until it is done, and returns its completion."""
         client = self._client
         if self._place is None or client is None:
             raise NotInitializedError()
@@ -631,7 +645,7 @@ class Engine:
     def alloc(self, nbytes: int) -> Block:
         return self.client().arena.alloc(nbytes)
 
-    # Plans that are kept for their next use.
+    # Plans that are kept to be used again.
 
     def _take(self, key: tuple) -> Optional[Plan]:
         with self._plans_lock:
@@ -644,8 +658,8 @@ class Engine:
             return plan
 
     def keep(self, plan: Plan) -> None:
-        """Keeps a plan that has run. If there are too many plans, it drops the least recently used ones."""
-        dropped: List[object] = []  # their finalizers run after the lock is released
+        """Keeps a plan that has run. If there are too many plans, drops the least recently used ones."""
+        dropped: List[object] = []  # kept alive until the lock is released, so that no finalizer runs before
         with self._plans_lock:
             if plan.job != self._job:
                 return
@@ -673,28 +687,28 @@ class Engine:
 
 
 def _full_name(kind: int, name: str, grouped: bool) -> str:
-    """Returns the name by which ranks match an operation. It begins with the kind, so operations of different kinds may
-    have the same name in the program.
+    """Returns the name by which the ranks match an operation. It begins with the kind, so that the program may use the
+    same name for operations of different kinds.
     """
     return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns a writable view of the nbytes at address. The memory must stay valid as long as the view exists."""
+    """Returns a writable view of nbytes bytes at the address. The memory must stay valid as long as the view exists."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def check_root(root: int, process_set: ProcessSet) -> None:
-    """Raises ValueError if root is not a rank of the set. Before init it does nothing, because the operation itself
-    raises then.
+    """Raises ValueError if the rank root is not a member of the set. Before init, the function does nothing, because
+    the operation raises the error then.
     """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
         raise ValueError(f"broadcast: root rank {root} is not in process set {process_set.ranks}")
 
 
 def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet) -> Tuple[int, ...]:
-    """Returns splits as a tuple, empty if there are none. Raises ValueError if they do not fit the set and the
-    tensor's shape.
+    """Returns splits as a tuple, which is empty if splits is None. Raises ValueError if splits does not fit the process
+    set and the shape of the tensor.
     """
     n = len(process_set.ranks or ())
     if not engine.initialized() or not shape:
@@ -713,8 +727,8 @@ def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: Pro
 
 
 def _rows(rows: int, process_set: ProcessSet) -> int:
-    """Returns how many of the rows this rank gets in a reducescatter. If the rows do not divide evenly, the first
-    ranks get one row more.
+    """Returns the number of rows that this rank gets in a reducescatter. If the rows do not divide evenly, each of the
+    first ranks gets one row more.
     """
     members = process_set.ranks or [0]
     me = members.index(engine.place().rank)
@@ -722,8 +736,8 @@ def _rows(rows: int, process_set: ProcessSet) -> int:
 
 
 def _settings() -> Dict[str, str]:
-    """Returns the settings that the environment has for the job. They are read at each init, because the program may
-    change them in between.
+    """Returns the job settings in the environment. They are read at each init, because the program may have changed
+    them.
     """
     return {
         k: v for k, v in os.environ.items() if k.startswith(_KEPT_FROM_ENVIRONMENT) and k not in _NOT_SETTINGS
@@ -731,8 +745,8 @@ def _settings() -> Dict[str, str]:
 
 
 def ranks_of(comm: Any) -> List[int]:
-    """Returns the ranks of the job that are in an mpi4py communicator. A process has the same rank in the job as in
-    MPI.COMM_WORLD.
+    """Returns the ranks of the job that are members of an mpi4py communicator. The rank of a process in the job is its
+    rank in MPI.COMM_WORLD.
     """
     from mpi4py import MPI
 

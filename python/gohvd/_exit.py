@@ -1,5 +1,5 @@
-"""The reason that a process sends to the other ranks when it leaves the job, and the traceback that it prints if an
-operation has failed.
+"""This module finds the reason that a process sends to the other ranks when it leaves the job. It also shortens the
+traceback that is printed if an operation has failed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Optional, Tuple, Type
 from .exceptions import HorovodInternalError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MOST_CHARACTERS = 1000  # longer reasons are cut to this length
+_MOST_CHARACTERS = 1000  # a longer reason is cut to this length
 
 
 def _describe(e: BaseException) -> str:
@@ -24,31 +24,33 @@ def _describe(e: BaseException) -> str:
 
 
 def of_shutdown() -> Tuple[str, bool]:
-    """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. It never is one,
-    because the program may have handled the exception.
+    """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. A shutdown is never
+    a failure, because the program may have handled the exception.
     """
     e = sys.exc_info()[1]
     return (f"while handling {_describe(e)}" if e is not None else "", False)
 
 
 def of_exit() -> Tuple[str, bool]:
-    """Returns the reason why this process exits, and whether the exit is a failure. An uncaught exception is one."""
+    """Returns the reason why this process exits, and whether the exit is a failure. It is one after an uncaught
+    exception.
+    """
     e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter an exception does not end the process
+    if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter, an exception does not end the process
         return "", False
     return f"its program raised {_describe(e)}", True
 
 
 class ExceptHook:
-    """An exception hook that removes the frames of this package from the traceback of a failed operation. So the last
-    line of the traceback is the program's own.
+    """An exception hook that removes the frames of this package from the traceback of a failed operation, so that the
+    traceback ends at a line of the program.
     """
 
     def __init__(self) -> None:
         self._next: Any = None
 
     def install(self) -> None:
-        """Installs the hook, which calls the previous hook in turn. Installing it again does nothing."""
+        """Installs the hook, which also calls the previous hook. A further call does nothing."""
         if self._next is None:
             self._next = sys.excepthook
             sys.excepthook = self
@@ -63,8 +65,8 @@ class ExceptHook:
 
 
 def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
-    """Returns the traceback without the frames of this package at its end. If all frames are of this package, returns
-    the whole traceback.
+    """Returns the traceback without the frames of this package at its end. If all frames belong to this package,
+    returns the whole traceback.
     """
     frames = []
     while tb is not None:

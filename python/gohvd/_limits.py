@@ -1,8 +1,8 @@
-"""Checks whether an allocation of shared memory fits the limits of the machine and of the cgroups.
+"""Checks whether an allocation of shared memory exceeds a limit of the machine or of a cgroup.
 
-Shared memory is allocated at once and in full. If an allocation exceeds a cgroup's limit or the machine's memory, the
-kernel does not refuse it but kills a process. So this module checks the limits first. It ignores limits that it
-cannot read.
+Shared memory is allocated in full at once. If an allocation exceeds a cgroup's limit or the machine's memory, the
+kernel does not refuse it but kills a process. So this module checks the limits before an allocation. It ignores limits
+that it cannot read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Dict, Iterator, Optional, Tuple
 
-# For each version of cgroups: the file with the limit, the file with the usage, and the fields of memory.stat that
-# count cached file pages. The kernel reclaims these pages when it needs memory.
+# For each version of cgroups: the name of the file with the limit, the name of the file with the usage, and the fields
+# of memory.stat that count cached file pages. The kernel reclaims these pages when memory is needed.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
@@ -19,8 +19,8 @@ _VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 def lacking(
     need: int, meminfo: str = "/proc/meminfo", own: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 ) -> Optional[str]:
-    """Returns a text that names the limit that an allocation of need more bytes would exceed. Returns None if the
-    allocation fits all limits.
+    """Returns a text that names the limit that an allocation of need further bytes would exceed. Returns None if the
+    allocation exceeds no limit.
     """
     machine = _fields(meminfo)
     if "MemAvailable:" in machine:
@@ -39,11 +39,11 @@ def lacking(
 
 
 def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[str, ...]]]]:
-    """Yields the directories of the cgroups that can limit this process's memory, each with the names of its files. It
-    begins at the process's own cgroup and goes up to the root.
+    """Yields the directories of the cgroups that limit this process's memory, each with the names of its files. It
+    begins with the process's own cgroup and ends with the root.
     """
     for line in _text(own).splitlines():
-        # A line is hierarchy:controllers:path. In version 2 the hierarchy is 0 and the controllers are empty
+        # A line has the form hierarchy:controllers:path. In version 2 the hierarchy is 0 and the controllers are empty
         # (cgroups(7)).
         hierarchy, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
@@ -56,8 +56,8 @@ def _groups(own: str, mount: str) -> Iterator[Tuple[str, Tuple[str, str, Tuple[s
         else:
             continue
         for root in roots:
-            # In a container the path may be that of the host, which does not exist in the container. Then the root of
-            # the mount is the container's cgroup, and the loop reaches it.
+            # In a container, the path may be a path of the host, which does not exist in the container. In that case
+            # the container's cgroup is the root of the mount, and the loop reaches it.
             parts = [p for p in path.split("/") if p not in ("", ".", "..")]
             for depth in range(len(parts), -1, -1):
                 yield os.path.join(root, *parts[:depth]), names
@@ -72,13 +72,13 @@ def _text(path: str) -> str:
 
 
 def _number(path: str) -> Optional[int]:
-    """Returns the number in a file. Returns None if the file has "max" or does not exist."""
+    """Returns the number in the file. Returns None if the file contains "max" or does not exist."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _fields(path: str) -> Dict[str, int]:
-    """Returns the numbers in a file whose lines are a word and a number, as a map from word to number."""
+    """Returns the numbers in a file whose lines have a word and a number. The keys are the words."""
     out = {}
     for line in _text(path).splitlines():
         words = line.split()

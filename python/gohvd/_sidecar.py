@@ -1,7 +1,7 @@
-"""Connects to a sidecar. If HVD_SIDECAR is set, the sidecar runs already and listens at that path. Otherwise this
-process starts one.
+"""Connects to a sidecar. If HVD_SIDECAR is set, a sidecar is already running and listens at that path. Otherwise this
+module starts a sidecar.
 
-docs/sidecar.md describes the protocol. This module implements the part before the greeting.
+docs/sidecar.md describes the protocol. This module implements the protocol up to the greeting.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Deque, Optional
 from .exceptions import SidecarError
 
 GREETING_SECONDS = 30.0
-"""How long the sidecar may take for each step of the handshake."""
+"""The limit in seconds for each step of the handshake."""
 
-_KEPT_LINES = 20  # if the sidecar dies, the error has this many last lines of its log
+_KEPT_LINES = 20  # if the sidecar exits, the error shows up to this many last lines of its log
 
 
 def receive(sock: socket.socket, n: int) -> bytes:
-    """Reads n bytes from a blocking socket. Raises EOFError if the connection ends before that."""
+    """Reads exactly n bytes from a blocking socket. Raises EOFError if the connection ends earlier."""
     data = b""
     while len(data) < n:
         more = sock.recv(n - len(data))
@@ -38,7 +38,7 @@ def receive(sock: socket.socket, n: int) -> bytes:
 
 
 def _secret() -> Optional[bytes]:
-    """Returns the key that is derived from the job's secret, or None if the environment has no secret."""
+    """Returns the key that is derived from the job's secret, or None if no secret is set in the environment."""
     text = os.environ.get("HVD_SECRET", "").encode()
     path = os.environ.get("HVD_SECRET_FILE", "")
     if not text.strip() and path:
@@ -48,7 +48,7 @@ def _secret() -> Optional[bytes]:
 
 
 def proof(key: bytes, speaker: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Returns the proof that the speaker has the key. The speaker is b"gohvd server" or b"gohvd client"."""
+    """Returns the proof that the speaker knows the key. The speaker is b"gohvd server" or b"gohvd client"."""
     parts = (speaker, b"GHVD", client_nonce, server_nonce)
     return hmac.new(key, b"".join(bytes((len(p),)) + p for p in parts), hashlib.sha256).digest()
 
@@ -89,7 +89,9 @@ def connect(address: str) -> socket.socket:
 
 
 def find_sidecar() -> str:
-    """Returns the path of hvdd: HVD_SIDECAR_BINARY, else the one beside this package, else the one on PATH."""
+    """Returns the path of hvdd. It is HVD_SIDECAR_BINARY if set, else the file beside this package, else the one on
+    PATH.
+    """
     named = os.environ.get("HVD_SIDECAR_BINARY", "")
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
@@ -109,10 +111,10 @@ def find_sidecar() -> str:
 
 
 def _pmi_socket() -> Optional[int]:
-    """Returns the descriptor of the connection to a launcher that speaks PMI, or None if there is no connection.
+    """Returns the descriptor of the connection to a launcher that speaks PMI, or None if there is no such connection.
 
-    PMI_FD may come from a process that passed on the variable but not the descriptor. So _pmi_socket checks that the
-    descriptor is a socket.
+    The variable PMI_FD may come from a process that has passed on the variable but not the descriptor. So _pmi_socket
+    checks that the descriptor is a socket.
     """
     number = os.environ.get("PMI_FD", "")
     if not number.isdecimal() or not (os.environ.get("PMI_RANK") or os.environ.get("PMI_SIZE")):
@@ -124,25 +126,25 @@ def _pmi_socket() -> Optional[int]:
 
 
 class Child:
-    """A sidecar process that this process has started. Its log (standard error) is copied to the standard error of
-    this process, and its last lines are kept.
+    """A sidecar process that this process has started. Its standard error, which is its log, is copied to the standard
+    error of this process. The last lines are kept for errors.
     """
 
     def __init__(self) -> None:
         path = find_sidecar()
-        pmi = _pmi_socket()  # checked before this function opens descriptors, one of which might get the number
+        pmi = _pmi_socket()  # called before descriptors are opened here, because one of them might get the same number
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         handed = [theirs.fileno()]
-        # Variables that are not passed on to the sidecar.
+        # The variables that the sidecar does not get.
         hidden = {"HVD_SIDECAR_BINARY", "HVD_SIDECAR"}
         if pmi is not None:
             handed.append(pmi)
         else:
-            hidden.add("PMI_FD")  # in the child the number may belong to another descriptor
+            hidden.add("PMI_FD")  # in the child, the number may belong to another descriptor
         try:
-            # The sidecar gets a session of its own, so that signals of a terminal or a launcher reach only the
-            # program. When the program ends, the sidecar ends because its connection ends.
+            # The sidecar gets a session of its own, so that the signals of a terminal or launcher reach only the
+            # program. The sidecar ends when the program ends, because its connection ends.
             self.process = subprocess.Popen(
                 [path, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -181,7 +183,7 @@ class Child:
             self._last_lines.append(line)
 
     def describe_exit(self, reason: str) -> str:
-        """Waits up to 5 s for the end of the process, and returns how it ended, as the end of a sentence that begins
+        """Waits up to 5 s for the process to end. Returns how it ended, as the second part of a sentence that begins
         with the name of the sidecar.
         """
         try:
@@ -200,11 +202,12 @@ class Child:
         return f"{how}: {reason}" + (f"; the end of its log:\n{log}" if log else "")
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it is running and is a child of this process."""
+        """Sends a signal to the process, if the process is running and is a child of this process."""
         self.process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Closes the socket, so that the process ends. If the process has not ended after seconds, kills it."""
+        """Closes the socket, so that the process ends. If it has not ended after the given number of seconds, kills it.
+        """
         if self._stderr < 0:
             return
         self.sock.close()
@@ -219,7 +222,9 @@ class Child:
         self._stderr = -1
 
     def after_fork(self) -> None:
-        """Marks the process as ended, so that a forked process does not wait for it: it is a child of the parent."""
+        """Marks the process as ended, so that a forked process does not wait for it. Only the parent process can wait
+        for it.
+        """
         if self.process.returncode is None:
             self.process.returncode = 0
         if self._stderr >= 0:

@@ -1,7 +1,7 @@
 """Forwards the timeline signal (HVD_TIMELINE_SIGNAL) to the sidecar.
 
-Launchers and users send the signal to the program. The sidecar, which writes the timeline, is in a session of its own
-and does not get it from them.
+Launchers and users send this signal to the program. The sidecar writes the timeline, but runs in a session of its own,
+so that the signal does not reach it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _SIGNALS = {"SIGUSR1": int(signal.SIGUSR1), "SIGUSR2": int(signal.SIGUSR2)}
 
 
 class TimelineSignal:
-    """Forwards the signal to the sidecar, if HVD_TIMELINE_SIGNAL is set and the program has no handler for it."""
+    """Forwards the signal if HVD_TIMELINE_SIGNAL is set and the program has no handler for the signal."""
 
     def __init__(self, forward: Callable[[int], None]) -> None:
         self._forward = forward
         self._number = 0
-        """The number of the forwarded signal, or 0 if none is forwarded."""
+        """The number of the signal that is forwarded, or 0 if no signal is forwarded."""
         self._before: Any = signal.SIG_DFL
-        """The handler that the signal had before listen."""
+        """The handler that the signal had before listen was called."""
         self._warned = False
 
     def listen(self) -> None:
@@ -42,7 +42,7 @@ class TimelineSignal:
             self._number = number
 
     def stop(self) -> None:
-        """Restores the previous handling of the signal, unless the program has set a handler since.
+        """Restores the previous handler of the signal, unless the program has set another handler in the meantime.
 
         Outside of the main thread it does nothing, because Python sets handlers only in the main thread.
         """
@@ -64,7 +64,7 @@ class TimelineSignal:
 
 def _has_handler(number: int) -> bool:
     """Returns whether the process has a handler for the signal. It reads /proc, because signal.getsignal does not
-    report handlers that C code has installed, such as faulthandler's.
+    report handlers that were installed by C code, such as faulthandler's.
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as f:
         for line in f:

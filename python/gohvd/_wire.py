@@ -1,9 +1,9 @@
-"""Encodes and decodes the messages between client and sidecar by hand, without a protobuf library. docs/sidecar.md
-and sidecar.proto define the messages.
+"""Encodes and decodes the messages between client and sidecar, without a protobuf library. docs/sidecar.md and
+sidecar.proto define the messages.
 
-Encoders return the bytes of a ``Request`` without the length prefix, which ``frame`` adds. ``decode_reply`` decodes a
-``Reply`` and checks every length against the available bytes. It skips unknown fields, as protobuf requires, and
-raises ``WireError`` for invalid data.
+An encoder returns the bytes of a ``Request`` without the length prefix, which ``frame`` adds. ``decode_reply`` decodes
+a ``Reply`` and checks every length against the available bytes. It skips unknown fields, as protobuf requires, and
+raises ``WireError`` if the data is not valid.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_FRAME_BYTES = 16 << 20
 
 Buffer = Union[bytes, bytearray, memoryview]
 Place = Tuple[int, int, int]
-"""A place in memory: the number of the arena, the offset in it, and the size in bytes."""
+"""A range of memory: the number of the arena, the offset in the arena, and the size in bytes."""
 
 
 class WireError(Exception):
-    """Raised if the sidecar has sent data that is not a valid message."""
+    """Raised if data from the sidecar is not a valid message."""
 
 
-# Kinds of operations.
+# The kinds of operations.
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(1, 8)
 
 KIND_NAMES = {
@@ -35,7 +35,7 @@ KIND_NAMES = {
     JOIN: "join",
 }
 
-# The number and the size in bytes of each element type. The keys are the names that numpy and torch share.
+# The number and the size in bytes of each element type. The keys are the names of the types in numpy and torch.
 DTYPES: Dict[str, Tuple[int, int]] = {
     "uint8": (1, 1),
     "int8": (2, 1),
@@ -50,13 +50,13 @@ DTYPES: Dict[str, Tuple[int, int]] = {
     "bool": (11, 1),
 }
 
-# Field numbers of Request.what.
+# The field numbers of the oneof Request.what.
 _INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE = range(2, 8)
 _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE = range(9, 16)
 
 
 def varint(n: int) -> bytes:
-    """Returns n, from 0 to 2^64-1, as a varint."""
+    """Returns n as a varint. n must be from 0 to 2^64-1."""
     if n < 0x80:
         return bytes((n,))
     out = bytearray()
@@ -68,8 +68,8 @@ def varint(n: int) -> bytes:
 
 
 def frame(message: bytes) -> bytes:
-    """Returns a message with its length prefix. Raises ValueError if the message is too long, or empty: an empty frame
-    is a doorbell.
+    """Returns a message with its length prefix. Raises ValueError if the message is too long or empty. It must not be
+    empty, because an empty frame is a doorbell.
     """
     if not 0 < len(message) <= MAX_FRAME_BYTES:
         raise ValueError(f"frame of {len(message)} bytes, want 1 to {MAX_FRAME_BYTES}")
@@ -77,19 +77,20 @@ def frame(message: bytes) -> bytes:
 
 
 def _uint(number: int, value: int) -> bytes:
-    """Returns a field of type uint32, uint64, int32, int64 or bool. A field of value 0 is omitted. Negative numbers
-    take ten bytes.
+    """Returns a field of type uint32, uint64, int32, int64 or bool. Returns no bytes if the value is 0. A negative
+    number takes ten bytes.
     """
     return varint(number << 3) + varint(value & 0xFFFFFFFFFFFFFFFF) if value else b""
 
 
 def _double(number: int, value: float) -> bytes:
-    """Returns a field of type optional double, which is present even if the value is 0."""
+    """Returns a field of type optional double. The field is present even if the value is 0."""
     return varint(number << 3 | 1) + struct.pack("<d", value)
 
 
 def _bytes(number: int, value: bytes) -> bytes:
-    """Returns a field of bytes: a message, a string or packed numbers. It is present even if the value is empty."""
+    """Returns a field that is a message, a string or packed numbers. The field is present even if the value is empty.
+    """
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
@@ -160,7 +161,7 @@ def bye(ident: int) -> bytes:
 
 
 def operation_name(name: str) -> bytes:
-    """Returns the name field of an ``Operation``. It may come before or after the other fields."""
+    """Returns the name field of an ``Operation``. It may be put before or after the other fields."""
     return _string(2, name)
 
 
@@ -179,8 +180,8 @@ def operation(
 ) -> bytes:
     """Returns an ``Operation`` without its name.
 
-    Each tensor is a tuple of shape, input, output and element type. Input and output may be None. The element type is
-    omitted from the message if it is 0 or equal to dtype.
+    Each tensor is a tuple of shape, input, output and element type. Input and output may be None. If the element type
+    is 0 or equal to dtype, the message does not contain it.
     """
     parts = [
         _uint(1, kind),
@@ -206,7 +207,7 @@ def operation(
 
 
 def _scale(number: int, factor: float) -> bytes:
-    """Returns a field for a factor. A factor of 1 is omitted, a factor of 0 is not."""
+    """Returns the field for a factor. Returns no bytes if the factor is 1."""
     return b"" if factor == 1.0 else _double(number, factor)
 
 
@@ -218,8 +219,8 @@ def _place(place: Place) -> bytes:
 
 
 def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
-    """Returns the varint at the beginning of data[at:end], and the position after it. If the varint is not complete,
-    the position is -1.
+    """Returns the varint at the beginning of data[at:end], and the position after the varint. If the varint is not
+    complete, the position is -1.
     """
     value = shift = 0
     while at < end:
@@ -244,8 +245,8 @@ def _varint_at(data: Buffer, at: int, end: int) -> Tuple[int, int]:
 
 
 def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, int]]:
-    """Yields the fields of data[at:end] as tuples of four: field number, wire type, a and b. For a varint a is the
-    value and b is 0. For other wire types the bytes of the field are data[a:b].
+    """Yields the fields of data[at:end] as tuples of four numbers: field number, wire type, a and b. If the field is a
+    varint, a is its value and b is 0. Otherwise the bytes of the field are data[a:b].
     """
     while at < end:
         key, at = _varint_at(data, at, end)
@@ -267,12 +268,14 @@ def _fields(data: Buffer, at: int, end: int) -> Iterator[Tuple[int, int, int, in
 
 
 def _signed(value: int) -> int:
-    """Returns a varint's value as an int32 or int64. Both types are sent as 64 bits."""
+    """Returns the value of a varint as an int32 or int64. Both types are encoded as 64 bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
-    """Appends the numbers of a repeated field to into. A packed field has any count of numbers, another field one."""
+    """Appends the numbers of a repeated field to a list. A packed field has any count of numbers, other fields have
+    one.
+    """
     if wire == 0:
         into.append(_signed(a))
         return
@@ -288,7 +291,7 @@ def _text(data: Buffer, a: int, b: int) -> str:
 
 
 class Error:
-    """The reason why a request failed, or why the job is over."""
+    """The reason why a request failed or why the job is over."""
 
     __slots__ = ("kind", "text", "operation", "tensor", "ranks")
 
@@ -299,7 +302,7 @@ class Error:
 
 
 class Ready:
-    """This rank's place in the job."""
+    """This rank's place in the job: its rank, the size and so on."""
 
     __slots__ = (
         "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "epoch", "process_sets", "homogeneous"
@@ -312,7 +315,7 @@ class Ready:
 
 
 class Completion:
-    """The outcome of an operation. Each element of results is a place and a shape."""
+    """The outcome of an operation. Each element of results is a pair of place and shape."""
 
     __slots__ = ("results", "received_splits", "last_joined")
 
@@ -333,8 +336,8 @@ class Status:
 
 
 class Reply:
-    """A message from the sidecar. At most one of ready, completion, process_set, status, arena, dropped and ended is
-    set.
+    """A message from the sidecar. At most one of the attributes ready, completion, process_set, status, arena, dropped
+    and ended is set.
     """
 
     __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "arena", "dropped", "ended")
@@ -347,15 +350,15 @@ class Reply:
         self.process_set: Optional[Tuple[int, List[int]]] = None
         self.status: Optional[Status] = None
         self.arena: Optional[Tuple[int, int]] = None
-        """Announces an arena in the sidecar's memory: its number and its size in bytes."""
+        """The number and the size in bytes of a new arena in the sidecar's memory."""
         self.dropped = 0
-        """Announces that an arena in the sidecar's memory has gone: its number. 0 in other messages."""
+        """The number of an arena in the sidecar's memory that no longer exists. It is 0 in other messages."""
         self.ended = False
-        """Announces that the job is over. error says why, unless the job was shut down."""
+        """Whether the job is over. error says why, unless the job was shut down."""
 
 
 def decode_reply(data: Buffer, at: int, end: int) -> Reply:
-    """Returns the Reply in data[at:end]."""
+    """Returns the Reply that is encoded in data[at:end]."""
     r = Reply()
     for number, wire, a, b in _fields(data, at, end):
         if number == 1 and wire == 0:
@@ -386,7 +389,7 @@ def decode_reply(data: Buffer, at: int, end: int) -> Reply:
 
 
 def _numbers(data: Buffer, at: int, end: int) -> Dict[int, int]:
-    """Returns the varint fields of a message, as a map from field number to value."""
+    """Returns the varint fields of a message. The keys are the field numbers."""
     return {number: a for number, wire, a, _ in _fields(data, at, end) if wire == 0}
 
 

@@ -1,4 +1,5 @@
-"""Horovod's functions for joining and leaving the job, for this process's place in the job, and for what is built in.
+"""Horovod's functions to join and leave the job, to query the place of this process in the job, and to query what is
+built in.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ _engine_ = _engine.engine
 def init(
     comm: Any = None, process_sets: Optional[Union[str, Sequence[Union[ProcessSet, Sequence[int]]]]] = None
 ) -> None:
-    """Joins this process to its job, and waits until all ranks have joined. If this process is in the job already, init
+    """Joins this process to its job and waits until all ranks have joined. If this process is already in a job, init
     does nothing.
 
     init finds the job by its launcher (hvdrun, mpirun, srun or torchrun), or by the variables RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT. If it finds none of these, or if HVD_SIZE=1, this process is the only rank of its job.
-
-    comm is None, a list of all ranks of the job, or a communicator of mpi4py with all ranks. For a part of the job use
-    process sets. process_sets are the sets to register: all ranks must pass the same sets in the same order. Pass
-    "dynamic" if sets are only added later. Raises ValueError if a set is a duplicate.
+    MASTER_ADDR and MASTER_PORT. If there is none of these, or if HVD_SIZE=1, this process is the only rank of its job.
+    comm is None, a list of all ranks of the job, or an mpi4py communicator with all ranks. To use only some ranks, use
+    process sets. process_sets are the sets to register, and all ranks must pass the same sets in the same order. Pass
+    "dynamic" if sets are only added later. Raises ValueError if two of the sets are equal.
     """
     sets: List[ProcessSet] = []
     settings: Dict[str, str] = {}
@@ -55,23 +55,23 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job: this rank submits no more operations.
+    """Leaves the job. After this call, this rank submits no more operations.
 
-    Other ranks can go on using process sets that do not include this rank. If another rank waits, now or later, for an
+    Other ranks can still use process sets that do not include this rank. If another rank waits, now or later, for an
     operation that this rank has not submitted, it gets a ``PeerError`` that names this rank. Rank 0 serves the other
-    ranks until they have left too. After shutdown ``init`` may be called again. At the exit of the process shutdown
-    runs automatically. If an uncaught exception ends the process, this rank counts as failed.
+    ranks until they have left too. After shutdown, ``init`` may be called again. When the process exits, shutdown runs
+    automatically. If an uncaught exception ends the process, this rank counts as failed.
     """
     _engine_.shutdown()
 
 
 def is_initialized() -> bool:
-    """Returns whether ``init`` has succeeded and no ``shutdown`` has followed."""
+    """Returns whether this process is in a job: ``init`` has succeeded, and ``shutdown`` has not been called since."""
     return _engine_.initialized()
 
 
 def rank() -> int:
-    """Returns this process's rank, from 0 to size()-1. Like all queries, it raises ValueError before ``init``."""
+    """Returns this process's rank, from 0 to size()-1. Before ``init``, this and all other queries raise ValueError."""
     return _engine_.place().rank
 
 
@@ -91,12 +91,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the index of this host among the hosts that have a process with this process's local rank."""
+    """Returns the index of this host among the hosts that have a process with the same local rank as this process."""
     return _engine_.place().cross_rank
 
 
 def cross_size() -> int:
-    """Returns the number of hosts that have a process with this process's local rank."""
+    """Returns the number of hosts that have a process with the same local rank as this process."""
     return _engine_.place().cross_size
 
 
@@ -105,8 +105,8 @@ def is_homogeneous() -> bool:
     return _engine_.place().homogeneous
 
 
-# Queries for the libraries that Horovod can be built with. gohvd's own transport is always built in and is reported as
-# Gloo.
+# Horovod's queries for the libraries that it was built with. gohvd reports its own transport, which is always built in,
+# as Gloo.
 
 
 def mpi_threads_supported() -> bool:
@@ -131,7 +131,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Returns 0: NCCL is not built in."""
+    """Returns 0, because NCCL is not built in."""
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The exceptions that operations and queries raise: Horovod's, and subclasses of Horovod's.
+"""The exceptions that operations and queries raise. They are Horovod's exceptions and subclasses of them.
 
-Misuse by this rank raises ``ValueError``, as in Horovod. A failure between ranks raises ``HorovodInternalError``,
-which elastic training catches.
+Misuse by this rank raises ``ValueError``, as in Horovod. A failure between ranks raises ``HorovodInternalError``, which
+elastic training handles.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from typing import Sequence
 
 
 class HorovodInternalError(RuntimeError):
-    """Raised if an operation has failed: ranks disagree, some have died, or the job was shut down."""
+    """Raised if an operation has failed, because ranks disagree, ranks have failed, or the job was shut down."""
 
 
 class MismatchError(HorovodInternalError):
-    """Raised at all ranks if ranks have requested different operations under the same name. The job goes on."""
+    """Raised at all ranks if ranks have requested different operations with the same name. The job goes on."""
 
 
 class PeerError(HorovodInternalError):
-    """Raised if ranks have failed. The job is over. ``ranks`` has the failed ranks, or is empty if unknown."""
+    """Raised if ranks have failed. The job is over. ``ranks`` has the failed ranks, and is empty if they are unknown.
+    """
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -26,14 +27,14 @@ class PeerError(HorovodInternalError):
 
 
 class SidecarError(HorovodInternalError):
-    """Raised if the sidecar of this rank has ended, cannot be started, or does not respond as it should."""
+    """Raised if the sidecar of this rank has ended, cannot be started, or violates the protocol."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """Raised if this process is not in a job: ``init`` was not called, or ``shutdown`` was called.
+    """Raised if this process is not in a job, because ``init`` was not called or ``shutdown`` was called.
 
-    In this case Horovod raises ``ValueError`` from queries and ``HorovodInternalError`` from operations. So this class
-    derives from both.
+    In this case Horovod's queries raise ``ValueError``, and its operations raise ``HorovodInternalError``. So this
+    class derives from both.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,14 @@ class NotInitializedError(HorovodInternalError, ValueError):
 
 
 class InitError(HorovodInternalError, ValueError):
-    """Raised if ``init`` could not join this process to its job. ``init`` may be called again. It derives from
-    ``ValueError``, because Horovod raises that.
+    """Raised if ``init`` could not join this process to its job. ``init`` may be called again. The class derives from
+    ``ValueError``, because Horovod raises ``ValueError`` in this case.
     """
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Raised by a program if hosts were added or removed. If ``skip_sync`` is true, the state need not be sent to the
-    other ranks.
+    """Raised by a program if hosts were added or removed. If ``skip_sync`` is true, the program does not have to send
+    its state to the other ranks.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -57,7 +58,7 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Raised if the installed framework has another version than expected."""
+    """Raised if the version of the installed framework is not the expected one."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(

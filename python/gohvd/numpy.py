@@ -2,8 +2,8 @@
 
 Every operation has a blocking form, which returns the result, and an asynchronous form (``_async``), which returns a
 ``Handle``. The element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32
-or float64. An array over memory from ``gohvd.alloc`` or from ``alloc`` of this module is not copied. Ranks match
-operations by name, and operations without a name in the order of the calls.
+or float64. If an array is in memory from ``gohvd.alloc`` or from ``alloc`` of this module, operations work on it
+without copying. Ranks match operations by name. They match operations without a name in the order of the calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 class _Numpy(_engine.Framework[Array]):
     def address(self, x: Array) -> int:
-        # An array in an arena does not own its memory, so it has a base. An array without a base is not in an arena.
+        # An array in an arena does not own its memory, so its base is set. An array without a base is not in an arena.
         return 0 if x.base is None else x.ctypes.data
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
@@ -65,8 +65,8 @@ _numpy = _Numpy()
 
 
 class Handle(Generic[R]):
-    """The handle of an asynchronous operation. Until the operation is done, the program must not write its input arrays
-    and must not read its output arrays.
+    """The handle of an asynchronous operation. Until the operation is done, the program must not write the input arrays
+    and must not read the output arrays.
     """
 
     __slots__ = ("_call", "_take")
@@ -76,7 +76,7 @@ class Handle(Generic[R]):
         self._take = take
 
     def done(self) -> bool:
-        """Returns whether the operation is done, so that ``wait`` returns at once."""
+        """Returns whether the operation is done. If it is done, ``wait`` does not block."""
         return self._call.done()
 
     def wait(self) -> R:
@@ -98,8 +98,8 @@ def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
 
 
 _codes: Dict[np.dtype, Tuple[int, int]] = {}
-"""The results of _code, cached because numpy takes longer to make the name of a type than the rest of a submission
-takes.
+"""The results of _code. They are cached, because numpy needs more time to return the name of a type than the rest of a
+submission needs.
 """
 
 
@@ -111,7 +111,8 @@ def _code(dtype: np.dtype) -> Tuple[int, int]:
     if known is None or not dtype.isnative:
         raise ValueError(f"numpy arrays of type {dtype} are not supported")
     if dtype.kind not in "biuf":
-        # Of types that other packages such as ml_dtypes define, numpy knows only the size, and frombuffer refuses them.
+        # The type is defined by another package, such as ml_dtypes. numpy knows only its size, and frombuffer refuses
+        # it.
         raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
     _codes[dtype] = known
     return known
@@ -185,9 +186,9 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Array:
-    """Reduces array over all ranks, element by element, and returns the result.
+    """Reduces an array over all ranks, element by element, and returns the result.
 
-    The array must have the same shape and type at all ranks. If out is given, it receives the result, and may be the
+    The array must have the same shape and type at all ranks. If out is given, it receives the result. out may be the
     array itself. Otherwise the result is a new array.
     """
     return _one(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, True))
@@ -218,8 +219,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> List[Array]:
-    """Reduces arrays as ``allreduce`` does, and returns the results. All of them are reduced or none. The arrays may
-    have different types.
+    """Reduces arrays as ``allreduce`` does and returns the results. Either all arrays are reduced or none is. The
+    arrays may have different types.
     """
     return _engine.begin_and_wait(
         grouped_allreduce_async, arrays, op, name, prescale_factor, postscale_factor, process_set, out
@@ -233,8 +234,8 @@ def allgather_async(
 
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
-    """Returns the arrays of all ranks, concatenated along the first dimension. Their sizes may differ in this
-    dimension.
+    """Returns the arrays of all ranks, concatenated along the first dimension. The arrays may have different sizes in
+    this dimension.
     """
     return _engine.begin_and_wait(allgather_async, array, name, process_set).wait()
 
@@ -248,8 +249,8 @@ def grouped_allgather_async(
 def grouped_allgather(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Array]:
-    """Gathers arrays as ``allgather`` does, and returns the results. All of them are gathered or none. The arrays must
-    have the same type.
+    """Gathers arrays as ``allgather`` does and returns the results. Either all arrays are gathered or none is. The
+    arrays must have the same type.
     """
     return _engine.begin_and_wait(grouped_allgather_async, arrays, name, process_set).wait()
 
@@ -273,8 +274,8 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Array:
-    """Returns the array of rank root_rank, a rank of the job even if process_set is given. The array must have the same
-    shape and type at all ranks.
+    """Returns the array of the rank root_rank. root_rank is a rank of the job even if process_set is given. The array
+    must have the same shape and type at all ranks.
     """
     return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
 
@@ -296,9 +297,10 @@ def alltoall(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tuple[Array, List[int]]:
-    """Sends rows to all members: splits[i] rows to member i. Without splits each member gets the same number of rows.
+    """Sends splits[i] rows of the array to member i. Without splits, each member gets the same number of rows.
 
-    Returns the received rows in the order of the members, and the number of rows received from each member.
+    Returns the received rows, in the order of the members that sent them, and the number of rows received from each
+    member.
     """
     return _engine.begin_and_wait(alltoall_async, array, splits, name, process_set).wait()
 
@@ -326,9 +328,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Reduces array as ``allreduce`` does and returns this rank's part of the rows.
+    """Reduces an array as ``allreduce`` does and returns this rank's part of the rows.
 
-    The parts are as even as possible: if the rows do not divide evenly, the first ranks get one row more.
+    If the rows do not divide evenly among the ranks, each of the first ranks gets one row more.
     """
     return _engine.begin_and_wait(
         reducescatter_async, array, op, name, prescale_factor, postscale_factor, process_set
@@ -358,8 +360,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Array]:
-    """Reduces and scatters arrays as ``reducescatter`` does, and returns the results. All of them are reduced or none.
-    The arrays must have the same type.
+    """Reduces and scatters arrays as ``reducescatter`` does and returns the results. Either all arrays are reduced or
+    none is. The arrays must have the same type.
     """
     return _engine.begin_and_wait(
         grouped_reducescatter_async, arrays, op, name, prescale_factor, postscale_factor, process_set
@@ -372,17 +374,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join() -> int:
-    """Declares that this rank has no more data, waits until all ranks have joined, and returns the rank that joined
+    """Declares that this rank has no more data, and waits until all ranks have joined. Returns the rank that joined
     last.
 
-    While it waits, this rank takes part in the allreduces of the other ranks.
+    During the wait, this rank takes part in the allreduces of the other ranks.
     """
     return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
 
 
 def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
-    """Returns an array of zeros in memory that operations work on without copying. The memory is freed when the last
-    reference to it is dropped.
+    """Returns an array of zeros. Operations work on it without copying. Its memory is freed when the last reference to
+    it is gone.
     """
     kind = np.dtype(dtype)
     _code(kind)

@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks among which operations can run."""
+"""Process sets: sets of ranks that run collectives of their own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ class ProcessSet:
     """A set of ranks of the job. It can be used after ``init(process_sets=...)`` or ``add_process_set`` has registered
     it.
 
-    Two sets are equal only if they are the same object.
+    Two sets compare equal only if they are the same object.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        """Makes a set that is not registered yet. ranks_or_comm has the members: ranks of the job in any order, or a
-        communicator of mpi4py.
+        """Makes a set that is not registered. ranks_or_comm defines the members: it is a list of ranks of the job in
+        any order, or an mpi4py communicator.
         """
         self.process_set_id: Optional[int] = None
-        """The number of the set: 0 for the set of all ranks, 1, 2, ... for others, None if it is not registered."""
+        """The number of the set: 0 for the set of all ranks, 1 or more for others, None if the set is not registered.
+        """
         self.ranks: Optional[List[int]] = None
-        """The members, as ranks of the job in ascending order."""
+        """The ranks of the members in the job, in ascending order."""
         self.mpi_comm: Any = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
@@ -38,8 +39,8 @@ class ProcessSet:
         return len(self.ranks)
 
     def rank(self) -> Optional[int]:
-        """Returns this process's position among the members, or None if it is not a member or the set is not
-        registered.
+        """Returns this process's position among the members. Returns None if this process is not a member or the set is
+        not registered.
         """
         if self.process_set_id is None or self.ranks is None or not self.included():
             return None
@@ -69,10 +70,10 @@ _engine.engine.global_set = global_process_set
 
 
 def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
-    """Registers a process set while the job runs, and returns it.
+    """Registers a process set while the job runs, and returns the set.
 
-    All ranks of the job must call it with the same set, also the ranks that are not members. It returns when all have
-    called it. Raises ValueError if a set with the same members is registered already.
+    All ranks of the job must call it with the same set, including the ranks that are not members. It returns when all
+    ranks have called it. Raises ValueError if a set with the same members is already registered.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -81,15 +82,15 @@ def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set, and returns whether the set was removed.
+    """Removes a process set and returns whether the set was removed.
 
-    All ranks of the job must call it. It returns when all have called it. It returns False if the set is not registered
-    or is the set of all ranks. Operations of the set that the coordinator has granted finish. Its other operations
-    fail.
+    All ranks of the job must call it, and it returns when all ranks have called it. It returns False if the set is not
+    registered or is the set of all ranks. Operations of the set that the coordinator has granted still run to their
+    end. The other operations of the set fail.
     """
     return _engine.engine.remove_set(process_set)
 
 
 def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":
-    """Returns the members of all registered process sets, as a map from the number of a set to its ranks."""
+    """Returns the members of all registered process sets. The keys are the numbers of the sets."""
     return _engine.engine.set_ranks()
