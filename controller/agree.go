@@ -10,13 +10,13 @@ import (
 )
 
 // agree makes the response to the requests of the members of a set. requests has an element for each member,
-// in the order of the set. A member that has joined may have made no request. Its element then has the kind
-// NoKind. At least one member has not joined.
+// in the order of the set. If a member has joined without making a request, its element has the kind NoKind.
+// At least one member has not joined.
 //
-// The response is an Error if the requests contradict each other, or if they cannot be served without the
-// members that made none. Its text says which rank sent what. If there are several contradictions, the text
-// names the first in the order of Horovod's checks. Unlike Horovod, agree compares the operations before the
-// element types, because a barrier has no element type.
+// The response is an Error if the requests contradict each other, or if the operation cannot run without the
+// members that made no request. The text of the Error says which rank sent what. If there are several
+// contradictions, the text names the first in the order of Horovod's checks. Unlike Horovod, agree compares
+// the operations before the element types, because a barrier has no element type.
 func agree(set *Set, requests []message.Request, joined *joinState) *message.Response {
 	first := firstOf(requests)
 	r := &message.Response{
@@ -60,7 +60,7 @@ func firstOf(requests []message.Request) *message.Request {
 	return nil
 }
 
-// requestSet has the requests of all members for one name, to be compared.
+// requestSet has the requests of all members for one name, so that they can be compared.
 type requestSet struct {
 	set      *Set
 	requests []message.Request
@@ -82,8 +82,8 @@ func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	return false
 }
 
-// mismatch returns a text that says what differs and what each rank sent. It returns "" if same returns true
-// for all requests.
+// mismatch returns a text that says what differs and what each rank sent. If same returns true for all
+// requests, mismatch returns "".
 func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string,
 	same func(q *message.Request) bool) string {
 	if !v.differ(same) {
@@ -92,8 +92,8 @@ func (v *requestSet) mismatch(what, verb string, format func(q *message.Request)
 	return v.errorText("mismatched %s: %s", what, v.valuesByRank(verb, format))
 }
 
-// tensorOf formats the element type and the shape of a tensor. It omits the first dimension for an alltoall,
-// because it may differ between ranks and the coordinator does not know it if a rank has only voted.
+// tensorOf formats the element type and the shape of a tensor. For an alltoall it omits the first dimension,
+// which may differ between ranks. The coordinator does not know that dimension if a rank has only voted.
 func tensorOf(q *message.Request) string {
 	shape := q.Shape.String()
 	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
@@ -105,8 +105,8 @@ func tensorOf(q *message.Request) string {
 	return q.DType.String() + shape
 }
 
-// disagreement returns a text that says how the requests contradict each other or why they cannot be served,
-// or "" if they agree.
+// disagreement returns a text that says how the requests contradict each other or why the operation cannot
+// run. If the requests agree, disagreement returns "".
 func (v *requestSet) disagreement() string {
 	first := v.first
 	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
@@ -136,8 +136,8 @@ func (v *requestSet) disagreement() string {
 	return ""
 }
 
-// parts compares groups that are one request: first their numbers of tensors, then their tensors. The text is
-// about the first tensor that differs.
+// parts compares groups that are one request: first the numbers of their tensors, then the tensors. The text
+// is about the first tensor that differs.
 func (v *requestSet) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
@@ -269,7 +269,7 @@ func (v *requestSet) ids() string {
 }
 
 // absence returns a text if the operation cannot run without the members that have joined and did not request
-// it, else "".
+// it. Otherwise it returns "".
 func (v *requestSet) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {

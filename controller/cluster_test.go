@@ -14,8 +14,8 @@ import (
 
 const livenessTimeout = 10 * time.Second
 
-// cluster is a job that runs in one goroutine. It has a Coordinator, a node for each rank, and the frames in
-// flight between them, in their encoding. Nothing happens by itself: a test chooses which rank acts next.
+// cluster is a job that runs in one goroutine. It has a Coordinator, a node for each rank, and the encoded
+// frames in flight between them. Nothing happens by itself: a test chooses which rank acts next.
 type cluster struct {
 	tb    testing.TB
 	cfg   controller.CoordinatorConfig
@@ -24,7 +24,7 @@ type cluster struct {
 	now   time.Duration
 	watch watcher
 
-	in message.Up // reused for every frame, as in the engine
+	in message.Up // memory that is reused for every frame, as in the engine
 }
 
 // node is a rank. It has the rank's Member and the parts of an engine that the protocol needs.
@@ -34,12 +34,12 @@ type node struct {
 	m    *controller.Member
 	sets []controller.Set
 
-	up, down [][]byte // frames in flight from and to this rank, oldest first
+	up, down [][]byte // the frames in flight from and to this rank, oldest first
 	in       message.Down
 
-	pending []request // requests that were submitted and are unanswered
+	pending []request // requests that were submitted and not answered yet
 	gone    []topo.ProcessSetID
-	lanes   []lane // lanes[i] belongs to sets[i]; a removed set's lane stays until its grants finish
+	lanes   []lane // lanes[i] belongs to sets[i]; a removed set keeps its lane until its grants finish
 	numbers map[topo.ProcessSetID]uint64
 	stopped bool // whether the member has applied a stop
 	drained bool
@@ -49,9 +49,9 @@ type node struct {
 
 // request is a request of a rank on a process set.
 //
-// The rank makes a request with await only when no other request of the rank is in flight. step is set for a
-// tensor of a group. It is the number of the step in which the group is submitted. The rank submits the group
-// of the next step only after all tensors of the previous group are answered.
+// If await is set, the rank makes the request only when no other request of the rank is in flight. If the
+// request is for a tensor of a group, step is the number of the step in which the group is submitted. The
+// rank submits the group of the next step only after all tensors of the previous group are answered.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
@@ -59,7 +59,7 @@ type request struct {
 	step  int
 }
 
-// turn says when a rank can make the next request of its program.
+// turn says whether a rank can make the next request of its program now, later or never.
 type turn uint8
 
 const (
@@ -68,8 +68,8 @@ const (
 	turnNever // the process set of the request was removed
 )
 
-// turnOf returns when a rank can make request r. pending are the rank's unanswered requests, sets are the
-// process sets that it belongs to, and gone are the removed process sets that it belonged to.
+// turnOf returns when a rank can make request r. pending has the rank's unanswered requests, sets has the
+// process sets to which it belongs, and gone has the removed process sets to which it belonged.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join ||
@@ -85,7 +85,7 @@ func turnOf(r request, pending []request, sets []controller.Set, gone []topo.Pro
 	return turnNow
 }
 
-// lane has the unfinished grants of one process set, oldest first.
+// A lane has the unfinished grants of one process set, oldest first.
 type lane []*controller.Grant
 
 // watcher receives the events of a cluster. A frame is valid only during the call.
@@ -105,8 +105,8 @@ type watcher interface {
 	frameReceived()                        // the coordinator has applied one frame
 }
 
-// plan returns the Planner of the tests. It chooses trees for broadcasts and rings for all other operations.
-// It returns an error for reductions of the given element types.
+// plan returns the Planner of the tests. It chooses the algorithm tree for broadcasts and ring for all other
+// operations. It returns an error for reductions of the given element types.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (
 		message.Backend, message.Algorithm, error,
@@ -139,7 +139,7 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 	return c
 }
 
-// submit submits a request to the member. The next call of send sends it.
+// submit submits a request to the member. The request is sent by the next call of send.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
 	if err := n.trySubmit(set, q); err != nil {
@@ -169,13 +169,13 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
 }
 
-// send executes a turn of the rank in which no frame has arrived.
+// send executes a turn of the rank in which no frame arrives.
 func (n *node) send() {
 	n.m.Tick(n.c.now)
 	n.take()
 }
 
-// read executes a turn of the rank in which the oldest frame in flight from the coordinator has arrived.
+// read executes a turn of the rank in which the oldest frame in flight from the coordinator arrives.
 func (n *node) read() {
 	n.send()
 	if n.over {
@@ -193,7 +193,7 @@ func (n *node) read() {
 	n.take()
 }
 
-// take calls Ready of the member, sends its frames and executes its grants.
+// take calls Ready of the member, sends the frames that Ready returns and executes the grants.
 func (n *node) take() {
 	if n.over {
 		return
@@ -260,14 +260,14 @@ func (n *node) take() {
 	}
 }
 
-// asked returns the index in n.pending of the request that the granted response r answers, or -1 if there is
-// none.
+// asked returns the index in n.pending of the request that the granted response r answers. If there is no
+// such request, it returns -1.
 func (n *node) asked(g *controller.Grant, r *message.Response) int {
 	return answers(n.pending, n.rank, g, r)
 }
 
-// answers returns the index in pending of the request that the granted response r answers, or -1 if there is
-// none. pending are the requests of the given rank.
+// answers returns the index in pending of the request that the granted response r answers. If there is no
+// such request, it returns -1. pending has the requests of the given rank.
 func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
 	if slices.Contains(g.Absent, rank) {
 		return -1
@@ -281,7 +281,7 @@ func (n *node) lane(set topo.ProcessSetID) *lane {
 	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
 }
 
-// finish marks the oldest grant of lane i as finished. The next call of send reports that.
+// finish marks the oldest grant of lane i as finished. The next call of send reports that to the coordinator.
 func (n *node) finish(i int) {
 	g := n.lanes[i][0]
 	n.lanes[i] = n.lanes[i][1:]
@@ -305,7 +305,8 @@ func (n *node) drain() {
 	n.take()
 }
 
-// receive is the first part of a turn of the coordinator. It applies the oldest frame in flight from a rank.
+// receive executes the first part of a turn of the coordinator. It applies the oldest frame in flight from a
+// rank.
 func (c *cluster) receive(n *node) {
 	frame := n.up[0]
 	n.up = n.up[1:]
@@ -317,8 +318,8 @@ func (c *cluster) receive(n *node) {
 	c.watch.frameReceived()
 }
 
-// decide is the last part of a turn of the coordinator. It sends the frames that Ready returns, and reports
-// whether there were any.
+// decide executes the last part of a turn of the coordinator. It sends the frames that Ready returns, and
+// reports whether there were any.
 func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
@@ -342,7 +343,7 @@ func (c *cluster) decide() bool {
 }
 
 // kill ends the process of a rank. Frames in flight from and to the rank are lost, and its control connection
-// ends. The coordinator dies with rank 0. Then frames that other ranks have not read are lost too.
+// ends. If the rank is rank 0, the coordinator dies too, and frames that other ranks have not read are lost.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
 	c.endConnection(r, reason)
@@ -375,8 +376,8 @@ func (c *cluster) endConnection(r topo.Rank, reason string) {
 	}
 }
 
-// next returns the earliest time at which a turn is due, of the coordinator or of the ranks for which pass
-// returns true.
+// next returns the earliest time at which a turn is due. It considers the coordinator and the ranks for which
+// pass returns true.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {

@@ -1,17 +1,18 @@
-// Package controller implements the negotiation: how ranks agree on which operations to run, in which order.
-// docs/negotiation.md specifies the protocol.
+// Package controller implements the negotiation, in which ranks agree on the operations to run and on their
+// order. docs/negotiation.md specifies the protocol.
 //
 // The package is pure. A Member is the state of a rank as a participant, and the Coordinator is the state of
 // rank 0 as the coordinator. Their inputs are events (submitted requests, frames, the time). Their outputs
 // are frames to send and grants to run. They use no socket, clock or lock, they never wait, and the same
-// inputs give the same outputs. Times are durations since any fixed moment. Every turn begins with Tick.
+// inputs give the same outputs. All times are durations since the same fixed moment, which the caller
+// chooses. Every turn begins with Tick.
 //
 // A rank sends a request once, and the coordinator remembers it until it is answered. The answers of the
 // coordinator are numbered. They form a log that every rank replays.
 //
-// Lockstep carries requests and decisions between members and coordinator if the channel offers only
-// collectives. In every cycle all ranks combine their votes by AND and OR. Rank 0 gathers what is not cached,
-// and broadcasts the decision of the coordinator.
+// Lockstep carries requests and decisions between members and coordinator if only collectives are available
+// for that. In every cycle all ranks combine their votes by AND and OR. Rank 0 gathers the requests that are
+// not cached, and broadcasts the decision of the coordinator.
 //
 // The package promises no stable API. Programs use package hvd.
 package controller
@@ -33,13 +34,13 @@ const (
 	suspectGrace = 200 * time.Millisecond
 	// verdictTimeout is how long a rank that suspects another rank waits for the verdict of the coordinator.
 	verdictTimeout = time.Second
-	// closeTimeout is how long a shutdown may go without progress.
+	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
 )
 
-// gap returns how long this process did not run since the last turn, because it was stopped or its host
-// slept. It returns 0 if the process ran, because turns are then at most a heartbeat apart. A process that
-// did not run does not know whether other ranks were silent in that time.
+// gap returns for how long this process did not run since the last turn, because it was stopped or its host
+// slept. If the process ran, turns are at most a heartbeat apart, and gap returns 0. A process that did not
+// run does not know whether other ranks were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d
@@ -50,7 +51,7 @@ func gap(last, now time.Duration) time.Duration {
 // never is a time that the clock never reaches.
 const never = time.Duration(1<<63 - 1)
 
-// Set is a process set. Ranks are its members in ascending order.
+// Set is a process set. Ranks has its members in ascending order.
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank
@@ -76,10 +77,10 @@ func (s *Set) index(r topo.Rank) int {
 	return -1
 }
 
-// Grant is one fused response, as the member that runs it sees it.
+// Grant is one fused response, as seen by a member that runs it.
 type Grant struct {
 	Set topo.ProcessSetID
-	// Number counts the grants of the set from 1. It is equal at all members.
+	// Number is the number of the grant, counted from 1 in each set. It is equal at all members.
 	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
@@ -89,11 +90,11 @@ type Grant struct {
 	// Responses are the responses for the tensors to run together, in the order of the fusion buffer. They
 	// are shared with the cache and must not be changed.
 	Responses []*message.Response
-	// Bits are the cache bits of the first len(Bits) Responses, which were cached. The other Responses were
-	// not.
+	// Bits are the cache bits of the first len(Bits) Responses. These were granted by their bits, and the
+	// other Responses in full.
 	Bits []uint32
 
-	since        time.Duration // when the member received the grant
+	since        time.Duration // the time at which the member received the grant
 	older, newer *Grant        // the neighbours in the member's grantList
 }
 

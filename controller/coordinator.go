@@ -19,20 +19,20 @@ type CoordinatorConfig struct {
 	CacheCapacity int
 	// FusionThresholdBytes is the maximum size of a fused response.
 	FusionThresholdBytes int64
-	// DisableGroupFusion makes the coordinator not fuse the tensors of a group with other tensors.
+	// DisableGroupFusion says that the tensors of a group are not fused with other tensors.
 	DisableGroupFusion bool
-	// Deterministic excludes fusion that could change the bits of a result: Adasum is then never fused.
+	// Deterministic disables fusion that could change the bits of a result. So Adasum is never fused.
 	Deterministic bool
 	// CycleTime is the minimum time between two cycles.
 	CycleTime time.Duration
-	// LivenessTimeout is the time without a frame after which a rank has failed.
+	// LivenessTimeout is the maximum time between two frames from a rank. If it passes, the rank has failed.
 	LivenessTimeout time.Duration
-	// StallWarning is how long a tensor waits for ranks to request it or to finish it before Events reports
-	// it, and the time between later reports. 0 disables reports. StallShutdown is how long a tensor waits
-	// before the job is stopped. 0 disables the stop.
+	// StallWarning is how long a tensor waits, for ranks to request it or to finish it, before Events reports
+	// it. It is also the time between later reports. 0 disables reports. StallShutdown is how long a tensor
+	// waits before the job is stopped. 0 disables the stop.
 	StallWarning, StallShutdown time.Duration
-	// Lockstep says that a controller.Lockstep carries the requests and the cycles. All cycles go to all
-	// ranks then. Ranks that shut down are stopped together, when the last one has shut down.
+	// Lockstep says that a controller.Lockstep carries the requests and the cycles. In this case all cycles
+	// go to all ranks, and all ranks are stopped together, when the last one has shut down.
 	Lockstep bool
 	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
@@ -53,8 +53,8 @@ const (
 	failed                    // the verdict was given
 )
 
-// Coordinator decides which operations run when, for all process sets of a job. It is not safe for concurrent
-// use.
+// Coordinator decides which operations run and in which order, for all process sets of a job. It is not safe
+// for concurrent use.
 //
 // In each turn, call Tick, then Step and Lost for the frames and errors that have arrived, then Ready. Send
 // the frames that Ready returns, then call Advance.
@@ -68,16 +68,16 @@ type Coordinator struct {
 
 	now       time.Duration
 	cycle     uint64
-	lastCycle time.Duration // when the last cycle was issued
-	combined  time.Duration // in lock-step, when all ranks had entered the last cycle
+	lastCycle time.Duration // the time at which the last cycle was issued
+	combined  time.Duration // in lock-step, the time at which all ranks had entered the last cycle
 	leaving   int           // number of ranks that submit nothing more
 	stopSent  bool          // whether every rank was stopped
-	// stopReason is why the job is stopped, empty if every rank has asked for it. stopRanks are the ranks
-	// whose shutdown is the reason.
+	// stopReason is why the job is stopped. It is empty if every rank has asked for the stop. stopRanks are
+	// the ranks whose shutdown is the reason.
 	stopReason string
 	stopRanks  []topo.Rank
 	byes       int
-	progress   time.Duration // when the shutdown last made progress
+	progress   time.Duration // the time at which the shutdown last made progress
 
 	suspicion         *suspicion
 	out               []Outgoing
@@ -87,15 +87,15 @@ type Coordinator struct {
 	// decide reuses the memory of the fields below.
 	decision message.Down // the decisions about all sets
 	states   []*setState  // the sets about which something was decided
-	mine     []int        // indexes in states of the sets of one rank
+	mine     []int        // indexes in states of the sets to which one rank belongs
 	spare    []Outgoing
 }
 
 // rankState is the state of a rank at the coordinator.
 type rankState struct {
 	seen         uint64        // the last cycle that the rank has applied
-	lastReceived time.Duration // when the last frame from the rank arrived
-	lastSent     time.Duration // when the last frame to the rank was created
+	lastReceived time.Duration // the time at which the last frame from the rank arrived
+	lastSent     time.Duration // the time at which the last frame to the rank was created
 	lost         bool          // whether the rank's control connection has ended
 	// executing is the oldest grant that the rank has not finished.
 	executing execution
@@ -108,7 +108,7 @@ type suspicion struct {
 	since       time.Duration
 }
 
-// NewCoordinator returns the coordinator for an epoch that begins at now.
+// NewCoordinator returns the coordinator for an epoch that begins at the time now.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
 	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w,
@@ -163,7 +163,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 	}
 }
 
-// silent returns the ranks that have sent nothing for d.
+// silent returns the ranks that have sent nothing for the duration d.
 func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	for r := range c.ranks {
 		if k := &c.ranks[r]; !k.bye && c.now-k.lastReceived >= d {
@@ -223,7 +223,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.timeout(from, up)
 	case message.UpBye:
 		switch {
-		case k.stop == 0 || up.Seen != k.stop: // the rank's last cycle is the one that stops it
+		case k.stop == 0 || up.Seen != k.stop: // the stop must be the last cycle that the rank has applied
 			c.failSender(from, fmt.Errorf("got a bye before the coordinator had stopped the rank"))
 			return
 		case k.bye:
@@ -308,8 +308,8 @@ func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int)
 	return nil, 0
 }
 
-// forget is called when rank r has seen more cycles. It drops from the caches, and from the removed sets,
-// what no member can refer to anymore.
+// forget is called when rank r has seen more cycles. It drops from the caches, and from the removed sets, the
+// entries to which no frame in flight can refer anymore.
 func (c *Coordinator) forget(r topo.Rank) {
 	for _, s := range c.sets.sets {
 		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
@@ -330,7 +330,8 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	return least
 }
 
-// Lost records that the control connection of a rank has ended. It is a failure unless the rank has sent bye.
+// Lost records that the control connection of a rank has ended. Unless the rank has sent bye, this is a
+// failure of the rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	k := &c.ranks[r]
 	k.lost = true
@@ -339,7 +340,7 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	}
 }
 
-// Fault fails a rank whose control connection still works. So the rank receives the verdict too.
+// Fault fails a rank whose control connection still works, so that the rank receives the verdict too.
 func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	if c.state == running || c.state == stopping {
 		c.fail([]topo.Rank{r}, reason)
@@ -351,9 +352,8 @@ func (c *Coordinator) failSender(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("protocol error: %v", err))
 }
 
-// suspect records a suspicion. It does not give the verdict yet, because the control connection of a dead
-// rank usually ends soon, which shows which rank has died. A verdict without waiting could name a living
-// rank.
+// suspect records a suspicion. It does not give the verdict yet. If a rank has died, its control connection
+// usually ends soon and shows which rank it was. A verdict without waiting could name a living rank.
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
@@ -366,9 +366,9 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// decideSuspicion gives the verdict about a suspected rank if no control connection has ended meanwhile that
-// shows which rank has died. If the suspect has missed its heartbeats, or its connection has ended after its
-// bye, the verdict names only the suspect. Otherwise it names both ranks, because either may have failed.
+// decideSuspicion gives the verdict about a suspected rank, unless the end of a control connection has shown
+// meanwhile which rank has died. If the suspect has missed its heartbeats, or its connection has ended after
+// its bye, the verdict names only the suspect. Otherwise it names both ranks, because either may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
@@ -392,7 +392,7 @@ func (c *Coordinator) close() {
 	c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, c.present())
 }
 
-// present returns the ranks that are not closed and whose control connections work.
+// present returns the ranks that are not closed and have a working control connection.
 func (c *Coordinator) present() []topo.Rank {
 	var all []topo.Rank
 	for r := range c.ranks {
@@ -410,8 +410,8 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	}
 }
 
-// Ready issues a cycle if there is anything to decide. It returns the frames to send now, in order. The
-// result is valid until Advance.
+// Ready issues a cycle if there is anything to decide. It returns the frames to send now, in the order in
+// which to send them. The result is valid until Advance.
 func (c *Coordinator) Ready() []Outgoing {
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
@@ -427,8 +427,8 @@ func (c *Coordinator) Ready() []Outgoing {
 	return c.out
 }
 
-// Advance drops the frames that Ready has returned. There must be no event between Ready and Advance, because
-// Advance would drop its frames too.
+// Advance drops the frames that Ready has returned. No event may come between Ready and Advance, because
+// Advance would drop the frames that the event causes too.
 func (c *Coordinator) Advance() {
 	for _, o := range c.out {
 		if o.Down.Type == message.DownCycle {
@@ -447,8 +447,8 @@ func (c *Coordinator) decide() {
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
-		// The cycle with the stop also grants the ready tensors of sets with a closed gate, because no cycle
-		// follows.
+		// The cycle with the stop also grants ready tensors of sets with a closed gate, because it is the
+		// last cycle.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
@@ -545,7 +545,7 @@ func (c *Coordinator) sendHeartbeats() {
 // frames.
 func (c *Coordinator) Closed() bool { return c.state == closed || c.state == failed }
 
-// Next returns when Tick and Ready must be called again if nothing arrives before.
+// Next returns the time by which Tick and Ready must be called again, even if nothing arrives before.
 func (c *Coordinator) Next() time.Duration {
 	if c.Closed() {
 		return never

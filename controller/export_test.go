@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// These are internal durations that tests need.
+// These are internal durations of the package that tests need.
 const (
 	HeartbeatPeriod = heartbeatPeriod
 	SuspectGrace    = suspectGrace

@@ -13,8 +13,8 @@ type groupKey struct {
 	size int32
 }
 
-// groupOf returns the group that the first member with a request names. If another member names another
-// group, the tensor fails.
+// groupOf returns the group of a tensor, which is the group that the first member with a request names. If
+// another member names another group, the tensor fails.
 func groupOf(requests []message.Request) groupKey {
 	q := firstOf(requests)
 	return groupKey{q.Group, q.GroupSize}
@@ -37,9 +37,9 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 // group is a group of tensors that are granted together.
 type group struct {
 	groupKey
-	items []readyItem // the complete tensors that wait for the others, in order
-	// failed is why the group has failed, empty if it has not. answered is the number of its tensors that
-	// were answered with the failure.
+	items []readyItem // the complete tensors that wait for the others, in the order of completion
+	// failed is the reason why the group has failed, or "" if it has not. answered is the number of tensors
+	// of the group that were answered with the failure.
 	failed   string
 	answered int
 	// refused says that no backend runs one of the tensors, and that the other tensors have failed for that
@@ -47,8 +47,8 @@ type group struct {
 	refused bool
 }
 
-// fail turns all items of the group into errors if one of them is an error. An item is an error if no backend
-// runs its tensor.
+// fail turns all items of the group into errors if one of them is an error. An item is also an error if no
+// backend runs its tensor.
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
@@ -68,7 +68,7 @@ func (g *group) fail(items []readyItem) {
 	}
 }
 
-// heldGroups are the groups of which some tensors are complete and others are not.
+// heldGroups are the groups that are not complete: some of their tensors are complete and others are not.
 type heldGroups struct {
 	groups []*group // in the order of their first complete tensors
 }
@@ -79,10 +79,10 @@ func (h *heldGroups) has(key groupKey) bool {
 }
 
 // add holds a complete tensor of a group. If it is the last tensor of the group, add returns the whole group.
-// If it is an error, the group fails at once: add turns the held tensors into errors and returns them, and
-// does the same with each later tensor. The error is not held until the group is complete, because ranks that
-// disagree about the group could hang: one of them may wait for the result of a tensor before it submits the
-// next.
+// If the item is an error, the group fails at once: add turns the held tensors into errors and returns them,
+// and does the same with each later tensor. An error does not wait until the group is complete, because ranks
+// that disagree about the group could hang. One of them may wait for the result of a tensor before it submits
+// the next tensor.
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	g := h.at(key)
 	item.group = g
@@ -96,8 +96,9 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// failGroup fails a group because one of its tensors is answered with an error outside the group: the first
-// member names another group for that tensor, or none. It returns the held tensors of the group as errors.
+// failGroup fails a group because the first member names another group, or none, for one of the group's
+// tensors. That tensor is answered with an error outside the group. failGroup returns the held tensors of the
+// group as errors.
 func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {
@@ -119,7 +120,7 @@ func (h *heldGroups) at(key groupKey) *group {
 	return g
 }
 
-// index returns the position of a tensor among the held tensors, or -1.
+// index returns the position of a tensor among the held tensors, or -1 if it is not held.
 func (g *group) index(tensor string) int {
 	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
 }
@@ -161,7 +162,7 @@ func (h *heldGroups) fail(reason string) []readyItem {
 	return items
 }
 
-// find returns the group that holds a tensor, or nil.
+// find returns the group that holds a tensor, or nil if none does.
 func (h *heldGroups) find(tensor string) *group {
 	for _, g := range h.groups {
 		if g.index(tensor) >= 0 {

@@ -8,9 +8,10 @@ import (
 // joinState has the members of a process set that have joined. A member that has joined makes no more
 // requests until all members have joined.
 type joinState struct {
+	// The following slices have an element for each member.
 	members []bool   // whether the member has joined
 	empty   []bool   // whether it contributes nothing to operations that otherwise fail for joined ranks
-	names   []string // the names of their joins, "" for members that have not joined
+	names   []string // the names of the joins, "" for members that have not joined
 	count   int
 	last    int // the member that has joined last
 }
@@ -49,9 +50,9 @@ func (j *joinState) reset() {
 	j.count = 0
 }
 
-// join applies a member's join. Tensors that waited only for this member become complete, in the order of
-// their first requests. This concerns tensors that were requested in full. The caller then calls joinVotes
-// for the cached ones.
+// join applies a member's join. It completes tensors that waited only for this member, in the order of their
+// first requests. It considers only tensors that were requested in full. Then the caller calls joinVotes for
+// the cached tensors.
 func (s *setState) join(member int, q *message.Request) {
 	s.joined.add(member, q)
 	for _, row := range s.rows {
@@ -72,8 +73,8 @@ func (s *setState) joinVotes(member int) {
 	}
 }
 
-// joinAll answers the joins when all members have joined. The answer follows all other responses, because no
-// member can make more requests before it.
+// joinAll answers the joins when all members have joined. The answer follows all other responses, because
+// members make no more requests until they get it.
 func (s *setState) joinAll() {
 	if s.joined.count == 0 || s.joined.count < len(s.Ranks) {
 		return
@@ -84,7 +85,7 @@ func (s *setState) joinAll() {
 	}})
 }
 
-// joining returns the members that have not joined.
+// joining returns the members that have not joined yet.
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
 // needsAll reports whether operations of kind k need the data of members that have joined, unless these

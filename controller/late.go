@@ -10,14 +10,14 @@ import (
 
 // arrivals has the times at which the members' requests for tensors arrived while tracing was on.
 type arrivals struct {
-	bits [][]time.Duration // of ungranted cached tensors, by bit and member; nil without votes
-	// granted has the arrival times for granted tensors, by tensor in the order of the grants, then by
-	// member. Arrivals has returned the first taken elements already.
+	bits [][]time.Duration // for ungranted cached tensors, by bit and member; nil for a bit without votes
+	// granted has the arrival times for granted tensors. They are ordered by grant, then by tensor, then by
+	// member. Arrivals has already returned the first taken elements.
 	granted []time.Duration
 	taken   int
 }
 
-// arrive records that the request of a member arrives now.
+// arrive records in at that the request of a member arrives now.
 func (s *setState) arrive(at *[]time.Duration, member int) {
 	if !s.waits.trace {
 		return
@@ -38,7 +38,8 @@ func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 
 // keepArrivals keeps the arrival times of tensors that are granted together until Arrivals returns them. It
 // keeps them only if rank 0 is a member, because otherwise rank 0 does not call Arrivals. Their order is the
-// order of the responses in the grant: first the tensors that are granted by bit, then those granted in full.
+// order of the responses in the grant: first the tensors that are granted by bit, then the tensors that are
+// granted in full.
 func (s *setState) keepArrivals(group []int) {
 	if !s.waits.trace || s.index(0) < 0 {
 		return
@@ -69,8 +70,9 @@ func (s *setState) keepArrivals(group []int) {
 	}
 }
 
-// Trace switches the recording of when each member's request for a tensor arrives on or off. While it is on,
-// call Arrivals for each grant of the sets that contain rank 0, because the records accumulate until then.
+// Trace switches the recording of arrival times on or off. An arrival time is the time at which a member's
+// request for a tensor arrives. While recording is on, call Arrivals for each grant of the sets that contain
+// rank 0, because the times accumulate until then.
 func (c *Coordinator) Trace(on bool) {
 	c.waits.trace = on
 	if on {
@@ -84,10 +86,10 @@ func (c *Coordinator) Trace(on bool) {
 	}
 }
 
-// Arrivals returns when the members' requests arrived for the tensors of the oldest grant of a process set
-// for which Arrivals was not called yet. tensors is the number of tensors in that grant. The result is
-// ordered by tensor, then by member. It has 0 for a member that had joined or whose time is unknown. The
-// result is nil unless Trace is on and rank 0 is a member. It is valid until the next turn.
+// Arrivals returns the arrival times of the requests for the tensors of one grant of a process set. It is the
+// oldest grant for which Arrivals was not called yet. tensors is the number of tensors in that grant. The
+// result is ordered by tensor, then by member. It has 0 for a member that had joined or whose time is
+// unknown. It is nil unless Trace is on and rank 0 is a member, and it is valid until the next turn.
 func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duration {
 	s := c.sets.find(id)
 	if s == nil || !c.waits.trace {

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals plays the ranks of a job against a coordinator, for tests of the arrival times that the
+// arrivals drives a coordinator with the frames of all ranks of a job, to test the arrival times that the
 // coordinator records.
 type arrivals struct {
 	t *testing.T
@@ -71,10 +71,10 @@ func TestArrivals(t *testing.T) {
 	a.c.Trace(true)
 	a.at(1, 1, 0, asks("a", "b"))
 	a.at(2, 0, 0, asks("b"))
-	a.at(5, 2, 0, asks("b", "a")) // grants b
+	a.at(5, 2, 0, asks("b", "a")) // this request completes b, which is granted
 	a.want(0, 1, 2, 1, 5)
-	// This request completes a. a is granted although b is unfinished, because the gate is open while only
-	// one grant is unfinished.
+	// This request completes a. The coordinator grants a while b is still unfinished, because the gate is
+	// open as long as at most one grant is unfinished.
 	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
@@ -93,7 +93,7 @@ func TestArrivals(t *testing.T) {
 	a.at(25, 1, 2, all())
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
 	a.want(0, 1) // a second call returns nothing
-	// Rank 1 held up the others for 3 ms in total, not for 3 ms for each of the three tensors.
+	// Rank 1 held up the other ranks for 3 ms in total, not for 3 ms for each of the three tensors.
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
 		analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1,
 			Held: 3 * time.Millisecond})
@@ -110,14 +110,14 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.at(3, 1, 1, message.UpSet{Hits: bits(0)})
 	other := message.UpSet{Invalid: bits(0), Requests: []message.Request{allreduce("a", 2)}}
 	a.at(7, 2, 1, other)
-	a.at(8, 0, 1, other) // the answer is an error: rank 1 has voted for another shape
+	a.at(8, 0, 1, other) // the answer is an error, because rank 1 has voted for another shape
 	a.want(0, 1, 8, 3, 7)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1},
 		analysis.HeldUp{Rank: 2})
 }
 
-// The coordinator keeps no arrival times for a set without rank 0, because nobody calls Arrivals for it. It
-// keeps none after Trace(false) either.
+// The coordinator keeps no arrival times for a set without rank 0, because Arrivals is never called for such
+// a set. It also keeps none after Trace(false).
 func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
 	a.c.Trace(true)

@@ -10,21 +10,21 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// departure is what the coordinator knows of a rank's shutdown. A rank leaves in four steps. It says that it
-// submits nothing more. When none of its requests can be granted anymore, the coordinator stops it. When it
-// has finished its grants, it says bye. When no other rank still executes an operation with it, the
-// coordinator closes it.
+// departure is what the coordinator knows about the shutdown of a rank. A rank leaves in four steps. First it
+// says that it submits nothing more. When none of its requests can be granted anymore, the coordinator stops
+// it. When it has finished its grants, it says bye. When no other rank still executes an operation with it,
+// the coordinator closes it.
 type departure struct {
 	leaving bool // whether the rank submits nothing more
-	// The fields below are from the frame in which the rank announced its shutdown. at is when the frame
-	// arrived.
+	// The fields below describe the frame in which the rank announced its shutdown. at is the time at which
+	// the frame arrived.
 	at         time.Duration
 	operations uint64        // number of responses that the rank had finished
 	last       string        // the last of these responses, such as `allreduce "g"`
-	sinceLast  time.Duration // the time since this response had ended
-	reason     string        // the reason that the rank's program gave, or ""
+	sinceLast  time.Duration // the time between the end of this response and the shutdown
+	reason     string        // the reason that the rank's program gave, or "" if it gave none
 
-	stop   uint64 // the cycle that stopped the rank, or 0
+	stop   uint64 // the cycle that stopped the rank, or 0 if the rank was not stopped
 	stops  bool   // whether the cycle that is being decided stops the rank
 	bye    bool
 	closed bool
@@ -51,7 +51,7 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 
 func (c *Coordinator) isLeaving(r topo.Rank) bool { return c.ranks[r].leaving }
 
-// leavers returns the ranks among the given ranks that submit nothing more.
+// leavers returns which of the given ranks submit nothing more.
 func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
 	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
 }
@@ -81,7 +81,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 		if len(s.ready) > 0 {
 			return true
 		}
-		// A rank that has joined takes part in everything that is granted.
+		// A rank that has joined takes part in every operation that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			if (joined || slices.Contains(waiting, r)) && !slices.ContainsFunc(st.Missing, c.isLeaving) {
@@ -102,8 +102,8 @@ func (c *Coordinator) canStop() bool {
 	return false
 }
 
-// eachAwaited calls visit for everything that ranks wait for in the set, including joins. waiting are the
-// ranks that wait, which are those that have made the request.
+// eachAwaited calls visit for each operation that ranks wait for in the set, including joins. waiting are the
+// ranks that wait for it, because they have made the request.
 func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
@@ -122,14 +122,14 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	}
 }
 
-// isAwaited reports whether a rank that was not stopped waits for st.
+// isAwaited reports whether a rank that was not stopped waits for the operation st.
 func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	return slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
 		return c.ranks[r].stop == 0 && (st.Group != "" || !slices.Contains(st.Missing, r))
 	})
 }
 
-// awaitedText returns a text that says that the ranks of gone have shut down while the ranks of waiting wait
+// awaitedText returns a text that says that the ranks in gone have shut down while the ranks in waiting wait
 // for st.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
@@ -186,7 +186,7 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	}
 }
 
-// Abandon fails rank 0 if other ranks have not shut down, because rank 0 stops waiting for them.
+// Abandon fails rank 0 if other ranks have not shut down yet, because rank 0 stops waiting for them.
 func (c *Coordinator) Abandon() {
 	remaining := c.present()
 	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
@@ -226,8 +226,8 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 	c.closeReleased(r)
 }
 
-// released records that rank by executes no operation with rank r anymore. It has no effect if r has not
-// left.
+// released records that the rank in by executes no operation with rank r anymore. It has no effect if r has
+// not left.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))

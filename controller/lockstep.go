@@ -5,30 +5,30 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lockstep carries the requests of a Member to the Coordinator, and the decisions of the Coordinator back, by
-// collectives that all ranks enter in every cycle (docs/negotiation.md, Lock-step). Horovod negotiates in
-// this way. All other frames are sent as without Lockstep. Member and Coordinator must be configured with
-// Lockstep. A Lockstep is not safe for concurrent use.
+// Lockstep carries the requests of a Member to the Coordinator, and the decisions of the Coordinator back. It
+// uses collectives that all ranks enter in every cycle (docs/negotiation.md, Lock-step), as Horovod does. All
+// other frames are sent as without Lockstep. Member and Coordinator must be configured with Lockstep. A
+// Lockstep is not safe for concurrent use.
 //
 // A cycle has these steps. Vectors returns two vectors, which all ranks combine by bitwise AND and OR.
-// Combine takes the result. If Combine returns gather, rank 0 gathers what Gather returns at each rank. If it
-// returns broadcast, rank 0 broadcasts what Decide returns, and every rank applies it with Member.Step.
-// Nothing may be submitted to the Member during a cycle.
+// Combine takes the results and returns gather and broadcast. If gather is true, each rank sends the result
+// of Gather to rank 0. If broadcast is true, rank 0 broadcasts the result of Decide, and every rank applies
+// it with Member.Step. Nothing may be submitted to the Member during a cycle.
 //
 // Rank 0 learns from the vectors only for which bits every rank has voted. If a cycle does not answer a vote,
 // the next cycle gathers the vote. So the coordinator learns one cycle later than in the negotiation by
 // events which rank waits for which.
 type Lockstep struct {
 	member      *Member
-	coordinator *Coordinator // rank 0 only
-	words       int          // length of a set's bit vector in words
+	coordinator *Coordinator // nil except at rank 0
+	words       int          // the length of a set's bit vector in words
 
 	and, or  []uint64 // reused memory of Vectors
 	combined struct{ and, or []uint64 }
 	up       message.Up // the frame that Gather has returned last
 }
 
-// flagGather is a bit in the first word of the OR vector. A rank sets it if it has something to gather.
+// flagGather is a bit in the first word of the vector or. A rank sets it if it has something to gather.
 const flagGather = 1
 
 // NewLockstep returns the Lockstep of a rank. c is nil except at rank 0.
@@ -46,7 +46,7 @@ type voteState struct {
 	joinKnown bool         // whether rank 0 knows that this rank has joined
 }
 
-// answered removes the vote for a bit, because the bit was answered.
+// answered removes the vote for a bit that was answered.
 func (b *voteState) answered(bit uint32) {
 	b.votes.Clear(bit)
 	b.presented.Clear(bit)
@@ -54,10 +54,10 @@ func (b *voteState) answered(bit uint32) {
 }
 
 // Vectors returns what this rank contributes to the cycle: the vector and, which all ranks combine by bitwise
-// AND, and the vector or, which they combine by bitwise OR. The lengths are equal at all ranks. The vector or
-// begins with one word of flags. Both vectors have the rank's unanswered votes in each set, in the order of
-// the sets. If the rank is not a member of a set, or rank 0 knows that it has joined, the words for that set
-// in the vector and are all ones. The vectors are valid until the next call.
+// AND, and the vector or, which they combine by bitwise OR. Each vector has the same length at all ranks. The
+// vector or begins with one word of flags. Both vectors have the rank's unanswered votes in each set, in the
+// order of the sets. If the rank is not a member of a set, or if rank 0 knows that it has joined the set, the
+// words for that set in the vector and are all ones. The vectors are valid until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
@@ -87,9 +87,9 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine takes the combined vectors, which the caller must not change until the end of the cycle. It reports
-// whether all ranks now send a frame to rank 0, and whether rank 0 then broadcasts a frame. The results are
-// the same at all ranks.
+// Combine takes the combined vectors, which the caller must not change until the end of the cycle. gather
+// says that all ranks now send a frame to rank 0, and broadcast says that rank 0 then broadcasts a frame. The
+// results are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
@@ -113,8 +113,8 @@ func (l *Lockstep) readyBits() message.Bits {
 	return ready
 }
 
-// Quiet reports whether the combined vectors are empty, which means that no rank had votes or news. The
-// result is the same at all ranks.
+// Quiet reports whether the combined vectors are empty. That is so if no rank had votes or news. The result
+// is the same at all ranks.
 func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 
 // Over reports whether this rank enters no more cycles, because it has failed or was stopped. All ranks are
@@ -141,15 +141,15 @@ func (l *Lockstep) Gather() *message.Up {
 }
 
 // Decide returns the decision of rank 0, which must be broadcast to all ranks. It returns nil if the job has
-// failed. ups are the gathered frames by rank, or nil if nothing was gathered.
+// failed. ups are the gathered frames by rank, or nil if no frames were gathered.
 func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	c := l.coordinator
 	sets, ready := c.sets.sets, l.readyBits()
 	for r, up := range ups {
 		c.Step(topo.Rank(r), up)
 	}
-	// Count the votes for these bits after the news, because the votes of a rank that joins in this cycle are
-	// in its news.
+	// Count the votes for these bits after applying the news, because the news contain the votes of ranks
+	// that join in this cycle.
 	for i, s := range sets {
 		c.voted(s, ready[i*l.words:][:l.words])
 	}
@@ -178,7 +178,7 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	}
 }
 
-// decideAll issues a cycle for all ranks, even if there was nothing to decide. The cache does not evict the
+// decideAll issues a cycle for all ranks, even if there is nothing to decide. The cache does not evict the
 // pinned entries of a set, because ranks have voted for them.
 func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now

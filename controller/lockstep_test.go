@@ -17,13 +17,13 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// lockstepJob is a job in lock-step. It executes the collectives of the negotiation by itself.
+// lockstepJob is a job in lock-step. It executes the collectives of the negotiation without connections.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
 	coord *controller.Coordinator
 	ranks []lockstepRank
-	// pending has the unanswered requests, and answers has the answers to earlier requests, both by rank.
+	// pending has the unanswered requests of each rank, and answers has the answers to its earlier requests.
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
@@ -185,7 +185,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	}
 }
 
-// verdictOf returns the verdict that c is about to send, or nil if there is none.
+// verdictOf returns the verdict that c will send next, or nil if there is none.
 func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	for _, o := range c.Ready() {
 		if o.Down.Type == message.DownFail {
@@ -195,7 +195,8 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change records that a response has added or removed a process set. It is called once, not at every rank.
+// change records that a response has added or removed a process set. It is called once for the job, not once
+// for each rank.
 func (j *lockstepJob) change(r *message.Response) {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -206,8 +207,8 @@ func (j *lockstepJob) change(r *message.Response) {
 	}
 }
 
-// answer records the answer to the next request for a name. It omits which rank joined last, because that
-// depends on timing.
+// answer records the answer to the next request for a name. It does not record which rank joined last,
+// because that depends on timing.
 func answer(answers map[string]string, turns map[string]int, g *controller.Grant, r *message.Response) {
 	if r.Kind == message.Join {
 		r = &message.Response{Kind: r.Kind, Name: r.Name}
@@ -235,7 +236,7 @@ func (unwatched) closed(*node)                                {}
 func (unwatched) failed(*node, *controller.Verdict)           {}
 func (unwatched) frameReceived()                              {}
 
-// answering records the answers that each rank of a job by events gets.
+// answering records the answers that each rank gets in a job that negotiates by events.
 type answering struct {
 	*checker
 	answers []map[string]string
@@ -251,7 +252,7 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// TestEventsAndLockstepAgree checks invariant 14: if the ranks of a job by events and of a job in lock-step
+// TestEventsAndLockstepAgree checks invariant 14. If the ranks of a job by events and of a job in lock-step
 // submit the same requests, they get the same answers, for all cache capacities and fusion thresholds.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
@@ -313,7 +314,7 @@ func ofSet(grants []string, id topo.ProcessSetID) []string {
 	return of
 }
 
-// run executes the programs to their end. In each cycle every rank submits a random number of requests.
+// run executes the programs to their ends. In each cycle every rank submits a random number of requests.
 func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
 	j.tb.Helper()
 	todo := slices.Clone(programs)
@@ -359,8 +360,8 @@ func allreduce(name string, numElems int64) message.Request {
 	}
 }
 
-// If the backend refuses cached tensors because the fused response is too large, each tensor is answered
-// once, with an error.
+// If no backend can run cached tensors because the fused response is too large, each tensor is answered once,
+// with an error.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
 	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (
@@ -425,7 +426,8 @@ func (w *refusals) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// results shortens the keys of grants with one response to the name and "run", or to the name and the error.
+// results shortens the keys of grants with one response. The short key is the name and "run", or the name and
+// the error.
 func results(keys []string) []string {
 	var short []string
 	for _, k := range keys {
@@ -439,16 +441,16 @@ func results(keys []string) []string {
 	return short
 }
 
-// In lock-step, all ranks are stopped in one cycle: when the last rank leaves, or when a rank waits for a
-// tensor that a leaving rank has not requested. That cycle still grants tensors that every rank has
-// requested.
+// In lock-step, all ranks are stopped in one cycle. This is the cycle in which the last rank leaves, or in
+// which a rank waits for a tensor that a leaving rank has not requested. That cycle still grants tensors that
+// every rank has requested.
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
 			Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
 			Plan: plan(), CycleTime: time.Millisecond,
 		})
-		for range 2 { // in the second cycle, a is cached
+		for range 2 { // a is cached in the second cycle
 			for rank := range 3 {
 				j.submit(rank, request{q: allreduce("a", 1)})
 			}
@@ -510,8 +512,8 @@ func TestLockstepShutdown(t *testing.T) {
 	}
 }
 
-// In lock-step, bit vectors may have more than one word, and a process set may lack some of the ranks or all
-// of them.
+// In lock-step, the negotiation works if bit vectors have more than one word, and if a process set does not
+// contain some of the ranks or any of them.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
 	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130,
@@ -688,8 +690,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons returns answers without the part that depends on the order of arrival. That part is the name of
-// the tensor that made a group fail, because there may be several.
+// sameReasons returns answers without the parts that depend on the order of arrival. If several tensors could
+// have made a group fail, the name of the tensor in the error is such a part.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -715,8 +717,8 @@ func differences(events, lockstep map[string]string) string {
 	return text.String()
 }
 
-// If an operation times out while a rank is silent, the verdict names the silent rank and not the ranks that
-// this rank holds up.
+// If an operation times out while a rank is silent, the verdict names the silent rank, not the ranks that the
+// silent rank holds up.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{

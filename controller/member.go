@@ -14,10 +14,11 @@ import (
 // MemberConfig configures a Member.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are the process sets that contain the rank when the job begins. With Lockstep they are all process
-	// sets. They are in ascending order of ID.
+	// Sets are process sets with which the job begins, in ascending order of ID: all of them with Lockstep,
+	// and otherwise the sets that contain the rank.
 	Sets []Set
-	// LivenessTimeout is the time without a frame after which the coordinator has failed.
+	// LivenessTimeout is the maximum time between two frames from the coordinator. If it passes, the
+	// coordinator has failed.
 	LivenessTimeout time.Duration
 	// Lockstep says that a controller.Lockstep carries the requests and the cycles.
 	Lockstep bool
@@ -37,36 +38,36 @@ const (
 //
 // In each turn, call Tick, then Submit, Finished and so on for events at this rank, then Ready. Send the
 // frames that Ready returns and call Advance. Then, for each received frame, call Step and Ready, run the
-// grants that Ready returns, and call Advance. Take the frames of Ready before the next Step, because
-// requests were looked up in the cache as it was after the last frame.
+// grants that Ready returns, and call Advance. Send the frames of Ready before the next Step, because their
+// requests were looked up in the cache as it was after the previous frame.
 type Member struct {
 	cfg   MemberConfig
 	sets  []*memberSet
 	state memberState
 
 	now          time.Duration
-	lastReceived time.Duration // when the last frame arrived
-	lastSent     time.Duration // when the last frame was created
-	lastBeat     time.Duration // when the last heartbeat was created
-	seen         uint64        // the last cycle that was applied
+	lastReceived time.Duration // the time at which the last frame arrived
+	lastSent     time.Duration // the time at which the last frame was created
+	lastBeat     time.Duration // the time at which the last heartbeat was created
+	seen         uint64        // the last cycle that this rank has applied
 
 	up           message.Up   // the next frame
 	news         bool         // whether up has content
 	shutdown     bool         // whether Shutdown was called
 	announced    bool         // whether the coordinator was told of the shutdown
 	reason       string       // the argument of Shutdown
-	operations   uint64       // number of responses that have finished
+	operations   uint64       // number of responses that this rank has finished
 	lastKind     message.Kind // the kind of the last of these responses, which ended at lastAt
 	lastName     string
 	lastAt       time.Duration
 	stopped      bool        // whether a stop was just applied
 	grants       []*Grant    // grants that the next Ready returns
 	running      grantList   // all unfinished grants, including those in grants
-	free         []*Grant    // grants that can be reused
+	free         []*Grant    // grants that may be reused
 	left         []topo.Rank // ranks that have left (DownLeft) and that this rank still needs
 	stopReason   string
 	stopRanks    []topo.Rank
-	timeouts     []message.Up // frames to send
+	timeouts     []message.Up // timeout frames to send
 	suspected    *Verdict     // the suspicion that this rank has reported
 	suspectedAt  time.Duration
 	suspectFrame bool // whether the suspicion has yet to be sent
@@ -80,10 +81,10 @@ type Member struct {
 // memberSet is a process set as a member sees it.
 type memberSet struct {
 	Set
-	me        int // position in the set, or -1 if the rank is not a member
+	me        int // the position of the rank in the set, or -1 if it is not a member
 	voteState     // used in lock-step
 	cache     responsecache.Cache
-	join      string // the name of the join that this rank waits for, or ""
+	join      string // the name of the join for which this rank waits, or ""
 	grants    uint64
 }
 
@@ -105,18 +106,18 @@ func (s *memberSet) admit(q *message.Request) error {
 type Ready struct {
 	// Ups are frames to send to the coordinator, in order.
 	Ups []*message.Up
-	// Grants are responses to run, in order within each set. Pass each of them to Finished after it has run.
+	// Grants are the grants to run, in order within each set. Pass each of them to Finished after it has run.
 	Grants []*Grant
-	// Stop says that nothing more will be granted. The caller must end requests that were not granted with
-	// the error of the shutdown.
+	// Stop says that nothing more will be granted. The caller must end the requests that were not granted
+	// with the error of the shutdown.
 	Stop bool
-	// StopReason is the reason for the stop, empty if this rank has asked for it. StopRanks are the ranks
-	// whose shutdown is the reason.
+	// StopReason is the reason for the stop. It is empty if this rank has asked for the stop. StopRanks are
+	// the ranks whose shutdown is the reason.
 	StopReason string
 	StopRanks  []topo.Rank
 }
 
-// NewMember returns the member for an epoch that begins at now.
+// NewMember returns the member for an epoch that begins at the time now.
 func NewMember(cfg MemberConfig, now time.Duration) *Member {
 	m := &Member{cfg: cfg, now: now, lastReceived: now, lastSent: now, lastBeat: now}
 	for _, s := range cfg.Sets {
@@ -148,8 +149,9 @@ func (m *Member) Tick(now time.Duration) {
 	}
 }
 
-// Submit adds a request of this rank. The request must have passed Check, and its name must not be in flight.
-// After the stop Submit ignores requests, because the engine ends them with the error of the shutdown.
+// Submit adds a request of this rank. The request must have passed Check, and no tensor of its name may be in
+// flight. After the stop Submit ignores requests, because the engine ends them with the error of the
+// shutdown.
 func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if m.state != memberRunning {
 		return nil
@@ -188,8 +190,8 @@ func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 	m.news = true
 }
 
-// Finished records that a grant has run. The member may then reuse the Grant. The process set may have been
-// removed before.
+// Finished records that a grant has run. Afterwards the member may reuse the Grant. Finished may be called
+// even if the process set of the grant was removed.
 func (m *Member) Finished(g *Grant) {
 	m.running.remove(g)
 	if n := len(g.Responses); n > 0 {
@@ -207,14 +209,14 @@ func (m *Member) Finished(g *Grant) {
 }
 
 // Shutdown records that this rank submits nothing more. The rank is stopped when its requests are answered.
-// reason is shown to ranks that still need this rank. It may be empty.
+// If reason is not empty, it is shown to ranks that still need this rank.
 func (m *Member) Shutdown(reason string) {
 	if m.state == memberRunning && !m.shutdown {
 		m.shutdown, m.reason, m.news = true, reason, true
 	}
 }
 
-// Drained records that all grants have run after the stop.
+// Drained records that, after the stop, all grants have run.
 func (m *Member) Drained() {
 	if m.state == memberDraining {
 		m.state, m.bye = memberBye, true
@@ -223,8 +225,7 @@ func (m *Member) Drained() {
 
 // Suspect reports that the data connection to rank r has failed or, if r is this rank, that this rank fails.
 // The coordinator answers with a verdict. If the verdict does not come in time, the suspicion becomes the
-// verdict. Suspect has no effect after this rank's bye, because the rank then executes nothing that could
-// fail.
+// verdict. After this rank's bye, Suspect has no effect, because the rank executes nothing that could fail.
 func (m *Member) Suspect(r topo.Rank, reason string) {
 	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
@@ -233,7 +234,7 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// Lost records that the connection to the coordinator has ended. After this rank's bye, the epoch is then
+// Lost records that the connection to the coordinator has ended. If this rank has said bye, the epoch is
 // over. Otherwise, if there is no verdict yet, the verdict is that rank 0 has failed.
 func (m *Member) Lost(reason string) {
 	switch m.state {
@@ -247,13 +248,13 @@ func (m *Member) Lost(reason string) {
 
 func (m *Member) fail(v *Verdict) {
 	m.state, m.verdict = memberFailed, v
-	// Grants that precede the fault in the same frame do not run either.
+	// Do not run grants that precede the fault in the same frame either.
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
 
-// Step applies a frame from the coordinator. If it returns an error, the coordinator broke the protocol, and
-// the verdict is that rank 0 has failed.
+// Step applies a frame from the coordinator. If it returns an error, the coordinator has broken the protocol,
+// and the verdict is that rank 0 has failed.
 func (m *Member) Step(d *message.Down) error {
 	if m.state == memberClosed || m.state == memberFailed {
 		return nil
@@ -342,8 +343,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			g.Responses = append(g.Responses, r)
 		}
 		for _, r := range dg.Full {
-			// The coordinator grants a cached request in full if it has become an error or depends on absent
-			// ranks.
+			// The coordinator grants a cached request in full if the response has become an error or depends
+			// on absent ranks.
 			if bit, ok := s.cache.BitOf(r.Name); ok {
 				s.answered(bit)
 			}
@@ -373,8 +374,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 	return grants, nil
 }
 
-// checkGrant returns an error if the data plane must not execute the grant. Only a coordinator with a fault
-// sends such a grant.
+// checkGrant returns an error if the grant is not valid, so that it must not be executed. Only a faulty
+// coordinator sends such a grant.
 func checkGrant(s *memberSet, g *Grant) error {
 	if len(g.Responses) == 0 {
 		return fmt.Errorf("got a grant without a response")
@@ -401,7 +402,7 @@ func checkGrant(s *memberSet, g *Grant) error {
 	return nil
 }
 
-// checkResponse checks a response against its process set.
+// checkResponse returns an error if a response of the grant is not valid for the process set.
 func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 	switch r.Kind {
 	case message.Allgather:
@@ -444,7 +445,7 @@ func (m *Member) newGrant() *Grant {
 	return new(Grant)
 }
 
-// Ready returns what to do now. The result is valid until Advance.
+// Ready returns the frames to send and the grants to run now. The result is valid until Advance.
 func (m *Member) Ready() Ready {
 	m.ups = m.ups[:0]
 	if m.state != memberClosed && m.state != memberFailed {
@@ -454,7 +455,7 @@ func (m *Member) Ready() Ready {
 		StopRanks: m.stopRanks}
 }
 
-// appendFrames makes the frames of a turn.
+// appendFrames makes the frames of a turn and appends them to ups.
 func (m *Member) appendFrames() {
 	if m.news && !m.cfg.Lockstep {
 		m.completeNews()
@@ -483,7 +484,7 @@ func (m *Member) appendFrames() {
 	}
 }
 
-// completeNews adds to the next news frame what is only known when the frame is sent.
+// completeNews adds the values to the next news frame that are known only when the frame is sent.
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
@@ -494,7 +495,7 @@ func (m *Member) completeNews() {
 	}
 }
 
-// newsTaken starts a new news frame.
+// newsTaken begins a new news frame.
 func (m *Member) newsTaken() {
 	m.up.Reset()
 	m.up.Type = message.UpNews
@@ -503,7 +504,7 @@ func (m *Member) newsTaken() {
 
 // lastOperation returns the operation and the name of the last response that has finished.
 func (m *Member) lastOperation() string {
-	if m.lastKind == message.Error { // an error response does not tell the operation
+	if m.lastKind == message.Error { // an error response does not contain the operation
 		return label(message.NoKind, m.lastName)
 	}
 	return label(m.lastKind, m.lastName)
@@ -541,10 +542,10 @@ func (m *Member) Advance() {
 // Verdict returns why the epoch has failed, or nil if it has not.
 func (m *Member) Verdict() *Verdict { return m.verdict }
 
-// Closed reports whether this rank has left the job in order. No other rank needs it anymore then.
+// Closed reports whether this rank has left the job in an orderly way. If so, no other rank needs it anymore.
 func (m *Member) Closed() bool { return m.state == memberClosed }
 
-// Next returns when Tick and Ready must be called again if nothing happens before.
+// Next returns the time by which Tick and Ready must be called again, even if nothing happens before.
 func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// newTestMember returns the Member of rank r in a job of the given size, without a coordinator.
+// newTestMember returns the Member of rank r in a job of the given size. The job has no coordinator.
 func newTestMember(r topo.Rank, size int) *controller.Member {
 	return controller.NewMember(controller.MemberConfig{
 		Rank: r, Sets: []controller.Set{controller.Global(size)}, LivenessTimeout: livenessTimeout,
@@ -28,7 +28,7 @@ func response(name string, numElems int64) *message.Response {
 }
 
 // If a frame from the coordinator breaks the protocol, the verdict of the member is that rank 0 has failed,
-// and the member executes nothing of the frame.
+// and the member executes none of the grants in the frame.
 func TestMemberRefuses(t *testing.T) {
 	full := func(r ...*message.Response) message.Grant { return message.Grant{Full: r} }
 	cycle := func(n uint64, s message.DownSet) *message.Down {
@@ -273,7 +273,7 @@ func TestMember(t *testing.T) {
 		if err := m.Step(down); err != nil {
 			t.Fatal(err)
 		}
-		down.Ranks[0] = 9 // callers reuse the memory of frames
+		down.Ranks[0] = 9 // a caller reuses the memory of frames
 		m.Tick(time.Hour)
 		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
 			t.Errorf("verdict %q, want %q", got, want)
@@ -397,8 +397,8 @@ func TestMember(t *testing.T) {
 	})
 }
 
-// If the processes were stopped for an hour, neither the coordinator nor a member fails another rank because
-// of silence. Later silence still fails a rank.
+// If the processes of a job were stopped for an hour, neither the coordinator nor a member fails a rank
+// because it was silent. If a rank is silent later, it fails.
 func TestStoppedProcess(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -424,7 +424,7 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
-// The time during which the coordinator's process was stopped does not count as waiting time of tensors.
+// If the coordinator's process was stopped, the time of the stop does not count as waiting time of tensors.
 func TestStoppedProcessAndStalls(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 1, LivenessTimeout: livenessTimeout,
@@ -478,8 +478,8 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	}
 }
 
-// If several stall warnings are due when the coordinator runs a turn, it reports the tensor once, and the
-// next report is due at the next multiple of the warning time.
+// If several stall warnings for a tensor are due when the coordinator runs a turn, it reports the tensor
+// once, and the next report is due at the next multiple of the warning time.
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -497,7 +497,7 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	}
 }
 
-// If the job has as many process sets as a frame can have, adding a process set returns an error.
+// If a job has as many process sets as a frame can have, the request to add another one returns an error.
 func TestTooManySets(t *testing.T) {
 	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
 		LivenessTimeout: livenessTimeout, Plan: plan()}
@@ -516,8 +516,8 @@ func TestTooManySets(t *testing.T) {
 	}
 }
 
-// If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before its liveness
-// timeout.
+// If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before the liveness
+// timeout of the rank ends.
 func TestSilentInShutdown(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
@@ -540,8 +540,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
-// Coordinator.Next returns the time of the next turn, for each reason for a turn. The scripts test what the
-// coordinator does in that turn.
+// Coordinator.Next returns the time of the next turn, for each reason for which a turn can be due. The
+// scripts test what the coordinator does in that turn.
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
@@ -554,8 +554,8 @@ func TestCoordinatorNext(t *testing.T) {
 		c.Ready()
 		c.Advance()
 	}
-	// until executes one turn in each heartbeat period, as the engine does. A longer gap would count as time
-	// for which the process was stopped.
+	// until executes one turn in each heartbeat period, as the engine does. The coordinator would take a
+	// longer gap for time in which the process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
 			c.Tick(now)
@@ -622,8 +622,8 @@ func TestCoordinatorNext(t *testing.T) {
 	want(c, beat/2, "cycle time")
 }
 
-// steady is a job in which every rank submits the same cached tensors in each cycle. It reuses its buffers as
-// the engine does.
+// steady is a job in which every rank submits the same cached tensors in each cycle. Like the engine, it
+// reuses its buffers.
 type steady struct {
 	tb       testing.TB
 	coord    *controller.Coordinator
@@ -727,16 +727,16 @@ func (s *steady) read(r int) {
 	m.Finished(g)
 }
 
-// In the steady state, a rank's part of a cycle allocates nothing, both at the lowest rank of the set, which
-// reports finished grants, and at another rank.
+// In steady state, a rank's part of a cycle allocates nothing. This holds for the lowest rank of the set,
+// which reports finished grants, and for the other ranks.
 func TestMemberAllocatesNothing(t *testing.T) {
 	for rank := range 2 {
 		s := newSteady(t, 2, 161)
 		n := testing.AllocsPerRun(20, func() {
 			s.now += time.Microsecond
 			s.send(rank)
-			// The next frame from the coordinator differs from the last one only in the number of the cycle,
-			// so increment the number.
+			// The next frame from the coordinator differs from the previous one only in the number of the
+			// cycle, so increment the number.
 			s.down[2]++
 			s.read(rank)
 		})
@@ -758,7 +758,7 @@ func BenchmarkCoordinator(b *testing.B) {
 	steadily(b, func(s *steady) func() {
 		return func() {
 			s.now += time.Microsecond
-			for r := range s.ups { // say that the ranks have seen the last cycle
+			for r := range s.ups { // set the last cycle that each rank has seen
 				copy(s.ups[r][2:10], s.down[2:10])
 			}
 			s.decide()

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// refusedType is an element type for which no backend of the random jobs supports reductions.
+// refusedType is an element type. No backend of the random jobs reduces elements of this type.
 const refusedType = tensor.Uint8
 
 // randomSets returns the global set of a job of 1 to 5 ranks and up to two other sets with random members.
@@ -36,8 +36,8 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 }
 
 // programmer generates random programs. A program is the list of requests of one rank, in order. A request
-// waits, together with all later requests, while its name is in flight, while the rank has joined the
-// request's process set, or while the rank does not have that set yet.
+// and all later requests wait while its name is in flight, while the rank has joined the request's process
+// set, or while the rank does not have that set yet.
 //
 // In every step all members of a set submit the same names, each in a random order. So an undisturbed job
 // answers all requests. If a step ends with a join, each member submits a random subset of the names before
@@ -45,7 +45,7 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 // parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand
-	// races allows the removal of process sets while requests for them are in flight. The answers then depend
+	// races allows a process set to be removed while requests for it are in flight. If so, the answers depend
 	// on timing.
 	races    bool
 	all      []topo.Rank
@@ -64,7 +64,7 @@ type plannedSet struct {
 
 type spec struct {
 	q    message.Request
-	rows []int64 // for a ragged tensor, the first dimension at each member
+	rows []int64 // the first dimension at each member if the tensor is ragged
 }
 
 func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
@@ -99,7 +99,7 @@ func (p *programmer) plan(s controller.Set) {
 	p.next = max(p.next, s.ID+1)
 }
 
-// step appends one step of all sets to the programs of all ranks.
+// step appends one step for all sets to the programs of all ranks.
 func (p *programmer) step() {
 	turns := make([][][]request, len(p.programs)) // indexed by rank, then by set
 	for _, s := range p.sets {
@@ -130,7 +130,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 	turns := make([][]request, len(s.Ranks))
 	s.steps++
 	joins := p.rng.IntN(6) == 0
-	// In a step with a join, a group may lack a tensor, so that it never becomes complete.
+	// In a step with a join, a tensor of a group may be left out, so that the group never becomes complete.
 	lacking := joins && p.rng.IntN(4) == 0
 	for i := 0; i < len(s.specs); {
 		unit := 1
@@ -145,7 +145,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 		if lacking && unit > 1 {
 			unit--
 		}
-		var who []bool // who[m] says that member m submits the tensors even if it joins
+		var who []bool // if who[m] is true, member m submits the tensors even if it joins
 		for range s.Ranks {
 			who = append(who, !joins || p.rng.IntN(3) > 0)
 		}
@@ -189,8 +189,7 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// At least one member must name the group, because otherwise the group would never become
-			// complete.
+			// At least one member must name the group. Otherwise the group would never become complete.
 			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
@@ -326,9 +325,9 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
-// agree is the reference for the checks of the coordinator. It reports whether the requests qs of the members
-// agree, so that the answer is not an error. The request of a member that has joined without making it is
-// nil. empty says which members have joined with empty contributions.
+// agree is the reference for the checks of the coordinator. It reports whether the requests in qs agree, so
+// that the answer is not an error. qs has an element for each member, which is nil if the member has joined
+// without making the request. empty says which members have joined with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

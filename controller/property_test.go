@@ -29,14 +29,14 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker checks the invariants of docs/negotiation.md on a cluster. It is a simple model of the coordinator:
-// it records which requests each frame contains, and computes from them which grants must follow.
+// checker checks the invariants of docs/negotiation.md on a cluster. It is a simple model of the coordinator.
+// It records which requests each frame contains, and computes from them which grants must result.
 type checker struct {
 	t    *testing.T
 	seed uint64
 	c    *cluster
 	sets []*setModel
-	// nextSet is the ID of the next process set that is added.
+	// nextSet is the ID that the next added process set gets.
 	nextSet topo.ProcessSetID
 	// ranks has the state of each rank.
 	ranks []rankModel
@@ -55,7 +55,8 @@ type checker struct {
 	seen counts
 }
 
-// counts counts how often the random runs reach the situations that they must reach.
+// counts has the numbers of times that the random runs have reached certain situations. If there are many
+// runs, each situation must be reached at least once.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
@@ -66,7 +67,7 @@ type setModel struct {
 	controller.Set
 	cache      responsecache.Cache // the cache after the last issued cycle
 	asked      map[string][]*message.Request
-	complete   map[string]bool // the names of asked that are in ready or held
+	complete   map[string]bool // the names in asked that are in ready or in held
 	ready      []readyName
 	held       map[string]*groupModel
 	joined     []bool
@@ -78,14 +79,15 @@ type setModel struct {
 	gone       bool // whether the set was removed
 }
 
-// groupModel is a group of which some tensors are neither answered nor ready.
+// groupModel is a group that has tensors which are neither answered nor ready.
 type groupModel struct {
 	names    []readyName // the complete names that are held
-	failed   bool        // the ranks disagree about one name: every name fails when it is complete
+	failed   bool // whether the ranks disagree about a name, so that every name fails
 	answered int
 }
 
-// readyName is a name that every member has requested, except members that have joined without requesting it.
+// readyName is a name that every member has requested, apart from members that have joined without requesting
+// it.
 type readyName struct {
 	name   string
 	frame  int         // the news frame that completed the name or its group
@@ -104,7 +106,7 @@ func newSetModel(s controller.Set) *setModel {
 	}
 }
 
-// ask records a member's request from the given news frame.
+// ask records a member's request that was in the given news frame.
 func (s *setModel) ask(member int, q *message.Request, frame int) {
 	if q.Kind == message.Join {
 		s.join(member, q, frame)
@@ -136,7 +138,7 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
-// check moves a name to ready or to held if all members have requested it.
+// check moves a name to ready or to held if no member is missing for it.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
 	var first *message.Request
@@ -164,7 +166,7 @@ func (s *setModel) check(name string, frame int) {
 		s.group(first).names = append(s.group(first).names, x)
 		s.settle(first, disagree, 0, frame)
 	}
-	// Other members may have named other groups. Those groups fail.
+	// Other members may have named other groups for the tensor. Those groups fail too.
 	lost := map[string]bool{x.group: true}
 	for _, q := range qs {
 		if q != nil && q.Group != "" && !lost[groupText(q)] {
@@ -192,7 +194,7 @@ func (s *setModel) group(q *message.Request) *groupModel {
 }
 
 // settle moves the names of a group to ready if the group is complete or has failed. fails says that the
-// group fails now. elsewhere is the number of its tensors that were just answered outside the group.
+// group fails now. elsewhere is the number of tensors of the group that were just answered outside the group.
 func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
 	g := s.group(q)
 	g.failed = g.failed || fails
@@ -219,15 +221,15 @@ type issuedGrant struct {
 }
 
 type rankModel struct {
-	fresh     []request   // requests that were submitted and not sent
-	intents   [][]request // the requests in each of the rank's news frames in flight
+	fresh     []request   // requests that were submitted and are not sent yet
+	intents   [][]request // the requests in each news frame of the rank that is in flight
 	submitted int
 	finished  int  // number of finished grants that the rank must report
 	news      int  // number of news frames that the rank has sent
 	shutdown  bool // whether the rank's program has called Shutdown
 	leaving   bool // whether the coordinator knows that the rank leaves
 	stopSent  bool
-	position  map[topo.ProcessSetID]int // number of applied grants of each set
+	position  map[topo.ProcessSetID]int // number of grants of each set that the rank has applied
 	order     int                       // the order of the last applied grant
 	running   map[*controller.Grant]string
 	stopped   bool
@@ -332,7 +334,7 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k.leaving = k.leaving || u.Shutdown
 }
 
-// awaited has the ranks that wait for an operation and the ranks that have not submitted it.
+// awaited has the ranks that wait for an operation and the ranks that have not submitted the operation.
 type awaited struct{ waiting, missing []topo.Rank }
 
 // awaited returns the operations that ranks wait for in the set, including joins.
@@ -346,7 +348,7 @@ func (s *setModel) awaited() (all []awaited) {
 		return ranks
 	}
 	present := ranks(func(m int) bool { return !s.joined[m] })
-	open := make(map[string]bool) // groups with a tensor that was requested and is not complete
+	open := make(map[string]bool) // groups with a requested tensor that is not complete
 	for name, qs := range s.asked {
 		if s.complete[name] {
 			continue
@@ -401,7 +403,7 @@ func (ch *checker) checkLeavers() {
 	}
 }
 
-// outstanding reports whether leaving rank r may still be granted an operation.
+// outstanding reports whether an operation that the leaving rank r has submitted may still be granted.
 func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*message.DownSet) bool {
 	for _, s := range ch.sets {
 		m := slices.Index(s.Ranks, r)
@@ -430,7 +432,7 @@ func (ch *checker) frameReceived() {
 }
 
 func (ch *checker) issued(outs []controller.Outgoing) {
-	ch.checkLeavers() // after the whole turn, in which waiting ranks may have left too
+	ch.checkLeavers() // check after the whole turn, because waiting ranks may also have left in this turn
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
 	received, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
@@ -512,7 +514,7 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 // closing checks that no rank executes an operation with rank r when the coordinator closes rank r.
 func (ch *checker) closing(r topo.Rank) {
 	if ch.stopping {
-		return // all ranks are closed together then
+		return // all ranks are closed together in this case
 	}
 	ch.seen.closedEarly++
 	for _, n := range ch.c.nodes {
@@ -525,8 +527,8 @@ func (ch *checker) closing(r topo.Rank) {
 	}
 }
 
-// mustDecide checks that a cycle has decisions for exactly the sets with ready tensors and an open gate, and
-// that it stops exactly the leaving ranks that have no outstanding operation.
+// mustDecide checks that a cycle has decisions for exactly those sets that have ready tensors and an open
+// gate, and that it stops exactly those leaving ranks that have no outstanding operation.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
@@ -741,7 +743,8 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey returns a text that is equal for equal grants at different ranks and differs for different grants.
+// grantKey returns a text for a grant. Texts are equal if the grants are the same at different ranks, and
+// they differ if the grants differ.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank,
 	responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
@@ -849,14 +852,14 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 	}
 }
 
-// run is a random job.
+// run is a random job with the state of its execution.
 type run struct {
 	*checker
 	rng  *rand.Rand
-	todo [][]request // the requests of each rank's program that were not submitted yet
-	// halfDead is a rank that has died but whose connections are still open, or -1.
+	todo [][]request // for each rank, the requests of its program that were not submitted yet
+	// halfDead is a rank that has died and whose connections are still open, or -1 if there is none.
 	halfDead topo.Rank
-	// leavers says that ranks shut down before their programs are done.
+	// leavers says that ranks may shut down before their programs are done.
 	leavers bool
 }
 
@@ -909,8 +912,8 @@ func randomRun(t *testing.T, seed uint64) counts {
 	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
-	// At a random time the job begins to end in one of four ways: by a shutdown after all programs, by a
-	// shutdown before that, by a death, or by a false suspicion.
+	// At a random time the job begins to end in one of four ways: a shutdown after all programs are done, a
+	// shutdown before that, a death, or a false suspicion.
 	end, when := rng.IntN(4), rng.IntN(600)
 	for i := range 600 {
 		if i == when {
@@ -922,7 +925,7 @@ func randomRun(t *testing.T, seed uint64) counts {
 	return r.checker.seen
 }
 
-// end begins the end of the job. how is one of the four ways (see randomRun).
+// end begins the end of the job. how selects one of the four ways (see randomRun).
 func (r *run) end(how int) {
 	size := len(r.c.nodes)
 	n := r.c.nodes[r.rng.IntN(size)]
@@ -954,7 +957,7 @@ func (r *run) shutdown(n *node) {
 	}
 }
 
-// act picks one of the possible next events at random and executes it.
+// act selects one of the possible next events at random and executes it.
 func (r *run) act() {
 	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
 	switch k := r.rng.IntN(14); {
@@ -994,8 +997,8 @@ func (r *run) act() {
 	}
 }
 
-// noticeDeath makes the death of halfDead visible: rank n's data connection to it breaks, or its control
-// connection ends.
+// noticeDeath makes the death of halfDead visible. Either the data connection of rank n to halfDead breaks,
+// or the control connection of halfDead ends.
 func (r *run) noticeDeath(n *node) {
 	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
@@ -1006,8 +1009,8 @@ func (r *run) noticeDeath(n *node) {
 	r.halfDead = -1
 }
 
-// submit submits the next request of the rank's program. It skips the request if its process set was removed.
-// It returns false if it can do neither now.
+// submit submits the next request of the rank's program. If the process set of the request was removed,
+// submit skips the request. If the rank can do neither now, submit returns false.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
 	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
@@ -1057,8 +1060,8 @@ func (r *run) finish() {
 		r.c.endConnection(r.halfDead, "connection reset")
 	}
 	// The last requests of the programs take a fraction of a second because of the cycle time. One more
-	// second is enough for the slowest events: a suspicion, or the heartbeat after which erased entries are
-	// forgotten.
+	// second is enough for the slowest events. These are a suspicion and the heartbeat after which erased
+	// entries are forgotten.
 	for range 200 {
 		r.settle()
 		r.pass(10 * time.Millisecond)
@@ -1101,7 +1104,7 @@ func (r *run) finish() {
 	}
 }
 
-// idle checks that no work is left in a job whose programs are all done.
+// idle checks that a job has no work left when all its programs are done.
 func (r *run) idle() {
 	for _, s := range r.sets {
 		if s.gone {

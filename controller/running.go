@@ -37,9 +37,9 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextHeartbeat returns when the next heartbeat is due. sends says that this turn sends another frame. Other
-// frames also show that the rank lives, but they do not name unfinished grants. So the rank sends heartbeats
-// while a grant takes long, and one more when the grant has finished.
+// nextHeartbeat returns the time at which the next heartbeat is due. sends says that this turn sends another
+// frame. Such a frame also shows that the rank lives, but it does not name unfinished grants. So the rank
+// sends heartbeats while a grant takes long, and one more when the grant has finished.
 func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	next := m.lastSent + heartbeatPeriod
 	if sends {

@@ -19,8 +19,8 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
 
-// TestScripts runs the scripts testdata/*.txt and compares their output with the output in the files.
-// testdata/README.md describes the notation.
+// TestScripts runs the scripts testdata/*.txt and compares their output with the output that is stored in the
+// files. testdata/README.md describes the notation.
 func TestScripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
 	if err != nil || len(files) == 0 {
@@ -57,7 +57,7 @@ func TestScripts(t *testing.T) {
 }
 
 // TestLateVoteIsAsSpecified checks that testdata/late_vote.txt has the frames of the example in
-// docs/negotiation.md, so that -rewrite cannot change them unnoticed.
+// docs/negotiation.md. Without this test, -rewrite could change the frames unnoticed.
 func TestLateVoteIsAsSpecified(t *testing.T) {
 	text, err := os.ReadFile("testdata/late_vote.txt")
 	if err != nil {
@@ -80,7 +80,7 @@ func TestLateVoteIsAsSpecified(t *testing.T) {
 	}
 }
 
-// script executes blocks of commands on a cluster and prints the events.
+// script executes blocks of commands on a cluster and prints the events that result.
 type script struct {
 	t      *testing.T
 	c      *cluster
@@ -94,8 +94,8 @@ type script struct {
 	frozen []topo.Rank // the ranks that do nothing
 }
 
-// event is something that has happened at a rank. Equal events at several ranks in the same round are printed
-// as one line.
+// An event is something that has happened at a rank. Equal events at several ranks in the same round are
+// printed as one line.
 type event struct {
 	rank topo.Rank
 	text string
@@ -134,7 +134,7 @@ func play(t *testing.T, file, text string) string {
 	return all.String()
 }
 
-// command executes one line. Frames are transferred only at the end of the block.
+// command executes one line. Frames are transferred later, at the end of the block.
 func (s *script) command(line string) error {
 	line, _, _ = strings.Cut(line, " #")
 	f := fields(line)
@@ -251,7 +251,7 @@ func (s *script) command(line string) error {
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
 		case "kill":
-			s.round() // so that frames from before the death arrive
+			s.round() // so that frames that were sent before the death arrive
 			s.c.kill(r, "connection reset")
 		default:
 			return fmt.Errorf("unknown command %q", f[0])
@@ -403,7 +403,7 @@ func (s *script) round() bool {
 	return moved
 }
 
-// tick advances the time by d. Ranks and coordinator run their turns at the times that Next returns.
+// tick advances the time by d. The ranks and the coordinator run turns at the times that Next returns.
 func (s *script) tick(d time.Duration) {
 	s.settle()
 	end := s.c.now + d
@@ -427,7 +427,7 @@ func (s *script) tick(d time.Duration) {
 	s.c.now = end
 }
 
-// digest compares the caches of all ranks with the caches of the coordinator.
+// digest compares the cache of each rank with the cache of the coordinator, for every set.
 func (s *script) digest() {
 	s.settle()
 	for _, set := range s.c.cfg.Sets {
@@ -463,8 +463,8 @@ func (s *script) forge(r topo.Rank, u *message.Up) error {
 	return nil
 }
 
-// flush prints the events of the round, in the order of their first ranks. Equal events are printed as one
-// line.
+// flush prints the events of the round, ordered by the first rank of each event. Equal events are printed as
+// one line.
 func (s *script) flush() {
 	for len(s.events) > 0 {
 		text := s.events[0].text

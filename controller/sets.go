@@ -53,7 +53,7 @@ func changesSets(k message.Kind) bool {
 }
 
 // change adds or removes a process set in the given cycle, after all ranks have agreed on it. It returns the
-// response, which is an error if the set cannot be added or removed.
+// response. If the set cannot be added or removed, the response is an error.
 func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	done := *r
 	var reason string
@@ -70,8 +70,8 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	return &done
 }
 
-// add adds a process set with the given ranks, which are in ascending order. If it cannot, reason says why.
-// Otherwise reason is empty.
+// add adds a process set with the given ranks, which are in ascending order. If the set cannot be added,
+// reason says why. Otherwise reason is empty.
 func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) {
 	if last := ranks[len(ranks)-1]; int(last) >= t.size {
 		return 0, fmt.Sprintf("got rank %d, but the job has only %d ranks", last, t.size)
@@ -92,8 +92,8 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	return id, ""
 }
 
-// remove removes a process set with everything that waits in it. The ranks finish what was granted in it. If
-// there is no such set, reason says so. Otherwise reason is empty.
+// remove removes a process set and drops the requests that wait in it. The ranks finish the operations that
+// were granted in it. If there is no such set, reason says so. Otherwise reason is empty.
 func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	s := t.find(id)
 	if s == nil {
@@ -105,8 +105,8 @@ func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	return ""
 }
 
-// crossed reports whether a rank may still send news of a removed set, because it had not seen the removal.
-// seen is the last cycle that the rank had applied.
+// crossed reports whether a rank may send news of a removed set because it had not seen the removal. seen is
+// the last cycle that the rank had applied.
 func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool {
 	return slices.ContainsFunc(t.removed, func(s removedSet) bool {
 		return s.ID == id && s.index(r) >= 0 && seen < s.cycle
@@ -119,8 +119,8 @@ func (t *setTable) forget(seen uint64) {
 	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
 }
 
-// change adds or removes a process set at a member, as granted in r. The engine answers requests that wait in
-// a removed set. What was granted in the set still runs.
+// change adds or removes a process set at a member, as granted in r. The engine ends requests that wait in a
+// removed set. Operations that were granted in the set still run.
 func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:

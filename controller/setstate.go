@@ -11,19 +11,19 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// A Planner chooses the backend and the algorithm for a response of a process set. numBytes is the number of
-// bytes to send, for r and for the responses that are fused with r. A Planner must be pure. If it returns an
-// error, the error becomes the answer to the request.
+// Planner is a function that chooses the backend and the algorithm for a response of a process set. numBytes
+// is the number of bytes to send for r and for the responses that are fused with r. A Planner must be pure.
+// If it returns an error, the error becomes the answer to the request.
 type Planner func(set topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error)
 
-// setState is the part of the coordinator for one process set. It has the requests of the members, in full
+// setState is the part of the coordinator for one process set. It has the requests of the members in full
 // (table) or as votes (cache), and the responses that are granted next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
-	// table has the full requests that are not granted yet, by name. rows has the same requests in the order
-	// in which the names were first requested.
+	// table has the full requests that are not granted yet, by name. rows has the same requests, in the order
+	// in which each name was first requested.
 	table map[string]*tableRow
 	rows  []*tableRow
 	// ready has the tensors that every member has requested and that are not granted yet, in the order of the
@@ -31,9 +31,10 @@ type setState struct {
 	ready  []readyItem
 	held   heldGroups
 	joined joinState
-	// granted is the number of grants so far. done is the number of these that the lowest rank has finished.
+	// granted is the number of grants so far. done is the number of grants that the lowest rank has finished.
 	granted, done uint64
-	// bitWaits has the waits of cached tensors, by bit. A wait begins with the first vote for a tensor.
+	// bitWaits has the waits of cached tensors, by bit. The wait for a tensor begins with the first vote for
+	// it.
 	waits    *waits
 	bitWaits []wait
 	arrivals arrivals
@@ -46,7 +47,7 @@ type setState struct {
 
 type tableRow struct {
 	wait
-	requests []message.Request // by member; Kind is NoKind for a member without a request
+	requests []message.Request // by member; the Kind is NoKind for a member without a request
 	arrivals []time.Duration   // by member; nil unless tracing is on
 	count    int
 	complete bool // whether the tensor is ready or held
@@ -58,10 +59,10 @@ type readyItem struct {
 	response *message.Response
 	// absent are the joined members that have not requested the tensor.
 	absent []topo.Rank
-	// group is the group that the tensor belongs to, or nil.
+	// group is the group to which the tensor belongs, or nil.
 	group *group
-	// row has the requests for the tensor. It is nil if the item is cached or a join. If the item is cached,
-	// bit identifies its requests.
+	// row has the requests for the tensor. It is nil if the item is cached or is a join. If the item is
+	// cached, its requests are the votes for bit.
 	row    *tableRow
 	cached bool
 	bit    uint32
@@ -69,7 +70,7 @@ type readyItem struct {
 	full bool
 }
 
-// kind returns the kind that the ranks requested, or NoKind if they did not agree on one.
+// kind returns the kind that the ranks requested. If they did not agree on a kind, it returns NoKind.
 func (i *readyItem) kind() message.Kind {
 	if i.response.Kind == message.Error {
 		return message.NoKind
@@ -129,7 +130,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
-	// The first comparison is cheap, and it is false for most votes.
+	// Compare the numbers first. This is cheap, and false for most votes.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
 		s.waits.last(s.Ranks[member], w)
 		s.completeBit(bit)
@@ -159,7 +160,8 @@ func (s *setState) request(member int, q message.Request) error {
 		s.join(member, &q)
 		return nil
 	}
-	// A name is never both in the cache and in the table, so turn the votes for it into requests.
+	// Turn the votes for a cached name into requests, because a name must never be both in the cache and in
+	// the table.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
 			return fmt.Errorf("got a request for %v %q while a vote of the rank for it is pending", q.Kind, q.Name)
@@ -171,7 +173,7 @@ func (s *setState) request(member int, q message.Request) error {
 	return s.addRequest(member, q)
 }
 
-// addRequest puts a request into the table. The request may also come from a vote that the member cast before
+// addRequest puts a request into the table. The request may also come from a vote that the member gave before
 // it joined.
 func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
@@ -219,8 +221,8 @@ func (s *setState) bitComplete(bit uint32) bool {
 		s.Ranks)
 }
 
-// completeBit makes the tensor of bit ready. If absent members change the response or make it impossible, the
-// tensor is granted in full.
+// completeBit makes the tensor of bit ready. If absent members change the response or make the operation
+// impossible, the tensor is granted in full.
 func (s *setState) completeBit(bit uint32) {
 	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
 	if s.joined.count > 0 {
@@ -233,7 +235,7 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull returns the requests that the votes for bit mean, by member.
+// votesInFull returns the requests for which the votes for bit stand, by member.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
@@ -244,7 +246,7 @@ func (s *setState) votesInFull(bit uint32) []message.Request {
 	return requests
 }
 
-// absent returns the ranks of the members without a request.
+// absent returns the ranks of the members that made no request.
 func (s *setState) absent(requests []message.Request) []topo.Rank {
 	var ranks []topo.Rank
 	for m := range requests {
@@ -255,8 +257,8 @@ func (s *setState) absent(requests []message.Request) []topo.Rank {
 	return ranks
 }
 
-// complete makes a tensor ready for which no member is missing anymore. If the tensor belongs to a group,
-// complete holds it until the group is complete.
+// complete makes a tensor ready when no member is missing anymore. If the tensor belongs to a group, complete
+// holds it until the group is complete.
 func (s *setState) complete(item *readyItem, key groupKey) {
 	if key.name == "" {
 		s.ready = append(s.ready, *item)
@@ -266,8 +268,8 @@ func (s *setState) complete(item *readyItem, key groupKey) {
 }
 
 // invalid erases bit because a member requests the tensor with other parameters. seen is the last cycle that
-// the member had applied then. If bit is erased already, invalid does nothing. If it returns an error, the
-// member has broken the protocol.
+// the member had applied when it made the request. If bit is erased already, invalid does nothing. If it
+// returns an error, the member has broken the protocol.
 func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	name, current, err := s.cache.NameAt(bit, seen)
 	switch {
@@ -285,9 +287,9 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	return s.invalidate(bit)
 }
 
-// invalidate erases bit and turns the votes for it into requests. At least one member that has not joined has
-// not voted for bit, so the tensor is not complete. A complete tensor that waits for the gate or for its
-// group keeps its bit.
+// invalidate erases bit and turns the votes for it into requests. The caller invalidates bit only while a
+// member that has not joined has not voted for it, so the tensor is not complete. If a complete tensor waits
+// for the gate or for its group, it keeps its bit.
 func (s *setState) invalidate(bit uint32) error {
 	late := s.cache.Invalidate(bit)
 	for _, l := range late {
@@ -311,7 +313,7 @@ func (s *setState) invalidate(bit uint32) error {
 // Without the gate, each tensor would be granted separately as soon as its last vote arrives.
 func (s *setState) open() bool { return s.granted-s.done <= 1 }
 
-// decide grants everything that is ready and writes it to d, as part of the given cycle. The entries of
+// decide grants all ready tensors and writes the grants to d, as part of the given cycle. The entries in
 // pinned keep their bits. In lock-step, these are entries with votes that the coordinator does not know.
 func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
 	for i := range s.ready {
@@ -326,8 +328,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	}
 	s.forgetGranted()
 	if cacheable {
-		// Assign bits only after all grants have marked their entries as recently used. So an assignment
-		// evicts an entry of the same cycle only if there is no other.
+		// Assign bits only after all grants have marked their entries as recently used. Then an assignment
+		// evicts an entry that was granted in this cycle only if there is no other entry to evict.
 		for g := range d.Grants {
 			for t, r := range d.Grants[g].Full {
 				if bit, ok := s.cache.Assign(r, cycle, pinned); ok {
@@ -339,8 +341,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }
 
-// fuse plans which tensors run together, and on which backend. If no backend can run a tensor, the tensor
-// becomes an error, and fuse plans again.
+// fuse plans which tensors run together, and on which backend. If no backend can run a tensor, fuse turns the
+// tensor into an error and plans again.
 func (s *setState) fuse(p *policy) {
 	for again := true; again; {
 		again = false

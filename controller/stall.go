@@ -9,23 +9,23 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Event is an event to report to users. Exactly one field is set. The program may ignore events.
+// Event is an event to be reported to users. Exactly one field is set. The caller may ignore events.
 type Event struct {
 	Stall *Stall
 }
 
-// Stall is a tensor that has waited for ranks for StallWarning, or for a multiple of StallWarning.
+// Stall describes a tensor that has waited for ranks for StallWarning, or for a multiple of StallWarning.
 type Stall struct {
 	Set topo.ProcessSetID
-	// Kind is the operation. It is NoKind if the tensor is Executing or the ranks did not agree on an
-	// operation.
+	// Kind is the operation. It is NoKind if Executing is set or if the ranks did not agree on an operation.
 	Kind message.Kind
 	Name string
-	// Group is set if all ranks have requested the tensor, but it waits for tensors of its group that no rank
-	// has requested. Otherwise Group is empty.
+	// Group is the tensor's group if all ranks have requested the tensor, but it waits for tensors of its
+	// group that no rank has requested. Otherwise Group is empty.
 	Group string
 	// Missing are the ranks for which the tensor waits, in ascending order. They have not requested the
-	// tensor, or the rest of its group. If the tensor is Executing, they have not finished it.
+	// tensor, or have not requested the rest of its group. If Executing is set, they have not finished the
+	// operation.
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
@@ -45,7 +45,7 @@ func (s *Stall) String() string {
 	return text
 }
 
-// label formats an operation, of which possibly only the name is known.
+// label formats an operation. If k is NoKind, it formats only the name.
 func label(k message.Kind, name string) string {
 	if k == message.NoKind {
 		return fmt.Sprintf("tensor %q", name)
@@ -54,15 +54,15 @@ func label(k message.Kind, name string) string {
 }
 
 // wait records since when a tensor has waited, and how often the wait was reported. All requests that arrive
-// in the same turn have the same time.
+// in the same turn have the same arrival time.
 type wait struct {
-	since   time.Duration // when the first request arrived
-	latest  time.Duration // when the latest request arrived
+	since   time.Duration // the time at which the first request arrived
+	latest  time.Duration // the time at which the latest request arrived
 	reports int
 }
 
-// waits has the earliest time at which a waiting tensor must be checked. It is shared by all tensors of a
-// coordinator. So a vote costs only a comparison of times, and no tensor is checked before that time.
+// waits has the earliest time at which a waiting tensor must be checked. All tensors of a coordinator share
+// it. So a vote costs only a comparison of times, and no tensor is checked before that time.
 type waits struct {
 	now        time.Duration
 	checkAfter time.Duration // the minimum wait after which a tensor is checked; 0 means never
@@ -88,14 +88,14 @@ func (w *waits) beginAt(since time.Duration) wait {
 	return wait{since: since, latest: since}
 }
 
-// last records that a wait is over because the last missing member, r, has made its request.
+// last records that a wait is over because r, the last missing member, has made its request.
 func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
 type execution struct {
 	wait
 	set    topo.ProcessSetID
-	tensor string // "" if the rank has no unfinished grant
+	tensor string // the name of the tensor, or "" if the rank has no unfinished grant
 }
 
 // handle applies a heartbeat, which names the oldest unfinished grant of the rank.
@@ -105,9 +105,9 @@ func (e *execution) handle(u *message.Up, w *waits) {
 	case u.Tensor == "":
 		*e = execution{}
 	case u.Tensor == e.tensor && u.Set == e.set && (w.now-age-e.since).Abs() < heartbeatPeriod/2:
-		// This is the grant that is known already: it began at the same time, up to the transfer time of the
-		// heartbeats. A later grant of the same name would have begun a good part of a heartbeat period
-		// later. A younger grant is not reported.
+		// This is the grant that is known already. Both began at the same time, except for the transfer time
+		// of the heartbeats. A later grant of the same name would have begun a good part of a heartbeat
+		// period later. A younger grant is not reported.
 	default:
 		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor}
 	}
@@ -137,7 +137,7 @@ func (c *Coordinator) checkStalls() {
 	c.checkExecutions()
 }
 
-// checkStall reports one tensor, or stops the job because of it, if it has waited for long enough.
+// checkStall reports one tensor or stops the job because of it if the tensor has waited for long enough.
 func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
 	next := never
 	if period := c.cfg.StallWarning; period > 0 {
@@ -184,7 +184,7 @@ func (c *Coordinator) checkExecutions() {
 		c.checkStall(&w, c.now-oldest, func() Stall {
 			return Stall{Set: e.set, Name: e.tensor, Missing: ranks, Executing: true}
 		})
-		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // in one report
+		c.eachExecution(e, func(_ topo.Rank, x *execution) { x.reports = w.reports }) // one report for all
 	}
 }
 
@@ -205,10 +205,10 @@ func (c *Coordinator) stop(reason string) {
 }
 
 // eachWaiting calls visit for the tensors that wait for ranks, with their groups. First come the tensors that
-// were requested in full, in the order of their first requests, then the cached tensors. Last come groups
-// whose other tensors no rank has requested, with one complete tensor for each group.
+// were requested in full, in the order of their first requests. Then come the cached tensors. Last come
+// groups that wait for tensors that no rank has requested, with one complete tensor for each group.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
-	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor that was visited
+	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor for which visit was called
 	for _, row := range s.rows {
 		if !row.complete {
 			first, key := firstOf(row.requests), groupOf(row.requests)
@@ -246,7 +246,7 @@ func (s *setState) waitOf(item *readyItem) *wait {
 	return &item.row.wait
 }
 
-// bitWaiting reports whether some members have voted for bit and others are missing.
+// bitWaiting reports whether some members have voted for bit and other members are missing.
 func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 && !s.bitComplete(bit) }
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
@@ -257,7 +257,7 @@ func (s *setState) bitMissing(bit uint32) []topo.Rank {
 	return s.missing(func(m int) bool { return s.cache.Voted(m, bit) })
 }
 
-// missing returns the members for which asked returns false and that have not joined.
+// missing returns the members that have not joined and for which asked returns false.
 func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 	var ranks []topo.Rank
 	for m, r := range s.Ranks {
@@ -273,7 +273,7 @@ func (w *wait) shift(gap time.Duration) {
 	w.latest += gap
 }
 
-// shiftWaits moves the start of all waits by a time during which this process did not run.
+// shiftWaits moves the start of all waits forward by gap, a time during which this process did not run.
 func (s *setState) shiftWaits(gap time.Duration) {
 	for _, row := range s.rows {
 		row.shift(gap)
