@@ -1,8 +1,8 @@
 // Package fusion decides which responses run together as one operation, and provides the buffer for fused
 // tensors.
 //
-// Fusion saves the latency of one operation per tensor, but each tensor has to be copied into the buffer and
-// out of it. Only responses that a single operation can execute are fused.
+// Fusion saves the latency of one operation for each tensor, but each tensor has to be copied into the buffer
+// and out of it. Only responses that a single operation can execute are fused.
 package fusion
 
 import (
@@ -13,20 +13,20 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options limit which compatible responses are fused.
+// Options limit which of the compatible responses are fused.
 type Options struct {
-	// ThresholdBytes is the maximum number of bytes that are fused into one operation, counted as they are
-	// sent. 0 disables fusion. A group that is one response is not split.
+	// ThresholdBytes is the maximum number of bytes that are fused into one operation. It counts bytes as
+	// they are sent, after compression. 0 disables fusion. A group that is one response is not split.
 	ThresholdBytes int64
-	// DisableGroupFusion prevents fusing the tensors of a group with tensors outside the group.
+	// DisableGroupFusion says that the tensors of a group are not fused with tensors outside the group.
 	DisableGroupFusion bool
 	// Deterministic disables fusion that could change the bits of a result. This concerns Adasum, which
 	// scales tensors by sums over their elements.
 	Deterministic bool
 }
 
-// Tensor is a response that is to run. Absent are the members that have joined without requesting it and do
-// not contribute, in ascending order.
+// Tensor is a response that is to run. Absent has the members that have joined without requesting the tensor,
+// in ascending order. They contribute neutral elements.
 type Tensor struct {
 	Response *message.Response
 	Absent   []topo.Rank
@@ -35,10 +35,11 @@ type Tensor struct {
 // Plan divides tensors into groups that run as one operation each, and appends the groups to dst. A group is
 // an ascending list of indexes into tensors. Every index is in exactly one group.
 //
-// The rule is Horovod's. A group begins with the first tensor that is not in a group yet. Plan adds each
-// later tensor that is compatible and with which the group's bytes do not exceed the threshold. It skips
-// other tensors. When the bytes of the group and of the skipped tensors together exceed the threshold, the
-// group ends, because later tensors were submitted too far apart from the group.
+// The rule is Horovod's. A group begins with the first tensor that is not in a group yet. Plan goes through
+// the later tensors. It adds a tensor if the tensor is compatible and the bytes of the group then do not
+// exceed the threshold. Otherwise it skips the tensor. When the bytes of the group and of the skipped tensors
+// together exceed the threshold, the group ends, because later tensors were submitted too long after the
+// group.
 func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	taken := make([]bool, len(tensors))
 	for first := range tensors {
@@ -74,7 +75,8 @@ func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	return dst
 }
 
-// fits reports whether a+b is at most limit. It cannot overflow. All arguments are at least 0.
+// fits reports whether a+b is at most limit. The computation cannot overflow. All arguments must be at least
+// 0.
 func fits(a, b, limit int64) bool { return a <= limit && b <= limit-a }
 
 func (o *Options) fusible(r *message.Response) bool {
@@ -107,8 +109,8 @@ func Compatible(a, b *message.Response) bool {
 	return false
 }
 
-// Buffer is memory for fused tensors. It is kept between operations, so that a steady state allocates
-// nothing. The zero value is ready to use. A Buffer is not safe for concurrent use.
+// Buffer is memory for fused tensors. It is kept between operations, so that in steady state no memory is
+// allocated. The zero value is ready to use. A Buffer is not safe for concurrent use.
 type Buffer struct {
 	mem []byte
 }

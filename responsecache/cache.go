@@ -2,10 +2,10 @@
 // repeated request as one bit (docs/negotiation.md, Cache).
 //
 // Every rank has a Cache. The coordinator has a Primary, which is a Cache together with the order in which
-// entries were last used, the votes for the entries, and the entries that were erased recently. The bit of an
-// entry never changes. An entry is the complete agreed response and contains nothing that is specific to one
-// rank. So after every cycle the caches of all members of a process set are equal. Digest serves to verify
-// that.
+// entries were last used, the votes for the entries, and the entries that were erased recently. An entry
+// keeps its bit until it is erased. It is the complete agreed response and contains nothing that is specific
+// to one rank. So after every cycle the caches of all members of a process set are equal. Tests compare the
+// results of Digest to verify that.
 //
 // Nothing in this package is safe for concurrent use.
 package responsecache
@@ -40,9 +40,9 @@ type Cache struct {
 	byName  map[string]uint32
 }
 
-// Lookup looks up request q of a member, which is given by its position in the process set. If an entry has
-// the name of q, Lookup returns the entry's bit and sets q.Bit to it. Lookup sets q.Hit to the entry if it is
-// a Hit, else to nil. It allocates nothing.
+// Lookup looks up the request q. member is the position in the process set of the member that makes the
+// request. If an entry has the name of q, Lookup returns the entry's bit and sets q.Bit to it. If the entry
+// is a Hit, Lookup sets q.Hit to it, else to nil. Lookup allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	bit, q.Hit = q.Bit, nil
 	if r := c.At(bit); r == nil || r.Name != q.Name {
@@ -60,13 +60,13 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf returns the bit of a name. ok is false if the name is not in the cache.
+// BitOf returns the bit of the entry with the given name. ok is false if there is no such entry.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok
 }
 
-// At returns the response of a bit, or nil if the bit is free.
+// At returns the response with the given bit, or nil if the bit is free.
 func (c *Cache) At(bit uint32) *message.Response {
 	if int64(bit) >= int64(len(c.entries)) {
 		return nil
@@ -74,7 +74,7 @@ func (c *Cache) At(bit uint32) *message.Response {
 	return c.entries[bit]
 }
 
-// Bound returns a number that is greater than every bit in use.
+// Bound returns a number that is greater than every bit that is in use.
 func (c *Cache) Bound() uint32 { return uint32(len(c.entries)) }
 
 // Len returns the number of entries.

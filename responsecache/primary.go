@@ -7,26 +7,26 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// maxInvalidations is the number of times that a name may be submitted with new parameters before its
-// responses are not cached anymore. Without this limit, a tensor whose shape changes all the time would fill
-// the cache with useless entries.
+// maxInvalidations is the number of times that a name may be submitted with new parameters. Afterwards
+// responses for the name are not cached anymore. Without this limit, a tensor whose shape changes all the
+// time would fill the cache with useless entries.
 const maxInvalidations = 3
 
-// Primary is the coordinator's cache of one process set. It assigns bits to responses, counts votes, and
-// resolves votes that arrive after their entries were erased.
+// Primary is the coordinator's cache of one process set. It assigns bits to responses and counts votes. It
+// also finds the entries for votes that arrive after their entries were erased.
 //
-// A frame has the number of the last cycle that its sender had seen. Bit b in the frame means the entry that
-// bit b had at that cycle. So a Primary keeps erased entries until Forget is called, which says that every
+// A frame has the number of the last cycle that its sender had seen. Bit b in the frame stands for the entry
+// that bit b had at that cycle. So a Primary keeps erased entries until a call of Forget says that every
 // member has seen the erasure.
 type Primary struct {
 	Cache
 	capacity int
 
 	slots []slot // by bit
-	// oldest and newest are the ends of the list of entries in the order of their last grants. They are -1 if
-	// there are no entries.
+	// oldest and newest are the bits at the ends of a list of all entries, ordered by their last grants. They
+	// are -1 if there are no entries.
 	oldest, newest int32
-	// rows has a bit vector for each member, with the member's votes that have not been granted.
+	// rows has a bit vector for each member. It has the member's votes that have not been granted.
 	rows []message.Bits
 
 	erased []erasedEntry
@@ -38,18 +38,18 @@ type Primary struct {
 
 // slot is what a Primary knows about a bit, except its response.
 type slot struct {
-	put          uint64 // the cycle in which the bit got its entry
+	put          uint64 // the cycle in which the bit got its current entry
 	votes        int32
 	older, newer int32
-	// grants is the number of grants of the name. It is 0 if the number is unknown, because the name may have
-	// been granted before it was put into the cache.
+	// grants is the number of grants of the name. It is 0 if the number is unknown. That is so if the name
+	// may have been granted before it was put into the cache.
 	grants uint64
 }
 
 type erasedEntry struct {
 	bit        uint32
 	response   *message.Response
-	put, erase uint64 // the cycles of Assign and of the erasure; the latter is MaxUint64 until Issue
+	put, erase uint64 // the cycles of Assign and of the erasure; erase is MaxUint64 until Issue
 }
 
 // NewPrimary returns an empty Primary for a process set with the given number of members. capacity is the
@@ -65,9 +65,9 @@ func NewPrimary(capacity, members int) *Primary {
 
 // Vote counts a member's vote for bit. seen is the last cycle that the member had seen when it voted.
 //
-// If the entry that the bit had at that cycle was erased since, Vote does not count the vote but returns the
-// request that the vote stands for. It returns an error if the bit had no entry at that cycle, or if the
-// member has already voted for the bit.
+// The vote is for the entry that the bit had at that cycle. If that entry was erased since, Vote does not
+// count the vote but returns the request for which the vote stands. It returns an error if the bit had no
+// entry at that cycle, or if the member has already voted for the bit.
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
@@ -84,8 +84,8 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 	return nil, fmt.Errorf("responsecache: got a vote for cache bit %d, which had no entry at cycle %d", bit, seen)
 }
 
-// NameAt returns the name of the entry that bit had at cycle seen. current reports whether the bit still has
-// that entry.
+// NameAt returns the name of the entry that bit had at the cycle seen. current reports whether the bit still
+// has that entry.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil
@@ -108,11 +108,11 @@ func (p *Primary) erasedAt(bit uint32, seen uint64) *erasedEntry {
 // Votes returns the number of votes for bit. The bit must have an entry.
 func (p *Primary) Votes(bit uint32) int { return int(p.slots[bit].votes) }
 
-// Voted reports whether a vote of the member for bit was counted and not granted.
+// Voted reports whether the member has voted for bit and the vote has not been granted.
 func (p *Primary) Voted(member int, bit uint32) bool { return p.rows[member].Has(bit) }
 
-// Granted records that the entry of bit was granted. It clears the votes and makes the entry the most
-// recently used one.
+// Granted records that the entry of bit was granted. It clears the votes for the entry and makes the entry
+// the most recently used one.
 func (p *Primary) Granted(bit uint32) {
 	if s := &p.slots[bit]; s.grants > 0 {
 		s.grants++
@@ -134,20 +134,20 @@ func (p *Primary) clearVotes(bit uint32) {
 }
 
 // Invalidate erases the entry of bit because its tensor was submitted with other parameters. It returns the
-// votes for the entry as requests.
+// votes for the entry, converted to requests.
 func (p *Primary) Invalidate(bit uint32) []LateVote {
 	p.invalidations[p.At(bit).Name]++
 	return p.erase(bit)
 }
 
-// LateVote is a vote that has become a request because its entry was erased.
+// LateVote is a vote that was converted to a request because its entry was erased.
 type LateVote struct {
 	Member  int
 	Request message.Request
 }
 
-// erase erases the entry of bit. It returns the votes for the entry as requests, so that no member has to
-// send its request again.
+// erase erases the entry of bit. It returns the votes for the entry, converted to requests, so that no member
+// has to send its request again.
 func (p *Primary) erase(bit uint32) []LateVote {
 	r := p.At(bit)
 	var late []LateVote
@@ -167,9 +167,9 @@ func (p *Primary) erase(bit uint32) []LateVote {
 	return late
 }
 
-// Assign gives r a bit in the given cycle. It takes the lowest free bit. If there is none, it takes the bit
-// of the least recently used entry that has no votes. It does not evict entries in pinned and entries that
-// got their bits in the same cycle. It returns false if r is not put into the cache.
+// Assign gives r a bit in the given cycle. It takes the lowest free bit. If no bit is free, it takes the bit
+// of the least recently used entry that has no votes. It evicts neither entries in pinned nor entries that
+// got their bits in the same cycle. If r is not put into the cache, Assign returns false.
 func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits) (bit uint32, ok bool) {
 	if p.capacity == 0 || !Cacheable(r.Kind) || p.invalidations[r.Name] >= maxInvalidations {
 		return 0, false
@@ -201,7 +201,7 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {
-		p.slots[bit].grants = 1 // this grant is the first of the name
+		p.slots[bit].grants = 1 // this grant is the first one of the name
 	}
 	p.linkNewest(bit)
 	return bit, true
@@ -219,8 +219,8 @@ func (p *Primary) lowestFree() (uint32, bool) {
 	return uint32(len(p.entries)), true
 }
 
-// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. A vote by a
-// member that has seen this cycle cannot mean one of the erased entries.
+// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. If a member
+// has seen this cycle, its votes cannot stand for the erased entries.
 func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	for i := len(p.erased) - p.unissued; i < len(p.erased); i++ {
 		p.erased[i].erase = cycle
@@ -230,8 +230,8 @@ func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	return dst
 }
 
-// Forget drops the erased entries that no vote can mean anymore. seen is the last cycle that all members have
-// seen.
+// Forget drops the erased entries for which no vote can stand anymore. seen is the last cycle that all
+// members have seen.
 func (p *Primary) Forget(seen uint64) {
 	kept := p.erased[:0]
 	for _, e := range p.erased {
@@ -246,8 +246,8 @@ func (p *Primary) Forget(seen uint64) {
 // Remembered returns the number of erased entries that the Primary keeps for late votes.
 func (p *Primary) Remembered() int { return len(p.erased) }
 
-// Cacheable reports whether responses of kind k are cached. Only kinds that move data are, because the others
-// are rare.
+// Cacheable reports whether responses of kind k are cached. Only kinds that move data are cached, because
+// other kinds are rare.
 func Cacheable(k message.Kind) bool { return k.MovesData() }
 
 func (p *Primary) linkNewest(bit uint32) {

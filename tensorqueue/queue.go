@@ -2,8 +2,9 @@
 // named tensors that are in flight, together with a list of the entries that the loop has not taken yet.
 //
 // Goroutines that submit tensors call Add. The loop calls Pop. The goroutine that executes the response calls
-// Finish. All methods are safe for concurrent use. The queue does not access the buffers of an entry. They
-// belong to the engine from Add until Done is called. When Done is called, the entry may be used again.
+// Finish. All methods are safe for concurrent use. The queue does not access the buffers of an entry. The
+// buffers belong to the engine from Add until Done is called. When Done is called, the entry may be used
+// again.
 package tensorqueue
 
 import (
@@ -19,7 +20,7 @@ import (
 )
 
 // DuplicateNameError is the error of Add if the name of a tensor is in use. Either a tensor of that name is
-// in flight, or the program that submitted it has not yet observed its completion.
+// in flight, or the program that submitted such a tensor has not yet observed its completion.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string
@@ -34,36 +35,37 @@ func (e *DuplicateNameError) Error() string {
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
-	// Input is this rank's contribution, and Output receives the result. Which of them are used depends on
-	// the kind. A barrier uses neither. If InPlace is not set, Input and Output are the same buffer or do not
+	// Input is this rank's contribution, and Output receives the result. The kind determines which of them
+	// are used. A barrier uses neither. If InPlace is not set, Input and Output are the same buffer or do not
 	// overlap. If InPlace is set, Input is this rank's part of Output (allgather), or Output is this rank's
-	// part of Input (reducescatter, which leaves Input undefined).
+	// part of Input (reducescatter, which leaves the contents of Input undefined).
 	Input, Output []byte
 	InPlace       bool
-	// Parts are the tensors of a group that is one request. If they are set, Input and Output are not used.
+	// Parts are the tensors of a group that is one request. If Parts is set, Input and Output are not used.
 	Parts []Part
-	// Allocate makes Output when its size is known, for operations whose output size depends on other ranks.
-	// If Output is set, Allocate is not called.
+	// Allocate allocates Output when its size is known. It is for operations whose output size depends on
+	// other ranks. If Output is set, Allocate is not called.
 	Allocate func(numBytes int) []byte
-	// Splits is the number of rows of Input for each member, for alltoall. Received receives the number of
-	// rows from each member.
+	// Splits is used by alltoall. It has the number of rows of Input to send to each member. Received
+	// receives the number of rows that come from each member.
 	Splits, Received []int64
-	// ErrorFeedback is set if an allreduce with compression must add the compression error to the next tensor
-	// of the same name.
+	// ErrorFeedback is used by an allreduce with compression. It says that the compression loss must be added
+	// to the next tensor of the same name.
 	ErrorFeedback bool
 	// Timeout is the maximum time that the operation may take. 0 means no limit.
 	Timeout time.Duration
-	// Hold keeps the name in use after Done, until the Name that Held returns is released. It is equal in all
-	// entries of one Add.
+	// Hold keeps the name in use after Done, until the Name that Held returns is released. It has the same
+	// value in all entries of one Add.
 	Hold bool
-	// Response is the granted response. It is set before Done is called with nil.
+	// Response is the granted response. It is set before Done is called with a nil error.
 	Response *message.Response
 	// Done is called exactly once, when the engine does not use the buffers anymore. Without Hold, the name
-	// is free again then.
+	// is free again at that time.
 	Done func(err error)
-	// Times are the times at which the entry reached each state.
+	// Times are the times at which the entry was submitted, sent, granted and begun.
 	Times Times
-	// Deadline is when Timeout ends, or 0 if it never does. Only the loop accesses it.
+	// Deadline is the time at which Timeout ends. It is 0 if the operation has no time limit. Only the loop
+	// accesses it.
 	Deadline time.Duration
 
 	queue *Queue
@@ -84,32 +86,33 @@ func (e *Entry) Held() *Name {
 type Part struct{ Input, Output []byte }
 
 // Times are the times at which an entry was submitted, sent, granted and begun, counted from the start of the
-// engine. 0 means not yet. Submitted does not change after Add. The other times are in nanoseconds, and any
-// goroutine may load them.
+// engine. A time of 0 means that the entry has not reached that state yet. Submitted does not change after
+// Add. The other times are in nanoseconds, and any goroutine may load them.
 type Times struct {
 	Submitted            time.Duration
 	Sent, Granted, Begun atomic.Int64
-	// Grant is the number of the grant times 256 plus the backend that runs it. It is 0 before the grant.
+	// Grant is 256 times the number of the grant, plus the number of the backend that runs it. It is 0 before
+	// the grant.
 	Grant atomic.Uint64
 }
 
-// Name is what a queue remembers about a name. It outlives the entries, because most names are submitted
-// again.
+// Name is the state of a name in a queue. It is kept when the entry has ended, because most names are
+// submitted again.
 type Name struct {
 	entry *Entry // the entry in flight, or nil
 	next  *Name  // the name of the next entry of the same Add, if the entries have Hold
 	bit   uint32 // Request.Bit of the last entry
-	// holds is the number of entries with Hold so far. It changes only while the name is free. released is
-	// the number of these entries that were released.
+	// holds is the number of entries with Hold that have used the name so far. It changes only while the name
+	// is free. released is the number of these entries that were released.
 	holds    uint32
 	released atomic.Uint32
 }
 
-// Release frees n and the names of the later entries of the same Add. It must be called once, after Done was
+// Release frees n and the names of the other entries of the same Add. It must be called once, after Done was
 // called for all these entries. It takes no lock.
 func (n *Name) Release() {
 	for n != nil {
-		next := n.next // before the Store, because another Add may use n after it
+		next := n.next // read next before the Store, after which another Add may use n
 		n.released.Store(n.holds)
 		n = next
 	}
@@ -123,7 +126,7 @@ type Queue struct {
 	mu       sync.Mutex
 	names    map[string]*Name
 	inFlight int
-	limit    int // number of names at which the queue calls forget
+	limit    int // the number of names at which the queue calls forget
 	pending  []*Entry
 	closed   error
 	waiting  atomic.Bool // whether pending has entries
@@ -138,7 +141,8 @@ func New() *Queue {
 }
 
 // Add submits all entries in the given order, or none of them. It returns a *DuplicateNameError if a name is
-// in use, or the error that was passed to Close. If it returns an error, Done is not called.
+// in use. After Close it returns the error that was passed to Close. If Add returns an error, Done is not
+// called.
 func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -171,7 +175,8 @@ func (q *Queue) Add(entries ...*Entry) error {
 	return nil
 }
 
-// nameOf returns the state of the name text. If there is none, nameOf makes it. The caller holds mu.
+// nameOf returns the state of the name text. If the name has no state yet, nameOf makes one. The caller holds
+// mu.
 func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
@@ -185,7 +190,7 @@ func (q *Queue) nameOf(text string) *Name {
 }
 
 // forget drops the names that are not in use. It sets the limit to twice the number of remaining names, so
-// that the next call comes only after that many new names. The caller holds mu.
+// that the next call comes only after that number has doubled. The caller holds mu.
 func (q *Queue) forget() {
 	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
 	q.limit = max(minNames, 2*len(q.names))
@@ -210,7 +215,7 @@ func (q *Queue) Pending() int {
 	return len(q.pending)
 }
 
-// Waiting reports whether there are entries to Pop. It takes no lock, so that polling many idle queues is
+// Waiting reports whether Pop would return entries. It takes no lock, so that polling many idle queues is
 // cheap.
 func (q *Queue) Waiting() bool { return q.waiting.Load() }
 
@@ -225,7 +230,8 @@ func (q *Queue) Find(name string) *Entry {
 }
 
 // Finish removes e from the table and calls e.Done with err. If e is not in the table anymore, Finish does
-// nothing. It must not be called after Done was called, because e may have been submitted again by then.
+// nothing. It must not be called after Done was called, because the caller may have submitted e again by
+// then.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
@@ -246,8 +252,8 @@ func (q *Queue) remove(e *Entry) bool {
 	return true
 }
 
-// Close makes every later Add fail with err. After a second call the first err remains. Entries in the table
-// stay there.
+// Close makes every later Add fail with err. If Close is called again, the first error remains. Entries in
+// the table stay there.
 func (q *Queue) Close(err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -257,7 +263,7 @@ func (q *Queue) Close(err error) {
 }
 
 // Each calls visit for every entry in flight, in no particular order. No entry finishes until Each returns.
-// visit must not call methods of the queue or of an entry, and must not keep the entry.
+// visit must neither call methods of the queue or of an entry nor keep the entry.
 func (q *Queue) Each(visit func(e *Entry)) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -268,8 +274,8 @@ func (q *Queue) Each(visit func(e *Entry)) {
 	}
 }
 
-// FinishAll finishes all entries for which which returns true, whether Pop has returned them or not. Each
-// ends with the error that reason returns for it.
+// FinishAll finishes all entries for which the function which returns true, even those that Pop has not
+// returned yet. Each entry ends with the error that the function reason returns for it.
 func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error) {
 	q.mu.Lock()
 	var found []*Entry

@@ -2,7 +2,7 @@ package message
 
 import "math/bits"
 
-// Bits is a bit vector. Bits beyond its length are 0. Setting such a bit makes the vector longer.
+// Bits is a bit vector. All bits beyond its length are 0. If such a bit is set, the vector grows.
 type Bits []uint64
 
 // Set sets bit b to 1.
@@ -37,7 +37,7 @@ func (v Bits) Any() bool {
 	return false
 }
 
-// Next returns the lowest bit that is 1 and not below b. ok is false if there is none.
+// Next returns the lowest bit that is 1 and is at least b. ok is false if there is no such bit.
 func (v Bits) Next(b uint32) (next uint32, ok bool) {
 	w := int(b / 64)
 	if w >= len(v) {

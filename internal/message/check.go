@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Check returns an error if r is invalid by itself. The coordinator checks whether the requests of the ranks
-// agree.
+// Check returns an error if r is invalid by itself. It does not check whether the requests of the ranks
+// agree, which the coordinator does.
 func (r *Request) Check() error {
 	if !r.Kind.Valid() {
 		return fmt.Errorf("request %q: got unknown kind %d", r.Name, r.Kind)
@@ -61,7 +61,7 @@ func (r *Request) CheckParameters() error {
 	return nil
 }
 
-// checkParts checks the parameters of a group that is one request.
+// checkParts checks the parameters of a request for a whole group.
 func (r *Request) checkParts() error {
 	switch {
 	case r.Kind != Allreduce:
@@ -82,7 +82,8 @@ func (r *Request) checkParts() error {
 	return nil
 }
 
-// checkReduction checks the reduction of elements of type dt, with scale factors and compression.
+// checkReduction checks the parameters of a reduction of elements of type dt: the reduction, the scale
+// factors and the compression.
 func (r *Request) checkReduction(dt tensor.DType) error {
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
 		return err
@@ -145,8 +146,8 @@ func CheckName(name string) error {
 	return nil
 }
 
-// checkMembers checks that ranks can be the members of a process set. There must be at least one, and they
-// must be in ascending order.
+// checkMembers checks whether ranks can be the members of a process set. There must be at least one rank, and
+// the ranks must be in ascending order.
 func checkMembers(ranks []topo.Rank) error {
 	if len(ranks) == 0 {
 		return fmt.Errorf("got a process set without ranks")
@@ -159,8 +160,8 @@ func checkMembers(ranks []topo.Rank) error {
 	return nil
 }
 
-// checkTensor checks a tensor and returns its number of elements. The number of its bytes must fit into an
-// int64.
+// checkTensor checks a tensor and returns its number of elements. The size of the tensor in bytes must fit
+// into an int64.
 func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
 	if !dt.Valid() {
 		return 0, fmt.Errorf("got unknown element type %d", dt)

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// These are the limits of a frame. A decoder returns an error if a frame exceeds them. The caller of an
-// encoder must not exceed them.
+// These are the limits of a frame. A decoder returns an error if a frame exceeds a limit. The caller of an
+// encoder must keep the limits.
 const (
 	// MaxFrameBytes is the maximum size of an encoded frame.
 	MaxFrameBytes = 64 << 20
@@ -23,7 +23,7 @@ const (
 	MaxNameBytes = 4096
 	// MaxDims is the maximum number of dimensions of a shape.
 	MaxDims = 64
-	// MaxReasonBytes is the maximum length of a reason or an error text. The encoder cuts longer texts.
+	// MaxReasonBytes is the maximum length of a reason or an error text. The encoder truncates longer texts.
 	MaxReasonBytes = 4096
 	// MaxCacheBits is greater than every cache bit.
 	MaxCacheBits = 1 << 20
@@ -62,7 +62,7 @@ const (
 	flagStop     = 1
 	// vectorsType must differ from the types of Up and Down frames, which are sent over the same connections.
 	vectorsType = 64
-	// probeType must differ from them too.
+	// probeType must differ from vectorsType and from the types of Up and Down frames too.
 	probeType = 65
 )
 
@@ -298,7 +298,8 @@ func (d *decoder) downSet(s *DownSet) {
 	}
 }
 
-// AppendVectors appends the encoding of a lock-step cycle's two vectors to b. All their words are encoded.
+// AppendVectors appends the encoding of the two vectors of a lock-step cycle to b. It encodes all words of
+// both vectors.
 func AppendVectors(b []byte, and, or []uint64) []byte {
 	b = append(b, vectorsType)
 	for _, v := range [][]uint64{and, or} {
@@ -310,7 +311,8 @@ func AppendVectors(b []byte, and, or []uint64) []byte {
 	return b
 }
 
-// DecodeVectors decodes what AppendVectors has encoded. It reuses the memory of and and or.
+// DecodeVectors decodes vectors that AppendVectors has encoded. It reuses the memory of the vectors and and
+// or.
 func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != vectorsType {
@@ -334,13 +336,15 @@ func AppendProbe(b []byte, p *Probe) []byte {
 	return appendText(b, p.Domain)
 }
 
-// IsVectors reports whether a frame contains the vectors of a cycle. The frame may still be malformed.
+// IsVectors reports whether the type of a frame says that it contains the vectors of a cycle. The frame may
+// still be malformed.
 func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
 
-// IsProbe reports whether a frame contains a Probe. The frame may still be malformed.
+// IsProbe reports whether the type of a frame says that it contains a Probe. The frame may still be
+// malformed.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 
-// DecodeProbe decodes what AppendProbe has encoded.
+// DecodeProbe decodes a Probe that AppendProbe has encoded.
 func DecodeProbe(b []byte) (p Probe, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != probeType {
@@ -407,7 +411,8 @@ func appendProto(b []byte, m proto.Message) ([]byte, error) {
 	return b, nil
 }
 
-// decoder decodes fields from the front of b. After the first error it returns zero for every field.
+// decoder decodes fields from the front of b. After the first error it returns the zero value for every
+// field.
 type decoder struct {
 	b   []byte
 	err error
@@ -458,8 +463,8 @@ func (d *decoder) u64() uint64 {
 	return 0
 }
 
-// count decodes the number of elements that follow. Each element has at least size bytes. If b has not that
-// many bytes, count fails, so that the caller allocates nothing for missing elements.
+// count decodes the number of elements that come next. Each element has at least size bytes. If b has fewer
+// bytes than the elements need, count fails, so that the caller allocates nothing for missing elements.
 func (d *decoder) count(size int) int {
 	n := int64(d.u32())
 	if n*int64(size) > int64(len(d.b)) {
@@ -513,7 +518,8 @@ func (d *decoder) bits(v *Bits) {
 	}
 }
 
-// vector decodes a bit vector of all process sets. It may be longer than the vector of one process set.
+// vector decodes a bit vector of all process sets. Such a vector may be longer than the vector of one process
+// set.
 func (d *decoder) vector(v *[]uint64) {
 	for range d.count(8) {
 		*v = append(*v, d.u64())
@@ -613,7 +619,7 @@ func (d *decoder) response(r *Response) {
 	}
 }
 
-// narrow converts v to a byte. If v is too large, the result is 255, which is not a valid number of any type.
+// narrow converts v to a byte. If v is too large, the result is 255, which is not a valid value of any type.
 func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
 
 func ranksToPB(ranks []topo.Rank) []int32 {

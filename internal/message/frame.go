@@ -4,17 +4,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Probe measures the clock of a rank against the clock of rank 0. The rank sends it to rank 0, which fills it
-// in and sends it back. All times are in nanoseconds since the start of the engine of the rank whose clock
-// was read.
+// Probe measures the clock of a rank against the clock of rank 0. The rank sends it to rank 0, which sets its
+// own fields and sends it back. All times are in nanoseconds since the start of the engine of the rank whose
+// clock was read.
 type Probe struct {
-	// Sent is when the rank sent the probe, by its own clock.
+	// Sent is the time at which the rank sent the probe, by its own clock.
 	Sent uint64
-	// Received and Replied are when rank 0 received the probe and sent it back, by the clock of rank 0. They
-	// are 0 in the probe to rank 0.
+	// Received and Replied are the times at which rank 0 received the probe and sent it back, by the clock of
+	// rank 0. They are 0 in the probe to rank 0.
 	Received, Replied uint64
-	// Monotonic is the reading of rank 0's clock when rank 0's engine started. Domain identifies that clock.
-	// A rank that reads the same clock needs no measurement. Both are zero in the probe to rank 0.
+	// Monotonic is the reading of rank 0's clock at the start of rank 0's engine. Domain identifies that
+	// clock. If a rank reads the same clock, it needs no measurement. Both fields are zero in the probe to
+	// rank 0.
 	Monotonic uint64
 	Domain    string
 }
@@ -28,13 +29,13 @@ const (
 	UpNews UpType = iota + 1
 	// UpHeartbeat shows that the sender lives.
 	UpHeartbeat
-	// UpBye is the last frame of a rank. The rank has finished all its work after it was stopped.
+	// UpBye is the last frame of a rank. The rank was stopped and has finished all its work.
 	UpBye
 	// UpSuspect reports that the data connection to a rank has failed, or that the sender itself fails.
 	UpSuspect
 	// UpTimeout reports that an operation has not finished within the timeout of its caller.
 	UpTimeout
-	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with the
+	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with a
 	// rank that has left.
 	UpReleased
 )
@@ -45,37 +46,37 @@ type Up struct {
 	// Seen is the number of the last cycle that the sender had applied when it made the frame.
 	Seen uint64
 	// Shutdown says that the sender submits nothing after this frame. It is set at most once, in an UpNews.
-	// Operations, Tensor, Millis and Reason then explain the shutdown to other ranks.
+	// With Shutdown, the fields Operations, Tensor, Millis and Reason explain the shutdown to other ranks.
 	Shutdown bool
-	// Operations is the number of responses that the sender has finished. It is set with Shutdown.
+	// Operations is the number of responses that the sender has finished. It is set only with Shutdown.
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
 	// Suspect is the suspected rank in an UpSuspect, and the rank that has left in an UpReleased.
 	Suspect topo.Rank
-	// Reason is why the sender suspects a rank (UpSuspect) or shuts down (Shutdown). With Shutdown it may be
-	// empty.
+	// Reason is why the sender suspects a rank (UpSuspect) or shuts down (Shutdown). With Shutdown, Reason
+	// may be empty.
 	Reason string
-	// Tensor, Set and Millis have a meaning in three cases. In an UpTimeout, they are the operation, its
-	// process set and the time that the operation had. In an UpHeartbeat, they are the oldest grant that the
-	// sender has not finished, its process set and its age, if there is such a grant. With Shutdown, Tensor
-	// is the last operation that the sender has finished, such as `allreduce "g"`, and Millis is how long ago
-	// it ended.
+	// Tensor, Set and Millis are used in three cases. In an UpTimeout, they are the operation, its process
+	// set and the time limit of the operation. In an UpHeartbeat, they are the oldest grant that the sender
+	// has not finished, its process set and its age. They are zero if there is no such grant. With Shutdown,
+	// Tensor is the last operation that the sender has finished, such as `allreduce "g"`, and Millis is the
+	// time since its end.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32
-	// Granted says, in an UpTimeout, that the sender has received the grant of the operation but has not
-	// finished it.
+	// Granted is used in an UpTimeout. It says that the sender has received the grant of the operation but
+	// has not finished the operation.
 	Granted bool
 }
 
 // UpSet is a rank's news about one process set.
 type UpSet struct {
 	Set topo.ProcessSetID
-	// Hits are new votes. Bit b is a vote for the entry that bit b of the cache had at cycle Seen.
+	// Hits are new votes. If bit b is set, it is a vote for the entry that cache bit b had at cycle Seen.
 	Hits Bits
-	// Invalid are the bits of tensors that the sender now submits with other parameters. Their requests
-	// follow in full.
+	// Invalid are the cache bits of tensors that the sender now submits with other parameters. Requests has
+	// the new requests in full.
 	Invalid Bits
 	// Requests are new requests in full.
 	Requests []Request
@@ -84,8 +85,8 @@ type UpSet struct {
 	Done uint32
 }
 
-// At returns the news of a set in u. If there is none, At adds an empty UpSet, with memory of earlier uses if
-// possible.
+// At returns the news about a set in u. If there is none, At adds an empty UpSet. It reuses the memory of an
+// earlier UpSet if possible.
 func (u *Up) At(set topo.ProcessSetID) *UpSet {
 	for i := range u.Sets {
 		if u.Sets[i].Set == set {
@@ -119,18 +120,18 @@ const (
 	// DownClose tells the recipient, which has sent UpBye, that no rank needs it anymore and that it may
 	// close its connections.
 	DownClose
-	// DownLeft says that Ranks have left the job in order. Recipients answer it with UpReleased.
+	// DownLeft says that Ranks have left the job in an orderly way. Each recipient answers with UpReleased.
 	DownLeft
 )
 
 // Down is a frame from the coordinator to ranks. The cycles form a log that every rank replays.
 type Down struct {
 	Type DownType
-	// Cycle is the number of the cycle. A rank receives ascending numbers, possibly with gaps.
+	// Cycle is the number of the cycle. A rank receives cycles with ascending numbers, possibly with gaps.
 	Cycle uint64
 	// Stop says that nothing more will be granted to the recipient.
 	Stop bool
-	// Sets has the recipient's process sets about which something was decided.
+	// Sets has the decisions about the recipient's process sets. It omits sets without decisions.
 	Sets []DownSet
 	// Ranks are the ranks that have failed (DownFail) or have left (DownLeft). With Stop, they are the ranks
 	// whose shutdown is the reason for the stop.
@@ -140,7 +141,7 @@ type Down struct {
 	Reason string
 }
 
-// DownSet is what was decided about one process set. The recipient applies the fields in their order.
+// DownSet has the decisions about one process set. The recipient applies the fields in their order.
 type DownSet struct {
 	Set    topo.ProcessSetID
 	Grants []Grant
@@ -150,7 +151,7 @@ type DownSet struct {
 	Puts []Put
 }
 
-// Grant is one fused response. Its tensors are the tensors of Bits, followed by the tensors of Full.
+// Grant is one fused response. Its tensors are those of Bits, followed by those of Full.
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm
@@ -159,11 +160,11 @@ type Grant struct {
 	Absent []topo.Rank
 	// Bits are the cache bits of tensors whose responses are in the cache.
 	Bits []uint32
-	// Full are the responses of tensors that are not granted by their cache bits.
+	// Full has the responses of tensors that are not granted by a cache bit.
 	Full []*Response
 }
 
-// Put assigns cache bit Bit to the response Grants[Grant].Full[Tensor].
+// Put assigns the cache bit Bit to the response Grants[Grant].Full[Tensor].
 type Put struct {
 	Grant, Tensor uint32
 	Bit           uint32
@@ -174,7 +175,7 @@ func (d *Down) Reset() {
 	*d = Down{Sets: d.Sets[:0], Ranks: d.Ranks[:0]}
 }
 
-// AddSet appends an empty DownSet for a process set. It reuses memory of earlier uses if possible.
+// AddSet appends an empty DownSet for a process set. It reuses the memory of an earlier DownSet if possible.
 func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
 	s := grow(&d.Sets)
 	s.Set = set
@@ -182,19 +183,20 @@ func (d *Down) AddSet(set topo.ProcessSetID) *DownSet {
 	return s
 }
 
-// AddGrant appends an empty grant. It reuses memory of earlier uses if possible.
+// AddGrant appends an empty Grant. It reuses the memory of an earlier Grant if possible.
 func (s *DownSet) AddGrant() *Grant {
 	g := grow(&s.Grants)
 	g.Backend, g.Algorithm = NoBackend, NoAlgorithm
 	g.Absent, g.Bits = g.Absent[:0], g.Bits[:0]
-	// Drop the references, because an unused element would keep responses alive that no cache holds anymore.
+	// Clear the references. Otherwise the unused part of the slice would keep responses in memory that no
+	// cache holds anymore.
 	clear(g.Full)
 	g.Full = g.Full[:0]
 	return g
 }
 
-// grow adds an element to *s and returns it. If *s had capacity, the element has the value of an earlier use,
-// else it is zero.
+// grow adds an element to *s and returns the element. If *s had capacity for it, the element has the value of
+// an earlier use. Otherwise it is zero.
 func grow[T any](s *[]T) *T {
 	if len(*s) < cap(*s) {
 		*s = (*s)[:len(*s)+1]

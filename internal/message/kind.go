@@ -5,7 +5,8 @@ import "fmt"
 // Kind is the kind of an operation.
 type Kind uint8
 
-// These are the kinds of operations. Error is only a kind of responses. It says that the ranks did not agree.
+// These are the kinds of operations. Only a response can have the kind Error, which says that the ranks did
+// not agree.
 const (
 	NoKind Kind = iota
 	Allreduce
@@ -14,8 +15,8 @@ const (
 	Alltoall
 	Reducescatter
 	Barrier
-	// Join says that a rank has no more tensors for a process set. It is answered when all members have
-	// joined.
+	// Join says that a rank has no more tensors for a process set. It is answered when all members of the set
+	// have joined.
 	Join
 	// AddProcessSet and RemoveProcessSet are operations of all ranks on the global set.
 	AddProcessSet
@@ -24,8 +25,8 @@ const (
 	numKinds
 )
 
-// NumKinds is the number of kinds, including NoKind, and NumBackends is the number of backends, including
-// NoBackend. So all values are less.
+// NumKinds is the number of kinds, including NoKind. NumBackends is the number of backends, including
+// NoBackend. All values of these types are less.
 const (
 	NumKinds    = int(numKinds)
 	NumBackends = int(numBackends)
@@ -36,15 +37,15 @@ var kinds = [numKinds]string{
 	"add process set", "remove process set", "error",
 }
 
-// Valid reports whether k is a kind that a request may have.
+// Valid reports whether a request may have the kind k.
 func (k Kind) Valid() bool { return k > NoKind && k < Error }
 
 // MovesData reports whether operations of kind k exchange tensors. Operations of other kinds are finished
 // when they are granted.
 func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter }
 
-// Reduces reports whether operations of kind k combine elements. Only these have a reduction and scale
-// factors.
+// Reduces reports whether operations of kind k combine elements. Only such operations have a reduction and
+// scale factors.
 func (k Kind) Reduces() bool { return k == Allreduce || k == Reducescatter }
 
 // Ragged reports whether the first dimension of a tensor may differ between ranks in operations of kind k.
@@ -57,7 +58,7 @@ func (k Kind) String() string {
 	return kinds[k]
 }
 
-// Backend is what moves the bytes of an operation.
+// Backend identifies the component that moves the bytes of an operation.
 type Backend uint8
 
 // These are the backends. Responses that move no data, such as barriers and errors, have NoBackend.
@@ -78,7 +79,7 @@ func (b Backend) String() string {
 	return backends[b]
 }
 
-// Algorithm is how a backend moves the bytes of an operation.
+// Algorithm identifies the way in which a backend moves the bytes of an operation.
 type Algorithm uint8
 
 // These are the algorithms.
@@ -92,7 +93,7 @@ const (
 	// Direct sends each part of the buffer directly to the rank that needs it. Sums are computed in the order
 	// of the ranks.
 	Direct
-	// HalvingDoubling exchanges halves, then quarters and so on of the buffer with ranks at doubling
+	// HalvingDoubling exchanges halves of the buffer, then quarters and so on, with ranks at doubling
 	// distances.
 	HalvingDoubling
 	numAlgorithms

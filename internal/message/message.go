@@ -15,49 +15,52 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Request is one rank's request to run an operation on a named tensor. The rank is the sender of the frame.
+// Request is one rank's request to run an operation on a named tensor. The requesting rank is the sender of
+// the frame.
 type Request struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
 	Shape tensor.Shape
-	// Op, Prescale and Postscale are set for kinds that reduce.
+	// Op, Prescale and Postscale are used by kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
-	// Wire is the element type to which an allreduce is compressed for transfer, or Invalid if it is not
-	// compressed.
+	// Wire is the element type to which an allreduce is compressed for transfer. It is Invalid if the
+	// allreduce is not compressed.
 	Wire tensor.DType
 	// Root is the root of a broadcast. It is a rank of the job, not a position in the process set.
 	Root topo.Rank
-	// Group is the name of a group of GroupSize tensors that are granted together. For a tensor without a
-	// group they are "" and 0.
+	// Group is the name of a group of GroupSize tensors that are granted together. If the tensor has no
+	// group, Group is "" and GroupSize is 0.
 	Group     string
 	GroupSize int32
-	// Parts are the tensors of a group that is one allreduce request, else nil. With Parts, Shape is the
-	// total number of elements. DType is the common element type, or Invalid if the group has several types.
+	// Parts are the tensors of a group that is one allreduce request, else nil. If Parts is set, Shape is the
+	// total number of elements, and DType is the common element type, or Invalid if there are several types.
 	Parts Parts
-	// Empty is set in a Join if the rank contributes no rows to operations that otherwise fail for joined
-	// ranks.
+	// Empty is used in a Join. It says that the rank contributes no rows to operations that otherwise fail
+	// for joined ranks.
 	Empty bool
 	// Ranks are the members of a process set to add, in ascending order.
 	Ranks []topo.Rank
 	// Set is the process set to remove.
 	Set topo.ProcessSetID
-	// Bit is a guess of the name's bit in the response cache. A wrong guess only costs time. Bit is not sent.
+	// Bit is a guess of the cache bit of the name. A wrong guess only makes the lookup slower. Bit is not
+	// sent.
 	Bit uint32
 	// Hit is the cached response that matches the request, or nil. It is not sent.
 	Hit *Response
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable. It
-// contains nothing that is specific to one rank, so the caches of all ranks are equal.
+// contains nothing that is specific to one rank, so that the caches of all ranks are equal.
 type Response struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
-	// Shape is the shape of the tensor at every rank. If the first dimension may differ between ranks, it is
-	// 0 in Shape. For an allgather, FirstDims has the first dimensions of all members, in the order of the
-	// set. For an alltoall, the ranks learn them when they execute the operation.
+	// Shape is the shape of the tensor, which is the same at every rank except possibly in the first
+	// dimension. If the first dimension may differ between ranks, it is 0 in Shape. For an allgather,
+	// FirstDims has the first dimensions of all members, in the order of the set. For an alltoall, the ranks
+	// learn the first dimensions when they execute the operation.
 	Shape               tensor.Shape
 	FirstDims           []int64
 	Op                  tensor.ReduceOp
@@ -76,7 +79,7 @@ type Response struct {
 }
 
 // Request returns the request that member i of the process set must have submitted to get this response. For
-// an alltoall, the first dimension is unknown and is 0 in the result.
+// an alltoall, the first dimension is unknown, so it is 0 in the result.
 func (r *Response) Request(i int) Request {
 	q := r.request()
 	if r.Kind == Allgather {
@@ -94,7 +97,7 @@ func (r *Response) request() Request {
 	}
 }
 
-// Matches reports whether request q of member i of the process set is equal to the request that r has
+// Matches reports whether q, a request of member i of the process set, is equal to the request that r has
 // answered. It compares the same fields as the coordinator, which depend on the kind. It allocates nothing.
 func (r *Response) Matches(q *Request, i int) bool {
 	if r.Kind != q.Kind || r.Group != q.Group || r.GroupSize != q.GroupSize || !r.Parts.Equal(q.Parts) {
@@ -132,7 +135,7 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 	return true
 }
 
-// NumElems returns the number of elements of the result. For an allgather or a reducescatter, these are the
+// NumElems returns the number of elements of the result. For an allgather or a reducescatter, it counts the
 // elements of all ranks together. For an alltoall the number is unknown, and NumElems returns 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
@@ -179,8 +182,8 @@ func (r *Response) NumBytes() int64 {
 	return n * int64(r.DType.Size())
 }
 
-// WireBytes returns the size of the result in bytes if its elements have the type WireType. This is its size
-// in the fusion buffer. The decoder must have checked the response.
+// WireBytes returns the size of the result in bytes if its elements have the type WireType. The result has
+// this size in the fusion buffer. The decoder must have checked the response.
 func (r *Response) WireBytes() int64 {
 	if r.hasSeveralTypes() {
 		return r.Parts.numBytes(r.Wire)

@@ -10,8 +10,8 @@ import (
 )
 
 // Parts are the tensors of a group that is requested and granted as one. For each tensor, the slice has the
-// element type, the number of dimensions and then the dimensions. Parts is one slice so that it can be
-// compared quickly, because most groups are submitted repeatedly.
+// element type, the number of dimensions and then the dimensions. Most groups are submitted repeatedly, and a
+// single slice can be compared quickly.
 type Parts []int64
 
 // Append appends a tensor to p and returns the result.
@@ -40,7 +40,7 @@ func (p Parts) Len() (n int) {
 	return n
 }
 
-// Types returns an iterator over the element types. Each type comes once, in the order of first use.
+// Types returns an iterator over the element types. It returns each type once, in the order of first use.
 func (p Parts) Types() iter.Seq[tensor.DType] {
 	return func(yield func(tensor.DType) bool) {
 		var seen uint64 // one bit for each type
@@ -68,7 +68,7 @@ func (p Parts) DType() tensor.DType {
 // Equal reports whether p and q have the same tensors.
 func (p Parts) Equal(q Parts) bool { return slices.Equal(p, q) }
 
-// At returns tensor i. If there is no tensor i, it returns the type Invalid.
+// At returns tensor i. If there is no tensor i, At returns the type Invalid.
 func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	for dt, shape := range p.All() {
 		if i == 0 {
@@ -79,7 +79,8 @@ func (p Parts) At(i int) (tensor.DType, tensor.Shape) {
 	return tensor.Invalid, nil
 }
 
-// Difference returns the index of the first tensor that differs between p and q, or -1 if all are equal.
+// Difference returns the index of the first tensor that differs between p and q. If p and q are equal, it
+// returns -1.
 func (p Parts) Difference(q Parts) int {
 	for i := 0; ; i++ {
 		switch {
@@ -96,8 +97,8 @@ func (p Parts) Difference(q Parts) int {
 	}
 }
 
-// numBytes returns the number of bytes of all tensors. If wire is a valid type, all elements count as
-// elements of wire.
+// numBytes returns the total number of bytes of all tensors. If wire is a valid type, every element counts
+// with the size of wire.
 func (p Parts) numBytes(wire tensor.DType) (total int64) {
 	for dt, shape := range p.All() {
 		if wire.Valid() {

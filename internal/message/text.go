@@ -19,8 +19,8 @@ func (t UpType) String() string {
 	return upTypes[t]
 }
 
-// String formats the frame for logs and for the controller's golden tests. Bit vectors are hexadecimal
-// numbers, in which bit 0 has the value 1.
+// String formats the frame for logs and for the controller's golden tests. It prints a bit vector as a
+// hexadecimal number, in which bit 0 has the value 1.
 func (u *Up) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
@@ -80,10 +80,10 @@ func (v Bits) String() string {
 	return text
 }
 
-// kindText returns the name of a kind without spaces.
+// kindText returns the name of a kind with its spaces replaced by hyphens.
 func kindText(k Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
-// String formats the request as Up.String does. It omits defaults (reduction sum, scale factors 1).
+// String formats the request in the format of Up.String. It omits defaults (reduction sum, scale factors 1).
 func (q *Request) String() string {
 	text := fmt.Sprintf("%s %s", kindText(q.Kind), q.Name)
 	switch {
@@ -127,7 +127,7 @@ func (q *Request) String() string {
 	return text
 }
 
-// String formats the frame for logs and for the controller's golden tests, as Up.String does.
+// String formats the frame for logs and for the controller's golden tests, in the format of Up.String.
 func (d *Down) String() string {
 	var b strings.Builder
 	switch d.Type {

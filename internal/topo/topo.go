@@ -4,8 +4,8 @@ package topo
 
 import "fmt"
 
-// Rank is the number of a process in the job, from 0 to size-1. It is the number in the whole job, also where
-// a process set is concerned, unless the name of a variable says otherwise.
+// Rank is the number of a process in the job, from 0 to size-1. A variable of this type always has the number
+// in the whole job, not a position in a process set.
 type Rank int32
 
 // ProcessSetID identifies a process set in frames. The coordinator assigns it and does not reuse it within an
@@ -15,18 +15,17 @@ type ProcessSetID uint32
 // Global is the ID of the process set of all ranks.
 const Global ProcessSetID = 0
 
-// Topology is the position of one rank in the job. LocalRank is the number of the rank among the LocalSize
-// ranks on its host. CrossRank is its number among the CrossSize ranks of the job that have the same local
-// rank.
+// Topology is the position of one rank in the job. LocalRank is the rank's index among the LocalSize ranks on
+// its host. CrossRank is its index among the CrossSize ranks of the job that have the same local rank.
 type Topology struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 }
 
-// FromHosts computes the topology of rank from the host identities of all ranks, in the order of the ranks.
-// Local ranks are numbered in the order of the ranks. The cross rank is the index of the rank's host among
-// the hosts that have the same local rank. The hosts are in the order of their lowest ranks, as in Horovod.
+// FromHosts computes the topology of rank from hosts, which has the host identity of each rank. Local ranks
+// are numbered in the order of the ranks. The cross rank is the index of the rank's host among the hosts that
+// have the same local rank. As in Horovod, these hosts are ordered by their lowest ranks.
 func FromHosts(hosts []string, rank Rank) Topology {
 	t := Topology{Rank: int(rank), Size: len(hosts)}
 	local := make(map[string]int, len(hosts))
@@ -56,8 +55,8 @@ func FromHosts(hosts []string, rank Rank) Topology {
 	return t
 }
 
-// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identities of all
-// ranks.
+// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identity of each
+// rank.
 func IsHomogeneous(hosts []string) bool {
 	ranks := make(map[string]int)
 	for _, h := range hosts {
@@ -93,8 +92,8 @@ func (t Topology) Validate() error {
 
 // HostID returns the identity of a host's memory. Ranks with equal identities may share memory. If given is
 // not empty, it is the identity. Otherwise the identity consists of the host's name, the ID of its boot, and
-// the ID of the network namespace. So containers in which all three are equal are treated like processes of
-// one host.
+// the ID of the network namespace. So if two containers agree in all three, they are treated like processes
+// of one host.
 func HostID(given, hostname, bootID, netns string) string {
 	if given != "" {
 		return given

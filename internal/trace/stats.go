@@ -9,22 +9,22 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Stats is the state of a rank at one moment. Its counters count from the beginning of the epoch.
+// Stats is the state of a rank at one moment. Its counters begin with 0 at the beginning of the epoch.
 type Stats struct {
 	Rank, Size int
 	Host       string
 	Epoch      uint64
 
-	// Operations has an element for each kind and backend, and Moved for each kind, backend and element type.
-	// They are unsorted and omit combinations that never ran.
+	// Operations has an element for each kind and backend. Moved has an element for each kind, backend and
+	// element type. Both are unsorted and omit combinations that have never run.
 	Operations []Operations
 	Moved      []Moved
-	// Negotiation has the time from submission to grant of each tensor. Queued has the time from the grant to
-	// the beginning of execution of each fused response.
+	// Negotiation has the time from submission to grant for each tensor. Queued has the time from the grant
+	// to the beginning of execution for each fused response.
 	Negotiation, Queued Histogram
 	// FusionResponses is the number of responses of kinds that can be fused. FusedTensors and FusedBytes are
-	// the tensors and bytes in these responses. FusionThresholdBytes is the maximum number of bytes that each
-	// of them could have had.
+	// the numbers of tensors and bytes in these responses. FusionThresholdBytes is the maximum number of
+	// bytes in one such response.
 	FusedTensors, FusedBytes, FusionResponses uint64
 	FusionThresholdBytes                      int64
 	// CacheHits is the number of requests that were sent as a cache bit. CacheMisses is the number of
@@ -35,12 +35,12 @@ type Stats struct {
 	Refused, Failed uint64
 	// InFlight is the number of tensors that were submitted and have not ended.
 	InFlight int
-	// ClockOffset and ClockError are the last measurement of this rank's clock against rank 0's clock.
-	// ClockKnown says whether there is a measurement.
+	// ClockOffset and ClockError are the last measurement of this rank's clock against rank 0's clock. They
+	// are valid if ClockKnown is set.
 	ClockOffset, ClockError time.Duration
 	ClockKnown              bool
-	// TimelineDropped is the number of operations that the timeline lost because it could not write fast
-	// enough, or could not write at all.
+	// TimelineDropped is the number of operations that are missing in the timeline, because it could not
+	// write fast enough or could not write at all.
 	TimelineDropped uint64
 	// Coordinator has the coordinator's counters. It is nil except at rank 0.
 	Coordinator *Coordinator
@@ -50,13 +50,13 @@ type Stats struct {
 type Operations struct {
 	Kind    message.Kind
 	Backend message.Backend
-	// Durations has the time from the beginning to the end of execution of each operation.
+	// Durations has the execution time of each operation.
 	Durations Histogram
 	Tensors   uint64
 }
 
 // Moved is the number of bytes of one element type that operations have processed. For a broadcast, it counts
-// this rank's output, for other kinds this rank's input.
+// this rank's output. For other kinds, it counts this rank's input.
 type Moved struct {
 	Kind    message.Kind
 	Backend message.Backend
@@ -67,7 +67,7 @@ type Moved struct {
 // Coordinator has the counters of the coordinator.
 type Coordinator struct {
 	Cycles uint64
-	// Late has an element for each rank, by rank.
+	// Late has an element for each rank, in the order of the ranks.
 	Late []analysis.HeldUp
 	// Stalled is the number of tensors that have waited for longer than the stall warning time. StallReports
 	// is the number of stall warnings so far.
@@ -102,8 +102,8 @@ func UpperBound(i int) float64 {
 // Add counts a duration. A negative duration counts as 0.
 func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
-	// Frexp returns a fraction in [1/2, 1). So a power of two has the fraction 1/2, and belongs to the bucket
-	// below, whose upper bound it is.
+	// Frexp returns a fraction that is at least 1/2 and less than 1. A power of two has the fraction 1/2. It
+	// belongs to the bucket below, because it equals that bucket's upper bound.
 	fraction, exponent := math.Frexp(max(d, 1).Seconds())
 	if fraction == 0.5 {
 		exponent--

@@ -1,8 +1,8 @@
 // Package trace defines what the engine reports about its work: a record of each operation for the timeline
 // and the flight recorder, and the counters that package metrics exports.
 //
-// All times are counted from the engine's start, on a clock that does not jump. A time of 0 means that it has
-// not come yet or is not known.
+// All times are counted from the engine's start, on a clock that does not jump. A time of 0 means that the
+// event has not happened yet or that its time is not known.
 package trace
 
 import (
@@ -15,23 +15,24 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Operation is a granted response that has ended. It has one tensor, or several that ran as one operation. A
-// receiver must not use it after returning, except its strings and shapes, which do not change.
+// Operation is a granted response that has ended. It has one tensor, or several tensors that ran as one
+// operation. A receiver must not use the Operation after returning, except for its strings and shapes, which
+// do not change.
 type Operation struct {
 	Set topo.ProcessSetID
-	// Number counts the grants of the set from 1. It is equal at all members, so Set and Number identify the
-	// operation at all ranks.
+	// Number is the number of the grant, counted from 1 in each set. It is equal at all members, so Set and
+	// Number together identify the operation at all ranks.
 	Number uint64
-	// Kind is the requested kind. If the ranks did not agree on a kind, it is Error or the kind that this
+	// Kind is the requested kind. If the ranks did not agree on a kind, Kind is Error or the kind that this
 	// rank requested.
 	Kind      message.Kind
 	Backend   message.Backend
 	Algorithm message.Algorithm
-	// Absent says that this rank had joined and took part with neutral elements. The tensors then have no
-	// times from this rank.
+	// Absent says that this rank had joined and took part with neutral elements. In this case the tensors
+	// have no times from this rank.
 	Absent bool
 	// Granted is when this rank received the grant, Begun is when the execution began, and Ended is when it
-	// had ended. No waiter was notified before Ended.
+	// ended. No caller that waits for the operation is notified before Ended.
 	Granted, Begun, Ended time.Duration
 	// Activities are the parts of the execution between Begun and Ended, in order. They do not overlap, but
 	// there may be gaps between them.
@@ -47,28 +48,28 @@ type Tensor struct {
 	DType tensor.DType
 	// Shape is the shape of this rank's contribution.
 	Shape tensor.Shape
-	// Bytes is the size of this rank's input or, for a broadcast, of its output.
+	// Bytes is the size of this rank's input. For a broadcast, it is the size of this rank's output.
 	Bytes int64
-	// Submitted is when the caller submitted the tensor. Sent is when its request or vote was sent to the
-	// coordinator.
+	// Submitted is the time at which the caller submitted the tensor. Sent is the time at which its request
+	// or vote was sent to the coordinator.
 	Submitted, Sent time.Duration
 	// Cached says that the tensor was granted by its bit in the response cache.
 	Cached bool
 	// Arrivals are the times at which the members' requests reached the coordinator, by position in the
 	// process set. A member that had joined has the time 0. Arrivals is nil except at rank 0.
 	Arrivals []time.Duration
-	// Partial says that Arrivals also has 0 for members whose requests arrived before the recording of
-	// arrival times began.
+	// Partial says that the recording of arrival times began after the first request for the tensor. In this
+	// case Arrivals also has 0 for members whose requests had arrived before.
 	Partial bool
-	// Parts is the number of tensors if this is a group that ran as one tensor, else 0. For a group, Shape is
-	// the number of all elements, and DType is Invalid if the group has several element types.
+	// Parts is the number of tensors if this is a group that ran as one tensor, else 0. For such a group,
+	// Shape is the total number of elements, and DType is Invalid if there are several element types.
 	Parts int
-	// Refused is the error with which only this tensor ended, or nil.
+	// Refused is the error with which this tensor ended while the others completed, or nil.
 	Refused error
 }
 
-// Activity is a part of an operation. If Horovod has a name for it, such as MEMCPY_IN_FUSION_BUFFER, its name
-// is the same. The name of the exchange consists of the backend and the kind, such as SHM_ALLREDUCE.
+// Activity is a part of an operation. If Horovod has a name for the part, such as MEMCPY_IN_FUSION_BUFFER,
+// Name is the same. The name of the exchange consists of the backend and the kind, such as SHM_ALLREDUCE.
 type Activity struct {
 	Name       string
 	Begun, End time.Duration
@@ -81,26 +82,26 @@ type Pending struct {
 	Name  string
 	DType tensor.DType
 	Shape tensor.Shape
-	// Submitted, Sent, Granted and Begun are as in Operation and Tensor.
+	// Submitted, Sent, Granted and Begun have the same meaning as in Operation and Tensor.
 	Submitted, Sent, Granted, Begun time.Duration
-	// Number and Backend are as in Operation. They are 0 if the operation was not granted yet.
+	// Number and Backend have the same meaning as in Operation. They are 0 before the operation is granted.
 	Number  uint64
 	Backend message.Backend
 }
 
-// Clock describes a rank's clock, so that times of the rank can be compared with times of other ranks.
+// Clock describes a rank's clock. With it, times of the rank can be compared with times of other ranks.
 type Clock struct {
 	// Start is the time of day at which the engine started.
 	Start time.Time
 	// Domain is the name of the clock that the process reads. Processes with the same domain read the same
 	// clock. A domain is a time namespace during one boot of a host.
 	Domain string
-	// Monotonic is the reading of that clock at the engine's start.
+	// Monotonic is the reading of the clock Domain at the engine's start.
 	Monotonic time.Duration
 }
 
-// Job returns a name for one epoch of a job. c must be the clock of rank 0. No other epoch has the same name.
-// If the domain of the clock is unknown, Job returns "".
+// Job returns a name for one epoch of a job. c must be the clock of rank 0. Each epoch of each job has
+// another name. If the domain of the clock is unknown, Job returns "".
 func (c Clock) Job() string {
 	if c.Domain == "" {
 		return ""
@@ -110,14 +111,14 @@ func (c Clock) Job() string {
 	return fmt.Sprintf("%016x", h.Sum64())
 }
 
-// Offset is a measurement of this rank's clock against rank 0's clock. Both count from the start of their
-// engines.
+// Offset is a measurement of this rank's clock against rank 0's clock. Each clock counts from the start of
+// its rank's engine.
 type Offset struct {
-	// At is when the measurement was made. Offset is the number to add to a time of this rank to get the time
-	// of rank 0, as of then.
+	// At is the time of the measurement. Offset is the difference between the clocks at that time: the number
+	// to add to a time of this rank to get the time of rank 0.
 	At, Offset time.Duration
 	// Error is the maximum error of Offset in either direction. It is 0 if both ranks read the same clock.
 	Error time.Duration
-	// Job is Clock.Job of rank 0, which the ranks learn by the measurement.
+	// Job is the result of Clock.Job at rank 0. The other ranks learn it by the measurement.
 	Job string
 }
