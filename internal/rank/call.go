@@ -41,7 +41,7 @@ func (o Option) String() string {
 	}[o]
 }
 
-// optionSet is a set of options with one bit for each option.
+// optionSet is a set of options. It has one bit for each option.
 type optionSet uint16
 
 func optionsOf(options ...Option) (s optionSet) {
@@ -51,7 +51,7 @@ func optionsOf(options ...Option) (s optionSet) {
 	return s
 }
 
-// applies has the set of options that apply to each operation, by kind.
+// applies has the options that apply to each operation, by kind.
 var applies = func() (sets [message.Error]optionSet) {
 	always := optionsOf(OptTimeout, OptOver, OptOn)
 	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
@@ -73,7 +73,7 @@ type Call struct {
 	DType               tensor.DType
 	Name                string
 	Rank                *Rank
-	Set                 *Set // nil until Check means the set of all ranks
+	Set                 *Set // the process set; nil stands for the set of all ranks until Check sets it
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
@@ -81,10 +81,11 @@ type Call struct {
 	ErrorFeedback       bool
 	Empty               bool
 	Hold                bool          // whether the name stays in use until the caller releases it
-	Timeout             time.Duration // 0 until Check means the timeout of the settings
+	Timeout             time.Duration // 0 stands for the timeout of the settings until Check sets it
 }
 
-// NewCall returns a call of the given kind of operation on elements of type dt, with default options.
+// NewCall returns a call with default options. kind is the kind of its operation, and dt is the type of its
+// elements.
 func NewCall(kind message.Kind, dt tensor.DType) Call {
 	c := Call{Kind: kind, DType: dt}
 	if kind.Reduces() {
@@ -106,7 +107,7 @@ func (c *Call) CheckOption(o Option) error {
 	return nil
 }
 
-// Check checks the combination of options and sets the options that were not given to their defaults.
+// Check checks the combination of options and sets each option that was not given to its default.
 func (c *Call) Check() error {
 	if c.Set == nil {
 		c.Set = c.Rank.Global
@@ -137,8 +138,8 @@ func (c *Call) CheckRoot(root int) error {
 	return nil
 }
 
-// Splits returns how many rows each member gets from this rank in an alltoall, and checks these numbers. If
-// splits is nil, every member gets the same number of rows.
+// Splits checks splits, the numbers of rows that each member gets from this rank in an alltoall, and returns
+// them. If splits is nil, every member gets the same number of rows.
 func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	n := c.Set.Size()
 	given := make([]int64, n)
@@ -168,7 +169,7 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	return given, nil
 }
 
-// Fill sets the fields of e that are equal in all entries of c.
+// Fill sets those fields of e that are equal in all entries of c.
 func (c *Call) Fill(e *tensorqueue.Entry) {
 	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace,
 		c.ErrorFeedback
@@ -177,8 +178,8 @@ func (c *Call) Fill(e *tensorqueue.Entry) {
 		c.Wire
 }
 
-// Submit names e and queues it. e is an operation on one tensor, or a group that is one request. The caller
-// must then call Drive, Notify or NotifyLater of the engine.
+// Submit gives e a name if the caller gave none, and queues e. e is an operation on one tensor, or a group
+// that is one request. Afterwards the caller must call Drive, Notify or NotifyLater of the engine.
 func (c *Call) Submit(e *tensorqueue.Entry) error {
 	// Check the parameters before ensureName counts the call, because a call that fails only at this rank
 	// must not change the generated names of later calls.
@@ -192,8 +193,8 @@ func (c *Call) Submit(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// SubmitMembers names and queues the entries of a group that has one request for each tensor. The names of
-// the tensors consist of the name of c and their positions.
+// SubmitMembers names and queues the entries of a group that has one request for each tensor. The name of a
+// tensor consists of the name of c and the tensor's position in the group.
 func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	for _, e := range entries {
 		if err := e.Request.CheckParameters(); err != nil { // first, as in Submit
@@ -216,8 +217,8 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	return c.queue(entries...)
 }
 
-// memberNames returns the names of the n tensors of a group. All names are parts of one string, to save
-// allocations.
+// memberNames returns the names of the n tensors of a group. To save allocations, all names are parts of one
+// string.
 func memberNames(group string, n int) []string {
 	var text []byte
 	ends := make([]int, n)
@@ -234,8 +235,8 @@ func memberNames(group string, n int) []string {
 	return names
 }
 
-// ensureName generates a name if the caller gave none. The members of a set must make unnamed calls of an
-// operation in the same order. So they generate the same names.
+// ensureName generates a name if the caller gave none. All members of a set must make unnamed calls of an
+// operation in the same order, so that they generate the same names.
 func (c *Call) ensureName() error {
 	if c.Name == "" {
 		name := append([]byte(c.Kind.String()), ".noname."...)
@@ -247,7 +248,7 @@ func (c *Call) ensureName() error {
 	return nil
 }
 
-// checkAndQueue checks and queues e, whose request already has a name.
+// checkAndQueue checks and queues e. The request of e already has a name.
 func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 	if err := e.Request.Check(); err != nil {
 		return c.Misuse("%w", err)
@@ -255,8 +256,8 @@ func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 	return c.queue(e)
 }
 
-// queue passes entries to the engine. If the engine refuses them because of an error in this call, the error
-// is a *engine.UsageError.
+// queue passes entries to the engine. If the engine refuses them because of a mistake in this call, queue
+// returns a *engine.UsageError.
 func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	err := c.Rank.Engine.Queue(entries...)
 	if err == nil {
@@ -272,11 +273,11 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	return err
 }
 
-// JoinName is the name of every join. One name suffices, because a rank can have only one join of a process
-// set in flight.
+// JoinName is the name of every join. A rank can have only one join of a process set in flight, so one name
+// suffices.
 const JoinName = "join.noname"
 
-// Join queues e as a join. done is called when the join has ended. The rank counts as joined until the caller
+// Join queues e as a join. It calls done when the join has ended. The rank counts as joined until the caller
 // calls Set.Release.
 func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	c.Name = JoinName
@@ -294,8 +295,8 @@ func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	return nil
 }
 
-// OnlyBools sets each byte of b that is not 0 to 1, because Go requires that of a bool. Other ranks may have
-// sent other values.
+// OnlyBools sets each byte of b that is neither 0 nor 1 to 1, because other values are invalid in a Go bool.
+// Other ranks may have sent such values.
 func OnlyBools(b []byte) {
 	for i, v := range b {
 		if v > 1 {

@@ -35,7 +35,7 @@ func (s *switched) Record(op *trace.Operation) {
 	}
 }
 
-// gradients returns a function that returns the operations of one training step: an allreduce for each
+// gradients returns a function that makes the operations of one training step. They are an allreduce for each
 // gradient of ResNet-50, as in hvdbench.
 func gradients(b *testing.B) (step func() []*testcluster.Op) {
 	type gradient struct {
@@ -71,14 +71,14 @@ func gradients(b *testing.B) (step func() []*testcluster.Op) {
 //
 // Steps with and without observation run in the same process, so that nothing else differs. A pair of
 // measurements consists of 40 parts of 5 steps (about 100 ms) with observation and of 40 parts without, in
-// random order. Its result is the ratio of the lower quartiles of the two sets of times, because other load
-// on the machine can only make a part longer. The benchmark reports the median of all pairs and its 95 %
-// confidence interval (order statistics), in per cent.
+// random order. Its result is the ratio of the lower quartiles of the two sets of times. The lower quartile
+// is used because other load on the machine can only make a part longer. The benchmark reports the median of
+// all pairs and its 95 % confidence interval (order statistics), in per cent.
 //
-// With a timeline, each rank writes its records at the end of the part, one rank after the other, because on
-// a machine whose ranks use all processors each rank waits while the other one writes. Scrapes of the metrics
-// happen in the same way, one at each rank in every tenth part with observation. These parts have a quartile
-// of their own, which has the weight of one tenth.
+// With a timeline, each rank writes its records at the end of the part, one rank after the other. The reason
+// is that on a machine whose ranks use all processors, each rank waits while the other one writes. The ranks
+// scrape the metrics in the same way, but only in every tenth part with observation. These parts have a
+// quartile of their own, which has the weight of one tenth.
 func BenchmarkCost(b *testing.B) {
 	const ranks, parts, steps, partsPerScrape = 2, 40, 5, 10
 	for _, way := range []string{"nothing", "timeline", "metrics", "recorder"} {
@@ -118,7 +118,7 @@ func BenchmarkCost(b *testing.B) {
 					}
 				}
 				handler := metrics.Handler(func() trace.Stats { return r.Engine.Stats() })
-				// part executes some steps and returns how long they took, in seconds.
+				// part executes some steps and returns their running time in seconds.
 				part := func(on, scrape bool) float64 {
 					watch(on)
 					r.Do(testcluster.Barrier("begin"))
@@ -170,7 +170,8 @@ func BenchmarkCost(b *testing.B) {
 				}
 			})
 			slices.Sort(ratios)
-			// outside is the number of results below the confidence interval, and also the number above it.
+			// outside is the number of results below the confidence interval. The same number of results is
+			// above it.
 			n := float64(len(ratios))
 			outside := int(max(n/2-0.98*math.Sqrt(n), 0))
 			percent := func(i int) float64 { return 100 * (math.Exp(ratios[i]) - 1) }

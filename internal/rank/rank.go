@@ -1,4 +1,4 @@
-// Package rank joins one rank to its job. From the settings it makes a connected and running engine with
+// Package rank joins one rank to its job. It reads the settings and makes a connected and running engine with
 // process sets, timeline, metrics and flight recorder. It checks and names operations and queues them in the
 // engine. Package hvd wraps it for Go programs, and the sidecar uses it for programs in other processes.
 package rank
@@ -33,10 +33,10 @@ var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
 // Options override settings that Start otherwise reads from the environment.
 type Options struct {
-	// Settings override environment variables. The keys are the names of the variables.
+	// Settings overrides environment variables. The keys are the names of the variables.
 	Settings map[string]string
-	// Store, Method or ID say where the ranks meet. If none is set, the settings or the launcher say it.
-	// Methods adds URL schemes to those that Method may have.
+	// Store, Method or ID says where the ranks meet. If none is set, the settings or the launcher say it.
+	// Methods has further URL schemes that Method may have.
 	Store   store.Store
 	Method  string
 	Methods place.Methods
@@ -45,21 +45,21 @@ type Options struct {
 	// same accelerator.
 	Device       string
 	SharesDevice bool
-	// Kept holds a meeting that can be opened only once, for later epochs of this process.
+	// Kept is where Start keeps a meeting that can be opened only once, for later epochs of this process.
 	Kept **place.Meeting
-	// ForClient says that the program that computes runs in another process.
+	// ForClient says that the training program runs in another process.
 	ForClient bool
-	// Log is the logger. nil means the logger that the settings describe.
+	// Log is the logger. If it is nil, the settings describe the logger.
 	Log *zap.Logger
 	// LastEpoch is the last epoch in which this rank took part.
 	LastEpoch uint64
-	// Sets are the process sets that exist from the start, besides the set of all ranks.
+	// Sets has the process sets that exist from the start, besides the set of all ranks.
 	Sets [][]int
 	// If OnStall is not nil, it is called at rank 0 for each stall.
 	OnStall func(*controller.Stall)
 }
 
-// Read reads the settings from the environment and from o.Settings. If o.Log is nil, it sets o.Log to the
+// Read reads the settings from the environment and from o.Settings. If o.Log is nil, Read sets it to the
 // logger that the settings describe.
 func (o *Options) Read() (config.Config, error) {
 	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
@@ -69,7 +69,7 @@ func (o *Options) Read() (config.Config, error) {
 	return cfg, err
 }
 
-// meet returns the place where the ranks meet.
+// meet opens the place where the ranks meet, and returns it.
 func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
 	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" &&
 		cfg.UniqueID == "" && cfg.Size == config.Unset
@@ -87,8 +87,8 @@ func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, 
 }
 
 // processes returns how many processes of the job need a processor on a host with the given number of ranks.
-// It assumes that all ranks have the same ForClient as this one. If that is wrong, only the way in which
-// processes wait is affected.
+// It assumes that ForClient is the same at all ranks. If it is not, only the way in which processes wait is
+// affected.
 func (o *Options) processes(ranks int) int {
 	if o.ForClient {
 		return 2 * ranks
@@ -226,8 +226,8 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	return nil
 }
 
-// topologyOf returns the position of this rank among the hosts. Values that the environment gives take
-// precedence over values that follow from the hosts.
+// topologyOf returns the position of this rank among the hosts. Values in the environment take precedence
+// over values that are computed from the hosts.
 func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 	t := topo.FromHosts(hosts, topo.Rank(rank))
 	for _, f := range []struct {
@@ -245,8 +245,8 @@ func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
 }
 
 // failed handles an error that occurred before the epoch began. If the error says which ranks failed, failed
-// reports that to the launcher and returns an *engine.PeerError, as operations do later. Otherwise it returns
-// err.
+// reports them to the launcher and returns an *engine.PeerError, as operations do after the epoch has begun.
+// Otherwise it returns err.
 func (r *Rank) failed(err error) error {
 	why, ok := errors.AsType[*rendezvous.FailedError](err)
 	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused &&
@@ -266,8 +266,8 @@ func (r *Rank) failed(err error) error {
 	return p
 }
 
-// publish reports to the launcher which ranks failed, so that the launcher does not blame a rank that ended
-// because of their failure.
+// publish reports to the launcher which ranks failed. With this report, the launcher does not blame a rank
+// that ended because of their failure.
 func (r *Rank) publish(p *engine.PeerError) {
 	launcher := r.launcher()
 	if launcher == nil {
@@ -301,14 +301,14 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	return errors.Join(err, r.release())
 }
 
-// Close closes r at once. If the job is not over, the other ranks cannot tell this from the death of the
-// process.
+// Close closes r at once. If the job is not over, the other ranks cannot distinguish this from the death of
+// the process.
 func (r *Rank) Close() error {
 	r.Engine.Close()
 	return r.release()
 }
 
-// release closes everything that the engine does not own.
+// release closes everything that r has opened and that the engine does not own.
 func (r *Rank) release() error {
 	var errs []error
 	if r.Watch != nil {
@@ -321,7 +321,8 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	if r.log != nil {
-		// Sync writes how many lines were omitted. Standard error may not support Sync, so ignore errors.
+		// Sync logs how many lines were omitted. Ignore its error, because standard error may not support
+		// Sync.
 		_ = r.log.Sync()
 	}
 	return errors.Join(errs...)

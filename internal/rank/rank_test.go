@@ -2,7 +2,7 @@ package rank
 
 import "testing"
 
-// If the program of a rank runs in another process, as with the sidecar, the rank counts as two processes.
+// If the program of a rank runs in another process, as with the sidecar, each rank counts as two processes.
 func TestProcesses(t *testing.T) {
 	for _, c := range []struct {
 		forClient bool

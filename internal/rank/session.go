@@ -23,37 +23,37 @@ import (
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 )
 
-// SessionConfig configures OpenSession.
+// SessionConfig has the parameters of OpenSession.
 type SessionConfig struct {
-	// At is the place where the ranks meet. It belongs to the caller. The job has at least 2 ranks.
+	// At is the place where the ranks meet. The caller owns it. The job has at least 2 ranks.
 	At *place.Meeting
 	// LastEpoch is the last epoch in which this process took part.
 	LastEpoch uint64
-	// Terms are values, by name, that must be equal at all ranks. OpenSession adds the settings that must be
+	// Terms has values, by name, that must be equal at all ranks. OpenSession adds the settings that must be
 	// equal.
 	Terms map[string]string
 	// Device is the name of this rank's accelerator (rendezvous.Record).
 	Device       string
 	SharesDevice bool
-	// Capabilities say which further backends this rank can serve (rendezvous.Record). This package adds the
-	// backends that it knows.
+	// Capabilities says which further backends this rank can serve (rendezvous.Record). OpenSession adds the
+	// backends of this module.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
 	ringAbove int // see rendezvous.JoinConfig.RingAbove; tests set a smaller number
 }
 
-// Session is a rank's connections to the other ranks in one epoch.
+// Session has the connections of a rank to the other ranks in one epoch.
 type Session struct {
 	Epoch uint64
 	// Mesh connects the ranks. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory is the memory that all ranks of the job share, or nil if they share none. It exists as long as
-	// the mesh.
+	// Memory is the memory that all ranks of the job share. It is nil if not all of them share memory. It
+	// exists as long as the mesh.
 	Memory opsshm.Memory
-	// Hosts are the host names of all ranks, by rank.
+	// Hosts has the host name of each rank, in the order of the ranks.
 	Hosts []string
-	// Capabilities are the backends of all ranks, by rank (rendezvous.Record).
+	// Capabilities says for each rank which backends it can serve (rendezvous.Record).
 	Capabilities []map[string]string
 	// LocalSize is the number of ranks on the host of this rank.
 	LocalSize int
@@ -63,7 +63,8 @@ type Session struct {
 }
 
 // OpenSession joins this rank to the others. It waits until all ranks of the job have joined. It fails if ctx
-// ends, or if the ranks' records or settings contradict each other. After an error nothing is left open.
+// ends, or if the ranks' records or settings contradict each other. If it fails, it closes everything that it
+// has opened.
 func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -75,13 +76,13 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	return s, nil
 }
 
-// Watch returns a context that ends when a rank fails before all ranks are Ready (see
+// Watch returns a context that ends if a rank fails before all ranks are Ready (see
 // rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.joined.Watch(ctx) }
 
 // Ready waits until every rank is connected to all others. If the ranks share memory, it also waits until
-// every rank has mapped the memory of all others for the lane of the global set. The error is the same at all
-// ranks.
+// every rank has mapped the memory of all others for the lane of the global set. All ranks get the same
+// error.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.Memory != nil {
 		for r := range s.Hosts {
@@ -94,7 +95,7 @@ func (s *Session) Ready(ctx context.Context) error {
 }
 
 // Fail reports to the other ranks that this rank has failed because of err. It returns the reason why the
-// epoch has failed: err, or a *rendezvous.FailedError that names another rank.
+// epoch has failed. This is err, or a *rendezvous.FailedError that names another rank.
 func (s *Session) Fail(err error) error {
 	err = dial.ExplainLimit(err)
 	if memory, ok := errors.AsType[*memoryError](err); ok {
@@ -177,8 +178,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	lacking, why := s.Lacking(message.SHM)
 	switch {
 	case set.SharedMemory == config.SharedAlways && s.LocalSize < set.Size:
-		// Every rank detects this error as soon as it has all records. Wait until the other ranks are ready
-		// too. If this rank left earlier, they would report it as dead.
+		// Every rank detects this error when it has all records. Wait until the other ranks are ready too.
+		// Otherwise they would report this rank as dead.
 		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}
@@ -187,7 +188,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +
 			": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	// If the job has several hosts, each host decides for itself.
+	// In a job with several hosts, each host decides by itself whether its ranks share memory.
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
 		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {
@@ -201,7 +202,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	return nil
 }
 
-// capabilities returns for each backend of this rank the reason why the rank cannot use it, or "" if it can.
+// capabilities returns an entry for each backend of this rank. The entry is the reason why the rank cannot
+// use the backend, or "" if it can.
 func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	all := map[string]string{message.TCP.String(): ""}
 	if cfg.At.Settings.SharedMemory != config.SharedNever {
@@ -211,8 +213,8 @@ func capabilities(cfg *SessionConfig, offer shm.Offer) map[string]string {
 	return all
 }
 
-// Lacking returns the ranks that cannot serve a backend, and the reason. If all ranks can, the reason is "".
-// The result is the same at all ranks.
+// Lacking returns which ranks cannot serve a backend, and the reason. If all ranks can serve it, the reason
+// is "". The result is the same at all ranks.
 func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 	var reasons []string
 	for r, capabilities := range s.Capabilities {
@@ -257,7 +259,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 			append(epoch.Offers, shm.Offer(rec.Memory))
 	}
 	if s.LocalSize == set.Size {
-		// Reserve the segment of the global set now, because the ranks can still choose TCP if that fails.
+		// Reserve the segment of the global set now. If that fails, the ranks can still choose TCP.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(
 			set.Size, opsshm.Config{})}
 	}
@@ -269,7 +271,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 	return s.useMemory(shared, set, log)
 }
 
-// memoryError says that the ranks of a host cannot share memory, and which of them are the reason.
+// memoryError says that the ranks of a host cannot share memory, and which of the ranks are the reason.
 type memoryError struct {
 	ranks []topo.Rank
 	text  string
@@ -277,7 +279,7 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
-// useMemory sets s.Memory to the shared memory of mesh if all ranks share it.
+// useMemory sets s.Memory to the shared memory of mesh if all ranks of the job share it.
 func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
 	if len(mesh.Group()) == set.Size {
 		s.Memory = mesh
@@ -295,8 +297,8 @@ func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger
 		fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 }
 
-// listenShared opens the socket over which this rank passes file descriptors, unless the settings exclude
-// shared memory. If it cannot open the socket, the offer tells the other ranks why.
+// listenShared opens the socket over which this rank passes file descriptors. If the settings exclude shared
+// memory, it opens none. If it cannot open the socket, the offer tells the other ranks why.
 func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}

@@ -24,16 +24,16 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // open opens the sessions of a job whose ranks are all in this process. hosts has the host name of each rank,
-// and set has further settings by rank. The sessions are closed when the test ends.
+// and set has further settings for some ranks. The sessions are closed when the test ends.
 func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Session, []error) {
 	return openLacking(t, hosts, set, nil)
 }
 
-// openLacking does the same as open, but the ranks in lacks cannot share memory. lacks has the reasons by
-// rank.
+// openLacking does the same as open, except that the ranks in lacks cannot share memory. lacks has the reason
+// for each of these ranks.
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	lacks map[int]string) ([]*Session, []error) {
-	t.Setenv("TMPDIR", t.TempDir()) // the folder for the sockets of the ranks
+	t.Setenv("TMPDIR", t.TempDir()) // use a new folder for the sockets of the ranks
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	kv := store.NewHashStore(store.Limits{})
@@ -83,8 +83,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns the host names and capabilities of all ranks. The ranks share memory if all are on one
-// host, and not otherwise.
+// Every rank learns the host names and capabilities of all ranks. If all ranks are on one host, they share
+// memory, otherwise they do not.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
@@ -137,7 +137,7 @@ func TestOpenWithoutMemory(t *testing.T) {
 	for name, test := range map[string]struct {
 		hosts []string
 		set   map[int]map[string]string
-		says  string // a part of every rank's error; empty if no error is expected
+		says  string // text that every rank's error must contain; empty if no error is expected
 	}{
 		"disabled": {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp},
 			""},
@@ -197,8 +197,8 @@ func TestOneRankLacksABackend(t *testing.T) {
 	}
 }
 
-// sharer is a mesh that shares memory with the ranks in group. why is the reason if it cannot share memory
-// with other ranks of the host.
+// sharer is a mesh that shares memory with the ranks in group. If it cannot share memory with other ranks of
+// the host, why is the reason.
 type sharer struct {
 	shm.Sharer
 	group []topo.Rank

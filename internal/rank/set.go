@@ -20,10 +20,10 @@ import (
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank // in ascending order
-	Me    int         // the position of this rank in Ranks, or -1
+	Me    int         // the position of this rank in Ranks, or -1 if it is not a member
 
 	unnamed [message.NumKinds]atomic.Int64 // number of unnamed calls at this rank, by kind
-	joined  atomic.Bool                    // whether this rank has joined and not all ranks have joined yet
+	joined  atomic.Bool                    // whether this rank has joined while some rank has not joined yet
 }
 
 // Size returns the number of members.
@@ -32,9 +32,9 @@ func (s *Set) Size() int { return len(s.Ranks) }
 // String returns a text such as "process set 2 of ranks [0 3]".
 func (s *Set) String() string { return fmt.Sprintf("process set %d of ranks %v", s.ID, s.Ranks) }
 
-// Release ends this rank's join of s. The caller calls it after all ranks have joined or the join has failed.
+// Release ends this rank's join of s. The caller calls it when all ranks have joined or the join has failed.
 func (s *Set) Release() {
-	// The ranks that joined early have made fewer unnamed calls than the others. No call is in flight now, so
+	// Ranks that joined early have made fewer unnamed calls than other ranks. No call is in flight now, so
 	// all ranks can reset the counters to 0.
 	for i := range s.unnamed {
 		s.unnamed[i].Store(0)
@@ -50,7 +50,7 @@ type setTable struct {
 
 func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }
 
-// newSet adds a process set after the ranks have agreed on it.
+// newSet adds a process set to the table when the ranks have agreed on it.
 func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank))}
 	t := &r.sets
@@ -61,7 +61,7 @@ func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
 	return s
 }
 
-// removeSet removes a process set after the ranks have agreed on the removal.
+// removeSet removes a process set from the table when the ranks have agreed on the removal.
 func (r *Rank) removeSet(s *Set) {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
@@ -86,7 +86,7 @@ func (r *Rank) FindSet(id int) *Set {
 	return r.sets.all[i]
 }
 
-// members returns the members of all process sets except the global set, by ID.
+// members returns the members of each process set, by ID. It omits the global set.
 func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 	m := make(map[topo.ProcessSetID][]topo.Rank)
 	for _, s := range r.Sets()[1:] {
@@ -98,13 +98,12 @@ func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 // Change is an operation of all ranks that adds or removes a process set.
 type Change struct {
 	tensorqueue.Entry
-	// Set is the set to remove, or the set that was added. In the latter case it is nil until the operation
-	// has completed.
+	// Set is the set to remove, or the set that was added. While an addition has not completed, Set is nil.
 	Set *Set
 }
 
-// AddSet queues an operation that adds a process set of the given ranks. done is called when the operation
-// has ended.
+// AddSet queues an operation that adds a process set of the given ranks. It calls done when the operation has
+// ended.
 func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	members, err := membersOf(ranks, c.Rank.Place.Size)
 	if err != nil {
@@ -113,7 +112,7 @@ func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	return c.change(&Change{}, message.Request{Name: "process_set.add", Ranks: members}, done)
 }
 
-// RemoveSet queues an operation that removes s. done is called when the operation has ended.
+// RemoveSet queues an operation that removes s. It calls done when the operation has ended.
 func (c *Call) RemoveSet(s *Set, done func(*Change, error)) error {
 	if !slices.Contains(c.Rank.Sets(), s) {
 		return c.Misuse("%w", engine.ErrNoProcessSet)
@@ -144,7 +143,7 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 	return c.checkAndQueue(&ch.Entry)
 }
 
-// membersOf checks the ranks of a process set and returns them in ascending order.
+// membersOf checks the ranks for a process set and returns them in ascending order.
 func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 	if len(ranks) == 0 {
 		return nil, fmt.Errorf("got a process set without ranks")
@@ -186,10 +185,11 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	return sets[1:], nil
 }
 
-// maxSetsText is the maximum length of a list of process sets that a rank sends to the others in full.
+// maxSetsText is the maximum length of a list of process sets that a rank sends to the other ranks in full.
 const maxSetsText = 4096
 
-// setsText returns a text that is equal at two ranks if the ranks were given the same process sets.
+// setsText returns a text that describes the process sets. If two ranks were given the same process sets,
+// their texts are equal.
 func setsText(sets []controller.Set) string {
 	var b strings.Builder
 	for _, s := range sets {

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// StallsExplained returns true only if a launcher listens on the store, because only a launcher prints
-// reports about stalls.
+// StallsExplained returns true only if a launcher listens on the store, because the reports about stalls come
+// from a launcher.
 func TestStallsAreExplainedByAWatcher(t *testing.T) {
 	for _, watched := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -23,12 +23,12 @@ type timelines struct {
 
 	mu      sync.Mutex
 	active  *timeline.Timeline // nil if no timeline is active
-	path    string             // the path of rank 0's file of the active timeline
-	started int                // number of timelines started by signals
+	path    string             // the path of the active timeline's file at rank 0
+	started int                // number of timelines that were started by signals
 
 	countMu sync.Mutex         // guards the fields below; its holder never blocks
-	current *timeline.Timeline // the timeline whose dropped operations are not in past yet
-	past    uint64             // number of operations that earlier timelines dropped
+	current *timeline.Timeline // the timeline whose dropped operations are not counted in past yet
+	past    uint64             // number of operations that earlier timelines have dropped
 }
 
 // dropped returns how many operations all timelines of the rank have dropped.
@@ -41,8 +41,8 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count sets current to next, which may be nil. It adds the operations that the previous timeline dropped to
-// past.
+// count sets current to next, which may be nil. It adds the number of operations that the previous timeline
+// has dropped to past.
 func (t *timelines) count(next *timeline.Timeline) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
@@ -52,9 +52,9 @@ func (t *timelines) count(next *timeline.Timeline) {
 	t.current = next
 }
 
-// StartTimeline writes the operations of this rank to a file from now on. Rank 0 writes to path, and other
-// ranks write to files beside it (timeline.PathOf). If a timeline with another path is active, StartTimeline
-// ends it. If a timeline with this path is active, nothing changes.
+// StartTimeline begins to write the operations of this rank to a file. Rank 0 writes to path, and other ranks
+// write to files beside it (timeline.PathOf). If a timeline with another path is active, StartTimeline ends
+// that timeline. If a timeline with the same path is active, nothing changes.
 func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
@@ -133,8 +133,8 @@ func (t *timelines) engine() *engine.Engine {
 	return t.rank.engine
 }
 
-// pathOfEpoch returns the path of the timeline of an epoch. Each epoch has another path, so that no epoch
-// overwrites the timeline of an earlier one.
+// pathOfEpoch returns the path of the timeline of an epoch. The path differs from epoch to epoch, so that no
+// epoch overwrites the timeline of an earlier one.
 func pathOfEpoch(path string, epoch uint64) string {
 	if epoch <= 1 {
 		return path
@@ -142,7 +142,7 @@ func pathOfEpoch(path string, epoch uint64) string {
 	return beforeExt(path, fmt.Sprintf(".epoch%d", epoch))
 }
 
-// beforeExt inserts text before the extension of path. If path is a device, beforeExt returns it unchanged.
+// beforeExt inserts text before the extension of path. If path is a device, beforeExt returns path unchanged.
 func beforeExt(path, text string) string {
 	if timeline.PathOf(path, 1) == path {
 		return path
@@ -156,8 +156,8 @@ func beforeExt(path, text string) string {
 
 var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
 
-// followSignal starts or stops the timeline whenever the process receives the signal of the settings. Signals
-// that arrive after followSignal has returned are not lost.
+// followSignal starts or stops the timeline whenever the process receives the signal that the settings name.
+// When followSignal has returned, no signal is lost.
 func (t *timelines) followSignal() {
 	got := make(chan os.Signal, 1)
 	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])
@@ -180,8 +180,8 @@ func (t *timelines) toggleAt(got <-chan os.Signal) {
 	}
 }
 
-// toggle stops the active timeline. If none is active, it starts one in a file that no earlier signal has
-// used.
+// toggle stops the active timeline. If no timeline is active, it starts one in a file that no earlier signal
+// has used.
 func (t *timelines) toggle() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

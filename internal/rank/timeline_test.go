@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/report"
 )
 
-// observed runs a job with the given epoch. At each rank it calls f with a Watch that is attached to the
-// rank's engine.
+// observed runs a job with the given epoch. At each rank it attaches a Watch to the rank's engine and calls f
+// with the Watch.
 func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	f func(r *testcluster.Rank, o *Watch)) {
 	t.Helper()
@@ -41,8 +41,8 @@ func observed(t *testing.T, ranks int, set config.Config, epoch uint64,
 	})
 }
 
-// Each timeline gets its own file, whether a setting or a signal has started it. Timelines of a later epoch
-// do not overwrite the files of an earlier epoch.
+// Each timeline gets a file of its own, whether a setting or a signal has started the timeline. Timelines of
+// a later epoch do not overwrite the files of an earlier epoch.
 func TestFilesOfEpochs(t *testing.T) {
 	for name, c := range map[string]struct {
 		fromStart bool
@@ -93,8 +93,8 @@ func TestFilesOfEpochs(t *testing.T) {
 	}
 }
 
-// A signal that arrives as soon as Init has returned starts the timeline. The test uses one processor, so
-// that no other goroutine runs in between.
+// If a signal arrives as soon as Init has returned, it starts the timeline. The test uses one processor, so
+// that no other goroutine runs between Init and the signal.
 func TestSignalAtOnce(t *testing.T) {
 	t.Chdir(t.TempDir())
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
@@ -117,7 +117,8 @@ func TestSignalAtOnce(t *testing.T) {
 	})
 }
 
-// If the timeline is written to a device, a signal that restarts the timeline writes to the same device.
+// If the settings direct the timeline to a device, a signal that restarts the timeline makes it write to the
+// same device.
 func TestSignalsAndDevices(t *testing.T) {
 	observed(t, 2, config.Config{Timeline: os.DevNull}, 2, func(_ *testcluster.Rank, o *Watch) {
 		for range 2 {
@@ -131,8 +132,8 @@ func TestSignalsAndDevices(t *testing.T) {
 	})
 }
 
-// If the file of a rank is left from an earlier job that had more ranks, the report says so and ignores that
-// file.
+// If a file in the folder was written by a rank of an earlier job that had more ranks, the report says so and
+// ignores the file.
 func TestFilesOfTwoJobs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	job := func(ranks int) {

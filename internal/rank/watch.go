@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// WatchConfig configures a Watch.
+// WatchConfig has the parameters of NewWatch.
 type WatchConfig struct {
 	Settings  *config.Config
 	Rank      int
@@ -31,15 +31,15 @@ type WatchConfig struct {
 	LocalRank int
 	Host      string
 	Epoch     uint64
-	// Launcher is the link to the launcher, or nil if there is none. It belongs to the caller.
+	// Launcher is the link to the launcher, or nil if there is none. The caller owns it.
 	Launcher joblink.Link
-	// Sets returns the members of the process sets that exist now, except the global set.
+	// Sets returns the members of each process set that exists now, by ID. It omits the global set.
 	Sets func() map[topo.ProcessSetID][]topo.Rank
 	Log  *zap.Logger
 }
 
 // Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the requests of the
-// launcher. If one of them fails, Watch logs a warning, and no operation fails.
+// launcher. If one of these fails, Watch logs a warning, but no operation fails because of it.
 type Watch struct {
 	cfg      WatchConfig
 	recorder *recorder.Recorder // nil if the flight recorder is off
@@ -57,17 +57,18 @@ type Watch struct {
 	reported []reportedStall // the last stalls, oldest first
 }
 
-// reportedStall is a stall, with the time of its last report.
+// reportedStall is a stall with the time of its last report.
 type reportedStall struct {
 	recorder.Stall
 	at time.Time
 }
 
 const (
-	// reportTimeout is the maximum time for which the operations of a failed job wait until the launcher has
-	// received this rank's dump.
+	// reportTimeout is the maximum time for which a failed job delays the end of its operations until the
+	// launcher has received this rank's dump.
 	reportTimeout = 500 * time.Millisecond
-	// maxStalls is the maximum number of stall reports that wait for forwardStalls, and of stalls in a dump.
+	// maxStalls is the maximum number of stall reports that wait for forwardStalls. It is also the maximum
+	// number of stalls in a dump.
 	maxStalls = 16
 )
 
@@ -105,8 +106,8 @@ func (r *Watch) Configure(cfg *engine.Config) {
 	}
 }
 
-// Attach starts the metrics server, the timeline and the answers to the launcher for engine e. It returns an
-// error only if a setting is invalid.
+// Attach starts the metrics server and the timeline for engine e, and begins to answer requests of the
+// launcher. It returns an error only if a setting is invalid.
 func (r *Watch) Attach(e *engine.Engine) error {
 	r.mu.Lock()
 	r.engine = e
@@ -135,7 +136,7 @@ func (r *Watch) Attach(e *engine.Engine) error {
 	return nil
 }
 
-// Close stops everything that Attach has started. The engine must have ended.
+// Close stops everything that Attach has started. The engine must have ended before.
 func (r *Watch) Close() error {
 	r.cancel()
 	r.running.Wait()
@@ -183,7 +184,7 @@ func (r *Watch) serveMetrics(addr string) error {
 	return nil
 }
 
-// answer answers requests from the launcher until Close.
+// answer answers requests of the launcher until Close is called.
 func (r *Watch) answer() {
 	err := r.cfg.Launcher.Answer(r.ctx, func(what string) []byte {
 		switch what {
@@ -204,15 +205,15 @@ func (r *Watch) answer() {
 	}
 }
 
-// Dump returns what the rank waits for and, if the flight recorder is on, its last operations. why is the
-// reason for the dump.
+// Dump returns the operations for which the rank waits. If the flight recorder is on, it also returns the
+// rank's last operations. why is the reason for the dump.
 func (r *Watch) Dump(why string) *analysis.Snapshot {
 	r.mu.Lock()
 	e := r.engine
 	var stalls []string
 	for _, s := range r.reported {
-		// The engine reports a waiting tensor again within this time, so a tensor with an older report does
-		// not wait anymore.
+		// While a tensor waits, the engine repeats its report within this time. So a tensor with an older
+		// report does not wait anymore.
 		if time.Since(s.at) < 2*r.cfg.Settings.StallWarning {
 			stalls = append(stalls, s.Text)
 		}
@@ -231,7 +232,8 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	return r.recorder.Dump(about)
 }
 
-// encodedDump returns Dump in the encoding for the launcher. It returns nil if the encoding fails.
+// encodedDump returns the result of Dump in the encoding for the launcher. If the encoding fails, it returns
+// nil.
 func (r *Watch) encodedDump(why string) []byte {
 	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
@@ -241,7 +243,7 @@ func (r *Watch) encodedDump(why string) []byte {
 	return text
 }
 
-// writeDump writes a dump to the folder of HVD_DUMP_DIR, if that is set.
+// writeDump writes a dump to the folder that HVD_DUMP_DIR names. If HVD_DUMP_DIR is not set, it does nothing.
 func (r *Watch) writeDump(why string) {
 	dir := r.cfg.Settings.DumpDir
 	if dir == "" {
@@ -255,9 +257,9 @@ func (r *Watch) writeDump(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
-// failed sends a dump to the launcher or writes it to a file, and writes the timeline. It is called before
-// the operations of this rank are answered, because the program may exit then. It returns after a bounded
-// time.
+// failed sends a dump to the launcher, or writes the dump to a file, and writes the timeline. It is called
+// before the operations of this rank end, because the program may exit when they end. It returns within a
+// bounded time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
 	sent := r.sendReport(joblink.Failure, r.encodedDump(why))
@@ -275,8 +277,8 @@ func (r *Watch) failed(failure error) {
 	}
 }
 
-// sendReport sends a report to the launcher, which writes it to a file. It returns true if the launcher has
-// received the report.
+// sendReport sends a report to the launcher, which writes the report to a file. It returns true if the
+// launcher has received the report.
 func (r *Watch) sendReport(what string, body []byte) bool {
 	if r.cfg.Launcher == nil || body == nil {
 		return false
@@ -290,15 +292,15 @@ func (r *Watch) sendReport(what string, body []byte) bool {
 	return err == nil
 }
 
-// stalled queues a stall report. The loop of the engine calls it, so it does not block.
+// stalled queues a stall report. It does not block, because the loop of the engine calls it.
 func (r *Watch) stalled(s *controller.Stall) {
 	select {
 	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
-	default: // drop the report, which the engine has logged
+	default: // drop the report here; the engine has logged it
 	}
 }
 
-// forwardStalls sends stall reports to the launcher, which then requests a dump from every rank.
+// forwardStalls sends stall reports to the launcher. The launcher then requests a dump from every rank.
 func (r *Watch) forwardStalls() {
 	if r.cfg.Launcher != nil {
 		watched, err := r.cfg.Launcher.HasListener(r.ctx)
