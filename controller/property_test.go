@@ -82,7 +82,7 @@ type setModel struct {
 // groupModel is a group that has tensors which are neither answered nor ready.
 type groupModel struct {
 	names    []readyName // the complete names that are held
-	failed   bool // whether the ranks disagree about a name, so that every name fails
+	failed   bool        // whether the ranks disagree about a name, so that every name fails
 	answered int
 }
 

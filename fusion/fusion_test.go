@@ -20,7 +20,7 @@ func allreduce(dt tensor.DType, numElems int64) *message.Response {
 	}
 }
 
-// tensors returns a tensor without absent members for each response.
+// tensors returns a tensor for each response. The tensors have no absent members.
 func tensors(responses ...*message.Response) []fusion.Tensor {
 	var all []fusion.Tensor
 	for _, r := range responses {
@@ -73,8 +73,8 @@ func TestPlan(t *testing.T) {
 		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
 		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)},
 			[][]int{{0, 2}, {1, 3}}},
-		// The group has 8 bytes and 56 bytes are skipped. The sum is 64, which is within the threshold, so
-		// the third tensor is considered and joins the group.
+		// The group has 8 bytes, and 56 bytes are skipped. The sum of 64 bytes is within the threshold, so
+		// Plan looks at the third tensor and adds it to the group.
 		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)},
 			[][]int{{0, 2}, {1}}},
 		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
@@ -152,8 +152,8 @@ func TestPlanOptions(t *testing.T) {
 	}
 }
 
-// For random responses, every index is in exactly one group, each group has one type and is within the
-// threshold unless it has one tensor, and the groups are in the order of their first tensors.
+// For random responses, every index is in exactly one group. Each group has one type, and it is within the
+// threshold unless it has only one tensor. The groups are in the order of their first tensors.
 func TestPlanProperties(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

@@ -2,8 +2,8 @@ package responsecache
 
 import "github.com/gohvd/gohvd/internal/message"
 
-// Ready returns the bits for which every member has voted, as the bitwise AND of all members' votes. The
-// Primary counts votes instead, and tests compare its counts with Ready.
+// Ready returns the bits for which every member has voted, computed as the bitwise AND of all members' votes.
+// The Primary counts the votes for each bit instead. Tests compare its counts with Ready.
 func (p *Primary) Ready() message.Bits {
 	var all message.Bits
 	for i, row := range p.rows {

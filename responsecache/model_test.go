@@ -16,12 +16,12 @@ import (
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
 // model is a simple implementation of a Primary, with which tests compare the Primary. It has the order of
-// the last grants in a slice, and a flag for each vote. It has a copy of the cache for each cycle, to find
-// what a bit meant at that cycle.
+// the last grants in a slice, and a flag for each vote. It keeps a copy of the cache for each cycle, from
+// which it finds the entry that a bit had at that cycle.
 type model struct {
 	capacity, members int
 	entries           map[uint32]*entry
-	order             []uint32 // the bits; least recently granted first
+	order             []uint32 // the bits, with the least recently granted one first
 	invalidations     map[string]int
 	unissued          []uint32
 	erasures          []uint64 // the cycles of the issued erasures that are still remembered
@@ -100,8 +100,8 @@ func (m *model) complete() (bits []uint32) {
 	return bits
 }
 
-// A Primary behaves as the model does, for random calls. A Cache to which the erasures and puts of the
-// Primary are applied stays equal to the Primary.
+// For random calls, a Primary behaves like the model. A Cache to which the erasures and puts of the Primary
+// are applied stays equal to the Primary.
 func TestPrimaryIsItsModel(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {
@@ -139,7 +139,7 @@ func playModel(t *testing.T, seed uint64) (lateVotes int) {
 	randomBit := func() uint32 { return uint32(rng.IntN(m.capacity + 2)) }
 	for range 400 {
 		switch rng.IntN(8) {
-		default: // a member that has seen any earlier cycle votes
+		default: // a member votes, having seen any earlier cycle
 			i, bit := rng.IntN(members), randomBit()
 			was := m.history[seen[i]][bit]
 			name, current, nameErr := p.NameAt(bit, seen[i])

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// assign gives r a bit in a cycle with no other changes. It returns the bit and the bits that were erased in
+// assign gives r a bit in a cycle without other changes. It returns the bit, and the bits that were erased in
 // the cycle.
 func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64,
 	pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
@@ -24,8 +24,8 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 	return bit, ok, p.Issue(cycle, nil)
 }
 
-// wantBit gives r a bit. It fails the test unless the bit is want and the cycle erases exactly the bits in
-// erased.
+// wantBit gives r a bit. It fails the test unless the bit equals want and the cycle erases exactly the bits
+// in erased.
 func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32,
 	erased ...uint32) {
 	t.Helper()
@@ -104,7 +104,7 @@ func TestBits(t *testing.T) {
 		t.Errorf("c has bit %d (%v), want 2 as before", bit, ok)
 	}
 	wantBit(t, p, allreduce("e", 1), 5, 1)
-	// A name that has a bit does not get a second one.
+	// If a name has a bit already, it does not get a second one.
 	if bit, ok, _ := assign(t, p, allreduce("e", 1), 6); ok {
 		t.Errorf("e got bit %d as a second bit", bit)
 	}
@@ -203,7 +203,7 @@ func TestNotCached(t *testing.T) {
 	}
 }
 
-// A vote counts for the entry that its bit had in the last cycle that the member had seen.
+// A vote counts for the entry that the bit had in the last cycle that the member had seen.
 func TestLateVotes(t *testing.T) {
 	p := responsecache.NewPrimary(1, 2)
 	wantBit(t, p, allgather("a", 5, 6), 1, 0)
@@ -223,8 +223,8 @@ func TestLateVotes(t *testing.T) {
 	}
 	vote(t, p, 0, 0, 2)
 
-	// No cycle has issued this erasure yet, so no member can have seen it, even if its vote says that it has
-	// seen a later cycle.
+	// No cycle has issued this erasure yet, so no member can have seen it. This is true even if a member's
+	// vote says that the member has seen a later cycle.
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}

@@ -22,7 +22,7 @@ func TestLifeOfAnEntry(t *testing.T) {
 	q := tensorqueue.New()
 	var got []error
 	e := entry("x", func(err error) {
-		// The name is free before Done is called, so that Done may submit the name again.
+		// The name is free before Done is called, so that Done may submit a tensor with this name again.
 		if q.Find("x") != nil {
 			t.Error("the name is in use during Done")
 		}
@@ -84,8 +84,8 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// FinishAll also removes entries that Pop has not returned. So Pop does not return them later, when they may
-// have been submitted again.
+// FinishAll also removes entries that Pop has not returned. So Pop does not return such an entry later, when
+// it may have been submitted again.
 func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	q := tensorqueue.New()
 	ended := errors.New("ended")
@@ -114,8 +114,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 }
 
-// Add adds all its entries or none. If a name is in use, or two of the entries have the same name, it returns
-// an error, and the other names stay free.
+// Add adds all given entries or none. If a name is in use, or if two of the entries have the same name, Add
+// returns an error, and the other names stay free.
 func TestAddIsAllOrNothing(t *testing.T) {
 	for _, c := range []struct {
 		names []string
@@ -153,7 +153,7 @@ func TestAddIsAllOrNothing(t *testing.T) {
 	}
 }
 
-// Add returns the error of Close and adds no entries if the queue is closed.
+// If the queue is closed, Add returns the error that was passed to Close, and adds no entries.
 func TestAddManyAfterClose(t *testing.T) {
 	q := tensorqueue.New()
 	over := errors.New("over")
@@ -163,8 +163,8 @@ func TestAddManyAfterClose(t *testing.T) {
 	}
 }
 
-// If Finish is called twice for an entry, the second call does not finish another entry that was added with
-// the same name meanwhile.
+// If Finish is called twice for an entry, and another entry was added under the same name meanwhile, the
+// second call does not finish that entry.
 func TestFinishTwice(t *testing.T) {
 	q := tensorqueue.New()
 	calls := 0
@@ -184,7 +184,7 @@ func TestFinishTwice(t *testing.T) {
 }
 
 // Several goroutines add entries while another one pops and finishes them. Every entry is popped once and
-// finished once. The entries of each goroutine are popped in the order of their Add.
+// finished once. The entries of each goroutine are popped in the order in which the goroutine added them.
 func TestConcurrentUse(t *testing.T) {
 	q := tensorqueue.New()
 	const submitters, each = 4, 500
@@ -222,7 +222,7 @@ func TestConcurrentUse(t *testing.T) {
 }
 
 // If a name is submitted again, Add sets Request.Bit to the value in the previous entry. After 300,000 names,
-// the queue has dropped the names that are not in use, but it still has the entry in flight.
+// the queue has dropped the names that are not in use, but it still has the entry that is in flight.
 func TestNames(t *testing.T) {
 	q := tensorqueue.New()
 	held := entry("held", func(error) {})
@@ -275,7 +275,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-// The name of an entry with Hold stays in use after the entry has finished, until Release is called. Release
+// If an entry has Hold, its name stays in use after the entry has finished, until Release is called. Release
 // also frees the names of the later entries of the same Add, and no other names. Thousands of other names in
 // the queue do not change this.
 func TestHold(t *testing.T) {

@@ -98,8 +98,8 @@ func downSamples() []*message.Down {
 	}
 }
 
-// normalUp returns u in a form for comparisons. It replaces empty bit vectors by nil, because both mean the
-// same.
+// normalUp returns a copy of u for comparisons. In the copy, empty bit vectors are nil, because both have the
+// same meaning.
 func normalUp(u *message.Up) message.Up {
 	n := *u
 	n.Sets = nil
@@ -135,7 +135,7 @@ func normalDown(d *message.Down) message.Down {
 }
 
 func TestUpRoundTrip(t *testing.T) {
-	var got message.Up // reused, to detect values that remain from the previous frame
+	var got message.Up // reused for all frames, to detect values that remain from the previous frame
 	for range 2 {
 		for _, want := range upSamples() {
 			b, err := message.AppendUp(nil, want)
@@ -170,7 +170,8 @@ func TestDownRoundTrip(t *testing.T) {
 	}
 }
 
-// The decoders return an error for every proper prefix of a frame and for every frame with a byte too many.
+// For every proper prefix of a frame, and for every frame with an additional byte, the decoders return an
+// error.
 func TestTruncatedAndTrailing(t *testing.T) {
 	var up message.Up
 	for _, u := range upSamples() {
@@ -288,7 +289,7 @@ func TestRequestCheck(t *testing.T) {
 				tensor.Shape{1 << 59})
 			r.DType, r.Shape = tensor.Float64, tensor.Shape{1 << 60}
 		}, "more than 2^63-1 bytes"},
-		// The reduction and the compression must be valid for each element type of the group.
+		// The reduction and the compression must be valid for every element type of the group.
 		{func(r *message.Request) {
 			r.Parts, r.Shape, r.DType, r.Op = mixed, tensor.Shape{7}, tensor.Invalid, tensor.Adasum
 		}, "reduce with adasum: got int64"},
@@ -312,8 +313,9 @@ func TestRequestCheck(t *testing.T) {
 	}
 }
 
-// Matches returns true for the request that Response.Request returns. It returns false if a field is changed
-// that matters to the kind, and true if another field is changed, because ranks need not set unused fields.
+// Matches returns true for the request that Response.Request returns. If a field that the kind uses is
+// changed, Matches returns false. If another field is changed, Matches still returns true, because ranks need
+// not set unused fields.
 func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	changes := map[string]func(*message.Request){
 		"kind":  func(q *message.Request) { q.Kind = message.Error },
@@ -386,7 +388,7 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	}
 }
 
-// DecodeDown returns an error for responses that no correct coordinator makes.
+// If no correct coordinator makes a response, DecodeDown returns an error for it.
 func TestResponseCheck(t *testing.T) {
 	for _, c := range []struct {
 		r    message.Response
@@ -527,7 +529,7 @@ func TestVectors(t *testing.T) {
 	and, or := []uint64{1, 0, 0}, []uint64{1 << 63, 0}
 	b := message.AppendVectors(nil, and, or)
 	gotAnd, gotOr, err := message.DecodeVectors(b, []uint64{9, 9, 9, 9}, nil)
-	// Trailing zeros are encoded too, because the vectors of all ranks must have equal lengths.
+	// Trailing zeros are encoded too, because the vectors of all ranks must have the same length.
 	if err != nil || !reflect.DeepEqual(gotAnd, and) || !reflect.DeepEqual(gotOr, or) {
 		t.Errorf("got %v, %v and error %v", gotAnd, gotOr, err)
 	}
@@ -542,8 +544,8 @@ func TestVectors(t *testing.T) {
 	}
 }
 
-// A text that is too long is truncated between two characters. It is not an error, because the text is only
-// information for users.
+// If a text is too long, it is truncated between two characters. This is not an error, because the text is
+// only information for users.
 func TestLongReasonIsCut(t *testing.T) {
 	long := &message.Response{Kind: message.Error, Name: "x", Text: "x" +
 		strings.Repeat("世", message.MaxReasonBytes)}
@@ -623,7 +625,7 @@ func TestBits(t *testing.T) {
 	}
 }
 
-// FuzzDecodeUp checks that encoding is stable: if a decoded frame is encoded, decoded and encoded again, both
+// FuzzDecodeUp checks that encoding is stable. If a decoded frame is encoded, decoded and encoded again, both
 // encodings are equal.
 func FuzzDecodeUp(f *testing.F) {
 	for _, u := range upSamples() {
