@@ -18,7 +18,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// deadline is how long the ranks of a test may take. After it, their context ends and the stacks are logged.
+// deadline is how long the ranks of a test may take. When it has passed, their context ends and the stacks of
+// all goroutines are logged.
 const deadline = 3 * time.Minute
 
 // run starts n ranks and calls f once for each of them. The ranks meet in a store that only they use and are
@@ -44,7 +45,7 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 	}, []hvd.InitOption{hvd.WithProcessSets(sets...)}, settings...)
 }
 
-// engines is like run, but f has to shut down the rank. opts are further options of each rank.
+// engines is like run, but f must shut down the rank itself. opts holds further options for each rank.
 func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption,
 	settings ...string) {
 	t.Helper()
@@ -101,8 +102,8 @@ func ranks(n int, f func(r int)) {
 	wg.Wait()
 }
 
-// place returns options with which rank r of n ranks meets the others in kv. settings alternates names and
-// values.
+// place returns the options with which rank r, one of n ranks, meets the others in the store kv. settings
+// alternates names and values.
 func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
 		hvd.WithStore(kv),

@@ -32,7 +32,7 @@ func (k kind[T]) fill(n, rank int) []T {
 	return x
 }
 
-// reduced returns the reduction of the tensors that fill returns for the given ranks.
+// reduced returns the expected reduction of the tensors that fill returns for the given ranks.
 func (k kind[T]) reduced(n int, ranks []int) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -45,8 +45,8 @@ func (k kind[T]) reduced(n int, ranks []int) []T {
 	return want
 }
 
-// checkAll runs every operation on set and checks that the results are right, bit by bit. The names of the
-// tensors end in tag.
+// checkAll runs every operation on set and checks that the results are right, bit by bit. Every tensor's name
+// ends in tag.
 func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T], tag string) {
 	t.Helper()
 	ranks, me := set.Ranks(), set.Rank()
@@ -107,7 +107,7 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	_, _, err = hvd.Alltoall(ctx, x, nil, opts("alltoall in place", hvd.Shape(n, 2), hvd.InPlace())...)
 	check("alltoall in place", x, err, all)
 
-	rows := n + 1 // one more than ranks, so the first rank gets two
+	rows := n + 1 // one row more than there are ranks, so the first rank gets two rows
 	from, to := me+1, me+2
 	if me == 0 {
 		from = 0
@@ -130,7 +130,8 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 	}
 }
 
-// checkGroups is like checkAll, with groups of three tensors. The second tensor of each group is empty.
+// checkGroups is like checkAll, but runs the operations on groups of three tensors. The second tensor of each
+// group is empty.
 func checkGroups[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.ProcessSet, k kind[T],
 	tag string) {
 	t.Helper()
@@ -176,7 +177,7 @@ type (
 )
 
 // TestEveryType runs every operation with every element type and with types derived from them. Each operation
-// runs on single tensors and on groups, in place and not in place.
+// runs on single tensors and on groups, with and without InPlace. All results must be right, bit by bit.
 func TestEveryType(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range []int{1, 2, 3} {
@@ -286,7 +287,7 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 	for _, n := range table[me] {
 		rows += n
 	}
-	const idle = 2 // rows at the end that the splits leave out
+	const idle = 2 // number of rows at the end of the tensor that are sent to no rank
 	x = append(x, make([]int32, idle*width)...)
 	h, err := hvd.AlltoallAsync(x, table[me], hvd.Shape(rows+idle, width), hvd.Name(tensor), hvd.On(e))
 	if err != nil {
@@ -301,8 +302,8 @@ func checkAlltoall(ctx context.Context, t *testing.T, e *hvd.Engine, table excha
 }
 
 // TestAlltoallInPlace checks that an alltoall in place succeeds if every rank receives as many rows as it
-// sends. A rank that receives another number gets an error, and the other ranks still can use the process
-// set.
+// sends. A rank that receives more or fewer rows than it sends must get an error. The process set must stay
+// usable.
 func TestAlltoallInPlace(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, me := e.Size(), e.Rank()
@@ -316,8 +317,8 @@ func TestAlltoallInPlace(t *testing.T) {
 			received[before] != 2 {
 			t.Errorf("rank %d: got %v, %v rows and error %v", me, x, received, err)
 		}
-		// Every rank sends all its rows to rank 0. The rows do not fit in the slice of rank 0, and the other
-		// ranks receive nothing for their slices, so every rank gets an error.
+		// Every rank sends all its rows to rank 0. Rank 0 receives more rows than it sends, and the other
+		// ranks receive none, so every rank gets an error.
 		splits = make([]int, n)
 		splits[0] = 2
 		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
@@ -335,9 +336,9 @@ func TestAlltoallInPlace(t *testing.T) {
 	})
 }
 
-// TestAllgatherInPlaceWithoutRoom runs an allgather in which rank 0 contributes 3 rows, not in place, and the
-// other ranks one row in place. Each of the other ranks has room for one row of each rank. So they must get
-// an error, and rank 0 must get the result.
+// TestAllgatherInPlaceWithoutRoom runs an allgather in which rank 0 contributes three rows, without InPlace.
+// Every other rank contributes one row, with InPlace. Each of the other ranks has room for one row of each
+// rank. So they must get an error, and rank 0 must get the result.
 func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, first := e.Size(), e.Rank() == 0
@@ -357,8 +358,9 @@ func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	})
 }
 
-// TestReducescatter checks that rows are divided as evenly as possible, with one row more for the first ranks
-// if there is a remainder. It includes tensors with no rows and with fewer rows than ranks.
+// TestReducescatter checks that a reducescatter divides the rows as evenly as possible. If there is a
+// remainder, each of the first ranks must get one row more. Some of the tensors have no rows, or fewer rows
+// than there are ranks.
 func TestReducescatter(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -374,7 +376,7 @@ func TestReducescatter(t *testing.T) {
 }
 
 // checkReducescatter runs reducescatters with Sum and Average, scaled by prescale and postscale, and checks
-// the rows of this rank. Each runs not in place, then in place.
+// the rows of this rank. Each of them runs first without and then with InPlace.
 func checkReducescatter(ctx context.Context, t *testing.T, e *hvd.Engine, rows, width int) {
 	size, me := e.Size(), e.Rank()
 	from := me*(rows/size) + min(me, rows%size)
@@ -426,9 +428,9 @@ func TestScalars(t *testing.T) {
 	})
 }
 
-// TestGroups checks an empty group, a group of one tensor, and the names and results of several groups in
-// flight whose order differs between ranks. It does so under several settings, one of which disables fusion
-// of groups with other tensors.
+// TestGroups checks that an empty group completes, that a group of one tensor works, and that groups that
+// each rank submits in another order have the right names and results. It runs with several settings. One of
+// them disables the fusion of groups with other tensors.
 func TestGroups(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"},
 		{"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
@@ -457,8 +459,8 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// checkSomeGroups submits a group and a single tensor for each number in order, waits for all, and checks
-// names and results.
+// checkSomeGroups submits a group and a single tensor for each number in the list order, waits for all of
+// them, and checks their names and results.
 func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []int) {
 	groups := make([]*hvd.GroupHandle[int32], len(order))
 	singles := make([]*hvd.Handle[int32], len(order))
@@ -517,8 +519,8 @@ func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	}
 }
 
-// inFlight starts an operation of each kind on set. Their numbers of elements depend on i. Operations of one
-// kind with different i can be fused.
+// inFlight starts an operation of each kind on set. The numbers of elements depend on i. Operations of one
+// kind can be fused even if they were started with different values of i.
 func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	var none T
 	ranks, me := set.Ranks(), set.Rank()
@@ -556,8 +558,8 @@ func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 }
 
 // TestManyInFlight starts operations of all kinds with three element types on three process sets, in a
-// different order at each rank, and checks all results. It runs with fusion, with a fusion threshold that
-// prevents most of it, and with a cache of three entries.
+// different order at each rank, and checks all results. It runs with fusion, with a threshold that prevents
+// most fusion, and with a cache of three entries.
 func TestManyInFlight(t *testing.T) {
 	for _, settings := range [][]string{{"HOROVOD_CYCLE_TIME", "3"}, {"HOROVOD_FUSION_THRESHOLD", "100"},
 		{"HOROVOD_CACHE_CAPACITY", "3"}} {

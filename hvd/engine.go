@@ -28,8 +28,8 @@ type InitOption func(*initOptions)
 
 type initOptions struct{ rank.Options }
 
-// WithSetting sets the setting that belongs to the environment variable name (docs/settings.md). It overrides
-// the variable.
+// WithSetting gives a value to the setting that has the given name. The name is that of an environment
+// variable in docs/settings.md. The value overrides the variable.
 func WithSetting(name, value string) InitOption {
 	return func(o *initOptions) {
 		if o.Settings == nil {
@@ -39,8 +39,8 @@ func WithSetting(name, value string) InitOption {
 	}
 }
 
-// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. The default is to log to
-// standard error.
+// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. Without this option the
+// engine logs to standard error.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
 
 // WithProcessSets makes a process set of each of the given lists of ranks, in addition to the set of all
@@ -67,10 +67,10 @@ type Stall struct {
 	Executing bool
 }
 
-// OnStall makes the engine call f with each stall report. Only rank 0 gets reports, about all ranks. It gets
-// the first report on a tensor after HOROVOD_STALL_CHECK_TIME_SECONDS, and another each time that the same
-// time has passed again. Stalls are logged too. f runs on the background loop, so it must return soon and
-// must not wait for an operation.
+// OnStall makes the engine call f with each stall report. Only rank 0 gets reports, about all ranks. The
+// first report on a tensor comes after HOROVOD_STALL_CHECK_TIME_SECONDS, and another after each further
+// period of this length. The engine also logs each stall. f runs on the background loop, so it must return
+// soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
@@ -79,8 +79,8 @@ func OnStall(f func(Stall)) InitOption {
 	}
 }
 
-// After makes the new engine join an epoch after the epoch of prev, which has shut down. If prev is nil,
-// After has no effect.
+// After makes the new engine join an epoch that is later than the epoch of prev. The engine prev must have
+// shut down. If prev is nil, After has no effect.
 func After(prev *Engine) InitOption {
 	if prev == nil {
 		return afterEpoch(0)
@@ -167,15 +167,15 @@ func (e *Engine) LocalRank() int { return e.rank.Place.LocalRank }
 // LocalSize returns the number of ranks on this host.
 func (e *Engine) LocalSize() int { return e.rank.Place.LocalSize }
 
-// CrossRank returns the index of this host among the hosts that have a rank with this local rank.
+// CrossRank returns the index of this host among the hosts that have a rank with the local rank of this rank.
 func (e *Engine) CrossRank() int { return e.rank.Place.CrossRank }
 
-// CrossSize returns the number of hosts that have a rank with this local rank.
+// CrossSize returns the number of hosts that have a rank with the local rank of this rank.
 func (e *Engine) CrossSize() int { return e.rank.Place.CrossSize }
 
 // IsHomogeneous reports whether every host has the same number of ranks.
 func (e *Engine) IsHomogeneous() bool { return e.rank.Homogeneous }
 
-// Epoch returns the number of the epoch that this engine belongs to. Each Init that the ranks complete
-// together gets a greater number than the one before.
+// Epoch returns the number of the epoch that this engine belongs to. Each time that the ranks complete an
+// Init together, the new epoch gets a greater number than the epoch before.
 func (e *Engine) Epoch() uint64 { return e.rank.Epoch }

@@ -11,9 +11,9 @@ import (
 var (
 	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
 	ErrNotInitialized = rank.ErrNotInitialized
-	// ErrShutDown is the error of an operation that this rank submits after its Shutdown, or that no other
-	// rank is left to run. If a *PeerError names ranks that have shut down, errors.Is says that it is an
-	// ErrShutDown too. The same holds for every *StallError.
+	// ErrShutDown is the error of an operation that this rank submits after its Shutdown, or for which no
+	// other rank is left. Two other errors match ErrShutDown in errors.Is: a *PeerError that names ranks that
+	// have shut down, and every *StallError.
 	ErrShutDown = engine.ErrShutDown
 	// ErrClosed replaces ErrShutDown if the context of this rank's Shutdown ended before the other ranks were
 	// ready.
@@ -33,19 +33,19 @@ type (
 	// cannot be executed. Its fields are Tensor, the name, and Text, which says which rank sent what.
 	MismatchError = engine.MismatchError
 	// PeerError says that ranks have failed and that the epoch is over. Its fields are Ranks, the ranks that
-	// failed (two if either may be the cause); Reason, which says what was observed; and ShutDown, which is
-	// set if those ranks have shut down while others waited for them.
+	// failed (two ranks if either of them may be the cause); Reason, which says what was observed; and
+	// ShutDown, which is set if those ranks have shut down while others waited for them.
 	PeerError = engine.PeerError
 	// StallError says that the job was shut down because a tensor waited too long. A StallError is an
 	// ErrShutDown. Its field Reason names the operation, the tensor, the missing ranks and how long the
 	// tensor waited.
 	StallError = engine.StallError
-	// DuplicateNameError says that the name is in use: its operation is in flight, or the program has not
-	// observed that the operation is done. It is the cause of a UsageError. Its fields are Kind, the
-	// operation, and Name.
+	// DuplicateNameError says that the name of a new operation is in use: an earlier operation of this name
+	// is in flight, or the program has not observed that it is done. A DuplicateNameError is the cause of a
+	// UsageError. Its fields are Kind, the operation, and Name.
 	DuplicateNameError = tensorqueue.DuplicateNameError
 	// NoMemoryError says that shared memory cannot be allocated. Its fields are What, the purpose; NeedBytes,
-	// the number of bytes; and Err, which names the limit that was reached if it is known.
+	// the number of bytes; and Err, the cause, which names the limit that was reached if that limit is known.
 	NoMemoryError = shmem.NoMemoryError
 	// OpError adds to an error the operation and the tensor that it is about. Its fields are Op, the
 	// operation; Tensor, the name; and Err, the error.

@@ -15,8 +15,8 @@ func Example() {
 	if err := hvd.Init(ctx); err != nil {
 		log.Fatal(err)
 	}
-	// The parts of the gradient are all in flight at the same time. The ranks match them by name, so they may
-	// be submitted in any order, such as that of a map.
+	// All parts of the gradient are in flight at the same time. The ranks match the parts by name, so each
+	// rank may submit them in any order, even in the random order of a map.
 	parts := map[string][]float32{"weight": {2, 4}, "bias": {6}}
 	handles := make(map[string]*hvd.Handle[float32])
 	for name, part := range parts {

@@ -80,10 +80,10 @@ func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, err
 	return c, err
 }
 
-// GroupedAllgather gathers the tensors of a group as Allgather does, either all or none. Tensor i of n has
-// the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same order. If a rank
-// gives more or fewer tensors than the others, its tensors have other names, and the ranks wait for each
-// other as they do if they submit different tensors.
+// GroupedAllgather gathers the tensors of a group as Allgather does. It gathers either all of them or none.
+// Tensor i of n has the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same
+// order. If a rank gives more or fewer tensors than the others, its tensors have other names, and the ranks
+// wait for each other as they do if they submit different tensors.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
@@ -94,8 +94,8 @@ func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
-// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does, either all or none.
-// It names the tensors as GroupedAllgather does.
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does. It does so for
+// either all of them or none. It names the tensors as GroupedAllgather does.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)

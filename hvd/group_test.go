@@ -26,8 +26,9 @@ var backends = [][]string{
 	{"HOROVOD_CPU_OPERATIONS", "tcp", "HOROVOD_DISABLE_GROUP_FUSION", "1"},
 }
 
-// mixed runs an allreduce of a group of tensors of the given types and lengths. For tensor i, each rank
-// submits what whole returns for this rank and i. Results are in new memory unless inPlace is set.
+// mixed runs an allreduce of a group of tensors of the given types and lengths. Each rank submits as tensor i
+// the bytes that the function whole returns for this rank and i. The results are in new memory unless inPlace
+// is true.
 func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool,
 	types []tensor.DType, lengths []int) ([][]byte, error) {
 	c := rank.NewCall(message.Allreduce, tensor.Invalid)
@@ -87,8 +88,8 @@ func one(dt tensor.DType, v int) []byte {
 }
 
 // TestGroupOfSeveralTypes checks the results of groups whose tensors have random types. Each group runs three
-// times, so that it is negotiated first and cached later. The next group has other tensors under the same
-// name.
+// times, so that it is first negotiated in full and later found in the cache. The next group has the same
+// name but other tensors.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	types := []tensor.DType{tensor.Float32, tensor.Int64, tensor.Int8, tensor.Float16, tensor.Float64}
 	for _, settings := range backends {
@@ -112,7 +113,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 							t.Errorf("%v: %v", some, err)
 							return
 						}
-						factor := e.Size() * (e.Size() + 1) / 2 // of the sum to the element of rank 0
+						factor := e.Size() * (e.Size() + 1) / 2 // ratio of the sum to the element of rank 0
 						for i, dt := range some {
 							want := make([]byte, 0, len(got[i]))
 							for k := range lengths[i] {
@@ -227,8 +228,8 @@ func TestAdasumOfAGroup(t *testing.T) {
 	}
 }
 
-// TestErrorFeedbackInAGroup checks that error feedback is kept separately for each tensor of a group. A group
-// with another number of tensors does not get the errors of the group before.
+// TestErrorFeedbackInAGroup checks that the rounding error of each tensor of a group is fed back only to that
+// tensor. If the next group of the same name has another number of tensors, no error must be fed back to it.
 func TestErrorFeedbackInAGroup(t *testing.T) {
 	const ulp = 1.0 / 1024
 	third := float32(1 + ulp/3)
@@ -249,9 +250,9 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 	})
 }
 
-// manyTensors returns how many tensors a group needs so that it is larger than the part of it that fits in
-// the fusion buffer at once, or larger than two such parts unless the test is short. A tensor has 20 MiB, or
-// 10 MiB if it is compressed.
+// manyTensors returns how many tensors a group needs so that it does not fit in the fusion buffer at once.
+// Unless the test is short, the group does not even fit in two parts. A tensor has 20 MiB, or 10 MiB if it is
+// compressed.
 func manyTensors(compressed bool) int {
 	if testing.Short() && !compressed {
 		return 4
@@ -353,9 +354,9 @@ func TestLargeGroupBesideAJoin(t *testing.T) {
 	}
 }
 
-// TestResultsOfAGroupAreApart checks that appending to one result of a group does not change the next result,
-// although the results share memory. It also checks that the caller may change its list of tensors after the
-// call.
+// TestResultsOfAGroupAreApart appends to one result of a group. The next result must not change, although
+// both are slices of one allocation. The test also changes the caller's list of tensors after the call, which
+// must have no effect.
 func TestResultsOfAGroupAreApart(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		a, b := []int32{1}, []int32{2}
@@ -401,7 +402,8 @@ func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 			for range 100 {
 				once()
 			}
-			const most = 20 // a pool drops some entries: with -race a quarter
+			// A repeated group needs fewer, but a sync.Pool drops some entries: with -race a quarter of them.
+			const most = 20
 			if got := testing.AllocsPerRun(300, once); got > most {
 				t.Errorf("%v allocations, want at most %d", got, most)
 			}

@@ -18,13 +18,14 @@ type operation struct {
 	flags atomic.Uint32
 	name  string
 	err   error // set before the operation is done
-	// signal is nil until a caller needs the channel. It is closedSignal from the time when the operation is
-	// done.
+	// signal is nil until a caller needs a channel to wait on. Once the operation is done, it is
+	// closedSignal.
 	signal atomic.Pointer[signal]
 	// engine executes the operation. It is nil if there is nothing to execute.
 	engine *Engine
-	// held stands for the name and keeps it in use until the program has observed that the operation is done.
-	// It is nil for a generated name. It is written before the operation is done and read afterwards.
+	// held keeps the name (for a join, the process set) in use until the program has observed that the
+	// operation is done. It is nil for a generated name. It is written before the operation is done and read
+	// afterwards.
 	held interface{ Release() }
 }
 
@@ -36,7 +37,7 @@ const (
 )
 
 // signal holds a channel that is closed when an operation is done. Most operations are done before a caller
-// needs the channel. They never have one.
+// needs the channel, so they never get one.
 type signal struct{ c chan struct{} }
 
 // closedSignal is the signal of every operation that is done. Its channel is closed.
@@ -46,7 +47,8 @@ var closedSignal = func() *signal {
 	return s
 }()
 
-// complete makes the operation done, with the error err, and notifies those who wait for it.
+// complete marks the operation as done and wakes the goroutines that wait for it. err is the error of the
+// operation, or nil.
 func (o *operation) complete(err error) {
 	if err != nil && o.engine != nil {
 		err = o.engine.abandoned.explain(err)
@@ -82,7 +84,7 @@ func (o *operation) seen() {
 }
 
 // start makes the engine notice the queued operation within a bounded time. A caller that waits for the
-// operation at once need not call start.
+// operation at once need not call start, because the wait drives the loop.
 func (o *operation) start() {
 	if o.engine != nil {
 		o.engine.rank.Engine.NotifyLater()
@@ -98,7 +100,7 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 }
 
 // Poll reports whether the operation is done, so that Wait returns at once. If it is done, its name is free.
-// If it is not, Poll makes the engine notice now all operations that were started.
+// Otherwise Poll makes the engine notice all queued operations at once.
 func (o *operation) Poll() bool {
 	if !o.ended() {
 		o.flush()
@@ -118,7 +120,7 @@ func (o *operation) flush() {
 }
 
 // Done returns a channel that is closed when the operation is done. The name is free from then on, even if
-// nothing receives from the channel. Done makes the engine notice now all operations that were started.
+// nothing receives from the channel. Done makes the engine notice all queued operations at once.
 func (o *operation) Done() <-chan struct{} {
 	o.flush()
 	o.flags.Or(doneAsked)
@@ -142,7 +144,7 @@ func (o *operation) done() <-chan struct{} {
 // Name returns the name of the tensor or group.
 func (o *operation) Name() string { return o.name }
 
-// wait waits for the operation. h is the handle of the operation, for the error.
+// wait waits for the operation. If ctx ends first, it returns a *PendingError whose Handle is h.
 func (o *operation) wait(ctx context.Context, h Pending) error {
 	if !o.ended() {
 		o.await(ctx)
@@ -214,7 +216,7 @@ func (h *Handle[T]) Received() []int {
 type GroupHandle[T any] struct {
 	operation
 	// A group that is one request has its entry in slot, its results in outs and its shape in dims. Any other
-	// group has a handle for each tensor in tensors, and left counts those that are not done.
+	// group has one handle for each tensor, in tensors, and counts in left the tensors that are not done.
 	slot    *slot // nil once the operation is done
 	outs    [][]T
 	dims    [1]int64
@@ -222,9 +224,9 @@ type GroupHandle[T any] struct {
 	left    atomic.Int64
 }
 
-// Wait waits for all tensors of the group and returns their results in the order of the call. If tensors
-// failed, Wait returns the error of the first of them in the order of the call. If ctx ends first the error
-// is a *PendingError.
+// Wait waits for all tensors of the group and returns their results in the order of the call. If some tensors
+// failed, Wait returns the error of the failed tensor that comes first in the call. If ctx ends first the
+// error is a *PendingError.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx, g); err != nil {
 		return nil, err
@@ -239,7 +241,8 @@ func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	return outs, nil
 }
 
-// finished completes g. It is called with the result when the operation of the entry of g has ended.
+// finished completes g. The slot of g calls it when the operation has ended. err is the error of the
+// operation, or nil.
 func (g *GroupHandle[T]) finished(err error) {
 	e := &g.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {

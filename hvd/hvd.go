@@ -25,8 +25,8 @@
 // returned is closed. A second call with a name in use fails with a *UsageError that wraps a
 // *DuplicateNameError. The second call fails at every rank, even at a rank where the first operation has long
 // been done. If nothing observes the operation, the name stays in use until Shutdown, even if the handle is
-// garbage collected. So give no name to an operation that is started and forgotten, or call Done on its
-// handle. Generated names are free as soon as the operation is done.
+// garbage collected. So if the program starts an operation and never waits for it, give the operation no
+// name, or call Done on its handle. Generated names are free as soon as the operation is done.
 //
 // # Buffers
 //
@@ -63,15 +63,15 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
 	epoch  uint64        // the epoch of the last engine
-	// meeting is where the ranks have met, if they cannot meet there a second time (place.Meeting.Once). It
-	// is kept until the process ends.
+	// meeting is the meeting of the ranks if they cannot meet a second time in the same way
+	// (place.Meeting.Once). It is kept for a later Init, until the process ends.
 	meeting *place.Meeting
 }
 
 // begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done
-// returns true, there is nothing to change and begin returns nothing as true. Otherwise begin returns
-// process.engine, and only the caller may change it until it calls end. After an error, or if nothing is
-// true, the caller must not call end.
+// returns true, process.engine need not change, and the result nothing is true. Otherwise begin returns
+// process.engine, and only the caller may change process.engine until it calls end. If begin returns an
+// error, or if the result nothing is true, the caller must not call end.
 func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
 	for {
 		process.mu.Lock()
@@ -105,10 +105,10 @@ func end(e *Engine) {
 // Init joins this process to its job and waits until all ranks have joined.
 //
 // The environment says which job this is and which rank this process is. hvdrun sets the environment, or
-// another launcher does: Open MPI, MPICH, torchrun, Slurm, Kubernetes, or whatever sets RANK, WORLD_SIZE,
-// MASTER_ADDR and MASTER_PORT (see docs/launchers.md). If the environment says nothing, the job has one rank.
-// Options override the environment. WithSetting("HVD_SIZE", "1") makes a job with one rank in any
-// environment.
+// another launcher does: Open MPI, MPICH, torchrun, Slurm, Kubernetes, or any program that sets RANK,
+// WORLD_SIZE, MASTER_ADDR and MASTER_PORT (see docs/launchers.md). If the environment does not describe a
+// job, the job has one rank. Options override the environment. WithSetting("HVD_SIZE", "1") makes a job with
+// one rank in any environment.
 //
 // Init returns an error if the ranks contradict each other, if one of them fails, or if not all have joined
 // within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends. The error names the ranks that are
@@ -131,15 +131,16 @@ func Init(ctx context.Context, opts ...InitOption) error {
 // Shutdown takes this rank out of the job. This rank can submit nothing more. Shutdown waits for the
 // operations that this rank has submitted, which run if every other rank submits them too. The other ranks
 // can go on with process sets that do not contain this rank. If another rank waits, now or later, for an
-// operation that this rank has not submitted, the job has failed: the remaining ranks get a *PeerError that
-// names this rank and is an ErrShutDown too. Rank 0 coordinates, so its Shutdown serves the other ranks until
-// they have shut down too or ctx ends. Ranks that are left then get a *PeerError that names rank 0.
+// operation that this rank has not submitted, the job fails: the remaining ranks get a *PeerError that names
+// this rank and is an ErrShutDown too. Rank 0 coordinates, so its Shutdown continues to serve the other ranks
+// until they have shut down too. If ctx ends before that, the remaining ranks get a *PeerError that names
+// rank 0.
 //
-// If the job has failed before, Shutdown returns the reason. Before Init it does nothing. If a process exits
-// without calling Shutdown, or before Shutdown has returned, the other ranks see a failed rank.
+// If the job has already failed, Shutdown returns the reason. Before Init it does nothing. If a process exits
+// without calling Shutdown, or before Shutdown has returned, the other ranks consider its rank failed.
 //
 // If Shutdown is deferred, as in "defer hvd.Shutdown(ctx)", and the goroutine panics, Shutdown tells the
-// other ranks and lets the panic continue.
+// other ranks that this rank has failed, and lets the panic continue.
 func Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {
@@ -171,8 +172,9 @@ func current() *Engine {
 	return process.engine
 }
 
-// mustCurrent returns the Engine of the process. Queries call it. They return no error, so mustCurrent panics
-// if there is no Engine: a query outside a job is a defect of the program.
+// mustCurrent returns the Engine that Init started. It is called by queries such as Rank, which return no
+// error. If there is no Engine, mustCurrent panics, because a query outside a job is a bug in the program.
+// query is the name of the calling function.
 func mustCurrent(query string) *Engine {
 	e := current()
 	if e == nil {
@@ -195,10 +197,11 @@ func LocalRank() int { return mustCurrent("LocalRank").LocalRank() }
 // LocalSize returns the number of processes on this host.
 func LocalSize() int { return mustCurrent("LocalSize").LocalSize() }
 
-// CrossRank returns the index of this host among the hosts that have a process with this local rank.
+// CrossRank returns the index of this host among the hosts that have a process with the local rank of this
+// process.
 func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
 
-// CrossSize returns the number of hosts that have a process with this local rank.
+// CrossSize returns the number of hosts that have a process with the local rank of this process.
 func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }
 
 // IsHomogeneous reports whether every host has the same number of processes.

@@ -15,9 +15,9 @@ import (
 // joined last. Tensors that this rank submitted before Join still count with their data. Until the program
 // has observed that the join is done, this rank may submit nothing more to the process set.
 //
-// While ranks have joined, Average still divides by the number of all ranks, and AverageActive divides by the
-// number of ranks that have not joined. Allgather, broadcast, alltoall and reducescatter fail at the other
-// ranks unless Empty is given.
+// While some ranks have joined and others have not, Average still divides by the number of all ranks, and
+// AverageActive divides by the number of ranks that have not joined. Allgather, broadcast, alltoall and
+// reducescatter fail at the other ranks unless Empty is given.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	h, err := join(opts)
 	if err != nil {

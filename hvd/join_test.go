@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// runJoin calls run for three ranks in both modes of negotiation, with and without a cache.
+// runJoin calls run with three ranks, in both modes of negotiation, with and without a cache.
 func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engine)) {
 	for _, capacity := range []string{"1024", "0"} {
 		t.Run("cache="+capacity, func(t *testing.T) {
@@ -23,7 +23,7 @@ func runJoin(t *testing.T, f func(ctx context.Context, t *testing.T, e *hvd.Engi
 	}
 }
 
-// join joins and checks that the rank that joined last is want.
+// join makes e join and checks that Join returns want as the rank that joined last.
 func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hvd.Option) {
 	t.Helper()
 	if last, err := hvd.Join(ctx, append(opts, hvd.On(e))...); err != nil || last != want {
@@ -59,8 +59,8 @@ func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *
 	}
 }
 
-// TestJoin checks that a joined rank contributes neutral elements to reductions. Unlike in Horovod that
-// includes minima, maxima and products.
+// TestJoin checks that a joined rank contributes neutral elements to reductions: to sums and, unlike in
+// Horovod, also to minima, maxima and products.
 func TestJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 2 { // the first round negotiates the names, the second finds them in the cache
@@ -209,8 +209,9 @@ func TestJoinEmpty(t *testing.T) {
 	})
 }
 
-// TestUnevenInputs trains for several epochs with a different number of batches at each rank and several
-// tensors in flight for each batch. Every sum must include exactly the ranks that still have a batch.
+// TestUnevenInputs trains for several epochs of the data. Each rank has a different number of batches, and
+// several tensors of a batch are in flight at the same time. Every sum must include exactly the ranks that
+// still have a batch.
 func TestUnevenInputs(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_CACHE_CAPACITY", "3"},
 		{"HOROVOD_FUSION_THRESHOLD", "100"}} {
@@ -319,7 +320,7 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 // TestNothingAfterTheJoin checks that a rank that has joined cannot submit any operation, nor join again,
 // until the join is done. Each call must fail with a UsageError.
 func TestNothingAfterTheJoin(t *testing.T) {
-	checked := make(chan struct{}, 2) // receives a value for each of the two other ranks, which join then
+	checked := make(chan struct{}, 2) // receives once for each other rank, before that rank joins
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		if e.Rank() == 0 {
 			j, err := hvd.JoinAsync(hvd.On(e))
@@ -422,7 +423,7 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 		}
 		if want := slices.Repeat([]byte(h.Name()+";"), e.Size()); !slices.Equal(names, want) {
 			t.Errorf("rank %d: after the join the ranks call an unnamed tensor %s", e.Rank(), names)
-			return // waiting would never end
+			return // the other ranks do not join, so a wait for the join would never end
 		}
 		if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
 			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)
@@ -430,8 +431,8 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 	})
 }
 
-// TestShutdownDuringAJoin shuts down rank 1 while the other ranks wait in a join. Their joins, and further
-// joins after that, must return an error which says that rank 1 has shut down.
+// TestShutdownDuringAJoin shuts down rank 1 while the other ranks wait in a join. Their joins must fail with
+// an error that says that rank 1 has shut down. The same holds for joins that they submit later.
 func TestShutdownDuringAJoin(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {

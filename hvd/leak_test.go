@@ -18,7 +18,7 @@ import (
 func TestInitLeavesNothing(t *testing.T) {
 	const (
 		warmup    = 10 // rounds until pools have grown
-		compared  = 10 // rounds after the warmup, and at the end, whose memory is compared
+		compared  = 10 // how many rounds after the warmup are compared with as many rounds at the end
 		rounds    = 40
 		mostBytes = 256 << 10
 	)
@@ -72,7 +72,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		t.Errorf("at least %d bytes are in use after each of the last %d rounds, %d after one of rounds %d to %d",
 			now, compared, before, warmup, warmup+compared-1)
 	}
-	runtime.KeepAlive(last) // as in every earlier round
+	runtime.KeepAlive(last) // last was still reachable in every earlier round, so it must be now
 }
 
 // work adds and removes a process set, runs operations of every kind, and joins.

@@ -22,8 +22,8 @@ func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store
 //	file:///path?rank=R&world_size=N         a file that all ranks can access and that does not exist yet
 //
 // The URL may omit rank and size if a launcher, or HOROVOD_RANK and HOROVOD_SIZE, provide them. If the ranks
-// are on several hosts, HVD_SECRET_FILE must name a file with a secret. If they meet at a file there, an
-// interface must also be chosen with HOROVOD_GLOO_IFACE. The setting HVD_INIT_METHOD has the same effect for
+// are on several hosts, HVD_SECRET_FILE must name a file with a secret. If ranks on several hosts meet at a
+// file, HOROVOD_GLOO_IFACE must also choose an interface. The setting HVD_INIT_METHOD has the same effect for
 // a program that passes no option.
 func WithInitMethod(url string) InitOption { return func(o *initOptions) { o.Method = url } }
 
@@ -55,7 +55,7 @@ func WithInitScheme(scheme string, open InitMethod) InitOption {
 
 // UniqueID says where the ranks of one job meet and holds the key of the job. It is modeled on ncclUniqueId.
 // One process makes it with NewUniqueID and passes it to the others by any means. Every process that has it
-// can join the job, so treat it as a secret. All ranks can use it for one Init.
+// can join the job, so treat it as a secret. The ranks can use it for only one Init.
 type UniqueID [128]byte
 
 // String returns id as text: 171 letters, digits, '-' and '_'.
@@ -101,9 +101,9 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 }
 
 // WithID makes the ranks meet by ids. All ranks must give the same ids in the same order. One id is enough
-// for up to a few thousand ranks. For more, give several ids that different processes made, so that these
-// processes share the connections of the ranks. The setting HVD_UNIQUE_ID has the same effect for a program
-// that passes no option.
+// for up to a few thousand ranks. For more, give several ids that different processes made, so that the
+// connections of the ranks are divided among these processes. The setting HVD_UNIQUE_ID has the same effect
+// for a program that passes no option.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) {
 		o.ID = &place.ByID{Rank: rank, Size: size}
@@ -114,11 +114,12 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 }
 
 // WithDevice names the accelerator that this rank uses. The name must be unique on the host, such as the UUID
-// of a GPU. If two ranks of a host name the same device, Init fails at all ranks, unless both ranks set
-// share.
+// of a GPU. If two ranks of a host name the same device, Init fails at all ranks, unless both ranks pass true
+// for share.
 func WithDevice(name string, share bool) InitOption {
 	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
 }
 
-// withMeeting makes the engine keep in m a meeting that cannot be repeated, so that a later Init can use it.
+// withMeeting makes the engine store a meeting that cannot be repeated in *m, so that a later Init can use
+// it.
 func withMeeting(m **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }

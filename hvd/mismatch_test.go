@@ -11,9 +11,9 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// contradiction is a call that the last rank, the odd one, makes differently from all others. In want, which
-// is the expected error, %q stands for the name of the tensor, ODD for the last rank, MOST for all others,
-// ALL for all ranks, and LAST for the number of the last rank.
+// contradiction is a call that the last rank, which is called the odd rank, makes differently from all other
+// ranks. The field want is the expected error. In it %q stands for the name of the tensor, ODD for the last
+// rank, MOST for all others, ALL for all ranks, and LAST for the number of the last rank.
 type contradiction struct {
 	title string
 	do    func(p *part) error
@@ -77,7 +77,7 @@ func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) er
 }
 
 var contradictions = []contradiction{
-	// The numbers of the checks are those in Horovod's ConstructResponse. Check 1: data types.
+	// The numbers of the checks are those in Horovod's ConstructResponse. Check 1: the data types differ.
 	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
 		if p.odd {
 			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
@@ -152,7 +152,7 @@ var contradictions = []contradiction{
 	{"shapes of a reducescatter", func(p *part) error { return p.reducescatter(pick(p, 4, 5)) },
 		`hvd: reducescatter %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 
-	// Check 4: the scale factors differ.
+	// Check 4: the scale factors (prescale or postscale) differ.
 	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
 	{"postscale of an adasum", func(p *part) error {
@@ -164,7 +164,7 @@ var contradictions = []contradiction{
 	},
 		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
 
-	// Check 5: reductions. Unlike Horovod, gohvd checks them for reducescatter too.
+	// Check 5: the reductions differ. Unlike Horovod, gohvd checks them for reducescatter too.
 	{"reductions of an allreduce", func(p *part) error {
 		return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum)))
 	},
@@ -178,7 +178,7 @@ var contradictions = []contradiction{
 	},
 		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
 
-	// Checks 7 and 9: scalars, at all ranks or at one rank.
+	// Checks 7 and 9: the tensor is a scalar, at all ranks or at one rank.
 	{"scalar allgather", func(p *part) error { return p.allgather(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
 		`hvd: allgather %q: a scalar has no first dimension: MOST sent float32[1], ODD sent float32[]`},
 	{"scalar alltoall", func(p *part) error { return p.alltoall(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
@@ -273,8 +273,9 @@ func (p *part) expand(want string) string {
 		fmt.Sprint(last)).Replace(want)
 }
 
-// TestMismatch checks that contradicting requests fail at all ranks with the same text, which says which rank
-// sent what. The job must go on and the name must stay usable, whether the name was cached or not.
+// TestMismatch checks that requests that contradict each other fail at all ranks with the same error text.
+// The text must say which rank sent what. The job must go on and the name must stay usable, whether the name
+// was cached or not.
 func TestMismatch(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -312,7 +313,7 @@ func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
 	}, "HOROVOD_FUSION_THRESHOLD", "64")
 }
 
-// TestMismatchInAnAllreduceOfAGroup submits groups about which the ranks disagree. An allreduce of a group is
+// TestMismatchInAnAllreduceOfAGroup submits groups that differ between the ranks. An allreduce of a group is
 // one request. The error must name the tensor that differs, or say how the groups differ.
 func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {

@@ -64,8 +64,8 @@ var ways = []struct {
 	}},
 }
 
-// TestNameIsInUseUntilSeen checks that a name stays in use until the program has observed that its operation
-// is done, even if the operation was done before.
+// TestNameIsInUseUntilSeen checks how long a name stays in use: until the program has observed that the
+// operation is done, not only until the operation is done.
 func TestNameIsInUseUntilSeen(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for _, s := range starters {
@@ -107,8 +107,8 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 	})
 }
 
-// TestSameNameTwice submits two tensors with the same name at each rank. The second must be refused at every
-// rank, whatever the timing of ranks and operations.
+// TestSameNameTwice submits two tensors with the same name at each rank. Every rank must refuse the second
+// tensor, even if the first operation is already done there.
 func TestSameNameTwice(t *testing.T) {
 	const rounds = 1000
 	seed := rand.Uint64()
@@ -142,7 +142,7 @@ func TestSameNameTwice(t *testing.T) {
 }
 
 // TestJoinUntilSeen checks that operations are refused until the program has observed the end of its join,
-// even if the join is done before. So it does not depend on timing what a rank may submit.
+// even if the join is already done. So whether an operation is refused does not depend on timing.
 func TestJoinUntilSeen(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -168,8 +168,9 @@ func TestJoinUntilSeen(t *testing.T) {
 	})
 }
 
-// TestFireAndForget starts operations whose results nothing waits for. An operation without a name must keep
-// no name in use, and an operation with a name must free it if the program has called Done on the handle.
+// TestFireAndForget starts operations and never waits for them. If an operation has a name and the program
+// has called Done on its handle, the name must become free. An operation without a name must keep no name in
+// use.
 func TestFireAndForget(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		for range 100 {
@@ -264,9 +265,9 @@ func TestPendingError(t *testing.T) {
 	})
 }
 
-// TestJobEndsAfterAnOwnTimeout ends the job after rank 1 has given up several waits. Its errors must name the
-// wait for the operation that was never done. They must not mention the waits whose operations were done
-// before.
+// TestJobEndsAfterAnOwnTimeout ends the job after rank 1 has given up several waits. The errors at rank 1
+// must name the operation that was never done. They must not name the operations that were done before the
+// job ended.
 func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		engines(t, 2, func(ctx context.Context, e *hvd.Engine) {

@@ -8,12 +8,13 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// StartTimeline starts to record what this rank does to a file: rank 0 writes to path, rank r to path with
-// .rank<r> before the extension (docs/timeline.md describes the format). It records only this rank, so each
-// rank that is to be recorded calls it. Unlike in Horovod, HOROVOD_TIMELINE need not be set. If markCycles is
-// set, the file also marks when each negotiation cycle begins. If this rank already records to another path,
-// that timeline ends first. If it already records to path, nothing changes. StartTimeline fails if the file
-// cannot be created. Records that cannot be written later are dropped and counted.
+// StartTimeline starts a timeline: a file with a record of what this rank does, in the format of
+// docs/timeline.md. Rank 0 writes the file path. Any other rank r writes a file with the same name but
+// .rank<r> before the extension. Only this rank is recorded, so each rank that is to be recorded must call
+// StartTimeline. Unlike in Horovod, HOROVOD_TIMELINE need not be set. If markCycles is true, the file also
+// marks when each negotiation cycle begins. If this rank already records to another path, that timeline ends
+// first. If it already records to path, nothing changes. StartTimeline fails if the file cannot be created.
+// Records that cannot be written later are dropped and counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
@@ -50,7 +51,8 @@ func StopTimeline() error {
 
 // MetricsHandler returns a handler for /metrics, for a program that has an HTTP server. The handler serves
 // the counters of the engine that Init started (docs/metrics.md), or zeros before Init and after Shutdown.
-// The setting HVD_METRICS_ADDR serves the same counters without a server of the program.
+// With the setting HVD_METRICS_ADDR the engine itself serves the same counters, and the program needs no HTTP
+// server.
 func MetricsHandler() http.Handler {
 	return metrics.Handler(func() trace.Stats {
 		if e := current(); e != nil {

@@ -58,7 +58,8 @@ func events(t *testing.T, file string) (names map[string]int) {
 }
 
 // TestTimeline checks that each rank can start, redirect and stop its timeline while the job runs. Each file
-// must hold exactly the operations of its time. Shutdown must complete the last file.
+// must contain exactly the operations that ran while it was the timeline. Shutdown must complete the last
+// file.
 func TestTimeline(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string, rank int) string {
@@ -83,7 +84,7 @@ func TestTimeline(t *testing.T) {
 		do("before")
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
-		must(e.StartTimeline(path("a", 0), true)) // the same path, so the timeline goes on
+		must(e.StartTimeline(path("a", 0), true)) // already records to this path, so nothing changes
 		do("in a too")
 		must(e.StartTimeline(path("b", 0), false))
 		do("in b")
@@ -137,8 +138,8 @@ func TestTimelineBySetting(t *testing.T) {
 	}
 }
 
-// TestMetricsAndDump checks metrics and dump of a rank after three operations of one name, while a fourth
-// operation waits.
+// TestMetricsAndDump runs three operations of one name and starts a fourth, which waits. The metrics and the
+// dump of a rank must show all four.
 func TestMetricsAndDump(t *testing.T) {
 	var looked sync.WaitGroup
 	looked.Add(2)

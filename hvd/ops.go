@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// describe makes the empty h the handle of tensor i of c. The tensor has numElems elements. The caller sets
-// the buffers.
+// describe turns h, which is empty, into the handle for tensor i of the call c. The tensor has numElems
+// elements. The caller of describe sets the buffers.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.Kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
@@ -25,7 +25,8 @@ func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	return err
 }
 
-// finished completes h. It is called with the result when the operation of the entry of h has ended.
+// finished completes h. The slot of h calls it when the operation has ended. err is the error of the
+// operation, or nil.
 func (h *Handle[T]) finished(err error) {
 	e := &h.slot.entry
 	if err == nil && e.Request.DType == tensor.Bool {
@@ -48,8 +49,8 @@ func (h *Handle[T]) finished(err error) {
 	}
 }
 
-// submitted adds to err, the error of a refused submission, what this rank had given up waiting for. It
-// returns nil if err is nil.
+// submitted returns err, the error of a submission or nil. If err says that the job is over, submitted adds
+// the operations for which this rank had given up waiting.
 func (c *call) submitted(err error) error {
 	if err == nil {
 		return nil
@@ -82,8 +83,8 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
-// A builder makes the empty h the handle of tensor i of c, with the argument x. It takes c by value because a
-// pointer would move c to the heap.
+// A builder turns h, which is empty, into the handle for tensor i of the call c. x is the argument for that
+// tensor. A builder takes c by value because a pointer would move c to the heap.
 type builder[T any] func(h *Handle[T], c call, i int, x []T) error
 
 // one queues an operation on the tensor x and returns its handle, which build fills.
@@ -152,7 +153,7 @@ func allgatherTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// allocates makes the engine allocate the output of h when the size of the output is known.
+// allocates makes the engine allocate the output of h as soon as its size is known.
 func allocates[T Element](h *Handle[T]) {
 	h.slot.entry.Allocate = func(numBytes int) []byte {
 		h.out = make([]T, numBytes/h.slot.entry.Request.DType.Size())
@@ -160,9 +161,9 @@ func allocates[T Element](h *Handle[T]) {
 	}
 }
 
-// Broadcast returns, at every rank, the x of rank root. root is a rank of the job, even if the operation runs
-// on a process set. Shape and type of x must be the same at all ranks. The result is a new slice unless
-// InPlace is given.
+// Broadcast returns at every rank the tensor that rank root passes as x. root is a rank of the job, even if
+// the operation runs on a process set. Shape and type of x must be the same at all ranks. The result is a new
+// slice unless InPlace is given.
 //
 // The data goes down a tree: with n ranks, no rank sends more than ceil(log2(n)) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
@@ -224,9 +225,9 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 
 // Alltoall sends rows of x to the members of the process set. A row is a slice of x along the first
 // dimension. The first splits[0] rows go to the first member, the next splits[1] rows to the second, and so
-// on. If splits is nil every member gets the same number of rows. out has the rows that came to this rank, in
-// the order of the members, and received says how many came from each. out is a new slice unless InPlace is
-// given.
+// on. If splits is nil every member gets the same number of rows. The result out holds the rows that this
+// rank has received, in the order of their senders. The result received says how many rows came from each
+// member. out is a new slice unless InPlace is given.
 //
 // Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,

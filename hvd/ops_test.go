@@ -79,7 +79,8 @@ func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, 
 	}
 }
 
-// TestAllreduce checks each reduction with five element types, from 0 to 65537 elements, in place and not.
+// TestAllreduce checks each reduction with five element types and with 0 to 65537 elements, with and without
+// InPlace.
 func TestAllreduce(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -197,7 +198,7 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 }
 
 // TestAnyOrder submits the same names in a different order at each rank, over several steps, and checks all
-// results. Its settings exercise the different paths of the negotiation.
+// results. It runs with several settings, so that each path of the negotiation is used.
 func TestAnyOrder(t *testing.T) {
 	for _, settings := range [][]string{
 		{},
@@ -451,8 +452,8 @@ func isShutDown(err error, ranks ...int) bool {
 		errors.Is(err, hvd.ErrShutDown)
 }
 
-// TestInitAgainAndAgain forms ten epochs with the same three ranks. Each epoch must have a greater number
-// than the one before, the same at all ranks.
+// TestInitAgainAndAgain forms ten epochs with the same three ranks. All ranks must see the same number for an
+// epoch, and it must be greater than the number of the epoch before.
 func TestInitAgainAndAgain(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -516,7 +517,8 @@ func TestPlace(t *testing.T) {
 	})
 }
 
-// TestInitFailsOnBothSides starts two ranks that give different sizes of the job. Both must get an error.
+// TestInitFailsOnBothSides starts two ranks with different values for the size of the job. Both must get an
+// error.
 func TestInitFailsOnBothSides(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

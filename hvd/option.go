@@ -43,10 +43,10 @@ const (
 	// Sum is the sum of the elements.
 	Sum = ReduceOp(tensor.Sum)
 	// Min is the smallest element, or NaN if any rank's element is NaN. For bools it is true if all elements
-	// are.
+	// are true.
 	Min = ReduceOp(tensor.Min)
-	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any element
-	// is.
+	// Max is the largest element, or NaN if any rank's element is NaN. For bools it is true if any element is
+	// true.
 	Max = ReduceOp(tensor.Max)
 	// Product is the product of the elements.
 	Product = ReduceOp(tensor.Product)
@@ -80,10 +80,11 @@ func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 // Op chooses the reduction of an allreduce or of a reducescatter. The default is Average.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
-// InPlace makes the result overwrite the argument, which saves memory and mostly also a copy. The argument of
-// an allgather must have room for the rows of all ranks, the same number for each rank, with the rows of this
-// rank at their place in rank order. A reducescatter uses the whole argument as working memory and returns
-// the slice of it that is the part of this rank. An alltoall must receive as many rows as it sends.
+// InPlace makes the result overwrite the argument, which saves memory and usually also a copy. In an
+// allgather every rank must contribute the same number of rows. The argument has room for the rows of all
+// ranks in rank order, and holds the rows of this rank at their place. A reducescatter uses the whole
+// argument as working memory, and returns the slice of the argument that holds the rows of this rank. In an
+// alltoall this rank must receive as many rows as it sends.
 func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
 // Shape sets the dimensions of the argument. Their product must be the length of the argument. The default is
@@ -104,13 +105,13 @@ func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: 
 // once, by f/n. The default is 1.
 func Postscale(f float64) Option { return Option{kind: rank.OptPostscale, factor: f} }
 
-// CompressFP16 sends the elements of a float32 or float64 allreduce as float16. That is half or a quarter of
-// the bytes, with 11 bits of precision and values up to 65504. The argument is scaled, then rounded once.
-// Sums are formed in float32 and rounded once.
+// CompressFP16 sends the elements of a float32 or float64 allreduce as float16. So it sends half or a quarter
+// of the bytes, with 11 bits of precision and values up to 65504. Each rank scales its argument and then
+// rounds it once. Sums are computed in float32 and rounded once.
 func CompressFP16() Option { return Option{kind: rank.OptCompress, wire: tensor.Float16} }
 
-// CompressBF16 sends the elements of a float32 or float64 allreduce as bfloat16. That is half or a quarter of
-// the bytes, with 8 bits of precision and the range of float32.
+// CompressBF16 sends the elements of a float32 or float64 allreduce as bfloat16. So it sends half or a
+// quarter of the bytes, with 8 bits of precision and the range of float32.
 func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.BFloat16} }
 
 // ErrorFeedback adds the rounding error of a compressed argument to the next argument that has the same name,
@@ -125,7 +126,7 @@ func Empty() Option { return Option{kind: rank.OptEmpty} }
 
 // Timeout bounds the time that the operation may take. If the operation takes longer, the job fails at all
 // ranks with a *PeerError, because no rank can distinguish a late rank from one that will never submit. The
-// default is HVD_OPERATION_TIMEOUT_SECONDS, and no bound for Join.
+// default is HVD_OPERATION_TIMEOUT_SECONDS. A join has no bound by default.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
 // Over runs the operation among the members of set. The default is all ranks.
@@ -142,7 +143,7 @@ type call struct {
 	shapes [][]int     // if nil, every tensor has one dimension
 }
 
-// prepare makes a call of the operation kind on elements of type dt, and applies opts to it.
+// prepare makes a call for an operation of the given kind on elements of type dt, and applies opts to it.
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {

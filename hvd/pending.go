@@ -108,7 +108,7 @@ func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
-// afterTimeoutError says that the job is over at a rank that had given up a wait before that.
+// afterTimeoutError is the error of a job that ended after this rank had given up a wait.
 type afterTimeoutError struct {
 	text string
 	err  error

@@ -24,8 +24,8 @@ var compressions = []struct {
 	{"bf16", hvd.CompressBF16(), 1.0 / 128},
 }
 
-// TestCompression checks that numbers that a 16-bit float can represent are sent unchanged. Each other number
-// must be rounded once before the reduction, and the result once.
+// TestCompression checks that numbers that a 16-bit float can represent are sent unchanged. Any other number
+// must be rounded once before the reduction, and the result must be rounded once after it.
 func TestCompression(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for _, c := range compressions {
@@ -177,9 +177,9 @@ func TestErrorFeedbackForgets(t *testing.T) {
 		}{
 			{"x", []float32{third}, []float32{1}},
 			{"y", []float32{third}, []float32{1}},             // another name: nothing is fed back
-			{"x", []float32{third}, []float32{1 + ulp}},       // the errors of both steps add up
-			{"x", []float32{third, 1}, []float32{1, 1}},       // another length: starts again
-			{"x", []float32{third, 1}, []float32{1 + ulp, 1}}, // the errors of both steps add up
+			{"x", []float32{third}, []float32{1 + ulp}},       // with the error of the step before, rounds up
+			{"x", []float32{third, 1}, []float32{1, 1}},       // another length: nothing is fed back
+			{"x", []float32{third, 1}, []float32{1 + ulp, 1}}, // with the error of the step before, rounds up
 			{"z", []float32{1e6}, []float32{float32(math.Inf(1))}},
 			{"z", []float32{2}, []float32{2}}, // the error was infinite, so it was dropped
 			{"z", []float32{float32(math.NaN())}, nil},
@@ -214,9 +214,9 @@ func plus(a, b []float64) []float64 {
 	return sum
 }
 
-// TestAdasum checks that Adasum reduces each tensor separately, also if tensors are fused, and that all ranks
-// get the same bits. With three ranks, rank 2 first sends its vector to rank 0, so the vectors of these two
-// are combined first.
+// TestAdasum checks that Adasum reduces each tensor separately, even if tensors are fused, and that all ranks
+// get the same bits. With three ranks, rank 2 first sends its vector to rank 0. So the vectors of ranks 0 and
+// 2 are combined first.
 func TestAdasum(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HVD_DETERMINISTIC", "1"}, {"HVD_NEGOTIATION", "lockstep"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {

@@ -10,9 +10,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ProcessSet is a set of ranks among which operations run if Over is given. Each set negotiates, fuses and
-// executes independently, so a set that waits or works does not delay another. All methods are safe for
-// concurrent use.
+// ProcessSet is a set of ranks. An operation with the option Over runs among the ranks of a set. Each set
+// negotiates, fuses and executes independently, so no set has to wait for another set. All methods are safe
+// for concurrent use.
 type ProcessSet struct {
 	engine *Engine
 	set    *rank.Set
@@ -52,8 +52,8 @@ func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 	return p.(*ProcessSet)
 }
 
-// ProcessSets returns the process sets that exist, in the order of their IDs, including sets that this rank
-// is not in. The first is the set of all ranks.
+// ProcessSets returns the process sets that exist, in the order of their IDs, including sets of which this
+// rank is not a member. The first is the set of all ranks.
 func (e *Engine) ProcessSets() []*ProcessSet {
 	sets := e.rank.Sets()
 	all := make([]*ProcessSet, len(sets))
@@ -91,8 +91,8 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 }
 
 // RemoveProcessSet removes a process set. All ranks of the job must call it. It returns when all have called
-// it. Operations of the set that were granted finish. Operations that still wait fail with ErrNoProcessSet.
-// The option Timeout applies.
+// it. Operations on the set that have been granted still finish. All other pending operations on the set fail
+// with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}

@@ -13,9 +13,8 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// TestStaticProcessSets makes process sets at Init, some of which overlap and some of which do not contain
-// rank
-// 0. It runs all operations on all sets at the same time, with the same names.
+// TestStaticProcessSets makes process sets at Init. Some of them overlap, and some do not contain rank 0. All
+// operations run on all sets at the same time, with the same names, and must give the right results.
 func TestStaticProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		given := [][]int{{3, 1}, {0, 2}, {3, 2, 1}, {2}}
@@ -52,8 +51,8 @@ func checkSet(t *testing.T, e *hvd.Engine, set *hvd.ProcessSet, id int, members 
 	}
 }
 
-// TestProcessSetsAreIndependent checks that operations on other process sets run while one process set waits
-// for a member.
+// TestProcessSetsAreIndependent checks that operations on other process sets run while an operation on one
+// process set waits for a member.
 func TestProcessSetsAreIndependent(t *testing.T) {
 	runSets(t, 3, [][]int{{0, 1}, {1, 2}}, func(ctx context.Context, e *hvd.Engine) {
 		sets := e.ProcessSets()
@@ -117,7 +116,7 @@ func TestDynamicProcessSets(t *testing.T) {
 				}
 				id++
 			}
-			// A process set that Init made can be removed, and added again. It gets a new ID.
+			// A process set that Init has made can be removed. If it is added again, it gets a new ID.
 			static := e.ProcessSets()[1]
 			if err := hvd.RemoveProcessSet(ctx, static); err != nil {
 				t.Errorf("rank %d: %v", e.Rank(), err)
@@ -236,7 +235,7 @@ func TestRemovalCrossesWork(t *testing.T) {
 	})
 }
 
-// TestManyProcessSets adds and removes 200 process sets. The removed ones must leave no files open.
+// TestManyProcessSets adds and removes 200 process sets. The removed process sets must leave no files open.
 func TestManyProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		const rounds = 200

@@ -43,7 +43,8 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over returns a call of each operation on set. set refuses all of them, with an error that contains want.
+// over returns calls on set, one for each operation. Each call must be refused with an error that contains
+// want.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },
@@ -74,7 +75,8 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 	}
 }
 
-// beforeEnqueue returns calls that violate the checks that Horovod, too, makes before it queues a tensor.
+// beforeEnqueue returns calls that must be refused by checks that Horovod also makes before it queues a
+// tensor.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
 	broadcast := func(root int, opts ...hvd.Option) func(hvd.Option) error {
@@ -218,8 +220,8 @@ func (w *world) ofOptions() []refusal {
 	}
 }
 
-// TestRefused makes wrong calls at one rank. Each must fail at once, only at that rank. Its name must stay
-// free and the job must go on.
+// TestRefused makes wrong calls at one rank. Each call must fail at once, and only at that rank. The name in
+// the call must stay free, and the job must go on.
 func TestRefused(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		last := e.Size() - 1
@@ -298,8 +300,8 @@ func TestRefusedNames(t *testing.T) {
 				t.Errorf("got error %v, want a UsageError with %q", err, c.want)
 			}
 		}
-		// The names of a group's tensors are longer than the name of the group, by up to as many bytes as
-		// "_10of10" has.
+		// The name of a tensor in a group is the name of the group with a suffix of up to len("_10of10")
+		// bytes.
 		const group = 4096 - len("_10of10") + 1
 		for _, more := range []int{0, 1} {
 			opts := []hvd.Option{hvd.Name(strings.Repeat("n", group-1+more)), hvd.On(e)}
@@ -525,8 +527,8 @@ func TestAfterShutdown(t *testing.T) {
 	})
 }
 
-// TestTooMuchAtOnce submits more requests at once at rank 1 than a frame can hold. The job must fail with an
-// error that names rank 1 and says so.
+// TestTooMuchAtOnce makes rank 1 submit more requests at once than a frame can hold. The job must fail with
+// an error that names rank 1 and this reason.
 func TestTooMuchAtOnce(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 1 {

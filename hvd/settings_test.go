@@ -17,8 +17,8 @@ import (
 )
 
 // initAll starts a job in this process, with a rank for each element of ranks. Each rank has the settings of
-// all and of its element. initAll returns the error of Init of each rank. It shuts down the ranks without an
-// error.
+// all and of its element. initAll returns the error that Init returns at each rank. It shuts down the ranks
+// whose Init returned no error.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
@@ -98,7 +98,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 					given = s.Default
 				}
 				other := otherValue(t, s, given)
-				var want []string // for each rank the error, or nil if Init must succeed
+				var want []string // one error for each rank; nil if Init must succeed
 				switch s.Scope {
 				case config.PerJob:
 					before := given

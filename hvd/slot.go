@@ -15,9 +15,9 @@ type slot struct {
 	entry tensorqueue.Entry
 	of    interface{ finished(err error) }
 	pool  *sync.Pool
-	// parts describes the last group that used this slot, because the next group mostly has the same
-	// description. draft is the description that is being built. A description that was submitted is not
-	// changed afterwards, because the response cache may keep it.
+	// parts is the description of the last group that used this slot. It is kept because the next group
+	// usually has the same description. draft is the description that is being built. A description that was
+	// submitted is not changed afterwards, because the response cache may keep it.
 	parts, draft message.Parts
 }
 

@@ -35,9 +35,9 @@ func gathering(n int32) func(ctx context.Context) {
 	}
 }
 
-// TestOnStall checks that rank 0 gets a report about a tensor that waits, with the missing ranks. The name is
-// new in one round and cached in the next, and the process set of the last round does not contain rank 0. The
-// operation must succeed when the missing rank submits it.
+// TestOnStall checks that rank 0 gets a report on a tensor that waits, and that the report has the missing
+// ranks. The name is new in the first round and cached in the second. The process set of the third round does
+// not contain rank 0. In each round the operation must succeed when the missing rank submits it.
 func TestOnStall(t *testing.T) {
 	stalls := make(chan hvd.Stall, 100)
 	seen := make(chan struct{}, 3)
@@ -119,7 +119,7 @@ func TestStallShutdown(t *testing.T) {
 		if !errors.As(err, &stall) {
 			t.Errorf("rank %d: later: got error %v, want a StallError", e.Rank(), err)
 		}
-		<-e.Done() // the engine reports the results of operations before that
+		<-e.Done() // closed only after the results of all operations are set
 		if err := e.Err(); !errors.As(err, &stall) {
 			t.Errorf("rank %d: the job ended with %v, want a StallError", e.Rank(), err)
 		}
@@ -170,7 +170,7 @@ func TestOperationTimeout(t *testing.T) {
 						hvd.On(e))...)
 					wantTimeout(t, e, err, 1, `alltoall "late"`)
 					var peer *hvd.PeerError
-					<-e.Done() // the engine reports the results of operations before that
+					<-e.Done() // closed only after the results of all operations are set
 					if err := e.Err(); !errors.As(err, &peer) {
 						t.Errorf("rank %d: the job ended with %v, want a PeerError", e.Rank(), err)
 					}
@@ -195,8 +195,9 @@ func wantTimeout(t *testing.T, e *hvd.Engine, err error, missing int, prefix str
 	}
 }
 
-// TestJoinHasNoDefaultTimeout checks that HVD_OPERATION_TIMEOUT_SECONDS does not end a join, which lasts as
-// long as other ranks have tensors, nor an operation that is in time after the job was idle.
+// TestJoinHasNoDefaultTimeout checks that HVD_OPERATION_TIMEOUT_SECONDS does not end a join, because a join
+// lasts as long as other ranks have tensors. It must not end the first operation after an idle time either,
+// if that operation itself is in time.
 func TestJoinHasNoDefaultTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		joined := make(chan struct{})
