@@ -25,12 +25,13 @@ import (
 const AgentArg = "__hvdrun-host-agent"
 
 const (
-	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the first
-	// attempts at two successive addresses. Mostly the first address works within that time, and then the
-	// store gets no further connections.
+	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the
+	// attempts at two successive addresses. Usually the first address works within that time, so the agent
+	// does not dial the others.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
-	// killWait is how long ranks, and after that helpers, may take to disappear after the launcher is gone.
+	// killWait is how long ranks may take to disappear after the launcher is gone. Their helpers then get the
+	// same time.
 	killWait = 2 * time.Second
 )
 
@@ -53,8 +54,9 @@ type agent struct {
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
 
-	// prepared is closed when the ranks can be started. begun is closed when they were started or starting
-	// them failed. lost is closed when the session has ended, so that no more orders are carried out.
+	// prepared is closed when the ranks can be started. begun is closed when the ranks were started, or when
+	// starting them has failed. lost is closed when the session has ended. After that no order is carried
+	// out.
 	prepared, begun, lost chan struct{}
 }
 
@@ -68,11 +70,11 @@ type member struct {
 
 // AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and
 // returns the exit status of the process. If the first argument of the program is AgentArg, its main must
-// call AgentMain before anything else. args are the arguments after AgentArg, which consist of the liveness
-// timeout. environ is the environment. The process must exit when AgentMain returns.
+// call AgentMain before anything else. args holds the arguments after AgentArg: only the liveness timeout.
+// environ is the environment of the process. The process must exit when AgentMain returns.
 //
-// When standard input ends, or the launcher is silent for longer than the timeout, AgentMain kills all
-// processes of the ranks. It writes messages for the user to standard error.
+// When standard input ends, or nothing arrives from the launcher for longer than the timeout, AgentMain kills
+// all processes of the ranks. It writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
@@ -95,8 +97,8 @@ func AgentMain(args, environ []string) int {
 	return 0
 }
 
-// standardLink returns a link over standard input and output. Closing it ends pending reads and writes if the
-// kind of file permits that.
+// standardLink returns a link over standard input and output. Closing the link ends pending reads and writes,
+// unless the kind of file, such as a regular file, does not permit that.
 func standardLink() (*link, error) {
 	for _, fd := range []int{unix.Stdin, unix.Stdout} {
 		if err := unix.SetNonblock(fd, true); err != nil {
@@ -107,7 +109,7 @@ func standardLink() (*link, error) {
 		"notices")}, nil
 }
 
-// serveLauncher runs the ranks of this host for the launcher at the other end of l, and closes l. It returns
+// serveLauncher runs the ranks of this host for the launcher at the other end of l. It closes l and returns
 // when no process of the ranks is left and all their output is sent. If the launcher disappears before that,
 // it returns an error.
 func serveLauncher(l *link, liveness time.Duration, environ []string, f *family) error {
@@ -130,7 +132,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	var why error // valid after lost
+	var why error // valid once a.lost is closed
 	go func() {
 		defer close(a.lost)
 		why = session.reason(a.handleOrders())
@@ -143,7 +145,8 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	return err
 }
 
-// accept receives the order with the job, and accepts the streams for the output of the ranks.
+// accept receives the first order, which contains the job, and accepts the streams for the output of the
+// ranks.
 func (a *agent) accept() error {
 	var o order
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
@@ -204,8 +207,8 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks after the launcher was lost. It returns an error that describes the outcome, never
-// nil.
+// killAll kills the ranks after the launcher was lost. It always returns an error, which describes the
+// outcome.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
@@ -301,7 +304,7 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// forwardReports forwards the reports from the helper m. i is the index of its rank on this host.
+// forwardReports forwards the reports from the helper m. i is the index on this host of the rank of m.
 func (a *agent) forwardReports(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -311,7 +314,7 @@ func (a *agent) forwardReports(i int, m *member) {
 		}
 		a.notify(notice{Rank: i, Report: &p})
 	}
-	// Only the helper holds the other end of the pipe, so end of file means that the helper has ended.
+	// Only the helper holds the other end of the pipe, so the pipe ends when the helper has ended.
 	_, _ = io.Copy(io.Discard, m.reports)
 	a.notify(notice{Rank: i, Report: &report{Gone: true}})
 }
@@ -319,14 +322,14 @@ func (a *agent) forwardReports(i int, m *member) {
 // relay copies the output of a rank to its stream, then closes both.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
-	// The blocks are small because a notice may have to wait for 64 of them. An error means that the session
-	// has ended, so it is ignored.
+	// The blocks are small, because a notice may have to wait until 64 of them are sent. An error means that
+	// the session has ended, so it is ignored.
 	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
 	out.Close()
 }
 
-// signal makes the helpers send s to the process groups of the ranks. If s is SIGKILL, they kill everything.
-// It does not block, because a pipe has room for 65536 signals.
+// signal makes the helpers send s to the process groups of the ranks. If s is SIGKILL, the helpers kill all
+// processes of their ranks. signal does not block, because a pipe has room for 65536 signals.
 func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
 		_, _ = m.orders.Write([]byte{byte(s)}) // an error means that the helper has ended
@@ -340,8 +343,8 @@ func (a *agent) force() {
 	}
 }
 
-// release closes the pipes to the helpers. The helpers have ended or could not be killed. It returns when all
-// output of the ranks is sent, or the launcher is gone.
+// release closes the pipes to the helpers. It is called when the helpers have ended or could not be killed.
+// It returns when all output of the ranks is sent, or the launcher is gone.
 func (a *agent) release() {
 	for _, m := range a.members {
 		m.orders.Close()
@@ -354,8 +357,8 @@ func (a *agent) release() {
 	a.relays.Wait()
 }
 
-// prepare finds everything that the ranks need and sends Ready. If something is missing, it returns a
-// refusal.
+// prepare finds what the ranks need: the working directory, the program and the job's store. Then it sends
+// Ready. If something cannot be found, it returns a refusal instead.
 func (a *agent) prepare() *refusal {
 	if len(a.job.Dir) > 0 {
 		if err := os.Chdir(a.job.Dir[0]); err != nil {
@@ -391,7 +394,7 @@ func (a *agent) environment() []string {
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
 		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	own := without(without(a.environ, given), a.job.Ranks[0]) // same names for every rank
+	own := without(without(a.environ, given), a.job.Ranks[0]) // every rank has variables of the same names
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)
 		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)

@@ -10,8 +10,9 @@ import (
 	"github.com/hashicorp/yamux"
 )
 
-// TestLauncherIsGoneAtBegin ends the connection to the launcher while the agent starts ranks. No rank may be
-// left alive. The agent reaps all children of its process, so the test runs it in a process of its own.
+// TestLauncherIsGoneAtBegin ends the connection to the launcher while the agent starts ranks. Afterwards no
+// rank may be alive. The agent reaps all children of its process, so the test runs it in a process of its
+// own.
 func TestLauncherIsGoneAtBegin(t *testing.T) {
 	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
 	if os.Getenv(inChild) == "" {

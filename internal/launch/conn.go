@@ -18,11 +18,13 @@ import (
 )
 
 const (
-	// endWait is the time limit for reaping a command that is ending, and for reading its standard error.
+	// endWait is how long a command may take to end after its connection has ended, and how long its standard
+	// error may take to end.
 	endWait = 2 * time.Second
-	// routeWait is the time limit for looking up the addresses of all hosts.
+	// routeWait is how long it may take to look up the routes to all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders is how many orders an agent may leave unread. The launcher kills an agent that leaves more.
+	// maxOrders is how many orders may wait for an agent to read them. If more would wait, the launcher kills
+	// the agent.
 	maxOrders = 1000
 )
 
@@ -31,7 +33,7 @@ type agentConn struct {
 	host     string
 	local    bool // the agent runs in this process
 	ranks    []*rank
-	liveness time.Duration // how long the agent may be silent; 0: it is in this process
+	liveness time.Duration // how long the agent may send nothing; 0 (no limit) if it is local
 	orders   chan order
 
 	link    *link
@@ -40,12 +42,13 @@ type agentConn struct {
 	stderr  *stream // standard error of the command
 	greeted bool    // the agent has said hello
 	status  unix.WaitStatus
-	// closed when the command was reaped, or when the agent in this process has returned
+	// ended is closed when the command was reaped or, for the agent in this process, when serveLauncher has
+	// returned.
 	ended  chan struct{}
-	silent chan struct{} // closed when standard error was read to its end
+	silent chan struct{} // closed when stderr was read to its end
 
-	// ready is set when the agent can start its ranks. over is set when no process of them is left. Both
-	// belong to the supervisor's goroutine.
+	// ready is set when the agent can start its ranks. over is set when no process of the ranks is left. Only
+	// the supervisor's goroutine uses ready and over.
 	ready, over bool
 
 	// lost is set if the agent ended after all its ranks but before it had sent all output. No rank has
@@ -126,7 +129,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs returns for each host the job that its agent is ordered to run.
+// hostJobs returns, for each host, the hostJob for the first order to its agent.
 func (j *job) hostJobs() ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
@@ -162,10 +165,10 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns, for each host, the source address that this host uses for packets to it. The address is
-// invalid if it is not known, for instance because the name is an alias that only ssh understands. The entry
-// of this host itself is the first of these addresses that is also an address of the store, because this host
-// must reach the store there too.
+// routes returns, for each host, the source address of the packets that this host sends to it. The address is
+// invalid if it is not known, for instance because the name is an alias that only ssh understands. If the
+// store has one of these addresses, the first such address is also the entry of this host itself, because
+// this host must reach the store at the same address.
 func (j *job) routes() []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
@@ -225,7 +228,7 @@ func (c *agentConn) cutShort(j *job, err error) {
 	}
 }
 
-// close closes the link, and the output files of the ranks whose streams were not opened.
+// close closes the link. For ranks whose streams were not opened, it also closes the output files.
 func (c *agentConn) close() {
 	if c.link != nil {
 		c.link.Close()
@@ -233,7 +236,7 @@ func (c *agentConn) close() {
 	for _, k := range c.ranks {
 		for _, s := range k.streams {
 			if s != nil && s.in == nil {
-				s.file.Close() // nothing was written; closing a nil file only returns an error
+				s.file.Close() // nothing was written, so the error is ignored; s.file may be nil
 			}
 		}
 	}
@@ -332,8 +335,8 @@ func (r *refusal) error(j *job, c *agentConn) error {
 }
 
 // explain returns the reason why an agent ended without Bye. If err says more than that the connection ended,
-// the reason is err. Otherwise the reason is the exit status and the last output of the command. explain
-// waits up to endWait until the command has ended, and then kills it.
+// the reason is err. Otherwise the reason contains the exit status of the command and the last line of its
+// standard error. If the command has not ended after endWait, explain kills it.
 func (j *job) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
@@ -368,8 +371,9 @@ func (j *job) explain(c *agentConn, err error) error {
 	return errors.New(how)
 }
 
-// cut ends an agent: it kills the command of the agent, or closes the link to the agent in this process. When
-// the command has ended, the processes that it started are killed as orphans.
+// cut ends an agent. If the agent is in this process, cut closes the link to it. Otherwise cut kills the
+// command that reaches the agent. When the command has ended, the processes that it has started are killed as
+// orphans.
 func (j *job) cut(c *agentConn) {
 	switch {
 	case c.link == nil: // the agent was not started
@@ -388,9 +392,9 @@ func (j *job) cutAll() {
 	}
 }
 
-// awaitAgents returns when all agents, and the commands that reach them, have ended. They end when they have
-// sent everything. After timeout it kills those that are left. After the same time again it gives up and
-// returns an error.
+// awaitAgents waits until all agents, and the commands that reach them, have ended. They end when they have
+// sent everything. When timeout has passed, awaitAgents kills those that are left. When timeout has passed
+// again, it gives up and returns an error.
 func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {

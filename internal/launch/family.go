@@ -13,23 +13,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// orphanAction says what a family does with a child that this process did not start, an orphan that this
-// process inherited as a subreaper.
+// orphanAction says what a family does with an orphan: a child that this process did not start but inherited
+// as a subreaper.
 type orphanAction int
 
 const (
 	ignoreOrphan orphanAction = iota // reap does not wait for it
 	awaitOrphan                      // reap returns only when it has ended
-	killOrphan                       // it is killed at once, and reap waits for its end
+	killOrphan                       // it is killed at once, and reap returns only when it has ended
 )
 
-// family manages the children of this process: those that it started and those that it inherits.
+// family manages the children of this process: those that the process has started and those that it has
+// inherited.
 //
 // A process is killed by its ID only while it is an unreaped child, and children are reaped only with mu
-// held. So a signal never hits another process that has got the same ID later. Deeper descendants need not be
-// searched: when their parent dies, they become children of the nearest subreaper, which is this process,
-// before the parent can be reaped. Therefore the family looks at the children again after each death, until
-// none is left.
+// held. So a signal never hits another process that has got the same ID later. The family need not search for
+// deeper descendants. When their parent dies, they become children of the nearest subreaper, which is this
+// process, and they do so before the parent can be reaped. So the family lists the children again after each
+// death, until none is left.
 //
 // A family reaps every child of its process. So there can be only one family in a process, and no other code
 // in the process may wait for children.
@@ -49,7 +50,8 @@ type family struct {
 	reaper  sync.WaitGroup
 }
 
-// relative is a child in a batch, with a function that is called with mu held when the child is reaped.
+// relative is a child that the family has started. ended is called with family.mu held when the child is
+// reaped.
 type relative struct {
 	batch *batch
 	ended func(unix.WaitStatus)
@@ -57,14 +59,14 @@ type relative struct {
 
 // batch is a set of children that are started for one purpose.
 type batch struct {
-	left int           // children that are not reaped; guarded by family.mu
-	gone chan struct{} // closed when no child is left and no orphan is waited for
+	left int           // number of children that are not reaped yet; guarded by family.mu
+	gone chan struct{} // closed when every child is reaped and reap waits for no orphan
 }
 
 func newBatch() *batch { return &batch{gone: make(chan struct{})} }
 
-// adopt makes this process a subreaper. It leaves existing children alone. Such children exist if another
-// program started them and then replaced itself by the launcher (execve).
+// adopt makes this process a subreaper. The family never kills children that exist at this time. Such
+// children exist if another program started them and then replaced itself by the launcher (execve).
 func (f *family) adopt() error {
 	if f.before != nil {
 		return nil
@@ -83,9 +85,9 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// killOrphans is called when a child has ended that must not leave processes behind. If the status of the
-// child is not 0, it may have left some. From then on all orphans are killed, except the children from before
-// adopt. The caller holds mu.
+// killOrphans handles the end of a child that must leave no processes behind. A child whose status is not 0
+// may have left some. So if status is not 0, all orphans are killed from then on, except the children from
+// before adopt. The caller holds mu.
 func (f *family) killOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return
@@ -138,16 +140,17 @@ func (f *family) kill(pid int) {
 	}
 }
 
-// reap reaps children. It returns when own is empty and no orphan is waited for.
+// reap reaps children until own is empty and there is no orphan to wait for.
 func (f *family) reap() {
 	for !f.collect() {
-		// WNOWAIT leaves the reaping to collect, which holds mu. If there is an error, collect gets it again.
+		// WNOWAIT leaves the reaping to collect, which holds mu while it reaps. An error can be ignored here,
+		// because collect gets the same error.
 		_ = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
 	}
 }
 
-// collect reaps the dead children, then applies orphans to the inherited children. It reports whether reap
-// has to end.
+// collect reaps the dead children, then calls sweep for the inherited children. It reports whether reap has
+// to end.
 func (f *family) collect() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -196,8 +199,8 @@ func (f *family) reapDead() (none bool, err error) {
 	}
 }
 
-// sweep applies orphans to every child that is not in own. It returns how many of these children must be
-// waited for. The caller holds mu.
+// sweep takes the action that f.orphans returns for each child that is not in own. It returns for how many of
+// these children reap must wait. The caller holds mu.
 func (f *family) sweep() (awaiting int, err error) {
 	if f.orphans == nil {
 		return 0, nil
@@ -212,8 +215,8 @@ func (f *family) sweep() (awaiting int, err error) {
 		}
 		switch f.orphans(c.pid, c.pgrp) {
 		case killOrphan:
-			// An error means that the child runs as another user. It is waited for nevertheless: the launcher
-			// has a deadline, and reports the process.
+			// An error means that the child runs as another user. reap waits for it nevertheless, because the
+			// launcher has a deadline after which it reports the process.
 			_ = unix.Kill(c.pid, unix.SIGKILL)
 			awaiting++
 		case awaitOrphan:
@@ -263,8 +266,9 @@ func listChildren() ([]child, error) {
 	return children, nil
 }
 
-// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)). The name is
-// in parentheses, and may itself contain parentheses and blanks. State, parent and group follow it.
+// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)). The name of
+// the program is in parentheses, and may itself contain parentheses and blanks. After it come the state, the
+// parent and the group.
 func parseStat(text string) (ppid, pgrp int, err error) {
 	fields := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
 	if len(fields) < 3 {

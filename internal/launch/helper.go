@@ -22,30 +22,30 @@ const HelperArg = "__hvdrun-rank-helper"
 
 // The helper's file descriptors besides 0, 1 and 2. It shares 0, 1 and 2 with the rank.
 const (
-	// carries the launcher's orders: signal numbers, one byte each; end of file means that the launcher is
-	// gone
+	// orderFD carries the launcher's orders: signal numbers of one byte each. Its end means that the launcher
+	// is gone.
 	orderFD  = 3
 	reportFD = 4 // carries the helper's reports, as JSON
 )
 
-// shell runs scripts that do not name an interpreter.
+// shell is the program that runs scripts without a #! line.
 const shell = "/bin/sh"
 
-// report is a message about a rank. The helper first sends PID or Errno. If the command ran, it then sends
-// how the command ended. The agent sends Gone.
+// report is a message about a rank. The helper first sends PID or Errno. When the command has ended, the
+// helper sends Ended with the fields after it. The agent itself sends Gone.
 type report struct {
-	// PID is the process ID of the command. It is sent when the command runs.
+	// PID is the process ID of the command. It is sent when the command was started.
 	PID int `json:"pid,omitempty"`
-	// Errno is the error because of which the command could not be started.
+	// Errno is the reason why the command could not be started.
 	Errno syscall.Errno `json:"errno,omitempty"`
 
-	// Ended is set if the command has ended, at time At (nanoseconds since 1970). The command ended with exit
-	// status Code or, if Signal is not 0, was killed by Signal.
+	// Ended is set if the command has ended, at time At (nanoseconds since 1970). If Signal is 0, the command
+	// ended with exit status Code. Otherwise Signal killed the command.
 	Ended  bool           `json:"ended,omitempty"`
 	At     int64          `json:"at,omitempty"`
 	Code   int            `json:"code,omitempty"`
 	Signal syscall.Signal `json:"signal,omitempty"`
-	// Sent is the last signal that the helper had sent to the command to end it, or 0.
+	// Sent is the last signal with which the helper had asked the command to end, or 0.
 	Sent syscall.Signal `json:"sent,omitempty"`
 
 	// Gone is set if the helper has ended.
@@ -66,25 +66,25 @@ type helper struct {
 
 // HelperMain runs the command of one rank for the launcher and returns the exit status of the process. If the
 // first argument of the program is HelperArg, its main must call HelperMain from the main goroutine before
-// anything else. args are the arguments after HelperArg. env is the environment. It is passed on to the
-// command unchanged. The process must exit when HelperMain returns.
+// anything else. args holds the arguments after HelperArg. env is the environment, which HelperMain passes to
+// the command unchanged. The process must exit when HelperMain returns.
 //
-// The command runs in a process group of its own. When it has ended, HelperMain kills the processes that it
-// left behind, in any process group or session. One kind of process is spared: if the command ended after a
-// signal that asked it to, the processes in its group received that signal too, and may run on until the next
-// order of the launcher. When the launcher orders it, or ends for any reason, HelperMain kills everything. It
-// returns when no descendant is left.
+// The command runs in a process group of its own. When the command has ended, HelperMain kills the processes
+// that the command left behind, in any process group or session. One exception: if the command ended after a
+// signal that asked it to end, the other processes in its group received that signal too. They may run on
+// until the next order of the launcher. If the launcher orders SIGKILL or is gone, HelperMain kills
+// everything. It returns when no descendant is left.
 func HelperMain(args, env []string) int {
-	// If the thread that starts the command ends, the command gets its parent-death signal (prctl(2)). So
-	// this goroutine must keep its thread.
+	// The kernel sends the command its parent-death signal when the thread that started the command ends
+	// (prctl(2)). So this goroutine must keep its thread.
 	runtime.LockOSThread()
 	if len(args) < 2 {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
-	// The timeline signal is ignored until a rank installs a handler. By default the signal would end a
-	// program that has not installed a handler yet or never does, such as a shell. The command and its
-	// children inherit that the signal is ignored.
+	// The timeline signal is ignored until a rank installs a handler. The default action of the signal would
+	// end a program that has not installed a handler yet or never does, such as a shell. The command and its
+	// children inherit the setting to ignore the signal.
 	if s := timelineSignal(env); s != 0 {
 		signal.Ignore(s)
 	}
@@ -106,13 +106,13 @@ func HelperMain(args, env []string) int {
 	if err := h.start(args[0], args[1:], env); err != nil {
 		var errno syscall.Errno
 		if !errors.As(err, &errno) {
-			errno = syscall.EINVAL // an argument contains a zero byte; that error has no number
+			errno = syscall.EINVAL // an argument contains a zero byte, an error without a number
 		}
 		h.sendReport(report{Errno: errno})
 		return 0
 	}
 	go h.handleOrders(os.NewFile(orderFD, "orders"))
-	h.family.reap() // on this goroutine, whose thread started the command
+	h.family.reap() // on this goroutine, because its thread started the command and must not end
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
@@ -140,7 +140,7 @@ func (h *helper) start(path string, argv, env []string) error {
 	}
 	_, err := h.family.start(newBatch(), func() (int, error) {
 		pid, _, err := syscall.StartProcess(path, argv, attr)
-		if errors.Is(err, syscall.ENOEXEC) && isText(path) { // execvp does the same (exec(3))
+		if errors.Is(err, syscall.ENOEXEC) && isText(path) { // as execvp does (exec(3))
 			pid, _, err = syscall.StartProcess(shell, slices.Concat([]string{shell, path}, argv[1:]), attr)
 		}
 		if err == nil {
@@ -152,8 +152,9 @@ func (h *helper) start(path string, argv, env []string) error {
 	return err
 }
 
-// isText reports whether the shell should run a file that the kernel cannot execute. By POSIX the first line
-// of the file decides that (XCU 2.9.1.4). The result is false for a program for another machine.
+// isText reports whether the shell should run a file that the kernel cannot execute. By POSIX it should if
+// the first line of the file contains no zero byte (XCU 2.9.1.4). So it does not run a binary for another
+// kind of machine.
 func isText(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {
@@ -183,7 +184,8 @@ func (h *helper) ended(status unix.WaitStatus) {
 	h.family.orphans = h.orphanAction
 }
 
-// orphanAction returns what to do with a process that the command left behind. The caller holds family.mu.
+// orphanAction returns the action for a process in process group pgrp that the command left behind. The
+// caller holds family.mu.
 func (h *helper) orphanAction(_, pgrp int) orphanAction {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
 		return awaitOrphan
@@ -217,8 +219,8 @@ func (h *helper) signal(s syscall.Signal) {
 		h.sent, h.killed = s, true
 	}
 	if h.alive {
-		// The command has not been reaped, so its process ID and group ID have not been reused. It may have
-		// left the group.
+		// The command has not been reaped, so its process ID and group ID have not been reused. The command
+		// may have left its group, so SIGKILL is sent to it directly too.
 		if err := unix.Kill(-h.pid, s); err != nil || s == unix.SIGKILL {
 			_ = unix.Kill(h.pid, s) // fails if the command now runs as another user
 		}

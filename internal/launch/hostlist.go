@@ -20,7 +20,7 @@ const (
 	MaxHosts = 4096
 	// MaxSlots is the maximum number of slots of a host.
 	MaxSlots = 1 << 16
-	// maxNameBytes is the maximum length of a host's name. It leaves room for a user name before a DNS name.
+	// maxNameBytes is the maximum length of a host's name in bytes, including a user name before it.
 	maxNameBytes = 255
 	maxFileBytes = 1 << 20
 )
@@ -36,7 +36,8 @@ type Host struct {
 }
 
 // ParseHosts parses a list of hosts such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one
-// slot. It is an error if a host occurs twice, because it would be unclear whether its slots add up.
+// slot. It is an error if a host occurs twice, because the list would not say whether to add the two numbers
+// of slots.
 func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
 	for word := range strings.SplitSeq(list, ",") {
@@ -77,7 +78,8 @@ func parseHost(word string) (Host, error) {
 	return h, err
 }
 
-// cutHost splits word into the name of the host and the text after it.
+// cutHost splits word into the name of the host and the rest, such as ":2". It removes the brackets around an
+// address.
 func cutHost(word string) (name, rest string, err error) {
 	name = word
 	if inside, behind, closed := strings.Cut(word, "]"); closed && word[0] == '[' {
@@ -116,7 +118,7 @@ func parseSlots(text string) (int, error) {
 
 // ParseHostFile reads a file with one host per line. A line is "h1 slots=2" as for Open MPI and Horovod,
 // "h1:2" as for MPICH, or "h1" for one slot. ParseHostFile ignores empty lines, and comments from # to the
-// end of the line. The file may have at most 1 MiB.
+// end of the line. The file may be at most 1 MiB long.
 func ParseHostFile(path string) ([]Host, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -178,10 +180,10 @@ func Slots(hosts []Host) (n int) {
 	return n
 }
 
-// Assignment is the place of one rank: its host and its topology. topo.FromHosts describes local and cross
-// ranks.
+// Assignment says where one rank runs: its host and its topology. The comment on topo.FromHosts explains
+// local and cross ranks.
 type Assignment struct {
-	// Host is the index of the rank's host in the list.
+	// Host is the index of the rank's host in the list of hosts.
 	Host int
 	topo.Topology
 }

@@ -71,14 +71,14 @@ func severalHosts(s *spec) (h several, err error) {
 	return h, nil
 }
 
-// byShell returns a Reach that runs an agent by a shell script. In the script "$@" is the command of the
-// agent and $AT is the host.
+// byShell returns a Reach that runs an agent by a shell script. The script finds the command of the agent in
+// "$@", and the host in $AT.
 func byShell(script string) []string {
 	return []string{"env", "AT={host}", "sh", "-c", script, "sh"}
 }
 
-// TestSeveralHosts starts four ranks on three hosts and checks the environment of each rank: its place in the
-// job, variables of its host, and variables of the launcher.
+// TestSeveralHosts starts four ranks on three hosts and checks the environment of each rank: the rank and
+// size variables, the variables of its host, and the variables that the launcher adds.
 func TestSeveralHosts(t *testing.T) {
 	t.Parallel()
 	mine := []string{"env", "USER=me", "SSH_TTY=mine", "HVD_HOSTID=mine", "CUDA_VISIBLE_DEVICES=mine",
@@ -149,7 +149,7 @@ func TestBytesTravel(t *testing.T) {
 	}
 }
 
-// TestStatusOverHosts checks exit status, root cause and report of jobs on two hosts.
+// TestStatusOverHosts checks the exit status, the root cause and the report of jobs on two hosts.
 func TestStatusOverHosts(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -186,8 +186,8 @@ func TestStatusOverHosts(t *testing.T) {
 	}
 }
 
-// TestReportNamesHosts checks that the report of a failure also names the hosts of the ranks that failed as a
-// consequence.
+// TestReportNamesHosts checks that the report of a failure names hosts also for ranks that failed only
+// because another rank had failed.
 func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10,
@@ -302,8 +302,9 @@ func TestAgentIsStopped(t *testing.T) {
 	}
 }
 
-// TestLauncherIsStopped checks that agents tolerate a launcher that is stopped for a short time. If it is
-// stopped for a long time, they must kill their ranks, even while output of the ranks waits for the launcher.
+// TestLauncherIsStopped stops the launcher process. If it is stopped for a short time, the job must go on. If
+// it is stopped for a long time, the agents must kill their ranks, even while output of the ranks waits for
+// the launcher.
 func TestLauncherIsStopped(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -363,9 +364,9 @@ func TestLauncherIsStopped(t *testing.T) {
 // pingBytes is the size of a ping, and of the answer to it.
 const pingBytes = 12
 
-// TestLostHostIsBlamed checks that the ranks of a lost host count as failed from the time when the launcher
-// last heard the host. So the rank on the lost host is the root cause, although a rank on another host failed
-// before the host was declared lost.
+// TestLostHostIsBlamed checks that the ranks of a lost host count as failed at the time when the launcher
+// last received something from the host. So the rank on the lost host is the root cause, although a rank on
+// another host failed before the host was declared lost.
 func TestLostHostIsBlamed(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -376,8 +377,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	agent := r.agentOf("h2")
 	unix.Kill(agent, unix.SIGSTOP)
-	// The launcher reads the word of the other host after everything that the agent sent before it stopped.
-	// So it has read all of that when the word is printed.
+	// The rank on the other host prints a word after the agent has stopped. When the launcher prints that
+	// word, it has read everything that the agent sent before.
 	r.await("a stopped agent", func() bool {
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", agent))
 		return err == nil && strings.Contains(string(stat), ") T ")
@@ -517,8 +518,8 @@ func TestHelperIsStoppedOverHosts(t *testing.T) {
 	}
 }
 
-// TestHostsThatAreNotReady checks that no rank starts on any host if one host does not get ready, and which
-// error the launcher prints.
+// TestHostsThatAreNotReady checks that no rank starts on any host if one host does not get ready. The
+// launcher must print an error that names the host and the reason.
 func TestHostsThatAreNotReady(t *testing.T) {
 	const helloText = `\0hvdrun host agent\0`
 	for _, c := range []struct {
@@ -660,8 +661,8 @@ func TestContextEndsHostsThatGetReady(t *testing.T) {
 	}
 }
 
-// TestOutputOverHosts checks that large output of ranks on two hosts arrives completely, in the order of each
-// stream.
+// TestOutputOverHosts checks that large output of ranks on two hosts arrives completely. The lines of each
+// stream must keep their order.
 func TestOutputOverHosts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

@@ -8,23 +8,23 @@ import (
 	"time"
 )
 
-// quitRepeat is how soon a second SIGQUIT must follow the first to be forwarded to the ranks.
+// quitRepeat is the time after a SIGQUIT in which another SIGQUIT is forwarded to the ranks.
 const quitRepeat = 5 * time.Second
 
-// Inquiry is how the launcher finds out what the ranks are doing. The launcher itself cannot know, because a
-// process that hangs is alive. Each function is called in a goroutine of its own, one call at a time. The
-// launcher prints the texts that the functions return on Options.Stderr.
+// Inquiry holds functions with which the launcher finds out what the ranks are doing. The launcher itself
+// sees only that their processes are alive, even if they hang. Each function is called in a goroutine of its
+// own, one call at a time. The launcher prints the texts that the functions return on Options.Stderr.
 type Inquiry struct {
 	// Survey asks the ranks what they are doing and returns a text about it. why is the reason for the
-	// survey. known says for each rank, in a clause, what the launcher knows about its process. When no rank
-	// is left to ask, ctx ends, and Survey must return soon.
+	// survey. known says for each rank, in a clause, what the launcher knows about its process. ctx ends when
+	// no rank is left to ask. Then Survey must return soon.
 	Survey func(ctx context.Context, why string, known []string) string
-	// Alarms delivers reasons for further surveys. SIGQUIT is a reason too, unless it is the second within 5
-	// s. A reason that arrives during a survey is dropped.
+	// Alarms delivers reasons for surveys. SIGQUIT starts a survey too, unless it is the second SIGQUIT
+	// within 5 s. A reason that arrives during a survey is dropped.
 	Alarms <-chan string
 	// Epilogue returns a text that is printed after the report of a failure. It is called when all ranks have
-	// ended, and must not take long. known is as for Survey. culprits are the ranks that the verdict of the
-	// survivors names, if there is a verdict.
+	// ended, and must not take long. known is as for Survey. culprits holds the ranks that the verdict of the
+	// survivors names. It is nil without a verdict.
 	Epilogue func(known []string, culprits []int) string
 }
 
@@ -53,12 +53,13 @@ func (j *job) survey(why string) {
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		// This send does not block: the channel has room for one, and there is only one survey at a time.
+		// This send does not block, because the channel has room for one value and there is only one survey
+		// at a time.
 		j.surveyed <- struct{}{}
 	})
 }
 
-// alarms returns the channel of reasons for surveys, or nil if there is none.
+// alarms returns the channel of reasons for surveys, or nil if there is no such channel.
 func (j *job) alarms() <-chan string {
 	if j.o.Inquiry == nil {
 		return nil

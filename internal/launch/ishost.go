@@ -9,8 +9,8 @@ import (
 )
 
 // IsThisHost reports whether a name in a list of hosts means this host, on which no command is needed to
-// start an agent. It does if it is localhost, a loopback address, an address of a network interface of this
-// host, or the name of this host, with or without its domain.
+// start an agent. The names of this host are localhost, every loopback address, every address of a network
+// interface of this host, and its host name, with or without the domain.
 func IsThisHost(name string) bool {
 	if strings.EqualFold(name, "localhost") {
 		return true
@@ -28,7 +28,7 @@ func IsThisHost(name string) bool {
 }
 
 // IsOfHost reports whether an environment variable belongs to a host or to a login on a host. Such variables
-// are not sent to other hosts: there ranks get the value of their own host.
+// are not sent to other hosts. A rank there gets the values of its own host.
 func IsOfHost(name string) bool {
 	for _, prefix := range []string{"SSH_", "XDG_", "DBUS_"} {
 		if strings.HasPrefix(name, prefix) {

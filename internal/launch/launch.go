@@ -4,7 +4,7 @@
 // Invariants:
 //
 //  1. When Run has returned, no process of the job is alive, in any process group or session. There are two
-//     exceptions: processes that Run's error names, and processes on a host that was lost. The latter end
+//     exceptions: processes that the error of Run names, and processes on a host that was lost. The latter end
 //     when their host has received nothing from the launcher for Options.Liveness. If the launcher, an agent
 //     or a helper is killed by SIGKILL, its processes of the job end soon after.
 //  2. The job's status is not 0 if a rank failed.
@@ -12,9 +12,9 @@
 //  4. Once a rank has failed, a signal has arrived or all commands have ended, every wait of the supervision
 //     has a deadline.
 //
-// Each rank has a helper process (see HelperMain). The helper is the subreaper of the rank and holds a pipe
-// from the launcher: end of file on the pipe means that the launcher is gone. The launcher is a subreaper
-// too. If a helper is killed, the launcher adopts the orphans.
+// Each rank has a helper process (see HelperMain). The helper is the subreaper of the rank, and reads a pipe
+// from the launcher. If the helper reads the end of the file, the launcher is gone. The launcher is a
+// subreaper too. If a helper is killed, the launcher adopts the orphans.
 //
 // Each host has an agent, which runs the helpers. On the launcher's own host the agent is part of the
 // launcher's process. On another host the launcher starts it by a command such as ssh (see AgentMain).
@@ -57,21 +57,21 @@ const (
 type Options struct {
 	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
-	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If there are
-	// none, all ranks run on this host, under its own name.
+	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
+	// empty, all ranks run on this host, under its own name.
 	Hosts []Host
 	// Command is the command that each rank runs. Its first word is looked up on the rank's host, in the PATH
 	// of the ranks.
 	Command []string
 	// Env is the environment of the ranks, as NAME=value. Run adds or replaces the variables that tell a rank
-	// its place in the job.
+	// its number, the number of ranks, and the like.
 	Env []string
 	// Set holds variables, as NAME=value, that are added to Env or replace variables there. It cannot set the
-	// variables that tell a rank its place in the job.
+	// variables that Run itself adds.
 	Set []string
 
-	// Verdict waits, until ctx ends, for the verdict of the surviving ranks about the ranks that failed. It
-	// is nil if there cannot be a verdict.
+	// Verdict waits for the verdict of the surviving ranks about the ranks that failed, at most until ctx
+	// ends. Verdict is nil if there cannot be a verdict.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
 	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If not all ranks run on
 	// this host, each host tries all addresses and uses one that works.
@@ -84,16 +84,17 @@ type Options struct {
 	// processes of the ranks meet. If it is not valid, the variables for torch.distributed are not set.
 	TorchStore netip.AddrPort
 
-	// Stdout and Stderr receive the output of the ranks and the report. One goroutine writes them. When Run
-	// returns, all output is written, with one exception: if a Write hangs, Run returns after a signal or the
-	// end of ctx, and the goroutine remains.
+	// Stdout and Stderr receive the output of the ranks. Stderr also receives the report. One goroutine
+	// writes to both. When Run returns, all output is written. One exception: if a Write hangs, a signal or
+	// the end of ctx makes Run return, and the goroutine remains.
 	Stdout, Stderr io.Writer
-	// NoPrefix leaves out the prefix [rank]<stdout>: of each line. Timestamp puts the time before each line.
+	// NoPrefix leaves out the prefix of each line, such as [0]<stdout>: for rank 0. Timestamp puts the time
+	// before each line.
 	NoPrefix, Timestamp bool
-	// OutputDir, if not empty, is the directory for copies of the unchanged output. Rank R writes to
+	// OutputDir is a directory for copies of the unchanged output, or empty for no copies. Rank R writes to
 	// rank.R/stdout and rank.R/stderr, where R is padded with zeros.
 	OutputDir string
-	// Verbose logs on Stderr what the launcher does.
+	// Verbose makes the launcher log on Stderr what it does.
 	Verbose bool
 
 	// Signals delivers the signals that are sent to the launcher. SIGINT, SIGTERM and SIGHUP end the job.
@@ -101,32 +102,35 @@ type Options struct {
 	// the ranks, unless it equals the first and arrives within Echo after it.
 	Signals <-chan os.Signal
 
-	// Inquiry, if not nil, makes SIGQUIT print a report on the ranks instead of being forwarded to them.
+	// Inquiry makes the launcher print a report on the ranks when SIGQUIT arrives. If it is nil, SIGQUIT is
+	// forwarded to the ranks.
 	Inquiry *Inquiry
 
-	// Reach returns the command that runs words on another host, such as an ssh command. It is needed if
-	// there are other hosts. The first word of the command is looked up in PATH. The command must connect its
-	// standard input and output to those of the program that words names, and must end when that program
-	// ends.
+	// Reach returns a command, such as an ssh command, that runs a program on another host. The first of
+	// words is the program, and the rest are its arguments. Reach is needed if there are other hosts. The
+	// first word of the command is looked up in PATH. The command must connect its standard input and output
+	// to those of the program, and must end when the program ends.
 	Reach func(host string, words []string) []string
 	// AgentPath is the path of the program that calls AgentMain on the other hosts.
 	AgentPath string
-	// Start is how long the hosts may take to be ready. The default is 30 s.
+	// Start is how long the hosts may take until they are ready to start their ranks. The default is 30 s.
 	Start time.Duration
-	// Liveness is how long launcher and agent tolerate silence of each other. After that the launcher
-	// considers the host lost, and the agent kills its ranks. The default is 10 s, the minimum 3 s.
+	// Liveness is how long the launcher and an agent wait when they receive nothing from each other. After
+	// that the launcher considers the host lost, and the agent kills its ranks. The default is 10 s, the
+	// minimum 3 s.
 	Liveness time.Duration
 
 	// Notice is how long ranks may take to end by themselves after a rank has failed. The default is 5 s.
 	Notice time.Duration
-	// Grace is how long ranks may take to end after a signal, before they are sent SIGKILL. The default is 5
-	// s.
+	// Grace is how long ranks may take to end after a signal. Then the launcher sends them SIGKILL. The
+	// default is 5 s.
 	Grace time.Duration
 	// Echo is the time after a signal during which an equal signal counts as the same signal. The default is
-	// 500 ms. A user takes longer to read that a second signal kills the ranks and to press the key again.
+	// 500 ms. That is shorter than the time a user needs to read that a second signal kills the ranks, and to
+	// press the key again.
 	Echo time.Duration
-	// Kill is how long processes may take to disappear after SIGKILL. Then the helpers are killed as well,
-	// and after the same time again Run gives up. The default is 5 s.
+	// Kill is how long processes may take to disappear after SIGKILL. After this time the helpers are killed
+	// as well. If processes are left when this time has passed again, Run gives up. The default is 5 s.
 	Kill time.Duration
 }
 
@@ -139,7 +143,7 @@ func (e *OptionError) Error() string { return "launch: " + e.Text }
 type CommandError struct {
 	Command string
 	Host    string // empty if all ranks run on this host
-	Status  int    // as a shell returns it: 127 for not found, 126 for not executable
+	Status  int    // exit status that a shell would return: 127 for not found, 126 for not executable
 	Err     error
 }
 
@@ -170,7 +174,7 @@ func newCommandError(command string, err error) *CommandError {
 	return &CommandError{Command: command, Status: status, Err: err}
 }
 
-// Result says how the job ended.
+// Result describes how the job ended.
 type Result struct {
 	// Status is the exit status for the launcher. If a rank failed, it is the status of the root cause (128+n
 	// for signal n). If signal n ended the job before any rank failed, it is 128+n. Otherwise it is 0.
@@ -186,11 +190,11 @@ type Result struct {
 	Verdict *joblink.Verdict
 }
 
-// Exit says how a rank ended.
+// Exit describes how a rank ended.
 type Exit struct {
 	// Host is the host on which the rank ran.
 	Host string
-	// PID is the process ID of the command, or 0 if the helper was killed before it reported the ID.
+	// PID is the process ID of the command. It is 0 if the helper was killed before it reported the ID.
 	PID int
 	// Code is the exit status of the command. If Signal is not 0, that signal killed the command and Code is
 	// 0.
@@ -198,12 +202,13 @@ type Exit struct {
 	Signal syscall.Signal
 	// Sent is the last signal with which the launcher asked the command to end, or 0.
 	Sent syscall.Signal
-	// Lost is set if the launcher cannot know how the command ended. If Why is empty, the helper was killed,
-	// and the command with it. Otherwise the host was lost for the reason Why. Signal is SIGKILL in both
-	// cases.
+	// Lost is set if the launcher cannot know how the command ended. If the helper was killed, and the
+	// command with it, Why is empty. If the host was lost, Why is the reason. In both cases Signal is
+	// SIGKILL.
 	Lost bool
 	Why  string
-	// At is when the command ended, by the clock of this host, or when its lost host was last heard.
+	// At is when the command ended, by the clock of this host. If the host was lost, At is when the launcher
+	// last received something from it.
 	At time.Time
 	// Stderr holds the last lines that the command wrote to standard error, at most 20.
 	Stderr []string
@@ -219,13 +224,13 @@ func (e Exit) Status() int {
 
 // Run runs the job and reports a failure on o.Stderr. The result describes the ranks. The error is not nil if
 // some ranks could not be started (*OptionError, *CommandError, *HostError), if the launcher itself failed,
-// or if ctx ended the job. In the last case the job ends as after SIGTERM, and the error wraps the cause of
-// ctx. In all cases no process of the job is left except those that the error names.
+// or if ctx ended the job. If ctx ends, the job ends as after SIGTERM, and the error wraps the cause of ctx.
+// After any error, no process of the job is left except those that the error names.
 //
 // The calling process must not start any other child during Run, because Run waits for all children. Run
 // makes the process a subreaper for the rest of its life (prctl(2)). The executable of the process must call
-// HelperMain and AgentMain. Each rank needs two goroutines. On this host it also needs a helper process, four
-// file descriptors and three more goroutines. Each other host needs the command of its agent, three file
+// HelperMain and AgentMain. Each rank needs two goroutines. A rank on this host also needs a helper process,
+// four file descriptors and three more goroutines. Each other host needs the command of its agent, three file
 // descriptors and seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = cmp.Or(o.Notice, 5*time.Second)
@@ -265,7 +270,8 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	return j.run(ctx)
 }
 
-// rankVariables returns the environment variables that tell rank r its place in the job.
+// rankVariables returns the environment variables that tell rank r its number, the number of ranks, its local
+// and cross rank, its host and its job.
 func (j *job) rankVariables(r int) []string {
 	p := j.places[r]
 	return []string{
@@ -289,7 +295,7 @@ func storeVariables(addr netip.AddrPort) []string {
 	}
 }
 
-// nameOf returns NAME of a variable of the form NAME=value.
+// nameOf returns the name of a variable v of the form NAME=value.
 func nameOf(v string) string {
 	name, _, _ := strings.Cut(v, "=")
 	return name
@@ -300,7 +306,7 @@ func has(vars []string, name string) bool {
 	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
 }
 
-// without returns a copy of env from which the variables that vars names are removed.
+// without returns a copy of env without the variables that have the same names as those in vars.
 func without(env, vars []string) []string {
 	named := make(map[string]bool, len(vars)) // a map, because a pod of a large cluster may have thousands
 	for _, v := range vars {
@@ -309,8 +315,9 @@ func without(env, vars []string) []string {
 	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
-// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. It leaves
-// out variables that are in Options.Set, because a user who sets one of them uses another store.
+// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. If a user
+// sets some of them with Options.Set, torchVariables leaves those out, because the user then uses another
+// store.
 func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
 	if !addr.IsValid() {
@@ -331,8 +338,9 @@ func (j *job) torchVariables(r int) []string {
 	}, j.o.Set)
 }
 
-// merge returns the environment of all ranks: the variables in inherited that are neither in set nor in
-// placing, then those in set. If a name occurs more than once in set, the last occurrence counts.
+// merge returns the environment of all ranks. It takes the variables from inherited, except those that are
+// also in set or placing, and adds those in set. If a name occurs more than once in set, the last occurrence
+// counts. It is an error if set has a variable of placing.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
 	// The launcher puts a prefix before each line of output, so Python should not keep lines in a buffer.
@@ -348,8 +356,8 @@ func merge(inherited, set, placing []string) ([]string, error) {
 	return env, nil
 }
 
-// lookPath returns the path of a program. If file contains a slash, it is the path. Otherwise the path is the
-// first match in the PATH of env.
+// lookPath returns the path of the program file. If file contains a slash, file is the path. Otherwise the
+// path is the first match in the directories of PATH in env.
 func lookPath(file string, env []string) (string, error) {
 	err := error(exec.ErrNotFound)
 	candidates := []string{file}
@@ -387,7 +395,7 @@ func valueOf(env []string, name string) (value string) {
 	return value
 }
 
-// rank is what the supervisor knows about one rank. It belongs to the supervisor's goroutine.
+// rank is the supervisor's state of one rank. Only the supervisor's goroutine uses it.
 type rank struct {
 	number  int
 	conn    *agentConn

@@ -121,8 +121,8 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 	}
 }
 
-// TestEnvironment checks the environment of a rank on one host. Variables of the launcher's own environment
-// that tell a rank its place must be replaced.
+// TestEnvironment checks the environment of a rank on one host. If the launcher's own environment has
+// variables such as HOROVOD_RANK, a rank must get its own values instead.
 func TestEnvironment(t *testing.T) {
 	r := start(t, spec{NP: 2, NoPrefix: true, Set: []string{"A=1", "A=2", "HOROVOD_CYCLE_TIME=3"},
 		Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
@@ -287,8 +287,8 @@ func (r *run) interruptAgain() {
 
 // TestSignalThatComesTwice checks that two equal signals within Echo count as one, so that the ranks keep
 // their grace period. timeout(1), for instance, sends a signal to its child and then to the process group of
-// both. After the two signals the test sends another one, which is forwarded: when the ranks print it, the
-// launcher has handled both.
+// both. After the two signals the test sends another signal, which the launcher forwards. When the ranks
+// print it, the launcher has handled both signals before it.
 func TestSignalThatComesTwice(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -313,8 +313,8 @@ func TestSignalThatComesTwice(t *testing.T) {
 	}
 }
 
-// signalTwice sends s, waits until between returns true, and sends s again. If EchoMS has not passed in
-// between, both count as one signal.
+// signalTwice sends s, waits until the function between returns true, and sends s again. If less than EchoMS
+// has passed in between, both count as one signal.
 func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.t.Helper()
 	r.signal(s)
@@ -322,8 +322,8 @@ func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.signal(s)
 }
 
-// TestSignalThatComesTwiceKeepsOutput checks that output that waits for a reader is not discarded by the
-// second of two equal signals within Echo.
+// TestSignalThatComesTwiceKeepsOutput sends two equal signals within Echo while output waits for a reader.
+// The output must not be discarded.
 func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	if err != nil {
@@ -415,8 +415,8 @@ func TestRanksStartWithDefaultSignals(t *testing.T) {
 	}
 }
 
-// TestOthersGetTimeThenAreEnded lets one rank fail. The other ranks must have time to end, then get SIGTERM,
-// then SIGKILL.
+// TestOthersGetTimeThenAreEnded lets one rank fail. The other ranks must first get time to end by themselves,
+// then SIGTERM, and then SIGKILL.
 func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")
@@ -445,8 +445,8 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	}
 }
 
-// goProgram writes a Go program for "go run" and returns its folder. The program prints ready and runs for an
-// hour.
+// goProgram writes a Go program for "go run" and returns the folder of the program. The program prints ready
+// and runs for an hour.
 func goProgram(t *testing.T) string {
 	dir := t.TempDir()
 	for name, text := range map[string]string{
@@ -538,7 +538,7 @@ func TestHelperIsKilled(t *testing.T) {
 }
 
 // TestCommandDiesWithItsHelper checks that the command of a rank dies if its helper is killed. The launcher
-// is stopped meanwhile, so the launcher cannot be the process that kills the command.
+// is stopped meanwhile, so it cannot be the launcher that kills the command.
 func TestCommandDiesWithItsHelper(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{"sleep", "1000"}})
 	r.await("all processes", func() bool { return len(r.processes()) == 2 })
@@ -619,8 +619,8 @@ func TestOutputHeldFromOutside(t *testing.T) {
 	}
 }
 
-// TestChildrenOfBeforeAreLeftAlone checks that the launcher does not kill the children that its process
-// already had when it became the launcher.
+// TestChildrenOfBeforeAreLeftAlone starts children in a process that then becomes the launcher. The launcher
+// must not kill them.
 func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
 		wrap: []string{"sh", "-c", `sleep 1000 >/dev/null 2>&1 & echo $! >&2; exec "$@"`, "sh"}})
@@ -638,8 +638,8 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 // laterScript returns shell commands that wait until file exists.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
-// TestRootCause checks which ranks are named as the root cause, with different verdicts of the survivors and
-// without a verdict.
+// TestRootCause checks which ranks the report names as the root cause: the ranks of the verdict or, without a
+// verdict, the rank that failed first.
 func TestRootCause(t *testing.T) {
 	for _, c := range []struct {
 		name, verdict string
@@ -811,8 +811,8 @@ func TestOutputThatIsLostIsAnError(t *testing.T) {
 	}
 }
 
-// TestBlockedTerminal checks that the launcher needs bounded memory and handles signals while nothing reads
-// the endless output of the ranks.
+// TestBlockedTerminal runs ranks with endless output that nothing reads. The launcher must use bounded memory
+// and must still handle signals.
 func TestBlockedTerminal(t *testing.T) {
 	for name, hosts := range map[string]string{"one host": "", "several": "h1,localhost"} {
 		t.Run(name, func(t *testing.T) { blockedTerminal(t, hosts) })
@@ -828,7 +828,7 @@ func blockedTerminal(t *testing.T, hosts string) {
 	r := start(t, spec{NP: 2, Hosts: hosts, GraceMS: 100, stdout: writer,
 		Command: []string{"yes", strings.Repeat("x", 100)}})
 	writer.Close()
-	// The ranks are blocked when their processor time has not grown for a while.
+	// The ranks are considered blocked when their processor time has stopped growing.
 	var before []string
 	still := 0
 	r.await("blocked ranks", func() bool {

@@ -2,18 +2,19 @@ package launch
 
 import "bytes"
 
-// maxLineBytes caps how many bytes are held back until a line is complete. A longer line is broken into
-// pieces.
+// maxLineBytes is the maximum length of a line in bytes. A longer line is broken into pieces, so that an
+// incomplete line takes bounded memory.
 const maxLineBytes = 64 << 10
 
-// splitter splits a stream of bytes into lines. A line ends with \n, \r\n or \r, with which progress bars end
-// their lines.
+// splitter splits a stream of bytes into lines. A line ends in \n, in \r\n, or in \r as the lines of progress
+// bars do.
 type splitter struct {
 	// line is called for each line. text is the line without its end, and is valid only during the call. end
-	// is '\n' for \n and \r\n, '\r' for \r, and 0 for a piece of a line that was too long and for a last line
-	// without an end.
+	// is '\n' if the line ends in \n or \r\n, and '\r' if it ends in \r. It is 0 for a piece of a line that
+	// is too long, and for the last line if that has no end.
 	line func(text []byte, end byte)
-	// ended is called if a line was passed to line with '\r' and the next byte shows that it ended in \r\n.
+	// ended is called if line was called with '\r' and the next byte to arrive is \n. So that line ended in
+	// \r\n.
 	ended func()
 	max   int // maximum length of a line in bytes, greater than 0
 
@@ -74,8 +75,8 @@ const (
 	tailCutMarker = "..."
 )
 
-// tail keeps the last lines of a stream as a terminal would show them: text after \r replaces the text before
-// it.
+// tail keeps the last lines of a stream as a terminal would show them: the text after a \r replaces the text
+// before the \r.
 type tail struct {
 	lines []string
 	open  bool // the last line ended in \r
@@ -86,7 +87,7 @@ func (t *tail) add(text []byte, end byte) {
 		text = append(text[:maxTailBytes:maxTailBytes], tailCutMarker...)
 	}
 	switch {
-	case t.open && len(text) == 0: // after \r a terminal still shows the line
+	case t.open && len(text) == 0: // a terminal still shows the text before \r
 	case t.open:
 		t.lines[len(t.lines)-1] = string(text)
 	default:

@@ -28,8 +28,8 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// TestMain runs the tests. If the first argument of the test binary says so, it runs as a launcher, helper,
-// agent or rank instead.
+// TestMain runs the tests. If the first argument of the test binary selects another role, it runs a launcher,
+// helper, agent or rank instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -53,7 +53,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// spec tells the launcher process of a test which job to run. Zero values mean the defaults.
+// spec tells the launcher process of a test which job to run. Fields with zero values have the defaults of
+// package launch.
 type spec struct {
 	NP                                   int
 	Command, Set                         []string
@@ -61,10 +62,11 @@ type spec struct {
 	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
-	// Inquire makes the survey after SIGQUIT last until no rank is left to ask.
+	// Inquire gives the job an Inquiry whose survey lasts until no rank is left to ask.
 	Inquire bool
-	// Hosts is a list of hosts. Reach is the command that runs an agent on one of them. In it {host} stands
-	// for the name of the host, and {mark} for the variable that marks the processes of the test.
+	// Hosts is a list of hosts. Reach is the command that runs an agent on one of these hosts. In the
+	// command, {host} stands for the name of the host, and {mark} for the variable that marks the processes
+	// of the test.
 	Hosts               string
 	Reach               []string
 	TorchStore          string
@@ -77,7 +79,7 @@ type spec struct {
 
 const lostByLauncher = 99 // exit status if the launcher has leaked a goroutine
 
-// verdict returns the verdict that the test prescribes in place of the surviving ranks.
+// verdict returns the verdict that the test has chosen, because the ranks of the tests give none.
 func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
@@ -301,7 +303,7 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// run is a launcher process that runs.
+// run is a running launcher process.
 type run struct {
 	t              *testing.T
 	cmd            *exec.Cmd

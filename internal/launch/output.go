@@ -14,18 +14,18 @@ import (
 
 const (
 	// chunkBytes is the approximate size of the chunks that are passed to the console. queuedChunks is how
-	// many chunks the console queues. So at most about 4 MiB are queued. When the queue is full, the pipes of
-	// the ranks fill up, and then the ranks block.
+	// many chunks the console queues. So the queue holds at most about 4 MiB. When the queue is full, the
+	// pipes from the ranks fill up. Then ranks that write output block.
 	chunkBytes   = 64 << 10
 	queuedChunks = 64
 	readBytes    = 32 << 10
 )
 
-// chunk is a sequence of whole lines from one stream. If text is nil, it ends a line that the stream left at
-// \r.
+// chunk is a sequence of whole lines from one stream. If the last line of a stream ended in \r, a chunk
+// without text makes the console write \n.
 type chunk struct {
 	from *stream // nil for a message from the launcher
-	err  bool    // goes to standard error
+	err  bool    // is written to standard error
 	text []byte
 }
 
@@ -35,10 +35,10 @@ type console struct {
 	out, err io.Writer
 	queue    chan chunk
 	quit     chan struct{} // closed by abandon
-	done     chan struct{} // closed when all is written or writing was abandoned
+	done     chan struct{} // closed when all chunks are written, or after abandon
 	abandon  func()        // drops the queue and all later chunks
 
-	lost error // error of the first failed write; valid after done
+	lost error // error of the first failed write; valid once done is closed
 }
 
 func newConsole(out, err io.Writer) *console {
@@ -61,14 +61,14 @@ func (c *console) put(k chunk) {
 	}
 }
 
-// close ends the queue. It returns when everything in the queue is written, or writing was abandoned.
+// close ends the queue. It returns when all chunks in the queue are written, or after abandon.
 func (c *console) close() {
 	close(c.queue)
 	<-c.done
 }
 
-// note prints a line from the launcher itself. It does not block: if the queue is full because nothing reads
-// the terminal, note drops the line, so that the supervision can go on.
+// note prints a line from the launcher itself. If the queue is full because nothing reads the terminal, note
+// drops the line instead of blocking, so that the supervision can go on.
 func (c *console) note(format string, args ...any) {
 	select {
 	case c.queue <- chunk{err: true, text: fmt.Appendf(nil, "hvdrun: "+format+"\n", args...)}:
@@ -78,7 +78,7 @@ func (c *console) note(format string, args ...any) {
 
 func (c *console) run() {
 	defer close(c.done)
-	var open *chunk // the last chunk, if it left its line at \r
+	var open *chunk // the last chunk, if its last line ended in \r
 	write := func(toErr bool, text []byte) {
 		w := c.out
 		if toErr {
@@ -119,8 +119,8 @@ func (c *console) run() {
 // when the pipe is empty after finish.
 type pipeSource struct {
 	file *os.File
-	last bool // finish was called: read the rest without waiting
-	left int  // bytes to read then, at most; a process that still writes could refill the pipe
+	last bool // finish was called, so read the rest without waiting
+	left int  // the most bytes to read after finish, because a process could refill the pipe
 }
 
 func (p *pipeSource) Read(b []byte) (n int, err error) {
@@ -129,7 +129,7 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		// RawConn.Read does not call its function after a deadline has passed, so remove the deadline.
+		// RawConn.Read would not call its function, because the deadline has passed. So remove the deadline.
 		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}
@@ -154,8 +154,9 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// finish makes Read return the bytes that are in the pipe now and then io.EOF. No process of the job is left
-// to write more. But a process outside the job may have inherited the other end and may keep it open.
+// finish makes Read return the bytes that are in the pipe now, and then io.EOF. It is called when no process
+// of the job is left that could write more. The pipe might never end by itself, because a process outside the
+// job may have inherited the other end.
 func (p *pipeSource) finish() { _ = p.file.SetReadDeadline(time.Unix(1, 0)) }
 
 func (p *pipeSource) Close() error { return p.file.Close() }
@@ -168,14 +169,14 @@ type stream struct {
 	err       bool
 	prefix    string
 	timestamp bool
-	file      *os.File // for --output-filename; may be nil
+	file      *os.File // copy for --output-filename; may be nil
 	tail      *tail    // may be nil
 
-	out     []byte // lines of the next chunk
-	fileErr error  // error because of which file is incomplete
+	out     []byte // lines for the next chunk
+	fileErr error  // why file is incomplete
 }
 
-// run copies until the end of the source. Then it closes the file and the source.
+// run copies until s.in ends. Then it closes the file and s.in.
 func (s *stream) run() {
 	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
 	buf := make([]byte, readBytes)
@@ -233,7 +234,8 @@ func (s *stream) flush() {
 	}
 }
 
-// printable replaces control characters except tabs by question marks, because a terminal would obey them.
+// printable replaces control characters except tabs by question marks, because a terminal would interpret
+// them.
 func printable(text string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' && r != '\t' || r == 0x7f {

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut passes pieces of input to a splitter and returns the splitter's calls as texts.
+// cut passes pieces of input to a splitter. It returns the splitter's calls of line and ended as texts.
 func cut(pieces ...string) (calls []string) {
 	s := splitter{
 		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },
@@ -53,8 +53,8 @@ func TestSplitter(t *testing.T) {
 	}
 }
 
-// FuzzSplitter checks that the lines and line ends of a splitter add up to the input, however the input is
-// divided into pieces.
+// FuzzSplitter divides an input into arbitrary pieces. The lines and line ends from the splitter, put
+// together, must equal the input.
 func FuzzSplitter(f *testing.F) {
 	f.Add([]byte("a\rb\r\nc\n\n"), uint8(3), uint8(80))
 	f.Add([]byte("\r\r\n\n\r"), uint8(0), uint8(0))
@@ -118,7 +118,7 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 		{from: a, text: []byte("a1\r")},
 		{from: a, text: []byte("a2\r")},
 		{from: b, text: []byte("b1\n")},
-		{from: a},                       // the line of a has been ended already
+		{from: a},                       // no effect, because the line of a has been ended already
 		{from: a, text: []byte("a3\r")}, // leaves another line open
 		{from: a},                       // ends that line
 		{text: []byte("hvdrun\n")},
@@ -205,8 +205,8 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	}
 }
 
-// TestStreamGoesOnWithoutItsFile checks that a full disk makes the output file incomplete, but not the output
-// on the console.
+// TestStreamGoesOnWithoutItsFile checks that the console still gets all output if the disk is full and the
+// output file is incomplete.
 func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {
@@ -257,8 +257,8 @@ func TestPipesAreNotInherited(t *testing.T) {
 	}
 }
 
-// TestParseStat checks that parseStat finds parent and group even if the name contains parentheses and
-// blanks.
+// TestParseStat checks that parseStat finds the parent and the group even if the name of the program contains
+// parentheses and blanks.
 func TestParseStat(t *testing.T) {
 	for _, c := range []struct {
 		text       string
@@ -278,7 +278,8 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
-// TestJudge checks root cause and exit status for different ends of the ranks, with and without a verdict.
+// TestJudge checks the root cause and the exit status that judge finds for ranks that end in different ways,
+// with and without a verdict.
 func TestJudge(t *testing.T) {
 	at := func(ms int) time.Time { return time.UnixMilli(int64(1e12 + ms)) }
 	ok := Exit{At: at(0)}

@@ -58,7 +58,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 			failures = append(failures, r)
 		}
 	}
-	// A rank that was sent a signal to end did not fail first, even if the times say so.
+	// A rank that got a signal to end did not fail first, even if its time is the earliest.
 	slices.SortStableFunc(failures, func(a, b int) int {
 		x, y := exits[a], exits[b]
 		if (x.Sent == 0) != (y.Sent == 0) {
@@ -75,7 +75,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
 		return roots, exits[failures[i]].Status()
 	}
-	return roots, 1 // the roots ended with status 0, but earlier than the others expected
+	return roots, 1 // the roots ended with status 0 while other ranks still waited for them
 }
 
 // named reports whether v names rank r. v may be nil.
@@ -83,7 +83,7 @@ func named(v *joblink.Verdict, r int) bool {
 	return v != nil && slices.Contains(v.Ranks, topo.Rank(r))
 }
 
-// culprits returns the root causes if the verdict of the survivors names them, otherwise nil.
+// culprits returns the ranks in r.Roots if the verdict of the survivors names them. Otherwise it returns nil.
 func (r Result) culprits() []int {
 	if len(r.Roots) == 0 || !named(r.Verdict, r.Roots[0]) {
 		return nil
@@ -112,8 +112,8 @@ func (e Exit) describe() string {
 
 const clock = "15:04:05.000"
 
-// report returns the report of a failure, in a form like that of torchrun's report. It returns "" if no rank
-// failed.
+// report returns the report of a failure, which looks similar to the report of torchrun. It returns "" if no
+// rank failed.
 func (j *job) report(res Result) string {
 	if len(res.Roots) == 0 {
 		return ""

@@ -7,10 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startWithPipes starts a program and gives it one pipe for each element of reading. The pipes are its
-// descriptors from 0 on or, if first is not nil, from 1 on. Then first is its descriptor 0. mine holds this
-// process's ends of the pipes. If reading[i] is true, this process reads from pipe i. On an error all pipes
-// are closed.
+// startWithPipes starts a program and gives it one pipe for each element of reading. The pipes are the first
+// file descriptors of the program, beginning at 0. If first is not nil, it is descriptor 0, and the pipes
+// begin at 1. mine holds the ends of the pipes in this process. If reading[i] is true, this process reads
+// from pipe i. On an error all pipes are closed.
 func startWithPipes(path string, argv, env []string, first *os.File,
 	reading []bool) (mine []*os.File, pid int, err error) {
 	var theirs, files []uintptr
@@ -37,8 +37,8 @@ func startWithPipes(path string, argv, env []string, first *os.File,
 	pid, _, err = syscall.StartProcess(path, argv, &syscall.ProcAttr{
 		Env:   env,
 		Files: append(files, theirs...),
-		// A process group of its own protects the program from signals that are sent to the group of this
-		// process.
+		// The program gets a process group of its own, so that it does not get signals that are sent to the
+		// group of this process.
 		Sys: &syscall.SysProcAttr{Setpgid: true},
 	})
 	if err != nil {
@@ -47,9 +47,9 @@ func startWithPipes(path string, argv, env []string, first *os.File,
 	return mine, pid, nil
 }
 
-// pipe makes a pipe and returns its two ends. mine is for this process and does not block. theirs is for a
-// program and blocks, as programs expect. If readingIsMine is true, mine is the read end. A child inherits
-// neither end unless it is passed explicitly.
+// pipe makes a pipe and returns its two ends. mine is the end for this process and is non-blocking. theirs is
+// the end for another program and is blocking, as programs expect. If readingIsMine is true, mine is the read
+// end. A child inherits an end only if the end is passed to it explicitly.
 func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
 	var p [2]int
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {

@@ -20,7 +20,7 @@ import (
 type phase int
 
 const (
-	preparing   phase = iota // hosts are getting ready
+	preparing   phase = iota // the agents of the hosts get ready to start ranks
 	running                  // the ranks run, and there is no deadline
 	noticing                 // a rank has failed, and the others may end by themselves
 	terminating              // the ranks were sent a signal and may clean up
@@ -29,18 +29,18 @@ const (
 	givenUp                  // the remaining processes cannot be killed
 )
 
-// reaction says how the supervisor reacts when the command of a rank has ended.
+// reaction says what the supervisor does when the command of a rank has ended.
 type reaction int
 
 const (
 	goOn    reaction = iota // the other ranks go on
-	failJob                 // the job has failed: the other ranks must end, or are killed
+	failJob                 // the job has failed: the other ranks must end, and are killed if they do not
 )
 
-// policy decides how the supervisor reacts when the command of a rank has ended.
+// policy returns the reaction to the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll implements the policy that a rank that fails ends the job.
+// endAll makes the job fail when the command of a rank has failed.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob
@@ -48,8 +48,8 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is how long the launcher waits when it reads the verdict. All ranks have ended by then, so
-// either the verdict is there or it will never be.
+// verdictWait is the time limit for reading the verdict. It is short, because all ranks have ended: either
+// the verdict exists already, or there will be none.
 const verdictWait = 100 * time.Millisecond
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
@@ -57,7 +57,7 @@ type job struct {
 	o       Options
 	places  []Assignment // by rank
 	hosts   int          // number of hosts that have ranks
-	several bool         // not all ranks are on this host
+	several bool         // some rank runs on another host
 	id      string
 	env     []string // environment of all ranks
 	policy  policy
@@ -65,7 +65,7 @@ type job struct {
 	ranks   []*rank
 	conns   []*agentConn // by host
 	waiting int          // number of agents that are not ready yet
-	open    int          // number of conns whose over is not set
+	open    int          // number of elements of conns whose over is not set
 	begun   bool         // ranks were started
 
 	family      family
@@ -74,23 +74,23 @@ type job struct {
 	dropped     atomic.Bool    // set by cutAll: errors of agents no longer matter
 
 	console *console
-	events  chan func()    // run by supervise
+	events  chan func()    // supervise calls these functions
 	done    chan struct{}  // closed when supervise has returned
-	writers sync.WaitGroup // goroutines of agents' connections, streams and surveys
+	writers sync.WaitGroup // goroutines for connections to agents, for streams and for surveys
 
 	phase    phase
 	deadline time.Time // end of the phase, except in phase running
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
-	first    syscall.Signal // the signal that ended the job, even after a failure, or 0
+	first    syscall.Signal // the signal that ended the job, even if a rank had failed before, or 0
 	firstAt  time.Time      // when first arrived
-	asked    bool           // a signal or ctx has ended the job
+	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
-	aborted  error          // why not all ranks could be started
+	aborted  error          // why some ranks could not be started
 
 	surveys   context.Context // ends when no rank is left to ask
 	surveying bool
-	surveyed  chan struct{} // receives when a survey has ended
+	surveyed  chan struct{} // receives a value when a survey has ended
 	quitAt    time.Time     // when SIGQUIT last started a survey
 }
 
@@ -114,7 +114,8 @@ func (j *job) run(ctx context.Context) (Result, error) {
 	return result, err
 }
 
-// post makes the supervisor call f. If supervise has returned, post returns false and f is not called.
+// post makes the supervisor's goroutine call f. If supervise has returned, post returns false, and f is not
+// called.
 func (j *job) post(f func()) bool {
 	select {
 	case j.events <- f:
@@ -174,7 +175,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		}
 		j.verbosef("rank %d: all its processes have ended", k.number)
 	case p.Errno != 0:
-		k.ended = true // it has never started
+		k.ended = true // the command has never run
 		err := newCommandError(j.o.Command[0], p.Errno)
 		if j.several {
 			err.Host = k.exit.Host
@@ -192,14 +193,15 @@ func (j *job) handleReport(k *rank, p *report) {
 	j.consider(k)
 }
 
-// markLost records that the launcher cannot learn how the rank's command ended. at becomes At and why becomes
-// Why of the exit.
+// markLost records that the launcher cannot learn how the rank's command ended. at and why are the values for
+// exit.At and exit.Why.
 func (k *rank) markLost(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
 }
 
-// handleReady records that a host can start its ranks. When all hosts can, it orders them to begin.
+// handleReady records that a host is ready to start its ranks. When all hosts are ready, it orders their
+// agents to begin.
 func (j *job) handleReady(c *agentConn) {
 	if c.ready {
 		return
@@ -244,7 +246,8 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider acts on a change of rank k: the job may have failed, or all commands may have ended.
+// consider is called after a change of rank k. It acts if the job has failed, or if the commands of all ranks
+// have ended.
 func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {
@@ -261,8 +264,8 @@ func (j *job) consider(k *rank) {
 		}
 	}
 	if alive == 0 && j.phase < terminating {
-		// The helpers kill remaining processes by themselves. The deadline is for processes that they cannot
-		// kill.
+		// The helpers kill the remaining processes even without an order. j.kill also sets a deadline for
+		// processes that the helpers cannot kill.
 		j.kill()
 	}
 }
@@ -301,8 +304,8 @@ func (j *job) handleSignal(s os.Signal) {
 	}
 }
 
-// isEcho reports whether s repeats the signal that has ended the job, soon enough to come from the same
-// sender. timeout(1), for instance, sends the signal to its child and then to the process group of both.
+// isEcho reports whether s repeats the signal that has ended the job, so soon that it probably comes from the
+// same sender. timeout(1), for instance, sends the signal to its child and then to the process group of both.
 func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
@@ -333,7 +336,8 @@ func (j *job) expire() {
 
 func (j *job) enter(p phase, d time.Duration) { j.phase, j.deadline = p, time.Now().Add(d) }
 
-// end asks the ranks to end, with signal s. If there is already a deadline for their end, it stays.
+// end asks the ranks to end by sending them signal s. If there is already a deadline for their end, end does
+// not change it.
 func (j *job) end(s syscall.Signal) {
 	if j.phase == preparing {
 		j.kill()
@@ -347,7 +351,7 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.cutAll() // only agents have been started, no ranks
+		j.cutAll() // only agents were started, and no ranks
 	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
@@ -390,8 +394,8 @@ func (j *job) verbosef(format string, args ...any) {
 	}
 }
 
-// conclude determines the result, waits until the output is written, and reports a failure. A further signal
-// ends the wait. If the job was ended by a signal or ctx, a timeout ends the wait too.
+// conclude determines the result, waits until the output is written, and reports a failure. Another signal
+// that ends jobs ends the wait. If a signal or ctx has ended the job, the wait also has a timeout.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {
@@ -403,7 +407,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL",
 			topo.FormatRanks(left)))
-		j.cutAll() // while processes remain, their output does not end
+		j.cutAll() // because the output of processes that remain would never end
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -428,7 +432,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		j.console.close()
 	}()
-	// If a signal or ctx ended the job, wait only for a limited time until the output is read.
+	// If a signal or ctx has ended the job, the output must be read within a limited time.
 	var timeout <-chan time.Time
 	done := ctx.Done()
 	if j.asked {

@@ -19,7 +19,7 @@ import (
 
 // The launcher and an agent share one connection. On the launcher's own host it is a pipe within the process.
 // On another host it is the standard input and output of the command that runs the agent. First the agent
-// sends hello. The launcher checks the version in it before it sends anything, because its first order
+// sends hello. The launcher sends nothing until it has checked the version in hello, because its first order
 // contains the job's secret. After that the connection carries a yamux session. The launcher opens its
 // streams in this order: the control stream, then standard output and standard error of each rank on the
 // host. On the control stream each message is a frame (package dial) with JSON: an order to the agent or a
@@ -28,27 +28,26 @@ import (
 //	launcher         agent
 //	                 hello
 //	Job
-//	                 Ready, or Refused: no rank can be started
+//	                 Ready, or Refused: the agent cannot start ranks
 //	Begin
 //	Signal, Force    Report: about one rank
-//	                 Over: no process of the ranks exists (any more)
+//	                 Over: no process of the ranks is alive
 //	                 Bye: all output was sent
 //
-// The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. A
-// stream has a window of 256 KiB, which caps the output that waits for a reader. A stream whose window is
-// full does not delay the others. Between hosts each end sends a ping every pingInterval, and an end that
-// receives nothing for Options.Liveness ends the session.
+// The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. Each
+// stream has a window of 256 KiB, which caps how much output waits to be read. A stream with a full window
+// does not delay the other streams. If the agent is on another host, each end sends a ping every
+// pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 2
-	// helloMagic is a text that no login prints. It marks the hello, because a login may print text before
-	// it.
+	// helloMagic is the beginning of hello. A login may print other text before hello, but never this text.
 	helloMagic = "\x00hvdrun host agent\x00"
-	// maxBannerBytes caps how much text a login may print.
+	// maxBannerBytes is how much text a login may print before hello.
 	maxBannerBytes = 64 << 10
 
-	maxOrderBytes  = 16 << 20 // mostly for the environment
+	maxOrderBytes  = 16 << 20 // the environment is the largest part of an order
 	maxNoticeBytes = 64 << 10
-	maxTextBytes   = 4 << 10 // text of a refusal
+	maxTextBytes   = 4 << 10 // how much of the text of a refusal is used
 
 	pingInterval = time.Second
 	minLiveness  = 3 * time.Second
@@ -58,19 +57,19 @@ const (
 type order struct {
 	Job    *hostJob       `json:",omitempty"`
 	Begin  bool           `json:",omitempty"`
-	Signal syscall.Signal `json:",omitempty"` // to be sent to the process group of each rank
+	Signal syscall.Signal `json:",omitempty"` // orders the agent to send it to the process group of each rank
 	Force  bool           `json:",omitempty"` // orders the agent to kill the helpers
 }
 
 // hostJob tells an agent what to run.
 type hostJob struct {
-	Dir     words   // at most one word: the working directory, if not the agent's own
-	Command words   // command of all ranks
-	Env     words   // variables of all ranks, in addition to the host's own environment
-	Ranks   []words // for each rank, further variables
-	// Stores holds addresses of the job's store, the best first. The agent tries them and gives the ranks the
-	// first that works. If Stores is empty, Ranks contains the address. Secret holds one word, the text of
-	// the store's secret. TLS is as in Options.
+	Dir     words   // the working directory as its only word, or empty for the agent's own
+	Command words   // the command that every rank runs
+	Env     words   // variables for all ranks, added to the environment of the host
+	Ranks   []words // further variables for each rank
+	// Stores holds addresses of the job's store, best first. The agent tries them, and gives the ranks the
+	// first address that works. If Stores is empty, the variables in Ranks contain the address. Secret holds
+	// one word, the text of the store's secret. TLS is as in Options.
 	Stores []string
 	Secret words
 	TLS    bool
@@ -80,7 +79,7 @@ type hostJob struct {
 type notice struct {
 	Ready   bool     `json:",omitempty"`
 	Refused *refusal `json:",omitempty"`
-	Rank    int      `json:",omitempty"` // the rank of Report, by index on the host
+	Rank    int      `json:",omitempty"` // index on the host of the rank that Report is about
 	Report  *report  `json:",omitempty"`
 	Over    bool     `json:",omitempty"`
 	Bye     bool     `json:",omitempty"`
@@ -89,8 +88,8 @@ type notice struct {
 // refusal says why an agent cannot start its ranks.
 type refusal struct {
 	Text string
-	// Command is the program if the reason is that it was not found or cannot be run. Status is the exit
-	// status that a shell would return for it. For other reasons they are empty and 0.
+	// If the reason is that the program was not found or cannot be run, Command is the program, and Status is
+	// the exit status that a shell would return. Otherwise Command is empty and Status is 0.
 	Command string
 	Status  int
 }
@@ -190,8 +189,8 @@ func (l *link) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Write never fails, because data that the peer sent before it closed its end must still be read. The end of
-// that data ends the session.
+// Write ignores errors and never fails. If it failed, yamux would end the session at once, but data that the
+// peer sent before it closed its end must still be read. The session ends when that data has been read.
 func (l *link) Write(b []byte) (int, error) {
 	_, _ = l.out.Write(b)
 	return len(b), nil
@@ -199,7 +198,7 @@ func (l *link) Write(b []byte) (int, error) {
 
 func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 
-// session is a yamux session that ends if its peer is silent, and records why it ended.
+// session is a yamux session that ends if nothing arrives from the peer, and records why it ended.
 type session struct {
 	*yamux.Session
 	liveness time.Duration
@@ -207,7 +206,8 @@ type session struct {
 }
 
 // newSession opens a session with open, which is yamux.Client or yamux.Server. The session ends if the peer
-// is silent for liveness. If liveness is 0, because both ends are in one process, there is no such limit.
+// is silent for liveness. If liveness is 0, there is no such limit. That is so if both ends are in one
+// process.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link,
 	liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
@@ -227,9 +227,9 @@ func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, er
 	return s, nil
 }
 
-// keepAlive sends a ping each pingInterval. It ends the session when nothing has been received from the peer
-// for liveness. It counts intervals and not time, so that time during which this process was stopped does not
-// count.
+// keepAlive sends a ping every pingInterval. It ends the session when nothing has been received from the peer
+// for liveness. It counts intervals instead of reading the clock, so that time during which this process was
+// stopped does not count.
 func (s *session) keepAlive(l *link) {
 	last, silence := l.heard.Load(), time.Duration(0)
 	for silence < s.liveness {
@@ -248,8 +248,8 @@ func (s *session) keepAlive(l *link) {
 	s.Close()
 }
 
-// reason ends the session and returns the reason for its end. That is err, unless err only says that the
-// session has ended. Then it is the error that ended the session.
+// reason ends the session and returns why it ended. If err says only that the session has ended, reason
+// returns the error that ended the session. Otherwise it returns err.
 func (s *session) reason(err error) error {
 	s.Close()
 	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {

@@ -115,8 +115,8 @@ func FuzzNotices(f *testing.F) {
 	})
 }
 
-// TestHello checks that hello is found after any text that a login may print, and which errors other texts
-// give.
+// TestHello checks that readHello finds hello after any text that a login may print, and returns an error if
+// there is no valid hello.
 func TestHello(t *testing.T) {
 	read := func(text string) error { return readHello(strings.NewReader(text)) }
 	banner := strings.Repeat("\x00hvdrun host ", maxBannerBytes/13)
@@ -136,7 +136,8 @@ func TestHello(t *testing.T) {
 	}
 }
 
-// TestWords checks that lists of texts are the same after encoding and decoding, even if they are not UTF-8.
+// TestWords checks that a list of texts survives encoding and decoding unchanged, even if the texts are not
+// UTF-8.
 func TestWords(t *testing.T) {
 	for _, w := range []words{nil, {""}, {"", ""}, {"a"}, {"a", "", "\xff\n"}} {
 		text, err := json.Marshal(w)
@@ -150,8 +151,8 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// TestStreamThatNobodyReads checks that output that nothing reads delays neither other output nor notices nor
-// orders.
+// TestStreamThatNobodyReads writes to a stream that nothing reads. That must delay neither other output, nor
+// notices, nor orders.
 func TestStreamThatNobodyReads(t *testing.T) {
 	here, there := net.Pipe()
 	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, minLiveness)
@@ -231,8 +232,8 @@ func (s *slow) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestSlowLink checks that a peer that sends data counts as alive, even if so much output precedes the answer
-// to a ping that the answer takes longer than liveness.
+// TestSlowLink checks that a peer that sends data counts as alive, even if its answer to a ping waits behind
+// so much output that it arrives later than liveness permits.
 func TestSlowLink(t *testing.T) {
 	const liveness, streams, numBytes = 2 * time.Second, 4, 256 << 10
 	here, there := net.Pipe()
