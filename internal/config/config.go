@@ -1,11 +1,11 @@
 // Package config holds all settings in one table, loads their values, and knows the version of gohvd.
 //
 // If Horovod has a setting, the setting has Horovod's name (HOROVOD_...). Otherwise it has a name that begins
-// with HVD_. The table determines how values are parsed, the flags and help of hvdrun, and the page
-// docs/settings.md. No other package of this module reads the environment.
+// with HVD_. The table determines how values are parsed, which flags and help texts hvdrun has, and what the
+// page docs/settings.md says. No other package of this module reads the environment.
 //
 // A value comes from the first of these sources that has one: the program (API), a flag of hvdrun, the
-// environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin returns the source.
+// environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin says which source it was.
 package config
 
 import (
@@ -20,7 +20,8 @@ import (
 // Unset is the value of HOROVOD_RANK and similar settings if no source has a value.
 const Unset = -1
 
-// TimelineDynamic is the value of Timeline with which no timeline starts when the job starts.
+// TimelineDynamic is the value of Timeline that starts no timeline at the start of the job, so that the
+// program can start one later.
 const TimelineDynamic = "DYNAMIC"
 
 // Config holds the values of all settings of a process.
@@ -28,8 +29,8 @@ type Config struct {
 	// Rank and Size are the rank of this process and the size of the job. If both are Unset, the job has one
 	// rank.
 	Rank, Size int
-	// LocalRank, LocalSize, CrossRank and CrossSize are computed from the hosts of the ranks if they are
-	// Unset.
+	// LocalRank, LocalSize, CrossRank and CrossSize are as in package topo. Those that are Unset are computed
+	// from the hosts of the ranks.
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 	// RendezvousAddr and RendezvousPort are the address and port of the launcher's store.
@@ -46,46 +47,48 @@ type Config struct {
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string
 	Insecure           bool
-	// TLS encrypts every connection. It requires a secret and makes transfers slower.
+	// TLS turns on the encryption of every connection. It requires a secret and makes transfers slower.
 	TLS bool
 	// NetworkInterfaces selects the interfaces on which this rank listens (see package netif). If it is
 	// empty, the rank listens on the interface of the route to the rendezvous.
 	NetworkInterfaces []string
 	// MeetHost and MeetPort are the address at which rank 0 serves the store of a job that another launcher
-	// has started. They replace the address from that launcher. They are "" and 0 if no source has a value.
+	// has started. They replace the address that the launcher gives. They are "" and 0 if no source has a
+	// value.
 	MeetHost string
 	MeetPort int
-	// InitMethod is the URL of an init method. UniqueID is the text of a unique ID, or several separated by
-	// commas. The ranks meet by them if the program does not choose another way. Both are empty if no source
-	// has a value.
+	// InitMethod is the URL of an init method. UniqueID is the text of a unique ID, or of several IDs
+	// separated by commas. The ranks use one of the two to meet, unless the program chooses another way. Both
+	// are empty if no source has a value.
 	InitMethod, UniqueID string
-	// JobID identifies the job, so that its processes refuse those of another job that uses the same
+	// JobID identifies the job, so that its processes refuse processes of another job that uses the same
 	// addresses.
 	JobID string
-	// StartTimeout is the time limit of Init, by which all ranks must have met.
+	// StartTimeout is the time limit of Init. Within this time all ranks must have met.
 	StartTimeout time.Duration
 	// LivenessTimeout is the time without a message after which a rank is considered dead. Raising it delays
-	// the verdict on a host that vanished. The death of a process is noticed at once, whatever the value.
+	// the verdict on a host that has vanished. The death of a process is detected at once, even with a high
+	// value.
 	LivenessTimeout time.Duration
 	// FusionThresholdBytes is the maximum size of a fused response. 0 turns fusion off. A grouped allreduce
-	// is one response whatever its size. Raising the value saves round trips and costs cache misses.
+	// is one response even if it is larger. Raising the value saves round trips and costs cache misses.
 	FusionThresholdBytes int64
-	// CycleTime is the least time between two cycles of the coordinator. Raising it fuses more tensors and
-	// delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's default
-	// is 1 ms.
+	// CycleTime is the least time between two cycles of the coordinator. Raising it makes more tensors fuse
+	// and delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's
+	// default is 1 ms.
 	CycleTime time.Duration
 	// CacheCapacity is the number of responses in the cache of each process set. With 0 there is no cache,
 	// and every request is sent in full.
 	CacheCapacity int
 	// Lockstep selects negotiation in lock-step, in which all ranks enter every cycle.
 	Lockstep bool
-	// DisableGroupFusion keeps the tensors of a group out of responses with tensors outside the group.
+	// DisableGroupFusion forbids fusing the tensors of a group with other tensors.
 	DisableGroupFusion bool
 	// StallWarning is how long a tensor may wait for ranks before a warning names these ranks. With 0 there
 	// are no warnings.
 	StallWarning time.Duration
-	// StallShutdown is how long a tensor may wait before the job is ended. It is at least StallWarning, or 0,
-	// which never ends the job.
+	// StallShutdown is how long a tensor may wait for ranks before the job is ended. With 0 the job is never
+	// ended. Any other value is at least StallWarning.
 	StallShutdown time.Duration
 	// DynamicProcessSets permits adding and removing process sets after Init.
 	DynamicProcessSets bool
@@ -96,8 +99,8 @@ type Config struct {
 	// means no limit.
 	OperationTimeout time.Duration
 	// Timeline is the file to which rank 0 writes its timeline. The other ranks write to files beside it.
-	// With TimelineDynamic no timeline is started. The empty value means the same, except to Horovod's Python
-	// API.
+	// With TimelineDynamic, or if Timeline is empty, no timeline is started. Only Horovod's Python API
+	// distinguishes the two values.
 	Timeline string
 	// TimelineMarkCycles marks in the timeline when cycles begin.
 	TimelineMarkCycles bool
@@ -110,28 +113,28 @@ type Config struct {
 	TimelineSignal string
 	// MetricsAddr is the address at which the rank serves its metrics, or empty for none.
 	MetricsAddr string
-	// FlightRecorder records the last operations in memory.
+	// FlightRecorder turns on the flight recorder, which keeps the last operations in memory.
 	FlightRecorder bool
 	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails, or empty for
 	// none.
 	DumpDir string
 	// LogLevel is the lowest severity that is logged.
 	LogLevel string
-	// LogHideTime leaves the time out of the log.
+	// LogHideTime leaves out the time in each line of the log.
 	LogHideTime bool
 	// LogFormat is "console", "json", or "auto", which means console on a terminal and json elsewhere.
 	LogFormat string
-	// ThreadAffinity holds the core for the background thread of each local rank. If it is empty, threads are
-	// not pinned.
+	// ThreadAffinity holds, for each local rank, the number of the core for its background thread. If it is
+	// empty, threads are not pinned.
 	ThreadAffinity []int
-	// Warnings holds sentences for the user about settings that may not have the intended effect. It leaves
-	// out warnings that the launcher has printed already.
+	// Warnings holds sentences for the user about settings that may not have the intended effect. Warnings
+	// that the launcher has already printed are not repeated.
 	Warnings []string
 
 	stallCheckDisabled bool
 	environ            map[string]string
-	given              map[string]value // by name of the setting; a setting not in it has its default
-	warned             []string         // names that Warnings, or warnings by the launcher, are about
+	given              map[string]value // values from sources, by name of the setting
+	warned             []string         // names about which the user has been or will be warned
 }
 
 // Sources holds the places from which values come. An empty value in the environment or from the program
@@ -139,22 +142,23 @@ type Config struct {
 type Sources struct {
 	// Environ is the environment in the form NAME=value, as os.Environ returns it.
 	Environ []string
-	// Flags holds the flags on the launcher's command line, in their order. If a flag names a settings file,
-	// the file overrides the flags before that flag, and the flags after it override the file.
+	// Flags holds the flags on the launcher's command line, in their order. One of the flags may name a
+	// settings file. The file overrides the flags before that flag. The flags after that flag override the
+	// file.
 	Flags []FlagValue
 	// API holds the values that the program sets, by the name of the setting.
 	API map[string]string
 	// Launcher is set if this process is the launcher. Then the variables that tell a rank its place in a job
 	// are ignored.
 	Launcher bool
-	// HaveStore is set if the program has a rendezvous store of its own. Then no address of a store is
-	// required.
+	// HaveStore is set if the program passes a rendezvous store. Then the settings need not contain the
+	// address of a store.
 	HaveStore bool
 }
 
 // FlagValue is a flag on the launcher's command line.
 type FlagValue struct {
-	// Flag is the flag as it is on the command line, such as --cache-capacity.
+	// Flag is the flag as the user wrote it, such as --cache-capacity.
 	Flag string
 	// Name is the name of the setting. Value is its value in the form of the environment (see
 	// Setting.FromFlag).
@@ -216,9 +220,9 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	return c, nil
 }
 
-// Variable returns the value of the environment variable name, such as one that another launcher sets. If
-// name is a setting, the value may come from any source. Variable returns "" if no source has a value, even
-// if the setting has a default.
+// Variable returns the value of an environment variable, for instance of a variable that another launcher
+// sets. If name is the name of a setting, the value may come from any source. Variable returns "" if no
+// source has a value, even if the setting has a default.
 func (c Config) Variable(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text
@@ -252,7 +256,8 @@ func Load(src Sources) (Config, error) {
 	return c, nil
 }
 
-// settleStalls applies Horovod's rules about how the settings of the stall check depend on each other.
+// settleStalls applies Horovod's rules about combinations of the settings for the stall check. It returns
+// warnings about settings that have no effect.
 func (c *Config) settleStalls() []warning {
 	const name = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 	if c.stallCheckDisabled {

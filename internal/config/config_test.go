@@ -23,7 +23,8 @@ func load(env map[string]string) (config.Config, error) {
 	return config.Load(config.Sources{Environ: environ(env)})
 }
 
-// setting returns the row for the setting name. It fails the test if there is none.
+// setting returns the row of the table for the setting of this name. It fails the test if there is no such
+// row.
 func setting(t *testing.T, name string) config.Setting {
 	t.Helper()
 	s, ok := config.Lookup(name)
@@ -98,7 +99,7 @@ var every = map[string]string{
 }
 
 // TestEverySettingIsHonoured checks that the value of every setting arrives in Config, and that every row of
-// the table has its texts.
+// the table has a description, a section, and either a default or a text for users about its absence.
 func TestEverySettingIsHonoured(t *testing.T) {
 	for _, s := range config.Settings() {
 		_, ok := every[s.Name]
@@ -201,8 +202,8 @@ func TestBooleans(t *testing.T) {
 	}
 }
 
-// TestSettingsThatContradict checks that rank, size and address that contradict each other are an error, but
-// not for the launcher.
+// TestSettingsThatContradict checks that Load fails if rank, size and address contradict each other. For the
+// launcher Load must succeed.
 func TestSettingsThatContradict(t *testing.T) {
 	for _, c := range []struct {
 		env  map[string]string
@@ -226,8 +227,8 @@ func TestSettingsThatContradict(t *testing.T) {
 	}
 }
 
-// TestStallSettings checks how the three settings of the stall check limit each other, and the warnings about
-// a shutdown time that has no effect.
+// TestStallSettings checks the values that Load gives to the settings of the stall check for each combination
+// of them. It also checks the warnings about a shutdown time that has no effect.
 func TestStallSettings(t *testing.T) {
 	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
 		"HOROVOD_STALL_CHECK_DISABLE"
@@ -258,8 +259,8 @@ func TestStallSettings(t *testing.T) {
 	}
 }
 
-// TestUnknownNames checks that an unknown variable that begins as a setting does causes a warning, which
-// suggests a similar setting if there is one.
+// TestUnknownNames checks that Load warns about an unknown variable that begins with HOROVOD_ or HVD_. If
+// there is a similar setting, the warning must suggest it.
 func TestUnknownNames(t *testing.T) {
 	for name, want := range map[string]string{
 		"HOROVOD_FUSION_TRESHOLD": "HOROVOD_FUSION_TRESHOLD is not a setting; did you mean HOROVOD_FUSION_THRESHOLD?",
@@ -322,7 +323,7 @@ func TestWithoutEffect(t *testing.T) {
 		if i.Reason == "" || seen[i.Name] {
 			t.Errorf("%s has no reason, or is in the table twice", i.Name)
 		}
-		if i.Name == "" { // the row has only flags
+		if i.Name == "" { // the row is only for flags
 			continue
 		}
 		i.Name = strings.Replace(i.Name, "*", "OTHER", 1)
@@ -353,8 +354,8 @@ func TestWithoutEffect(t *testing.T) {
 	}
 }
 
-// TestOverridesWin checks that values from the program override the environment, and that a name that the
-// program misspells is an error.
+// TestOverridesWin checks that values from the program override the environment, and that Load fails if the
+// program sets a name that is not a setting.
 func TestOverridesWin(t *testing.T) {
 	t.Setenv("HOROVOD_CACHE_CAPACITY", "7")
 	t.Setenv("HOROVOD_CYCLE_TIME", "8")
@@ -398,7 +399,7 @@ func TestHostNameIsTheDefault(t *testing.T) {
 	}
 }
 
-// TestPrecedence sets one setting in several sources and checks which source wins.
+// TestPrecedence sets one setting in several sources. The value must come from the strongest source.
 func TestPrecedence(t *testing.T) {
 	const capacity = "HOROVOD_CACHE_CAPACITY"
 	file := write(t, "params:\n  cache_capacity: 1\n")
@@ -443,8 +444,8 @@ func TestPrecedence(t *testing.T) {
 	}
 }
 
-// TestForRanks checks that the ranks get the values of hvdrun's flags, and do not repeat warnings that hvdrun
-// has printed.
+// TestForRanks checks that the ranks get the values of hvdrun's flags, and that they do not repeat warnings
+// that hvdrun has printed.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
 	file := write(t, "autotune: {log_file: t.csv}\nlogging: {level: info}")
@@ -506,8 +507,8 @@ func TestForRanks(t *testing.T) {
 	}
 }
 
-// TestFromFlag checks the conversion of flags to the form of the environment, and the errors for invalid
-// values.
+// TestFromFlag checks that FromFlag converts values of flags to the form of the environment, and that its
+// errors for invalid values say what is valid.
 func TestFromFlag(t *testing.T) {
 	for _, c := range []struct {
 		name       string
@@ -585,14 +586,15 @@ func TestTableIsSound(t *testing.T) {
 	}
 }
 
-// FuzzValues checks that no value of a setting, whether valid or not, leads to a Config that is out of range.
+// FuzzValues gives arbitrary values to settings. If Load accepts a value, the field of Config must be in its
+// range.
 func FuzzValues(f *testing.F) {
 	for name, text := range every {
 		f.Add(name, text)
 	}
 	f.Fuzz(func(t *testing.T, name, text string) {
 		if name == config.FileVariable {
-			return // not tested here, and the file may be a terminal
+			return // not tested, because reading the named file could block
 		}
 		c, err := config.Load(config.Sources{Environ: []string{name + "=" + text}, HaveStore: true})
 		if err != nil {

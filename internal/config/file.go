@@ -34,7 +34,7 @@ func readBounded(path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() // closing a file that was only read cannot lose data
+	defer f.Close() // the error is ignored, because the file was only read
 	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err == nil && len(data) > maxFileBytes {
 		err = fmt.Errorf("%s: the file has more than %d bytes, which is the limit", path, maxFileBytes)
@@ -95,7 +95,7 @@ func within(section string) string {
 	return " in " + section
 }
 
-// entry parses the value of key, which includes the section, as in "section.key".
+// entry parses the value of one key. key includes the section, as in "section.key".
 func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	setting, ok := lookupKey(key)
 	noUse, inert := inertByKey(key)
@@ -158,13 +158,12 @@ func resolve(node *yaml.Node) *yaml.Node {
 // isNull reports whether a value is null or is left out, as in "key:".
 func isNull(node *yaml.Node) bool { return node.Kind == yaml.ScalarNode && node.Tag == "!!null" }
 
-// lookupKey returns the setting with this key in the file. The empty key belongs to no setting.
+// lookupKey returns the setting that has this key in the file. No setting has an empty key.
 func lookupKey(key string) (Setting, bool) {
 	return find(func(s Setting) bool { return key != "" && s.Key == key })
 }
 
-// isSection reports whether name is a section, that is whether the name of some key begins with name and a
-// dot.
+// isSection reports whether name is the name of a section. It is if a key begins with name and a dot.
 func isSection(name string) bool {
 	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
 }

@@ -6,17 +6,17 @@ import (
 	"strings"
 )
 
-// Inert is a row of the table of settings that Horovod has but that have no effect in gohvd.
+// Inert is a row of a second table. It lists the settings that Horovod has but that have no effect in gohvd.
 type Inert struct {
-	// Name is an environment variable, or empty. If it ends in *, the row is for all variables that begin
-	// with the part before the *.
+	// Name is an environment variable, or empty. If Name ends in *, the row applies to all variables that
+	// begin with the part before the *.
 	Name string
 	// Key is the key in Horovod's settings file, or empty.
 	Key string
 	// Default is Horovod's default value. A variable or key with this value causes no warning.
 	Default string
-	// Flags holds the flags of horovodrun, separated by spaces. hvdrun accepts flags that begin with no- or
-	// disable-, because they only turn a feature off. It rejects the others.
+	// Flags holds the flags of horovodrun, separated by spaces. hvdrun accepts the flags that begin with no-
+	// or disable-, because they only turn a feature off. It rejects the other flags.
 	Flags string
 	// Reason says why the setting has no effect.
 	Reason string
@@ -65,7 +65,7 @@ var inerts = []Inert{
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
 		noElastic},
 	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
-	// disable-cache turns off a cache of horovodrun's network checks
+	// disable-cache turns off horovodrun's cache of results of network checks
 	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight},
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},

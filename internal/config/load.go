@@ -7,20 +7,21 @@ import (
 	"strings"
 )
 
-// loader collects values from the sources. It begins with the source that all others override.
+// loader collects values from the sources. It takes the sources in the order from the weakest to the
+// strongest, so that a value replaces the values before it.
 type loader struct {
 	src      Sources
 	environ  map[string]string // variables whose value is not empty
 	given    map[string]value
 	warnings []warning
-	shown    []string // names that a launcher has printed warnings about
+	shown    []string // names about which the launcher has printed warnings
 }
 
 func collect(src Sources) (*loader, error) {
 	l := &loader{src: src, environ: make(map[string]string), given: make(map[string]value)}
 	for _, e := range src.Environ {
 		name, text, _ := strings.Cut(e, "=")
-		l.environ[name] = text // the last of several with the same name counts
+		l.environ[name] = text // if a name occurs more than once, its last value counts
 	}
 	maps.DeleteFunc(l.environ, func(_, text string) bool { return text == "" })
 	l.shown = strings.Split(l.environ[shownVariable], ",")
@@ -34,8 +35,8 @@ func collect(src Sources) (*loader, error) {
 	return l, l.api()
 }
 
-// file reads the settings file that the environment, a flag or the program names. It returns nil if none
-// does.
+// file reads the settings file that the environment, a flag or the program names. It returns nil if none of
+// them names a file.
 func (l *loader) file() (map[string]value, error) {
 	path := l.environ[FileVariable]
 	for _, f := range l.src.Flags {
@@ -54,8 +55,8 @@ func (l *loader) file() (map[string]value, error) {
 	return values, err
 }
 
-// environment takes the settings from the environment. It adds a warning for each unknown name that begins as
-// the names of settings do.
+// environment takes the settings from the environment. It adds a warning for each unknown name that begins
+// with HOROVOD_ or HVD_.
 func (l *loader) environment() {
 	for _, name := range slices.Sorted(maps.Keys(l.environ)) {
 		text := l.environ[name]
@@ -78,8 +79,8 @@ func (l *loader) environment() {
 	}
 }
 
-// flags takes the values of the launcher's flags. It skips a flag if the settings file has the setting too
-// and the flag precedes the flag that names the file.
+// flags takes the values of the launcher's flags. It skips a flag if the settings file also has the setting
+// and the flag comes before the flag that names the file.
 func (l *loader) flags(file map[string]value) {
 	last := -1
 	for i, f := range l.src.Flags {
@@ -123,14 +124,15 @@ func (l *loader) api() error {
 	return nil
 }
 
-// warning is a sentence for the user about the variable, key or flag name.
+// warning is a sentence for the user. name is the variable, key or flag that it is about.
 type warning struct{ name, text string }
 
 func noEffect(name, reason string) warning {
 	return warning{name, fmt.Sprintf("%s has no effect: %s", name, reason)}
 }
 
-// warn appends warnings to Warnings, except those whose name is in shown. It records the names of all.
+// warn appends the warnings to c.Warnings, except those whose name is in shown. It records the names of all
+// warnings and all of shown in c.warned.
 func (c *Config) warn(warnings []warning, shown []string) {
 	c.warned = slices.DeleteFunc(slices.Clone(shown), func(name string) bool { return name == "" })
 	for _, w := range warnings {

@@ -2,8 +2,8 @@ package config
 
 import "strings"
 
-// suggest returns the end of a sentence about an unknown name. It suggests the known name, or is empty if
-// name is.
+// suggest returns the end of an error about an unknown name. It suggests name, a known name. If name is
+// empty, suggest returns "".
 func suggest(name string) string {
 	if name == "" {
 		return ""
@@ -28,11 +28,11 @@ func nearestName(name string) string {
 // nearestKey returns the key of the settings file that is most similar to key, or "" if none is similar.
 func nearestKey(key string) string { return Nearest(key, keys(), ".") }
 
-// Nearest returns the candidate that a user who wrote name probably meant: the candidate with the fewest
-// different letters, or the first of several such candidates. It returns "" if no candidate is similar.
-// Differences before the first separator count at most 2, because a user who confuses HVD_ with HOROVOD_, or
-// the sections of the file, mostly writes the rest correctly. If separator is empty, all letters count the
-// same.
+// Nearest returns the candidate that a user who wrote name probably meant. It is the candidate that differs
+// in the fewest letters. If several candidates do, it is the first of them. It returns "" if no candidate is
+// similar. The part before the first separator counts as at most 2 different letters, because a user who
+// writes HVD_ instead of HOROVOD_, or another section of the file, usually writes the rest correctly. If
+// separator is empty, all letters count the same.
 func Nearest(name string, candidates []string, separator string) string {
 	head, tail := split(name, separator)
 	best, least := "", max(2, len(tail)/3)+1
@@ -54,9 +54,10 @@ func split(name, separator string) (head, tail string) {
 	return "", name
 }
 
-// distance returns how many letters must at least be inserted, deleted, replaced or swapped with their
-// neighbour to turn a into b (optimal string alignment: Boytsov, 2011, §2.1). It ignores case and all but the
-// first 64 letters. It takes time and memory proportional to the product of the lengths.
+// distance returns the minimum number of changes that turn text a into text b, where a change inserts,
+// deletes or replaces a letter, or swaps two neighbouring letters (optimal string alignment: Boytsov, 2011,
+// §2.1). It ignores case and all but the first 64 letters. It takes time and memory proportional to the
+// product of the lengths.
 func distance(a, b string) int {
 	a, b = strings.ToLower(a[:min(len(a), 64)]), strings.ToLower(b[:min(len(b), 64)])
 	rows := make([][]int, len(a)+1)

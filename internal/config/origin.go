@@ -7,7 +7,7 @@ type Source int
 
 const (
 	FromDefault Source = iota // no source has a value
-	FromFile                  // the file that HVD_CONFIG_FILE names
+	FromFile                  // the settings file
 	FromEnviron               // the environment
 	FromFlag                  // hvdrun's command line
 	FromAPI                   // the program
@@ -16,10 +16,10 @@ const (
 // Origin says where a value comes from.
 type Origin struct {
 	Source Source
-	// File and Line are the position in the settings file if Source is FromFile.
+	// File and Line are the settings file and the line of the value if Source is FromFile.
 	File string
 	Line int
-	// Flag is the flag as on hvdrun's command line if Source is FromFlag.
+	// Flag is the flag on hvdrun's command line if Source is FromFlag.
 	Flag string
 }
 
@@ -47,8 +47,8 @@ type value struct {
 // FromDefault.
 func (c Config) Origin(name string) Origin { return c.given[name].origin }
 
-// Value returns the value of the named setting in the form of the environment. It returns "" if the setting
-// has neither a value nor a default.
+// Value returns the value of the named setting as it would be written in the environment. It returns "" if
+// the setting has neither a value nor a default.
 func (c Config) Value(name string) string {
 	if v, ok := c.given[name]; ok {
 		return v.text

@@ -109,7 +109,7 @@ func (s Setting) writeEntry(b *strings.Builder) {
 }
 
 // writeWrapped writes a paragraph in lines of at most pageColumns columns. If the paragraph is a list item,
-// all lines after the first are indented. A line break may replace any space, even a space in a code span.
+// all lines after the first are indented. A line may be broken at any space, even in a code span.
 func writeWrapped(b *strings.Builder, text string) {
 	indent := ""
 	if strings.HasPrefix(text, "- ") {

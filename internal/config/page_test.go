@@ -12,7 +12,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the page")
 
-// TestPageIsUpToDate checks that docs/settings.md equals the page that the table gives.
+// TestPageIsUpToDate checks that docs/settings.md equals the text that Page returns.
 func TestPageIsUpToDate(t *testing.T) {
 	path := filepath.Join("..", "..", "docs", "settings.md")
 	if *rewrite {

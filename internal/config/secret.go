@@ -7,10 +7,10 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// JobSecret returns the secret of the job. It comes from HVD_SECRET, or else from the file that
-// HVD_SECRET_FILE names. If neither is set, JobSecret returns the zero Secret. The Secret does not turn on
-// encryption: callers that use it on a network must call Encrypted if TLS is set. A file without a secret is
-// an error. Errors contain no part of the secret.
+// JobSecret returns the secret of the job. It takes the secret from HVD_SECRET or, if that is not set, from
+// the file that HVD_SECRET_FILE names. If neither is set, JobSecret returns the zero Secret. The Secret does
+// not turn on encryption: if TLS is set, callers that use it on a network must call its method Encrypted. A
+// file without a secret is an error. Errors contain no part of the secret.
 func (c *Config) JobSecret() (secret.Secret, error) {
 	name, text := "HVD_SECRET", c.Secret
 	if text == "" {

@@ -27,7 +27,7 @@ func TestJobSecret(t *testing.T) {
 	for _, test := range []struct {
 		set  config.Config
 		none bool
-		want string // part of the error, or empty if there must be no error
+		want string // part of the expected error, or empty if there must be no error
 	}{
 		{config.Config{}, true, ""},
 		{config.Config{Secret: same}, false, ""},
@@ -58,7 +58,8 @@ func TestJobSecret(t *testing.T) {
 	}
 }
 
-// proves runs the handshake between a and b and returns its error, which is nil if the secrets are equal.
+// proves runs a handshake in which one side has the secret a and the other side has b. It returns the error
+// of the handshake, which is nil if the secrets are equal.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

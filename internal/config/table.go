@@ -16,8 +16,8 @@ type Setting struct {
 	Key string
 	// Flags holds the flags of hvdrun for the setting. The first is the preferred one.
 	Flags []Flag
-	// Default is the value, in the form of the environment, if no source has one. If Default is empty, there
-	// is no default value, and Otherwise says what applies without a value.
+	// Default is the default value, in the form of the environment. If it is empty, there is no default
+	// value. Otherwise is a text for users that says what applies then.
 	Default, Otherwise string
 	// Doc is a phrase for users that describes the setting. Sentences may follow it.
 	Doc string
@@ -26,13 +26,13 @@ type Setting struct {
 	Raise string
 	// Section is the heading above the setting in the help and on the page.
 	Section string
-	// Scope says where the value of the setting must be the same.
+	// Scope says whether the value of the setting must be the same at all ranks.
 	Scope Scope
-	// Secret is set if the value must not be printed.
+	// Secret is set if the value of the setting must not be printed.
 	Secret bool
 
 	kind
-	form *form // how the file and flags write values; nil if as in the environment
+	form *form // form of values in the file and in flags, if not as in the environment; may be nil
 }
 
 // Flag is a flag of hvdrun that sets a setting.
@@ -41,8 +41,7 @@ type Flag struct {
 	Name string
 	// Arg is the placeholder for the value in the help, such as SECONDS. It is empty for a switch.
 	Arg string
-	// Means is the value, in the form of the environment, that the setting gets if the flag is a switch and
-	// given.
+	// Means is the value that a switch gives to the setting, in the form of the environment.
 	Means string
 	// Instead is the flag that replaces this flag, if this flag is deprecated. Otherwise it is empty.
 	Instead string
@@ -55,13 +54,13 @@ const (
 	// PerProcess is for settings that may differ from rank to rank.
 	PerProcess Scope = iota
 	// PerJob is for settings that must be the same at all ranks. hvdrun gives all ranks the same values. Init
-	// fails if ranks differ.
+	// fails if ranks have different values.
 	PerJob
-	// PathPerJob is for settings that name files. The ranks must have the same file, but its path may differ
-	// from rank to rank. Init does not compare these settings.
+	// PathPerJob is for settings that name files. The content of the file must be the same at all ranks, but
+	// its path may differ from rank to rank. So Init does not compare these settings.
 	PathPerJob
-	// ToMeet is for settings that must be the same at all ranks, because otherwise the ranks cannot connect.
-	// So Init cannot compare them.
+	// ToMeet is for settings that must be the same at all ranks, because ranks with different values cannot
+	// connect. So Init cannot compare these settings.
 	ToMeet
 	// ByLauncher is for settings that the launcher sets for each rank.
 	ByLauncher
@@ -81,7 +80,7 @@ func (s Scope) String() string {
 	return "may differ between ranks"
 }
 
-// SidecarVariable is the setting with the address of a running sidecar, for its clients.
+// SidecarVariable is the setting that tells clients the address of a running sidecar.
 const SidecarVariable = "HVD_SIDECAR"
 
 // SidecarProgram is the file name of the sidecar. SidecarBinaryVariable is the setting with the path of that
@@ -94,8 +93,8 @@ const (
 // FileVariable is the setting with the path of the settings file.
 const FileVariable = "HVD_CONFIG_FILE"
 
-// shownVariable is the setting that lists the names about which hvdrun has printed warnings (see
-// Config.ForRanks).
+// shownVariable is the setting with which hvdrun tells the ranks the names about which it has printed
+// warnings (see Config.ForRanks).
 const shownVariable = "HVD_SHOWN"
 
 const (
@@ -317,7 +316,7 @@ var settings = []Setting{
 		Doc:     "time without a message after which a rank is considered dead",
 		Raise: "Raising it delays the error if a host vanishes. The death of a process is noticed at once, " +
 			"whatever the value.",
-		// The minimum leaves time for a few heartbeats: ranks send one every second.
+		// The minimum of 3 s leaves time for a few heartbeats, because ranks send one every second.
 		kind: seconds(func(c *Config) *time.Duration { return &c.LivenessTimeout }, 3),
 	},
 	{
@@ -615,7 +614,7 @@ func (s Setting) check(text string) error {
 	return s.set(&scratch, text)
 }
 
-// Fallback returns a text for users that says which value applies if no source has one.
+// Fallback returns a text for users that says what applies if no source has a value.
 func (s Setting) Fallback() string {
 	if s.Default == "" {
 		return s.Otherwise

@@ -11,16 +11,16 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// kind is a type of values. unit is the unit of its numbers, or empty. want describes valid values. read
-// parses a text into a Config. If ok is false or err is not nil, the text is not valid. If err is not nil, it
-// describes the problem better than want does.
+// kind is a type of values. unit is the unit of its numbers, or empty. want is a description of valid values.
+// read parses a text and stores the value in a Config. If the text is not valid, read returns false for ok or
+// an error. It returns an error only if that describes the problem better than want does.
 type kind struct {
 	unit string
 	want string
 	read func(c *Config, text string) (ok bool, err error)
 }
 
-// set parses text into c. An error says which values are valid.
+// set parses text and stores the value in c. An error says which values are valid.
 func (k kind) set(c *Config, text string) error {
 	ok, err := k.read(c, text)
 	if err == nil && !ok {
@@ -29,7 +29,8 @@ func (k kind) set(c *Config, text string) error {
 	return err
 }
 
-// canonical returns a value in a canonical form: texts that mean the same value have the same form.
+// canonical returns the canonical form of a value. Texts that mean the same value have the same canonical
+// form.
 func (k kind) canonical(text string) string {
 	if v, ok := boolean(text); ok && k.want == wantBoolean {
 		return digit(v)
@@ -46,21 +47,23 @@ func (k kind) Want() string { return k.want }
 // Unit returns the unit of numbers in the environment, or "" if the values have no unit.
 func (k kind) Unit() string { return k.unit }
 
-// form describes how a value is written in the file and in flags if that differs from the environment.
+// form describes how a value is written in the file and in flags, for settings where this differs from the
+// environment.
 type form struct {
-	note string // says on the page how it differs
+	note string // text for docs/settings.md about the difference
 	want string
 	read func(text string) (environment string, ok bool)
 }
 
 var (
-	// mebibytes is the form for numbers of bytes. As in Horovod they are given in MiB.
+	// mebibytes is the form for numbers of bytes. As in Horovod, flags and the file give them in MiB.
 	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000",
 		func(text string) (string, bool) {
 			v, ok := number(text, 0)
 			return strconv.FormatInt(int64(v*(1<<20)), 10), ok
 		}}
-	// negated is the form for a setting that turns a feature off. Its key in the file turns the feature on.
+	// negated is the form for a setting that turns a feature off but whose key in the file turns the feature
+	// on.
 	negated = &form{", with the opposite meaning", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
 		return digit(!v), ok
@@ -69,8 +72,8 @@ var (
 
 const wantBoolean = "a boolean: 1, 0, true, false, yes or no"
 
-// anything returns the kind of values for which Config has no field. They are read by Config.Value, or before
-// all other settings.
+// anything returns the kind of settings for which Config has no field. Callers read their values with
+// Config.Value, or the loader reads them before all other settings.
 func anything(want string) kind {
 	return kind{want: want, read: func(*Config, string) (bool, error) { return true, nil }}
 }
@@ -156,7 +159,8 @@ func duration(unit string, one time.Duration, field func(*Config) *time.Duration
 // most is the largest value of a setting that may have a fraction.
 const most = 1_000_000
 
-// number parses a number. ok is false if the number is less than least, greater than most, or NaN.
+// number parses a number. The result ok is false if the number is less than least, greater than the constant
+// most, or NaN.
 func number(text string, least float64) (float64, bool) {
 	v, err := strconv.ParseFloat(text, 64)
 	return v, err == nil && v >= least && v <= most
@@ -187,8 +191,8 @@ func cores(field func(*Config) *[]int) kind {
 		}}
 }
 
-// oneOf returns the kind of values that are one of words, in upper or lower case. set is called with the word
-// as it is in words.
+// oneOf returns the kind of values that equal an element of words, in upper or lower case. It calls set with
+// that element of words.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
 	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last],
@@ -203,8 +207,9 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 		}}
 }
 
-// builtOnly returns the kind of a choice among Horovod's names for backends. known is the kind of the names
-// that mean a backend of gohvd. others holds the names of backends that are not built in.
+// builtOnly returns the kind of a setting that chooses among Horovod's names for backends. known is the kind
+// for the names that stand for a backend of gohvd. others holds the names of backends that gohvd does not
+// have.
 func builtOnly(known kind, others ...string) kind {
 	k := known
 	k.read = func(c *Config, text string) (bool, error) {

@@ -9,7 +9,7 @@ const module = "github.com/gohvd/gohvd"
 var release string
 
 // Version returns the version of gohvd in this program, or "(devel)" if it is not known. The main module of
-// the program may be another module.
+// the program may be a module that only uses gohvd.
 func Version() string {
 	if release != "" {
 		return release

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// TestUnknownVersion checks that the version is (devel) if the build does not know it.
+// TestUnknownVersion checks that Version returns (devel) if the build does not contain the version.
 func TestUnknownVersion(t *testing.T) {
 	// The build of a test binary records no version for its module.
 	if v := config.Version(); v != "(devel)" || !strings.HasPrefix(config.VersionText(), v) {
