@@ -15,7 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// Part is a component that a build of gohvd may contain, such as MPI.
+// Part is a component, such as MPI, that some builds of gohvd contain and others do not.
 type Part struct {
 	// Kind is the heading of the component, such as "Controllers". Name is its name. Built is set if this
 	// build contains it.
@@ -105,7 +105,7 @@ const (
 )
 
 // libraries reports where the loader would find the libraries for GPUs in the environment of the ranks. In
-// its list of names, a name that ends in a dot stands for all versions.
+// the list of names in this function, a name that ends in a dot stands for all versions of a library.
 func libraries(_ context.Context, s *System) []Line {
 	var lines []Line
 	cached, err := s.cachedLibraries()
@@ -124,8 +124,8 @@ func libraries(_ context.Context, s *System) []Line {
 	return lines
 }
 
-// cachedLibraries returns the paths in the loader's cache. They are strings that end in a zero byte. It
-// returns no paths if there is no cache, as on systems with musl.
+// cachedLibraries returns the paths in the loader's cache. In the cache each path ends in a zero byte. If
+// there is no cache, as on systems with musl, cachedLibraries returns no paths.
 func (s *System) cachedLibraries() ([]string, error) {
 	f, err := s.Root.Open(loaderCache)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -141,7 +141,8 @@ func (s *System) cachedLibraries() ([]string, error) {
 	}
 	var all []string
 	for part := range bytes.SplitSeq(text, []byte{0}) {
-		// No zero byte separates the table from the first string. A name without a path has no slash.
+		// No zero byte precedes the first path, so skip what comes before its slash. A name that is not a
+		// path has no slash.
 		if at := bytes.IndexByte(part, '/'); at >= 0 {
 			all = append(all, string(part[at:]))
 		}
@@ -149,9 +150,9 @@ func (s *System) cachedLibraries() ([]string, error) {
 	return all, nil
 }
 
-// findLibrary returns the existing files whose name is name or, if name ends in a dot, begins with it. It
-// looks where the loader does, in the same order (ld.so(8)): in the folders of LD_LIBRARY_PATH, in cached,
-// and in the default folders.
+// findLibrary returns the existing files with the given name. If name ends in a dot, it returns the files
+// whose names begin with it. It looks where the loader does, in the same order (ld.so(8)): in the folders of
+// LD_LIBRARY_PATH, among the paths in cached, and in the default folders.
 func (s *System) findLibrary(name string, cached []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)
@@ -193,7 +194,7 @@ func (s *System) findLibrary(name string, cached []string) []string {
 	return files
 }
 
-// inRoot converts an absolute path to the corresponding name in an fs.FS.
+// inRoot converts an absolute path to the name of the same file in System.Root.
 func inRoot(abs string) string {
 	if name := strings.TrimPrefix(path.Clean(abs), "/"); name != "" {
 		return name
@@ -201,8 +202,8 @@ func inRoot(abs string) string {
 	return "."
 }
 
-// getenv returns the value of a variable in Environ, or "" if it is not there. If there are several, the last
-// one counts, as for a program.
+// getenv returns the value of a variable in Environ, or "" if the variable is not there. If it is there more
+// than once, the last value counts, as in a program.
 func (s *System) getenv(name string) (value string) {
 	for _, e := range s.Environ {
 		if v, is := strings.CutPrefix(e, name+"="); is {

@@ -8,16 +8,17 @@ import (
 	"strings"
 )
 
-// cgroup is a cgroup: a folder in a hierarchy of version 1 or 2.
+// cgroup is a control group of Linux. It is a folder in a cgroup hierarchy of version 1 or 2.
 type cgroup struct {
 	dir     string
 	version int
 }
 
-// cgroups returns the cgroups that may limit this process by a controller: its own cgroup and all above it,
-// in each hierarchy that may have the controller. In a container the path in /proc may be the path on the
-// host, which does not exist in the container. Then the root of the hierarchy is the container's cgroup. The
-// folders need not exist, and need not contain the files of the controller.
+// cgroups returns the cgroups that may limit this process through the given controller. In each hierarchy
+// that may have the controller, these are the cgroup of the process and all cgroups above it. In a container
+// the path in /proc may be a path on the host that does not exist in the container. Then the root of the
+// hierarchy is the container's cgroup. So a returned folder may not exist, or may lack the files of the
+// controller.
 func (s *System) cgroups(controller string) iter.Seq[cgroup] {
 	const mount = "sys/fs/cgroup"
 	return func(yield func(cgroup) bool) {

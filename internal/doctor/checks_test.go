@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// TestBuilt checks the lines about the build, and how Build is read from the settings of the Go toolchain.
+// TestBuilt checks the lines about the build, and that Build.read finds cgo and tags in the settings of the
+// Go toolchain.
 func TestBuilt(t *testing.T) {
 	s := soundSystem()
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
@@ -48,8 +49,8 @@ func TestBuilt(t *testing.T) {
 	}
 }
 
-// TestLibraries checks where libraries are found: in the loader's cache, in LD_LIBRARY_PATH and in the
-// default folders, in the loader's order.
+// TestLibraries checks that libraries are found in the folders of LD_LIBRARY_PATH, in the loader's cache and
+// in the default folders, and that the loader's order decides if there are several.
 func TestLibraries(t *testing.T) {
 	const cache = "glibc-ld.so.cache1.1table/opt/c/libcudart.so.12\x00libnccl.so.2\x00/opt/n/libnccl.so.2\x00/gone/libnccl.so.2\x00" +
 		"/opt/n/libnccl.so.23\x00/lib/libcudart.so\x00"
@@ -162,8 +163,8 @@ func TestCores(t *testing.T) {
 	}
 }
 
-// TestQuota checks the quota that is reported for cgroups of version 1 and 2. The smallest quota of the
-// cgroup and of those above it counts.
+// TestQuota checks the quota that is reported for cgroups of version 1 and 2. It must be the smallest quota
+// of the cgroup and the cgroups above it.
 func TestQuota(t *testing.T) {
 	const v1 = "proc/self/cgroup"
 	cpu := func(dir, quota, period string) files {
@@ -227,8 +228,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestMemoryLimit checks the memory that is left in cgroups of version 1 and 2. The cgroup with the least
-// memory left counts, and cached pages of files count as free.
+// TestMemoryLimit checks how much memory is reported as left in cgroups of version 1 and 2. The line must be
+// about the cgroup with the least memory left. Cached pages of files must count as free.
 func TestMemoryLimit(t *testing.T) {
 	v2 := func(dir, limit, usage string) files {
 		return files{"sys/fs/cgroup" + dir + "/memory.max": limit + "\n", "sys/fs/cgroup" + dir +
@@ -339,8 +340,8 @@ func TestLimits(t *testing.T) {
 	holds(t, "infiniband", look(t, s, "locked memory"), "warn locked memory: 1 MiB (RLIMIT_MEMLOCK)")
 }
 
-// TestInterfaces checks the lines about interfaces that are up, down, idle or bridges, and that a missing
-// loopback is a failure.
+// TestInterfaces checks the lines about interfaces that are up, down, or without an address, and about
+// bridges. A missing loopback must be a failure.
 func TestInterfaces(t *testing.T) {
 	lo := Interface{Name: "lo", Addrs: []string{"::1/128"}, MTU: 65536, Up: true, Running: true,
 		Loopback: true}
@@ -439,16 +440,16 @@ func TestClock(t *testing.T) {
 	}
 }
 
-// TestLauncher checks that each kind of launcher has a line, and what is said about the launcher that
-// matches.
+// TestLauncher checks the lines for several environments. Each kind of launcher must have a line, and one
+// line must say which rank the environment gives.
 func TestLauncher(t *testing.T) {
 	s := soundSystem()
 	kinds := []string{"hvdrun", "HVD_SIZE=1", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes",
 		"plain environment"}
 	for _, test := range []struct {
 		environ []string
-		want    []string // lines that are not ok
-		said    string   // part of some line
+		want    []string // the lines that must not be ok
+		said    string   // text that some line must contain
 	}{
 		{nil, nil, "neither HOROVOD_RANK nor HOROVOD_SIZE is set"},
 		{[]string{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, nil,

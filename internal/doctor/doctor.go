@@ -27,7 +27,7 @@ const (
 	Fail Status = "fail"
 )
 
-// Line is a finding. Its keys in JSON are stable.
+// Line is a finding. The keys of its JSON form do not change between versions.
 type Line struct {
 	// Section is the heading under which the line is printed. Name says what was checked.
 	Section string `json:"section"`
@@ -41,7 +41,8 @@ type Line struct {
 
 // Check looks at one subject and returns lines about it.
 type Check struct {
-	// Section is the section of the check's lines. Name is the name of those of its lines that have no name.
+	// Section is the section of all lines that the check returns. Name is the name for lines that have no
+	// name.
 	Section, Name string
 	// Look returns the lines. It should return soon after ctx ends. It may run concurrently with other
 	// checks.
@@ -52,9 +53,9 @@ type Check struct {
 const grace = time.Second
 
 // Run runs the checks concurrently and returns their lines in the order of the checks. It returns within
-// limit, which must be more than a second, and soon after ctx ends. If a check has not returned by then, Run
-// adds a line that says so. The goroutine of that check remains, because a system call that hangs cannot be
-// ended.
+// limit, which must be more than a second. If ctx ends, it returns soon after that. If a check has not
+// returned by then, Run adds a line that says so. The goroutine of that check remains, because a system call
+// that hangs cannot be ended.
 func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []Line {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, limit-grace)
@@ -81,7 +82,8 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 			if l.Name == "" {
 				l.Name = c.Name
 			}
-			// The texts may come from other hosts and from the environment.
+			// The texts may come from other hosts or from the environment, so they may contain control
+			// characters.
 			l.Name, l.Text, l.Fix = analysis.Plain(l.Name), analysis.Plain(l.Text), analysis.Plain(l.Fix)
 			all = append(all, l)
 		}
@@ -89,14 +91,15 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	return all
 }
 
-// await waits for the lines of a check until late ends. ended is false if the check has not returned by then.
+// await waits for the lines of a check, at most until the context late ends. If the check has not returned by
+// then, the result ended is false.
 func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool) {
 	select {
 	case lines = <-answer:
 		return lines, true
 	case <-late.Done():
 	}
-	select { // they may have arrived while Run waited for earlier checks
+	select { // the lines may have arrived while Run waited for earlier checks
 	case lines = <-answer:
 		return lines, true
 	default:

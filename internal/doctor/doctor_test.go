@@ -105,8 +105,8 @@ func look(t *testing.T, s *System, name string) []Line {
 	return Run(t.Context(), s, all[i:i+1], testLimit)
 }
 
-// holds checks that lines are as in want. An element of want has the status, the name, and a part of the text
-// or of the fix, as in "ok memory: 4 GiB".
+// holds checks that lines has one line for each element of want, in this order. An element has the form "ok
+// memory: 4 GiB": the status, the name, and a part of the text or of the fix.
 func holds(t *testing.T, what string, lines []Line, want ...string) {
 	t.Helper()
 	if len(lines) != len(want) {
@@ -124,8 +124,8 @@ func holds(t *testing.T, what string, lines []Line, want ...string) {
 	}
 }
 
-// TestASoundMachine checks that all lines are ok on a machine without problems, and the order of the
-// sections.
+// TestASoundMachine checks that all lines are ok on a machine without problems, and that the sections are in
+// the right order.
 func TestASoundMachine(t *testing.T) {
 	lines := Run(t.Context(), soundSystem(), Checks(), testLimit)
 	for _, l := range lines {
@@ -174,15 +174,15 @@ func TestABrokenMachine(t *testing.T) {
 		"ok variables: no setting")
 }
 
-// TestHangs checks that Run returns in time if checks hang, with a warning for each of them and with all
-// lines of the other checks.
+// TestHangs runs checks of which some hang. Run must return in time. Its lines must include a warning for
+// each check that hangs and all lines of the other checks.
 func TestHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const limit = 8 * time.Second
 		release := make(chan struct{})
 		hang := func(context.Context, *System) []Line { <-release; return []Line{ok("", "late")} }
-		// This check returns exactly when its context ends. There are many of them, because select chooses at
-		// random if two channels are ready, and no line that arrived in time may be missing.
+		// This check returns exactly when its context ends. No line that arrives in time may be missing.
+		// There are many such checks, because select chooses at random if two channels are ready.
 		returns := Check{"a", "returns", func(ctx context.Context, _ *System) []Line {
 			<-ctx.Done()
 			return []Line{fail("x", "y", "z")}
@@ -221,8 +221,8 @@ func TestHangs(t *testing.T) {
 	})
 }
 
-// TestForeignText checks that texts from other hosts and from the environment cannot send control characters
-// to the terminal, and are cut if they are long.
+// TestForeignText checks that no control character in a text from another host or from the environment
+// reaches the terminal, and that long texts are cut.
 func TestForeignText(t *testing.T) {
 	const most = 500
 	for _, c := range []struct{ in, want string }{
@@ -312,7 +312,7 @@ func TestThisMachine(t *testing.T) {
 		}
 		status[l.Name] = l.Status
 	}
-	// The other tests of this module need these findings to be ok too.
+	// The other tests of this module fail on a machine where one of these findings is not ok.
 	for _, name := range []string{"online", "affinity", "memfd", "interface lo"} {
 		if status[name] != OK {
 			t.Errorf("%s: got %q, want ok", name, status[name])

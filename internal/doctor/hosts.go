@@ -10,7 +10,7 @@ import (
 // maxAgents caps the number of agents that run at the same time.
 const maxAgents = 32
 
-// agent checks that the program that reaches other hosts can be found.
+// agent checks that the program that reaches other hosts, such as ssh, can be found.
 func agent(_ context.Context, s *System) []Line {
 	name := s.Agent("HOST", nil)[0]
 	file, err := s.LookPath(name)
@@ -76,7 +76,7 @@ func lastLine(text string) string {
 	return strings.TrimSpace(text[strings.LastIndexByte(text, '\n')+1:])
 }
 
-// fixFor returns a fix that suits the error message of OpenSSH in stderr.
+// fixFor returns the fix for the error message of OpenSSH in stderr.
 func fixFor(host, stderr, command string) string {
 	for _, c := range []struct{ says, fix string }{
 		{"Host key verification failed", "verify the host's key, and accept it by running once: ssh " + host},

@@ -65,8 +65,8 @@ func TestHosts(t *testing.T) {
 	}
 }
 
-// TestManyHosts checks that at most maxAgents hosts are reached at the same time, and that hosts that do not
-// answer delay the result only until the time limit.
+// TestManyHosts checks that at most maxAgents agents run at the same time, and that Run returns at its time
+// limit if hosts do not answer.
 func TestManyHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const limit = 8 * time.Second
@@ -133,7 +133,8 @@ func script(t *testing.T, text string) string {
 	return file
 }
 
-// TestReach checks what reach returns for agents that succeed, fail, print much or are killed.
+// TestReach checks the standard error and the error that reach returns for agents that succeed, fail, print
+// much text or are killed.
 func TestReach(t *testing.T) {
 	for name, c := range map[string]struct{ text, said, err string }{
 		"success":    {`test "$*" = "-v h1 true"`, "", ""},
@@ -155,8 +156,8 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// TestReachIgnoresWhatIsLeft checks that reach does not wait for a process that the agent leaves behind and
-// that keeps standard error open. ssh with ControlPersist leaves such a process.
+// TestReachIgnoresWhatIsLeft runs an agent that leaves behind a process that keeps standard error open. reach
+// must not wait for that process. ssh with ControlPersist leaves such a process.
 func TestReachIgnoresWhatIsLeft(t *testing.T) {
 	pid := filepath.Join(t.TempDir(), "pid")
 	said, err := reach(testnet.Context(t),

@@ -10,7 +10,7 @@ import (
 // getrlimitFix is the fix if getrlimit fails. It fails only in a sandbox.
 const getrlimitFix = "run in a sandbox that permits getrlimit"
 
-// fileSize checks the limit for the size of files. It applies to memfds too.
+// fileSize checks the limit for the size of files, because the limit also applies to memfds.
 func fileSize(_ context.Context, s *System) []Line {
 	r, err := s.Rlimit(unix.RLIMIT_FSIZE)
 	switch {
@@ -25,8 +25,8 @@ func fileSize(_ context.Context, s *System) []Line {
 	}
 }
 
-// lockedMemory checks the limit for locked memory. It matters for network cards that access memory directly
-// (RDMA).
+// lockedMemory checks the limit for locked memory, which matters for network cards that access memory
+// directly (RDMA).
 func lockedMemory(_ context.Context, s *System) []Line {
 	r, err := s.Rlimit(unix.RLIMIT_MEMLOCK)
 	if err != nil {
@@ -45,18 +45,18 @@ func lockedMemory(_ context.Context, s *System) []Line {
 }
 
 const (
-	// filesPerPeer is the number of sockets that rank 0 has to each other rank. filesPerLocal is the number
-	// of sockets that rank 0 has, during Init, to each rank on its host with which it shares memory.
+	// filesPerPeer is the number of sockets between rank 0 and each other rank. filesPerLocal is the number
+	// of sockets, during Init, between rank 0 and each rank with which it shares memory.
 	filesPerPeer, filesPerLocal = 2, 4
-	// filesOwn is about the number of other files that a rank has open: its output, poller, listeners, store
-	// and shared memory.
+	// filesOwn is the approximate number of other files that a rank has open: its output, poller, listeners,
+	// store and shared memory.
 	filesOwn = 32
 	// A limit below fewFiles is too low for large jobs. A limit below tooFewFiles is too low for most jobs.
 	fewFiles, tooFewFiles = 1024, 128
 )
 
-// openFiles checks the limit for open files. For Go programs the hard limit counts, because package os raises
-// the soft limit to the hard limit.
+// openFiles checks the limit for open files. It compares the hard limit, because package os of Go raises the
+// soft limit to the hard limit.
 func openFiles(_ context.Context, s *System) []Line {
 	const fix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
 	r, err := s.Rlimit(unix.RLIMIT_NOFILE)

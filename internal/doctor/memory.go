@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lowBytes is the amount of free memory below which the doctor warns. The segments, fusion buffers and
-// runtimes of a few ranks take a few hundred MiB.
+// lowBytes is the amount of free memory below which the doctor warns. A few ranks need a few hundred MiB for
+// their shared memory, their fusion buffers and their language runtimes.
 const lowBytes = 1 << 30
 
 func memory(_ context.Context, s *System) []Line {
@@ -59,12 +59,13 @@ func memoryLimit(_ context.Context, s *System) []Line {
 	}
 }
 
-// noLimit is the smallest value that means no limit in cgroups of version 1. Without a limit the kernel shows
-// the largest number of whole pages there.
+// noLimit is a value for a limit in cgroups of version 1. If the kernel shows this value or more, there is no
+// limit: the kernel then shows the largest size that is a whole number of pages.
 const noLimit = 1 << 62
 
-// memoryOf returns how much memory the limit of one cgroup leaves, the limit, and the file with the limit.
-// Cached pages of files count as free, because the kernel can reclaim them.
+// memoryOf returns the limit of one cgroup, the file with that limit, and how much memory is left below the
+// limit. Cached pages of files count as free, because the kernel can reclaim them. If there is no limit, the
+// result limited is false.
 func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bool) {
 	file, usage, caches := g.dir+"/memory.max", "/memory.current", []string{"inactive_file", "active_file"}
 	if g.version == 1 {
@@ -113,7 +114,8 @@ func devShm(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s; %s", found, users)}
 }
 
-// memfdWorks makes and seals a shared memory of 1 MiB, which every machine should have.
+// memfdWorks checks that this process can make and seal 1 MiB of shared memory. Every machine should have so
+// much.
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {
@@ -124,7 +126,7 @@ func memfdWorks(_ context.Context, s *System) []Line {
 	return []Line{ok("", "shared memory can be created, sized and sealed")}
 }
 
-// bytesText formats n bytes with a suitable unit.
+// bytesText returns a text for n bytes, such as "4 GiB", with a suitable unit.
 func bytesText(n uint64) string {
 	const units = "KMGTPE"
 	if n < 1<<10 {
@@ -138,7 +140,7 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%.4g %ciB", f, units[i])
 }
 
-// limitText formats a limit that is a number of bytes.
+// limitText returns a text for a limit of n bytes.
 func limitText(n uint64) string {
 	if n == unix.RLIM_INFINITY {
 		return "unlimited"

@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxIdle caps how many interfaces without an address are listed, because a node of Kubernetes has hundreds.
+// maxIdle caps how many interfaces without an address are listed, because a Kubernetes node has hundreds of
+// them.
 const maxIdle = 8
 
 // interfaces lists the network interfaces. It reports a failure if there is no usable loopback, because ranks
@@ -36,7 +37,7 @@ func interfaces(_ context.Context, s *System) []Line {
 		case !i.Up:
 			lines = append(lines, warn(name, "ip link set "+i.Name+" up, or remove its address", "down, %s",
 				found))
-		// This is normal for a bridge without members, such as docker0 if no container runs.
+		// A bridge without members, such as docker0 if no container runs, is normally not running.
 		case !i.Running && s.isBridge(i.Name):
 			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
 		case !i.Running:
@@ -109,7 +110,8 @@ func hostName(ctx context.Context, s *System) []Line {
 // maxClockError is the largest clock error with which the logs of several hosts can still be put in order.
 const maxClockError = time.Second
 
-// clock reports whether the clock is synchronized. Logs and certificates depend on that. Deadlines do not.
+// clock reports whether the clock is synchronized. Comparing logs and checking certificates need a
+// synchronized clock. Deadlines do not need one.
 func clock(_ context.Context, s *System) []Line {
 	const fix = "run chrony or systemd-timesyncd; if this is a container or a virtual machine, run it on the host"
 	state, t, err := s.Clock()

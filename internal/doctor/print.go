@@ -19,7 +19,8 @@ func Count(lines []Line, status Status) int {
 	return n
 }
 
-// WriteText writes the lines as text, grouped by section, and then how many lines have each status.
+// WriteText writes the lines as text, grouped by section. At the end it writes how many lines have each
+// status.
 func WriteText(w io.Writer, lines []Line) error {
 	out := bufio.NewWriter(w)
 	for rest := lines; len(rest) > 0; {

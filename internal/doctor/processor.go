@@ -24,13 +24,13 @@ func simd(_ context.Context, s *System) []Line {
 	}
 }
 
-// cores reports how many cores the machine has, how many this process may use, and GOMAXPROCS. GOMAXPROCS is
-// greater than the second number only if the environment sets it.
+// cores reports how many cores the machine has, how many this process may use, and GOMAXPROCS. GOMAXPROCS
+// exceeds the number of cores that this process may use only if the environment sets it.
 func cores(_ context.Context, s *System) []Line {
 	var lines []Line
 	if text, err := fs.ReadFile(s.Root, "proc/stat"); err != nil {
 		lines = append(lines, warn("online", "mount /proc", "%v", err))
-	} else { // the line for all cores is first, then each core has one (proc_stat(5))
+	} else { // the first line is for all cores, then there is a line for each core (proc_stat(5))
 		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
 	}
 	lines = append(lines, ok("affinity", "this process may run on %d cores", s.Affinity))
@@ -42,7 +42,7 @@ func cores(_ context.Context, s *System) []Line {
 	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
 }
 
-// quota reports how much time of the cores the cgroups permit. When a quota is used up, the kernel stops all
+// quota reports how much processor time the cgroups permit. When a quota is used up, the kernel stops all
 // processes of the cgroup until the next period begins, usually for up to 100 ms.
 func quota(_ context.Context, s *System) []Line {
 	least, file := math.Inf(1), ""
@@ -64,7 +64,8 @@ func quota(_ context.Context, s *System) []Line {
 	}
 }
 
-// quotaOf returns the quota of one cgroup in cores, and the file with the quota.
+// quotaOf returns the quota of one cgroup, as a number of cores, and the file with the quota. If there is no
+// quota, the result limited is false.
 func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
 	var text, period string
 	if g.version == 2 {

@@ -15,7 +15,7 @@ import (
 const (
 	sidecarName  = config.SidecarProgram
 	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or give its path with " + config.SidecarBinaryVariable
-	oldestPython = 10 // the oldest Python is 3.10
+	oldestPython = 10 // the minor version of the oldest supported Python, 3.10
 )
 
 // probe is a Python program that prints pythonFacts as JSON. It does not import torch, because that may take
@@ -45,7 +45,8 @@ type pythonFacts struct {
 	Version, Torch, Numpy string
 	Minor                 int
 	Gohvd, At, Hvdd       string
-	// Error says why gohvd cannot be imported or does not find hvdd. Absent is set if gohvd is not installed.
+	// Error says why gohvd cannot be imported, or why it does not find hvdd. Absent is set if gohvd is not
+	// installed.
 	Error  string
 	Absent bool
 }
@@ -99,7 +100,8 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, s.hvddLine(ctx, facts.Hvdd))
 }
 
-// hvddLine runs the hvdd in file to get its version. That version should equal the version of this program.
+// hvddLine runs the program file, an hvdd, to get its version. The version should equal the version of this
+// program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {
 		return ok(sidecarName, "not beside hvdrun; only Python programs need it")
@@ -116,8 +118,9 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	return ok(sidecarName, "%s at %s", its, file)
 }
 
-// findSidecar returns an error if there is no hvdd in the places where ranks in Python look for it. It does
-// not look in their Python package, because hvdrun does not know where the package is.
+// findSidecar returns an error if there is no hvdd in the places where ranks in Python look for it. Ranks
+// also look in the Python package gohvd. findSidecar does not, because hvdrun does not know where that
+// package is.
 func (s *System) findSidecar() error {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||

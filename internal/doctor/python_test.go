@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// TestPythonPrograms checks the lines about Python, its packages and hvdd, with different outputs of Python
-// and hvdd.
+// TestPythonPrograms checks the lines about Python, its packages and hvdd for different outputs of Python and
+// hvdd.
 func TestPythonPrograms(t *testing.T) {
 	const gohvd = `"gohvd": "0.6", "at": "/p/gohvd"`
 	refused := errors.New("exit status 1: no such module")

@@ -36,8 +36,9 @@ type System struct {
 	// that may run Go code at the same time.
 	Affinity, GOMAXPROCS int
 
-	// Hosts are the hosts to reach. Agent returns the command that runs words on one of these hosts. The
-	// first word of the command is the same for all hosts.
+	// Hosts holds the names of the hosts to reach. Agent returns the command that runs a program on one of
+	// these hosts. The first of words is the program, and the rest are its arguments. The first word of the
+	// returned command is the same for all hosts.
 	Hosts []string
 	Agent func(host string, words []string) []string
 
@@ -46,7 +47,7 @@ type System struct {
 	Rlimit func(resource int) (unix.Rlimit, error)
 	Statfs func(path string) (unix.Statfs_t, error)
 	Clock  func() (state int, t unix.Timex, err error)
-	// Memfd makes numBytes of shared memory as ranks do, and frees it again.
+	// Memfd allocates numBytes of shared memory in the same way as ranks do, and frees it.
 	Memfd func(numBytes int64) error
 	// Interfaces returns the network interfaces. Hostname returns the name of this host. LookupHost returns
 	// the addresses of a name.
@@ -58,11 +59,11 @@ type System struct {
 	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
 	// ranks whose environment does not name another hvdd.
 	Sidecar string
-	// Output runs the command argv with environment env and empty standard input, and returns the end of its
-	// standard output. It kills the command when ctx ends.
+	// Output runs the command argv with the environment env and empty standard input. It returns the last
+	// part of the command's standard output. If ctx ends, it kills the command.
 	Output func(ctx context.Context, env, argv []string) (string, error)
-	// Reach runs the command argv with empty standard input, and returns the end of its standard error. It
-	// kills the command when ctx ends.
+	// Reach runs the command argv with empty standard input. It returns the last part of the command's
+	// standard error. If ctx ends, it kills the command.
 	Reach func(ctx context.Context, argv []string) (stderr string, err error)
 }
 
@@ -176,9 +177,10 @@ func netInterfaces() ([]Interface, error) {
 }
 
 const (
-	// killDelay is how long processes that an agent leaves behind may keep its standard error open.
+	// killDelay is how long to wait for the end of a command's standard error after the command has ended. A
+	// process that the command leaves behind may keep it open.
 	killDelay = grace / 2
-	// keptBytes caps how much of a command's output is kept. The end of the output is kept.
+	// keptBytes is how many bytes of a command's output are kept: the last ones.
 	keptBytes = 4 << 10
 )
 
@@ -192,8 +194,8 @@ func command(ctx context.Context, argv []string, stderr *tail) *exec.Cmd {
 	return cmd
 }
 
-// output runs a program and returns the end of its standard output. If the program fails, the error contains
-// the last line of its standard error.
+// output runs a program and returns the last part of its standard output. If the program fails, the error
+// contains the last line of its standard error.
 func output(ctx context.Context, env, argv []string) (string, error) {
 	var stdout, stderr tail
 	cmd := command(ctx, argv, &stderr)
@@ -205,12 +207,13 @@ func output(ctx context.Context, env, argv []string) (string, error) {
 	return string(stdout), err
 }
 
-// reach runs the command of an agent and returns the end of its standard error.
+// reach runs the command of an agent and returns the last part of its standard error.
 func reach(ctx context.Context, argv []string) (stderr string, err error) {
 	var last tail
 	err = command(ctx, argv, &last).Run()
 	if errors.Is(err, exec.ErrWaitDelay) {
-		// The command succeeded. ssh with ControlPersist leaves a process that keeps standard error open.
+		// The command has succeeded, but a process that it left behind keeps standard error open. ssh with
+		// ControlPersist leaves such a process.
 		err = nil
 	}
 	return string(last), err

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 )
 
-// launcher reports which launcher has started this process, and for each other launcher why it does not
-// match.
+// launcher reports which launcher has started this process. For each other launcher it reports why the
+// environment does not match that launcher.
 func launcher(_ context.Context, s *System) []Line {
 	env, found, err := place.Detect(s.getenv)
 	var lines []Line
@@ -39,7 +39,7 @@ func launcher(_ context.Context, s *System) []Line {
 }
 
 // variables lists the settings in the environment in the order of their table, including those that a
-// launcher sets. It does not check the values. hvdrun config does that.
+// launcher sets. It does not check the values, because hvdrun config does.
 func variables(_ context.Context, s *System) []Line {
 	var lines []Line
 	for _, setting := range config.Settings() {
