@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// maxTriedBytes bounds the text with which a rank describes its failure in Agree. maxTriedRanks bounds
-	// how many failed ranks of a host are named.
+	// maxTriedBytes is the maximum length of the text in which a rank describes its failure in Agree.
+	// maxTriedRanks is the maximum number of failed ranks that the result of Agree names.
 	maxTriedBytes = 512
 	maxTriedRanks = 100
 )
@@ -23,9 +23,9 @@ const (
 // errStopped ends a rank's try in Agree because another rank of the host has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
-// agreement is what a rank has learned about Agree at the other ranks of its host.
+// agreement is what the root has told a rank about the tries of its host in Agree.
 type agreement struct {
-	stopped chan struct{} // closed when another rank has failed
+	stopped chan struct{} // closed when another rank of this host has failed
 	done    chan struct{} // closed when failed is set
 	failed  map[topo.Rank]string
 }
@@ -56,13 +56,15 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 }
 
 // Agree runs try at all ranks of this rank's host (Record.HostID). try is something that needs all of them,
-// such as sharing memory. Agree returns the same result at each of them: which ranks failed, and why. When
-// one rank fails, the context of the other tries ends, so that they do not wait for that rank. Failures that
-// may pass, such as a refused connection, are usually caused by another failure. They count only if no rank
-// has failed for another reason.
+// such as sharing memory. Agree returns the same result at each of these ranks: failed maps each rank whose
+// try failed to the text of its error, and is empty if all tries succeeded. When one try fails, the contexts
+// of the others end, so that they do not wait for that rank. Errors that may pass, such as a refused
+// connection, are usually caused by the failure of another rank. They count only if no rank has failed for
+// another reason.
 //
-// All ranks of the host must call Agree once, before Ready. If a rank fails for good, or ctx ends, there is
-// no result, and the error is a *FailedError or the error of ctx.
+// All ranks of the host must call Agree once, before Ready. If a rank leaves the epoch (Fail, or the end of
+// its process), the error is a *FailedError. If ctx ends first, the error is the error of ctx. In both cases
+// failed is nil.
 func (s *Session) Agree(ctx context.Context,
 	try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
@@ -94,7 +96,7 @@ func (s *Session) Agree(ctx context.Context,
 	return nil, fmt.Errorf("rendezvous: waiting for the ranks of this host to agree: %w", context.Cause(ctx))
 }
 
-// tried tells the root how this rank's try has ended.
+// tried sends the root the result of this rank's try: err, or success if err is nil.
 func (s *Session) tried(err error) {
 	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED}
 	switch {
@@ -106,12 +108,12 @@ func (s *Session) tried(err error) {
 	_ = sendStatus(s.member.conn, status) // if the connection is broken, listen returns the error
 }
 
-// mayPass reports whether err may be a consequence of the end of another rank's try.
+// mayPass reports whether err may have been caused by the end of another rank's try.
 func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
 
-// isConsequence reports whether err, the error of a try that was told to stop, was caused by the stop. Other
-// errors are failures of the rank itself. A rank can have one although it was told to stop: its peers may
-// notice that it has closed its connections, and report that before it reports its own failure.
+// isConsequence reports whether the stop has caused err, the error of a try that was told to stop. Any other
+// error is a failure of this rank itself. A failing rank can be told to stop before it has reported its
+// failure: it closes its connections, and a peer that notices this may report it first.
 func isConsequence(err error) bool {
 	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) ||
 		err != nil && mayPass(err)

@@ -20,8 +20,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// onHosts makes one rank join for each letter of hosts, where the letter is the rank's host. It returns the
-// sessions by rank.
+// onHosts makes one rank join for each letter of the string hosts. Ranks with the same letter are on the same
+// host. It returns the sessions by rank.
 func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	t.Helper()
 	kv := newStore(t)
@@ -40,8 +40,8 @@ func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	return results
 }
 
-// agree calls Agree concurrently at all ranks for which try does not return nil. It returns the results by
-// rank.
+// agree calls the function try for each rank, and calls Agree with its result concurrently at all ranks for
+// which the result is not nil. It returns the results of Agree by rank.
 func agree(ctx context.Context, sessions []result,
 	try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
 	failed, errs = make([]map[topo.Rank]string, len(sessions)), make([]error, len(sessions))
@@ -57,13 +57,13 @@ func agree(ctx context.Context, sessions []result,
 
 func succeeds(context.Context) error { return nil }
 
-// waits is a try that waits until ctx ends for a peer that does not come.
+// waits is a try for Agree that fails only when ctx ends, as if it waited for a peer that does not arrive.
 func waits(ctx context.Context) error {
 	<-ctx.Done()
 	return fmt.Errorf("waiting for a peer: %w", ctx.Err())
 }
 
-// stoppedAfter returns a try that waits until it is told to stop, and then returns err.
+// stoppedAfter returns a try for Agree that waits until it is told to stop, and then returns err.
 func stoppedAfter(err error) func(context.Context) error {
 	return func(ctx context.Context) error {
 		<-ctx.Done()
@@ -75,8 +75,8 @@ func fails(err error) func(context.Context) error {
 	return func(context.Context) error { return err }
 }
 
-// All ranks of a host get the same result of Agree: which of them have failed, and why. Failures on other
-// hosts do not count.
+// All ranks of a host get the same result of Agree, which names the failed ranks of this host with their
+// errors. The result does not name failed ranks of other hosts.
 func TestAgree(t *testing.T) { overBoth(t, testAgree) }
 
 func testAgree(t *testing.T, key secret.Secret) {
@@ -112,7 +112,8 @@ func testAgree(t *testing.T, key secret.Secret) {
 		"a host without a try": {"baa", []func(context.Context) error{nil, succeeds, waits}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if test.want == nil { // one rank of the host makes no try, so the other waits until ctx ends
+			// One rank of the host does not call Agree, so the other rank waits until ctx ends.
+			if test.want == nil {
 				sessions := onHosts(t, key, test.hosts)
 				ctx, cancel := context.WithCancelCause(t.Context())
 				why := errors.New("enough")
@@ -138,7 +139,8 @@ func testAgree(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a rank dies before it calls Agree, the errors of all other ranks name it.
+// If a rank dies before it calls Agree, Agree returns an error at all other ranks, and the errors name the
+// dead rank.
 func TestDeathWhileAgreeing(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		sessions := onHosts(t, secret.Secret{}, "aaa")
@@ -166,7 +168,8 @@ func TestDeathWhileAgreeing(t *testing.T) {
 	}
 }
 
-// FuzzStatusAndAnswer checks that arbitrary bytes are decoded as a valid Status or Answer, or give an error.
+// FuzzStatusAndAnswer decodes arbitrary bytes as a Status and as an Answer. The result must be a valid
+// message or an error.
 func FuzzStatusAndAnswer(f *testing.F) {
 	for _, m := range []proto.Message{
 		&rendezvouspb.Status{Kind: rendezvouspb.Status_TRIED, Text: "no memory", MayPass: true},

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Example makes three ranks meet. In this example the ranks are goroutines that share a store. Processes
-// would each connect to a store server with store.Dial.
+// Example makes three ranks meet. In this example the ranks are goroutines that share a store. In a real job
+// each rank is a process, which connects to a store server with store.Dial.
 func Example() {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

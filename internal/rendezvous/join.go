@@ -15,16 +15,16 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Bounds on what a rank says about itself.
+// Limits on the values that a rank sends when it joins.
 const (
-	MaxNameBytes = 256     // every text of a Record, and JoinConfig.Job
-	MaxSize      = 1 << 16 // JoinConfig.Size
+	MaxNameBytes = 256     // bounds each text of a Record, and JoinConfig.Job
+	MaxSize      = 1 << 16 // bounds JoinConfig.Size
 	// MaxCapabilitiesBytes bounds the total length of the names and texts in Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
 	// MaxTermsBytes bounds the total length of the names and values in JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
-	// maxEpoch bounds LastEpoch, so that there is room for later epochs. A greater value comes from a bug or
-	// a hostile peer.
+	// maxEpoch bounds LastEpoch, so that greater numbers remain for later epochs. A peer that sends a greater
+	// value has a bug or is hostile.
 	maxEpoch = 1 << 62
 )
 
@@ -37,16 +37,16 @@ type Record struct {
 	// Capabilities maps the name of each backend in the rank's build to the reason why the rank cannot use
 	// that backend. An empty reason means that the rank can use it.
 	Capabilities map[string]string
-	// Device is the accelerator that the rank uses. The name is unique on the rank's host, and empty if the
-	// rank uses none. If ranks of one host have the same device, no epoch is formed, unless all of them have
-	// SharesDevice set.
+	// Device is the name of the accelerator that the rank uses, or empty if the rank uses none. No two
+	// accelerators of a host have the same name. If ranks of one host have the same Device, Join fails,
+	// unless all of these ranks have SharesDevice set.
 	Device       string
 	SharesDevice bool
 	// Memory is the rank's offer to share memory with the ranks of its host. The zero Memory is no offer.
 	Memory Memory
 }
 
-// Memory is a rank's offer to share memory, in the form of shm.Offer.
+// Memory is a rank's offer to share memory. It has the fields of shm.Offer.
 type Memory struct {
 	UID            uint32
 	Token          []byte
@@ -65,18 +65,18 @@ type JoinConfig struct {
 	// LastEpoch is the greatest epoch to which this process has belonged, or 0 if there is none.
 	LastEpoch uint64
 	// ListenHost is the address on which rank 0 opens the root. Other hosts must be able to dial it, so it
-	// must not be a wildcard. The default is 127.0.0.1. Other ranks do not use it.
+	// must not be a wildcard. The default is 127.0.0.1. Only rank 0 uses ListenHost.
 	ListenHost string
-	// Secret is the secret of the job. A rank without it cannot join. A zero Secret means that the job has
-	// none.
+	// Secret is the secret of the job. A rank without it cannot join. If Secret is zero, the job has no
+	// secret.
 	Secret secret.Secret
-	// Terms are values, by name, that must be the same at all ranks. If they differ, no epoch is formed, and
-	// the error names the terms that differ.
+	// Terms maps names to values that must be the same at all ranks. If they differ, Join fails, and the
+	// error names the terms that differ.
 	Terms map[string]string
 	Self  Record // must not change until Join has returned
 	// RingAbove is the number of ranks above which a job is large. In a large job, the root gives each rank
-	// only the records of its two neighbours, and Session.Gather gets the others. The default is 128, the
-	// minimum 2. Only rank 0 uses it.
+	// only the records of its two neighbours, and Session.Gather gets the others. The default is 128, and the
+	// minimum is 2. Only rank 0 uses RingAbove.
 	RingAbove int
 	Log       *zap.Logger // may be nil
 
@@ -92,15 +92,15 @@ type Session struct {
 	Records []Record
 
 	rank   topo.Rank
-	ring   bool    // whether Gather is needed
+	ring   bool    // whether Gather must be called to complete Records
 	root   *root   // set only at rank 0 of a job of more than one rank
 	member *member // set only in a job of more than one rank
 }
 
-// Close leaves the rendezvous and waits for its goroutines. At rank 0 it closes the root. Until then the root
-// listens, to tell latecomers that the epoch is complete. Close first delivers tables that are in flight,
-// which takes at most 5 s. If a rank calls Close before all ranks are ready, the others consider it failed.
-// Further calls return the result of the first.
+// Close leaves the rendezvous and waits for its goroutines. At rank 0 it closes the root. Until Close is
+// called, the root listens, to tell latecomers that the epoch is complete. Close first waits until tables in
+// flight are delivered, for at most 5 s. If a rank calls Close before all ranks are ready, the others
+// consider it failed. Further calls return the result of the first call.
 func (s *Session) Close() error {
 	var err error
 	if s.root != nil {
@@ -112,15 +112,15 @@ func (s *Session) Close() error {
 	return err
 }
 
-// Reason is why no epoch was formed with this rank.
+// Reason says why Join has failed although the ranks have found each other.
 type Reason uint8
 
-// Reasons. All except Late, GaveUp and RootFailed say that ranks contradict each other, so a new start with
-// the same configuration does not help.
+// All reasons except Late, GaveUp and RootFailed mean that ranks contradict each other. A new start with the
+// same configuration fails in the same way.
 const (
 	NoReason Reason = iota
 	SizeMismatch
-	DuplicateRank // or a second rank 0
+	DuplicateRank // two processes have the same rank, which may be 0
 	RankOutOfRange
 	WrongJob
 	TermsDiffer
@@ -130,9 +130,10 @@ const (
 	RootFailed // rank 0 had an error of its own
 )
 
-// RefusedError is the error of Join if the ranks found each other, but formed no epoch or formed it without
-// this rank. All ranks that have joined get the same error, with two exceptions: only a latecomer gets Late,
-// and with GaveUp and RootFailed rank 0 itself returns the original error.
+// RefusedError is the error of Join if the ranks found each other, but no epoch was formed, or an epoch was
+// formed without this rank. All ranks that have joined get the same error, with two exceptions: only a
+// latecomer gets Late, and if the reason is GaveUp or RootFailed, rank 0 returns the error that it had
+// itself.
 type RefusedError struct {
 	Reason Reason
 	Text   string
@@ -142,16 +143,17 @@ func (e *RefusedError) Error() string { return e.Text }
 
 // Join meets the other ranks of the job and returns when all Size ranks have joined.
 //
-// If ranks are missing, Join waits until ctx ends, so give ctx a deadline. Then the error says what was
-// missing: at rank 0 the missing ranks, at the others the store, the root or the missing ranks. If ranks
-// contradict each other (different sizes, two ranks with one number, a rank out of range, another job,
-// different terms), Join fails at once, at all ranks with the same *RefusedError. In that case, rank 0 first
-// answers for up to 2 s, so that ranks that arrive late get the error too. A process that finds the epoch
-// complete waits for the next epoch (see the package comment).
+// If ranks are missing, Join waits until ctx ends, so give ctx a deadline. The error then says what was
+// missing. At rank 0 it names the missing ranks. At any other rank it names the store, the root or the
+// missing ranks, whatever that rank was waiting for. If ranks contradict each other (different sizes, two
+// ranks with one number, a rank out of range, another job, different terms), Join fails at once and returns
+// the same *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that
+// arrive late get the error too. A process that finds the epoch complete waits for the next epoch (see the
+// package comment).
 //
-// Every rank except 0 watches one key and opens one connection. Rank 0 sends each rank all records, Size² in
-// total. In a large job it sends each rank two records, and Gather gets the others. A job of size 1 uses
-// neither store nor network, and its epoch is LastEpoch+1.
+// Every rank except 0 watches one key of the store and opens one connection. Rank 0 sends all records to each
+// rank, Size² records in total. In a large job rank 0 sends each rank two records, and Gather gets the
+// others. A job of one rank uses neither store nor network, and its epoch is LastEpoch+1.
 func Join(ctx context.Context, cfg JoinConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -222,8 +224,8 @@ func (cfg *JoinConfig) check() error {
 	return cfg.Self.check()
 }
 
-// checkTexts checks that names and texts are valid UTF-8, as protobuf requires, and have at most most bytes
-// together.
+// checkTexts checks that the keys and values of texts are valid UTF-8, as protobuf requires, and that their
+// total length does not exceed the bound most.
 func checkTexts(what string, texts map[string]string, most int) error {
 	n := 0
 	for name, text := range texts {

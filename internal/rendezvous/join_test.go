@@ -27,7 +27,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// recordOf returns the record of a process. incarnation distinguishes processes that have the same rank.
+// recordOf returns the record of a process with the given rank. Processes that have the same rank differ in
+// incarnation.
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2),
@@ -42,7 +43,7 @@ func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
-// keyed is config with the secret key.
+// keyed returns the result of config with the secret key added.
 func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	cfg := config(kv, rank, size)
 	cfg.Secret = key
@@ -58,7 +59,7 @@ func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	})
 }
 
-// say connects to the root at addr, runs the proof with key, and sends parts.
+// say connects to the root at addr, proves the secret key, and sends parts.
 func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
@@ -121,8 +122,8 @@ func joinAll(t testing.TB, ctx context.Context, cfgs ...JoinConfig) []result {
 	return results
 }
 
-// formed checks that results, one for each rank in order, belong to one epoch whose ranks have the given
-// records. It returns the number of the epoch.
+// formed checks that all ranks have joined the same epoch and have the given records. results has one result
+// for each rank, in order. formed returns the number of the epoch.
 func formed(t *testing.T, results []result, records ...Record) (epoch uint64) {
 	t.Helper()
 	for rank, r := range results {
@@ -260,8 +261,8 @@ func TestJoinChecksConfig(t *testing.T) {
 	}
 }
 
-// aliasStore replaces the job from by the job to in the keys that are watched, so that two jobs use the same
-// keys by mistake.
+// aliasStore is a store that replaces the name of one job (the field from) by the name of another (the field
+// to) in the keys that are watched. So a rank of one job finds the root of the other by mistake.
 type aliasStore struct {
 	store.Store
 	from, to string
@@ -271,7 +272,8 @@ func (s aliasStore) Watch(ctx context.Context, key string, prev []byte) ([]byte,
 	return s.Store.Watch(ctx, strings.Replace(key, s.from, s.to, 1), prev)
 }
 
-// If the ranks of a job contradict each other, all of them get an error with the same text.
+// If the ranks of a job contradict each other, for example in the size of the job, all of them get an error
+// with the same text.
 func TestContradictions(t *testing.T) {
 	is := func(rank, size, incarnation int) func(*JoinConfig) {
 		return func(c *JoinConfig) {
@@ -282,10 +284,11 @@ func TestContradictions(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		size int
-		// change[i] changes the config of process i. Without a change, process i is rank i.
+		// change[i] changes the config of process i. If there is no change[i], process i is rank i of the
+		// job.
 		change map[int]func(*JoinConfig)
-		// last is the process that joins only after the root has failed, or 0 if there is none. If it joined
-		// earlier, the epoch might be complete before the changed process joins.
+		// If last is not 0, the process last joins only after the root has failed. If it joined earlier, the
+		// epoch might be complete before the changed process joins.
 		last   int
 		reason Reason
 		text   []string
@@ -357,7 +360,7 @@ func TestContradictions(t *testing.T) {
 					t.Errorf("process %d got %q, another process %q", i, refused.Text, text)
 				}
 			}
-			// After the contradiction is removed, the same processes can join again.
+			// Without the contradiction, the same processes can join again.
 			var cfgs []JoinConfig
 			var records []Record
 			for rank := range test.size {
@@ -398,8 +401,8 @@ func TestTermsDiffer(t *testing.T) {
 	}
 }
 
-// If a rank has got the error of a failed root and joins again while that root still answers other ranks, it
-// takes part in the next epoch.
+// A rank gets the error of a failed root, and joins again while that root still answers other ranks. The rank
+// then takes part in the next epoch.
 func TestRankComesBackToFailedRoot(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -472,7 +475,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
-	for range 20 { // number of jobs
+	for range 20 { // 20 jobs, because the timing of the two processes differs
 		kv := newStore(t)
 		second := config(kv, 0, 2)
 		second.Self = recordOf(0, 9)
@@ -488,7 +491,7 @@ func TestTwoRootsAtOnce(t *testing.T) {
 	}
 }
 
-// If another process replaces the root's key in the store, the root fails, even if that process never
+// If another process overwrites the root key in the store, the root fails, even if that process never
 // connects to the root.
 func TestRootIsReplaced(t *testing.T) {
 	ctx := testnet.Context(t)
@@ -567,8 +570,8 @@ func TestLatecomer(t *testing.T) {
 	}
 }
 
-// If rank 0 asks the root of a running epoch again and its ctx ends before the second answer arrives, the
-// error has the first answer.
+// If a new rank 0 asks the root of a running epoch twice, and its ctx ends before the second answer arrives,
+// the error contains the first answer.
 func TestLateWhileAsking(t *testing.T) {
 	kv := newStore(t)
 	ctx, cancel := context.WithCancel(testnet.Context(t))
@@ -642,8 +645,9 @@ func TestReplacementMeetsOldRoot(t *testing.T) {
 	}
 }
 
-// A new rank 0 that was in the old epoch replaces the old root without waiting until that is closed. So ranks
-// can get other numbers, even if the old rank 0 is the last one that notices the end of the epoch.
+// A process that was in the old epoch becomes rank 0 and replaces the old root, without waiting until the old
+// root is closed. So processes can change their ranks even if the old rank 0 is the last to notice the end of
+// the epoch.
 func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -651,11 +655,12 @@ func TestNewRankZeroFromOldEpoch(t *testing.T) {
 	zero, one := config(kv, 0, 2), config(kv, 1, 2)
 	zero.LastEpoch, one.LastEpoch = first, first
 	zero.Self, one.Self = one.Self, zero.Self
-	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0)) // the first sessions are open
+	// The sessions of the first epoch are still open.
+	formed(t, joinAll(t, ctx, zero, one), recordOf(1, 0), recordOf(0, 0))
 }
 
-// The number of a new epoch is greater than the last epoch of each rank, even if the store was restarted and
-// counts from 1 again. The counter in the store is then at least that number.
+// The number of a new epoch is greater than the LastEpoch of each rank, even if the store was restarted and
+// counts from 1 again. Afterwards the counter in the store is at least the number of the new epoch.
 func TestEpochExceedsAll(t *testing.T) {
 	for _, last := range [][]uint64{{0, 0, 0}, {7, 0, 0}, {0, 41, 7}, {3, 3, 3}, {5, 0, 6}} {
 		ctx := testnet.Context(t)
@@ -676,8 +681,8 @@ func TestEpochExceedsAll(t *testing.T) {
 	}
 }
 
-// heldStore is a store whose second call of Add waits until release is closed. It closes held when that call
-// starts.
+// heldStore is a store whose second call of Add closes the channel held and then waits until the channel
+// release is closed.
 type heldStore struct {
 	store.Store
 	adds          int
@@ -692,8 +697,8 @@ func (s *heldStore) Add(ctx context.Context, key string, delta int64) (int64, er
 	return s.Store.Add(ctx, key, delta)
 }
 
-// While rank 0 draws a number for a new epoch, a rank may be replaced by a process that has seen a greater
-// epoch. The number of the new epoch is greater than that too.
+// While rank 0 draws a number for a new epoch, a rank is replaced by a process that has seen a greater epoch.
+// The number of the new epoch must be greater than the epoch of that process too.
 func TestEpochExceedsReplacement(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -724,15 +729,16 @@ func TestEpochExceedsReplacement(t *testing.T) {
 	}
 }
 
-// Ranks leave and join again 20 times. If rank 0 leaves last, the others find the root of the epoch that they
-// have left. If it leaves first, they find no root. All take part in each new epoch.
+// All ranks leave and join again 20 times, in varying order. If rank 0 leaves last, the others find the root
+// of the epoch that they have left. If rank 0 leaves first, they find no root. In both cases all ranks take
+// part in each new epoch.
 func TestManyEpochs(t *testing.T) {
 	const size, epochs = 4, 20
 	ctx := testnet.Context(t)
 	kv := newStore(t)
 	log, entries := testnet.Logs()
 	var seen [size][]uint64
-	// left[i] gets one element from each rank that leaves epoch i before the slowest rank.
+	// Each rank that leaves epoch i before the slowest rank sends an element to left[i].
 	var left [epochs]chan struct{}
 	for i := range left {
 		left[i] = make(chan struct{}, size)
@@ -781,7 +787,7 @@ func TestManyEpochs(t *testing.T) {
 }
 
 // If a rank gives up before all ranks have joined, the root counts it as missing again, and another process
-// may take its place.
+// can join with the same rank.
 func TestRankBreaksOff(t *testing.T) { overBoth(t, testRankBreaksOff) }
 
 func testRankBreaksOff(t *testing.T, key secret.Secret) {
@@ -846,7 +852,7 @@ func TestDeadlines(t *testing.T) {
 		return ctx
 	}
 	brief := func() context.Context { return within(500 * time.Millisecond) }
-	// The previous root is closed, which the rank detects when it tries to connect.
+	// The previous root is closed, so the attempt of the rank to connect to it fails.
 	_, err = Join(within(2*time.Second), config(kv, 2, 5))
 	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded",
 		"connection refused")
@@ -948,7 +954,7 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
-// rootRequest returns the JoinRequest that a rank sends to root.
+// rootRequest returns the encoded JoinRequest that a rank sends to root.
 func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
 	t.Helper()
 	record := recordOf(rank, 0)
@@ -962,8 +968,8 @@ func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size
 	return frame
 }
 
-// If the connection of a rank breaks, the rank asks again with the same nonce. The root does not treat it as
-// a duplicate. It sends the rank the table, even if the epoch has become complete meanwhile.
+// If the connection of a rank breaks, the rank asks again with the same nonce. The root does not treat the
+// rank as a duplicate, and sends it the table, even if the epoch has become complete meanwhile.
 func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
 
 func testRankAsksAgain(t *testing.T, key secret.Secret) {
@@ -1002,7 +1008,7 @@ func testRankAsksAgain(t *testing.T, key secret.Secret) {
 			}
 		}
 		if kind == rendezvouspb.Answer_TABLE {
-			return // the records follow
+			return // the records come after this frame
 		}
 		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
 			t.Errorf("after the answer: got %d bytes, %v", n, err)
@@ -1154,8 +1160,8 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		recordOf(3, 0))
 }
 
-// The number of connections in their handshake is bounded. If there are more, the root closes the oldest one,
-// so that a rank can still join.
+// The root limits the number of connections whose handshake is not complete. If there are more, it closes the
+// oldest of them, so that a rank can still join.
 func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
 
 func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
@@ -1172,7 +1178,7 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 			continue
 		}
 		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
-		// The root's greeting shows that it has accepted the connection.
+		// When the greeting of the root arrives, the root has accepted the connection.
 		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
 			t.Fatal(err)
 		}
@@ -1180,8 +1186,8 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 	one := start(t, ctx, keyed(kv, 1, 2, key))
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
-	// This deadline is earlier than the root's own timeout for the client, so it is the limit on handshakes
-	// that has closed the connection.
+	// This deadline is earlier than the root's handshake timeout. So if the connection is closed, the reason
+	// is the limit on handshakes and not the timeout.
 	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2))
 	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) &&
 		!errors.Is(err, io.ErrUnexpectedEOF) {
@@ -1307,8 +1313,8 @@ func FuzzDecodeJoinRequest(f *testing.F) {
 	})
 }
 
-// BenchmarkJoin measures the time from the start of all ranks, which are in one process, until all have the
-// table.
+// BenchmarkJoin measures the time from the start of all ranks until all have the table. The ranks are
+// goroutines of one process.
 func BenchmarkJoin(b *testing.B) {
 	for _, size := range []int{4, 16, 64} {
 		b.Run(fmt.Sprint("ranks=", size), func(b *testing.B) {

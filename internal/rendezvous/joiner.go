@@ -11,16 +11,18 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// errNewerRoot is the error of an attempt to join a root that ended because the store has a newer root.
+// errNewerRoot is the error of an attempt to join a root if the attempt was ended because the store has a
+// newer root.
 var errNewerRoot = errors.New("the store has a newer root")
 
-// joinRoot implements Join for every rank except 0. It asks the published root. If that fails, it waits for
-// the next published root, until one accepts this rank.
+// joinRoot implements Join for every rank except 0. It asks the root in the store. If this root does not
+// accept this rank, joinRoot waits until the store has another root and asks that one, until a root accepts
+// this rank.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (
-		seen []byte // the newest value of the root key that has failed
-		why  error  // why seen has failed
+		seen []byte // the last value of the root key whose root has not accepted this rank
+		why  error  // why the root in seen has not accepted this rank
 	)
 	for {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
@@ -61,11 +63,11 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// askUntilNewer asks the root that was published as value. If it cannot reach the root it asks again, until
-// the root answers or the store has a newer root.
+// askUntilNewer asks root, which the root key of the store holds as value. If it cannot reach the root, it
+// tries again until the root answers or the store has a newer root.
 func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // ends when there is a newer root
-	var lost error                            // why the store was lost; valid once watched is closed
+	var lost error                            // why the store was lost; set before watched is closed
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
@@ -88,8 +90,8 @@ func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, val
 		}
 		if newest.Err() == nil {
 			last = err
-			// A rank that waits at the root does not need the store. A rank that cannot reach the root needs
-			// it, to find a newer root.
+			// A rank that waits for the answer of a root does not need the store. A rank that cannot reach
+			// the root needs the store to find a newer root, so the pause ends when the store is lost.
 			dial.Pause(newest, wait.Next(), watched)
 			select {
 			case <-watched:

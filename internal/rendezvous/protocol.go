@@ -17,24 +17,24 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// The root protocol: after the greetings, a rank sends one JoinRequest and gets one Answer. If that Answer is
-// a table, records follow it. After the table, the rank sends Statuses and gets further Answers: results of
-// Agree, and as the last one that all ranks are ready, or which ranks have failed. Each message is a protobuf
-// in a frame.
+// In the root protocol, a rank sends one JoinRequest after the greetings and gets one Answer. If that Answer
+// is a table, messages with the records come next. The rank then sends Statuses and gets further Answers.
+// These are results of Agree and, as the last Answer, the result of the start: all ranks are ready, or the
+// ranks that have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
 	rootVersion = 3
 
 	tokenBytes = 16
 
-	// Each bound includes 256 bytes for the field headers and numbers of a message.
+	// The following bounds include 256 bytes for the field headers and numbers of a message.
 	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
 	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // bounds TRIED, which is the longest answer
 	maxStatusBytes      = maxTextBytes + 256
-	maxFailedRanks      = 1000 // number of failed ranks that an answer can name
+	maxFailedRanks      = 1000 // maximum number of failed ranks that an answer names
 )
 
 // newToken returns tokenBytes random bytes.
@@ -95,7 +95,8 @@ func decodeRoot(value []byte) (*rendezvouspb.Root, error) {
 	return &m, nil
 }
 
-// joinRequest is a decoded and checked JoinRequest. Its rank and size are not checked and may be any numbers.
+// joinRequest is a decoded JoinRequest. All its fields have been checked except rank and size, which may be
+// any numbers.
 type joinRequest struct {
 	*rendezvouspb.JoinRequest
 	record Record
@@ -126,14 +127,14 @@ func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 		Text: cut(e.Text, maxTextBytes)}
 }
 
-// cut shortens text to at most most bytes, so that it fits into a message.
+// cut shortens text so that it fits into a message: the result has at most as many bytes as the bound most.
 func cut(text string, most int) string {
 	text = strings.ToValidUTF8(text, "?")
 	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may have split a character
 }
 
-// errStale is the answer STALE of a root that does not admit this rank. *completeError and *RefusedError are
-// the other such answers.
+// errStale stands for the answer STALE, with which a root refuses this rank. The other answers of refusal are
+// *completeError and *RefusedError.
 var errStale = errors.New(
 	"the root of rank 0 at this address is not the one in the store (it may belong to an earlier attempt), "+
 		"or it has already answered this process")
@@ -142,15 +143,15 @@ type completeError struct{ epoch uint64 }
 
 func (e *completeError) Error() string { return fmt.Sprintf("epoch %d is complete", e.epoch) }
 
-// client asks roots to let the rank of cfg join. nonce identifies this call of Join.
+// client asks roots to let this process join as the rank in cfg. nonce identifies this call of Join.
 type client struct {
 	cfg   *JoinConfig
 	nonce []byte
 }
 
-// tableGrace is how long a rank that waits at a root stays there after a newer root was published. The old
-// root may have completed its epoch and then been closed, with the table still in flight. If this rank left
-// at once, all others would miss it. If the host of the old root has vanished, no table arrives, and the rank
+// tableGrace is how long a rank still waits for the answer of a root after a newer root was published. The
+// old root may have completed its epoch and been closed while the table was in flight. If this rank left at
+// once, the epoch would lack a rank. If the host of the old root has vanished, no table arrives, and the rank
 // leaves after tableGrace.
 const tableGrace = 2 * time.Second
 
@@ -159,8 +160,8 @@ const tableGrace = 2 * time.Second
 const missingGrace = time.Second
 
 // ask asks the root to let this rank join. It waits until the epoch is complete, ctx ends, or the connection
-// breaks. newest ends when there is a newer root, and at the latest when ctx ends. The error is a
-// *RefusedError, a *completeError, errStale, the error of newest, or says what broke.
+// breaks. newest is a context that ends when there is a newer root or when ctx ends. The error is a
+// *RefusedError, a *completeError, errStale, the error of newest, or the error of the connection.
 func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Session, error) {
 	s, err := c.askRoot(ctx, newest, root)
 	if err != nil {
@@ -170,7 +171,7 @@ func (c *client) ask(ctx, newest context.Context, root *rendezvouspb.Root) (*Ses
 	return s, nil
 }
 
-// isAnswer reports whether err stands for an answer of a root.
+// isAnswer reports whether err is an answer of a root, and not an error of the connection.
 func isAnswer(err error) bool {
 	_, refused := errors.AsType[*RefusedError](err)
 	_, complete := errors.AsType[*completeError](err)

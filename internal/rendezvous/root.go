@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Bounds of a root.
+// Limits and waiting times of a root.
 const (
 	maxHandshakes    = 1024 // maximum number of connections that have not sent their request yet
 	handshakeTimeout = 10 * time.Second
@@ -34,7 +34,7 @@ const (
 	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
 	windDown      = 2 * time.Second // how long a failed root still answers
 	maxAnswered   = 4096            // number of answered processes that the root remembers
-	maxAnswers    = 4               // maximum number of answers to a caller
+	maxAnswers    = 4               // maximum number of answers that a caller gets
 )
 
 type rootState uint8
@@ -59,14 +59,14 @@ type root struct {
 	handshakes *dial.Limiter
 	refused    *zap.Logger
 
-	changed     chan struct{} // capacity 1: all ranks have joined, or the root failed
+	changed     chan struct{} // gets an element when all ranks have joined or the root has failed; capacity 1
 	allAnswered chan struct{} // closed when a failed root has answered every other rank
 
-	start outcome // whether all ranks became ready after the table
+	start outcome // the result of the start: whether all ranks became ready once they had the table
 
 	mu        sync.Mutex
 	state     rootState
-	callers   map[*caller]struct{} // all connections
+	callers   map[*caller]struct{} // all open connections to the root
 	members   []*caller            // by rank, nil for missing ranks; element 0 is set once complete
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
@@ -77,12 +77,12 @@ type root struct {
 	ring      bool          // set once complete: members get only the records of their neighbours
 	table     []byte        // set once complete, unless ring is set: the frames that all members get
 	failure   *RefusedError // set once failed
-	// answered has the nonces of processes. In a failed root they are the processes that were sent the
-	// failure. In a complete root they are the latecomers that were logged.
+	// answered has the nonces of processes. In a failed root, these processes have been sent the failure. In
+	// a complete root, these processes are latecomers that have been logged.
 	answered      map[process][]byte
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
-	ready         map[int]bool           // the ranks that are ready, once complete
-	// tried has, once complete, how the tries of ranks (Session.Agree) have ended, by host and rank.
+	ready         map[int]bool           // the ranks that are ready; set once complete
+	// tried maps host and rank to the result of the rank's try in Session.Agree. It is set once complete.
 	tried   map[string]map[int]*rendezvouspb.Status
 	reports []report // failures that ranks have reported
 }
@@ -90,18 +90,18 @@ type root struct {
 // caller is a connection to the root.
 type caller struct {
 	conn net.Conn
-	slot *dial.Slot   // held until the request has arrived
+	slot *dial.Slot   // counts this connection as a handshake; released when the request has arrived
 	over net.Conn     // carries all messages: conn, or TLS over conn if the secret is encrypted
-	q    *joinRequest // nil until it has been read
-	// out has the answers to send. It is closed after the last answer, and finished is set then. A caller
-	// gets at most maxAnswers answers, so that sending to out does not block.
+	q    *joinRequest // the request, nil until it has been read
+	// out is the queue of the answers to send. When it has the last answer, it is closed and finished is set.
+	// A caller gets at most maxAnswers answers, which is the capacity, so sending to out does not block.
 	out      chan []byte
 	finished bool  // guarded by root.mu
 	refused  bool  // whether the answer is the failure; guarded by root.mu
 	left     error // why the caller left a forming root; guarded by root.mu
 }
 
-// process identifies the process that sent a request. It is the same in all its calls of Join.
+// process identifies the process that sent a request. All calls of Join in a process have the same value.
 type process struct {
 	rank topo.Rank
 	host string
@@ -112,14 +112,14 @@ func (q *joinRequest) process() process {
 	return process{topo.Rank(q.GetRank()), q.record.Host, q.record.PID}
 }
 
-// joinAsRoot implements Join for rank 0.
+// joinAsRoot implements Join at rank 0.
 func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	r, err := openRoot(cfg)
 	if err != nil {
 		return nil, err
 	}
 	if err := r.form(ctx); err != nil {
-		r.close() // the error of the listener would only hide err
+		r.close() // the error of close is dropped, because it would hide err
 		return nil, err
 	}
 	return &Session{Epoch: r.epoch, Records: r.records, ring: r.ring, root: r,
@@ -127,7 +127,7 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 }
 
 // openRoot opens a listener and starts to answer. No process knows the address yet, with one exception: if an
-// older root had the same port, rank 0 itself may find the address in the store.
+// older root of this job had the same port, the store still has this address.
 func openRoot(cfg *JoinConfig) (*root, error) {
 	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
 	if err != nil {
@@ -245,8 +245,8 @@ func (r *root) form(ctx context.Context) error {
 	}
 }
 
-// draw gets a number greater than above from the counter of the job. No number is drawn twice, because each
-// is a result of Add.
+// draw gets a number from the counter of the job that is greater than the number above. No number is drawn
+// twice, because each is a result of Add.
 func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	delta := int64(1)
 	for {
@@ -261,7 +261,8 @@ func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	}
 }
 
-// publish stores value as the root of the job, once no older root prevents that (outlive).
+// publish writes value to the root key of the store. It first waits until no older root prevents that
+// (outlive).
 func (r *root) publish(ctx context.Context, value []byte) error {
 	c := &client{cfg: r.cfg, nonce: newToken()}
 	var expected []byte
@@ -279,8 +280,8 @@ func (r *root) publish(ctx context.Context, value []byte) error {
 	}
 }
 
-// outlive deals with an older root, which was published as value. It returns nil if this process may replace
-// that root: the root does not answer, or has an epoch that this process knows. If the epoch of the older
+// outlive decides whether this process may replace an older root, which the store has as value. It returns
+// nil if the older root does not answer, or has an epoch that this process knows. If the epoch of the older
 // root is still running, outlive waits until the root is gone. If the older root is forming, outlive returns
 // an error, because then the job has two ranks 0.
 func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
@@ -296,12 +297,12 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		s, err := c.ask(pctx, pctx, old)
 		cancel()
 		if err == nil {
-			s.Close() // an error of Close would only hide the error below
+			s.Close() // the error of Close is dropped, because it would hide the error below
 		}
 		running, ok := errors.AsType[*completeError](err)
 		switch {
 		case err == nil:
-			// The nonce is new, so this process cannot have joined it.
+			// The nonce of this call is new, so this call cannot have joined the older root.
 			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr())
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
@@ -311,7 +312,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 			late = running
 		case ctx.Err() != nil && late == nil:
 			return err
-		case ctx.Err() != nil: // the probe was cut off, so the previous answer still holds
+		case ctx.Err() != nil: // ctx ended during the probe, so the previous answer still holds
 		case !ok && isAnswer(err) && !errors.Is(err, errStale), isVersion(err):
 			return err
 		default:
@@ -331,8 +332,8 @@ func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Ro
 		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
 }
 
-// watch fails the root when another root replaces it in the store. It returns an error if the store is lost,
-// because then no rank can find the root any more.
+// watch waits until another root replaces this root in the store, and then fails this root. It returns an
+// error if the store is lost, because then ranks cannot find the root.
 func (r *root) watch(ctx context.Context, value []byte) error {
 	newer, err := r.cfg.Store.Watch(ctx, r.cfg.rootKey(), value)
 	if err != nil {
@@ -362,8 +363,8 @@ func (r *root) missingRanks() string {
 	return r.awaited()
 }
 
-// awaited returns the ranks that are waited for, as text: the ranks that have never joined. If there are
-// none, it returns the ranks that joined and then gave up. r.mu is held.
+// awaited returns text that lists the ranks for which the root waits: the ranks that have never joined or, if
+// there are none, the ranks that joined and then gave up. r.mu is held.
 func (r *root) awaited() string {
 	var missing, absent []int
 	for rank := 1; rank < len(r.members); rank++ {
@@ -381,8 +382,8 @@ func (r *root) awaited() string {
 	return topo.FormatRanks(absent)
 }
 
-// disagreement returns an error that names every term that differs between the ranks, or nil. All ranks have
-// joined, and r.mu is held.
+// disagreement returns an error that names every term that differs between the ranks, or nil if all terms
+// agree. All ranks must have joined, and r.mu is held.
 func (r *root) disagreement() *RefusedError {
 	terms := make([]map[string]string, len(r.members))
 	terms[0] = r.cfg.Terms
@@ -425,8 +426,9 @@ func (r *root) disagreement() *RefusedError {
 		strings.Join(differ, "; ")}
 }
 
-// complete completes the epoch with the given number. It returns false and does nothing if a rank is missing
-// or has seen an epoch that is not smaller. If ranks contradict each other, it fails the root.
+// complete completes the epoch and gives it the number epoch. If a rank is missing, or a rank has seen this
+// or a greater number, complete does nothing and returns false. If ranks contradict each other, complete
+// fails the root.
 func (r *root) complete(epoch uint64) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -464,7 +466,7 @@ func (r *root) admitSelf() {
 		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // ends when the Session does; the calls of the Session return the error
+		_ = r.converse(g) // ends with the Session, whose calls return the error
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)
@@ -486,8 +488,8 @@ func (r *root) tableOf(rank int) []byte {
 	return table
 }
 
-// deviceTwice looks for two ranks that use the same device and do not both share it. It returns an error with
-// the first such ranks, or nil.
+// deviceTwice looks for two ranks of a host that have the same Device but not both SharesDevice. It returns
+// an error that names the first two such ranks, or nil if there are none.
 func deviceTwice(records []Record) *RefusedError {
 	type device struct{ host, name string }
 	owner := make(map[device]int)
@@ -507,8 +509,8 @@ func deviceTwice(records []Record) *RefusedError {
 	return nil
 }
 
-// giveUp fails the root because rank 0 cannot continue, and returns the reason: err, completed with the limit
-// of file descriptors if err is about that.
+// giveUp fails the root because rank 0 cannot continue, and returns the reason. The reason is err. If err
+// says that there are too many open files, the reason also has the limit of file descriptors.
 func (r *root) giveUp(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -520,8 +522,8 @@ func (r *root) giveUp(err error) error {
 	return err
 }
 
-// fail ends the state forming without an epoch. If the root is not forming any more, it does nothing. r.mu is
-// held.
+// fail changes the state of the root from forming to failed. If the root is complete or failed already, fail
+// does nothing. r.mu is held.
 func (r *root) fail(why *RefusedError) {
 	if r.state != forming {
 		return
@@ -531,7 +533,7 @@ func (r *root) fail(why *RefusedError) {
 	r.signal()
 }
 
-// decide sets the final state and sends it to the members. r.mu is held.
+// decide sets the final state of the root, complete or failed, and sends it to the members. r.mu is held.
 func (r *root) decide(s rootState) {
 	r.state = s
 	for rank, m := range r.members {
@@ -569,7 +571,8 @@ func (r *root) accept() {
 			continue
 		}
 		wait = 0
-		// This loop acquires the slots itself, so that their order is the order of the connections.
+		// The slot is acquired here and not in the goroutine of the connection, so that connections get slots
+		// in the order in which they were accepted.
 		g := &caller{conn: conn, out: make(chan []byte, maxAnswers), slot: r.handshakes.Acquire(conn)}
 		r.mu.Lock()
 		if r.ctx.Err() != nil {
@@ -590,7 +593,7 @@ func (r *root) accept() {
 	}
 }
 
-// serve reads the request of g and answers it. The caller logs the error.
+// serve reads the request of g and answers it. serve's caller logs the error.
 func (r *root) serve(g *caller) error {
 	err := r.handshake(g)
 	if !g.slot.Release() {
@@ -608,13 +611,13 @@ func (r *root) serve(g *caller) error {
 	return r.converse(g)
 }
 
-// converse receives statuses from a member and sends it answers, until the member has its last answer.
+// converse receives statuses from the member g and sends it answers, until g has its last answer.
 func (r *root) converse(g *caller) error {
 	var receiving sync.WaitGroup
 	receiving.Go(func() { r.receive(g) })
 	err := r.sendAnswers(g)
-	// The rank closes the connection when it has its last answer. If the root closed the connection first,
-	// with statuses unread, the kernel would reset the connection and the answer could be lost.
+	// The rank closes the connection when it has its last answer. If the root closed the connection first
+	// while statuses were unread, the kernel would reset the connection and the answer could be lost.
 	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
 	receiving.Wait()
 	r.mu.Lock()
@@ -622,7 +625,7 @@ func (r *root) converse(g *caller) error {
 	return errors.Join(err, g.left)
 }
 
-// sendAnswers sends g the answers in out, until out is closed.
+// sendAnswers sends g the answers from the channel g.out, until g.out is closed.
 func (r *root) sendAnswers(g *caller) (err error) {
 	for answer := range g.out {
 		if err != nil {
@@ -668,7 +671,7 @@ func (r *root) handshake(g *caller) error {
 	return nil
 }
 
-// admit answers the request of g or makes g a member, which gets its answer later. It reports whether g is a
+// admit makes g a member, which gets its answer later, or refuses g with an answer. It reports whether g is a
 // member.
 func (r *root) admit(g *caller) (member bool) {
 	r.mu.Lock()
@@ -689,7 +692,8 @@ func (r *root) admit(g *caller) (member bool) {
 	case r.state == forming:
 	case r.state == complete && rank > 0 && rank < len(r.members) &&
 		bytes.Equal(r.members[rank].q.GetNonce(), g.q.GetNonce()):
-		// This is a call of Join whose connection broke before the table arrived, and which asks again.
+		// The nonce shows that a call of Join asks again, because its connection broke before the table
+		// arrived.
 		if old := r.members[rank]; !old.finished {
 			old.conn.Close()
 			close(old.out)
@@ -709,7 +713,7 @@ func (r *root) admit(g *caller) (member bool) {
 		return false
 	}
 	if old := r.members[rank]; old != nil {
-		// The same call of Join has dialed again, so its first connection is broken.
+		// The nonce shows that the same call of Join has dialed again, so its first connection is broken.
 		old.conn.Close()
 		close(old.out)
 		old.finished = true
@@ -727,8 +731,8 @@ func (r *root) admit(g *caller) (member bool) {
 	return true
 }
 
-// contradiction returns an error if q contradicts what is known of this job, else nil. r.mu is held, and r is
-// forming.
+// contradiction returns an error if q contradicts the configuration of rank 0 or the request of another rank,
+// else nil. r.mu is held, and r is forming.
 func (r *root) contradiction(q *joinRequest) *RefusedError {
 	rank, size := q.GetRank(), q.GetSize()
 	refused := func(why Reason, format string, args ...any) *RefusedError {
@@ -751,13 +755,13 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict answers g if the root is complete or failed and g is not a member. r.mu is held.
+// verdict answers g, which is not a member, if the root is complete or failed. r.mu is held.
 func (r *root) verdict(g *caller) {
 	nonce, known := r.answered[g.q.process()]
 	switch {
 	case r.state == failed && known && !bytes.Equal(nonce, g.q.GetNonce()):
-		// The process has got the failure already and joins again. If the nonce were the same, this would be
-		// the same call of Join, which has not received the failure.
+		// This process was sent the failure before, and the nonce shows that this is a new call of Join. (A
+		// request with the old nonce comes from the same call, which has not received the failure.)
 		r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STALE})
 		return
 	case r.state == failed:
@@ -776,7 +780,8 @@ func (r *root) verdict(g *caller) {
 // outcome answers g with the failure. r.mu is held, and r is failed.
 func (r *root) outcome(g *caller) {
 	g.refused = true
-	// This comes before the answer, because the process may join again as soon as it has the answer.
+	// The process is remembered before the answer is sent, because it may join again as soon as it has the
+	// answer.
 	r.remember(g.q)
 	r.answer(g, refusalAnswer(r.failure))
 }
@@ -790,7 +795,7 @@ func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	g.finished = true
 }
 
-// noteAnswered counts the rank of g if the answer that g has got was the failure.
+// noteAnswered adds the rank of g to r.answeredRanks if the answer that g got was the failure.
 func (r *root) noteAnswered(g *caller) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

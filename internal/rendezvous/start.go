@@ -21,12 +21,12 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// FailedError is the error if ranks failed after the epoch was complete and before all ranks were ready. It
-// is the same at all ranks.
+// FailedError is the error of a start in which ranks failed after the epoch was complete but before all ranks
+// were ready. All ranks get the same FailedError.
 type FailedError struct {
 	Epoch uint64
-	// Ranks are the ranks that failed, at least one. If one rank of two failed and it is unknown which, Ranks
-	// has both.
+	// Ranks has the ranks that failed, at least one. If one of two ranks failed but it is unknown which one,
+	// Ranks has both.
 	Ranks []topo.Rank
 	// Reason is what was observed, or what the failed rank reported.
 	Reason string
@@ -46,8 +46,8 @@ func (e *FailedError) Error() string {
 
 // outcome is the result of the start of an epoch: whether all ranks have become ready.
 type outcome struct {
-	done chan struct{} // closed once err is set
-	err  *FailedError  // nil if all ranks have become ready
+	done chan struct{} // closed when the start has ended and err has its value
+	err  *FailedError  // nil if all ranks are ready
 }
 
 func newOutcome() outcome { return outcome{done: make(chan struct{})} }
@@ -66,8 +66,8 @@ func (o *outcome) end(err *FailedError) {
 	close(o.done)
 }
 
-// wait waits until the start has ended. It returns nil if all ranks are ready. Otherwise the error is a
-// *FailedError, or the error of ctx.
+// wait waits until all ranks are ready, ranks have failed, or ctx ends. It returns nil if all ranks are
+// ready, a *FailedError if ranks have failed, and the error of ctx if ctx has ended.
 func (s *Session) wait(ctx context.Context) error {
 	o := &s.member.start
 	select {
@@ -86,7 +86,7 @@ func (s *Session) wait(ctx context.Context) error {
 }
 
 // Watch derives a context that ends if a rank fails before all ranks are ready. Its cause is the
-// *FailedError. The caller must call stop when it no longer needs the context.
+// *FailedError. The caller must call stop when it no longer needs watched.
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
@@ -108,9 +108,9 @@ func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func
 	}
 }
 
-// Ready tells the root that this rank is connected to all others, and waits until every rank has done so. The
-// error is a *FailedError, the same at all ranks, or the error of ctx. If a rank dies later, the engine's
-// connections detect that.
+// Ready tells the root that this rank is connected to all others, and waits until every rank has called
+// Ready. If a rank fails first, all ranks return the same *FailedError. If ctx ends first, Ready returns the
+// error of ctx. If a rank dies later, the engine detects that through its own connections.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.member == nil {
 		return nil
@@ -123,14 +123,14 @@ func (s *Session) Ready(ctx context.Context) error {
 // failWait bounds how long Fail waits for the root's answer.
 const failWait = 2 * time.Second
 
-// Fail tells the other ranks that this rank cannot continue because of err, and returns the reason for which
-// the epoch has failed. That is err if this rank is the only cause, else a *FailedError. If all ranks were
+// Fail tells the other ranks that this rank cannot continue because of err, and returns the reason why the
+// epoch has failed. The reason is err if this rank is the only cause, else a *FailedError. If all ranks were
 // ready already, Fail returns err.
 //
-// suspects are the ranks that may be the cause: this rank if it is the cause itself, and none if the cause is
-// unknown. If the epoch has failed already, err does not count. If a rank has died, that rank is the cause,
-// whatever the others report. The caller should keep its connections to the other ranks open until Fail has
-// returned.
+// suspects are the ranks that may be the cause. If this rank is the cause, the caller passes this rank; if
+// the cause is unknown, the caller passes no suspects. If the epoch has failed already, err is not reported.
+// If a rank has died, that rank is the cause, no matter what the others report. The caller should keep its
+// connections to the other ranks open until Fail has returned.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.member == nil {
 		return err
@@ -150,8 +150,8 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	return why
 }
 
-// member is a rank's connection to the root of its epoch. It is used from the table until all ranks are
-// ready.
+// member is a rank's connection to the root of its epoch. It is used from the arrival of the table until all
+// ranks are ready or the epoch has failed.
 type member struct {
 	conn  net.Conn
 	start outcome
@@ -170,7 +170,8 @@ func (m *member) close() {
 	<-m.start.done
 }
 
-// listen receives answers of the root until one says how the start has ended. Then it closes the connection.
+// listen receives the root's answers until an answer contains the result of the start. Then it closes the
+// connection.
 func (m *member) listen(in *bufio.Reader) {
 	err := m.receive(in)
 	failed, answered := errors.AsType[*FailedError](err)
@@ -232,7 +233,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	return s, err
 }
 
-// hungUp returns the reason of the failure of a rank whose connection has ended with err.
+// hungUp describes the failure of a rank whose connection to the root has ended with err.
 func hungUp(err error) string {
 	const text = "the process hung up during Init"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
@@ -261,7 +262,7 @@ func startAnswer(why *FailedError) *rendezvouspb.Answer {
 	return a
 }
 
-// report is what a rank has reported about a failure.
+// report is a rank's report of a failure.
 type report struct {
 	rank     int
 	suspects []topo.Rank
@@ -323,16 +324,16 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-// noteReady records that rank is ready. If it is the last rank, the start ends. r.mu is held.
+// noteReady records that rank is ready. When all ranks are ready, it ends the start. r.mu is held.
 func (r *root) noteReady(rank int) {
 	if r.ready[rank] = true; len(r.ready) == len(r.members) {
 		r.conclude(nil)
 	}
 }
 
-// noteReport records that a rank cannot continue. Only the first report of each rank counts. After the very
-// first report, the root waits for a short time, because if a rank has died, the end of its connection shows
-// that. r.mu is held, and r is complete.
+// noteReport records that a rank cannot continue. Only the first report of each rank counts. After the first
+// report of any rank, the root waits for suspicionTime: if a rank has died, its connection to the root ends
+// in that time and shows who died. r.mu is held, and r is complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
 		return q.rank == p.rank
@@ -357,8 +358,9 @@ func (r *root) noteReport(p report) {
 	})
 }
 
-// judge decides which ranks have caused a failure if no rank has died: a rank that has named itself, else the
-// suspects of the first report, else the ranks that are not ready and have reported nothing. r.mu is held.
+// judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, it is the
+// cause. Else the suspects of the first report are, and if there are no suspects, the ranks that are not
+// ready and have reported nothing. r.mu is held.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {
@@ -386,8 +388,8 @@ func (r *root) judge() *FailedError {
 	return why
 }
 
-// conclude ends the start, unless it has ended, and tells all members. why is nil if all ranks are ready.
-// r.mu is held, and r is complete.
+// conclude ends the start with the result why, which is nil if all ranks are ready, and sends it to all
+// members. If the start has ended already, conclude does nothing. r.mu is held, and r is complete.
 func (r *root) conclude(why *FailedError) {
 	if r.start.ended() {
 		return

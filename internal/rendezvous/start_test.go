@@ -22,8 +22,8 @@ func meet(t *testing.T, size int, key secret.Secret) []*Session {
 	return meetWith(t, size, key, 0)
 }
 
-// meetWith is like meet, but sets how long the root waits between the first report of a failure and its
-// decision about the cause. A suspicion of 0 means 300 ms.
+// meetWith is like meet, but also sets how long the root waits after the first report of a failure before it
+// decides about the cause. If suspicion is 0, the root waits for 300 ms.
 func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration) []*Session {
 	t.Helper()
 	kv := newStore(t)
@@ -43,7 +43,8 @@ func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration
 	return sessions
 }
 
-// each calls f concurrently for all ranks except the rank without. It returns the errors by rank.
+// each calls f concurrently for all ranks except one, which is the parameter without. It returns the errors
+// by rank.
 func each(sessions []*Session, without int, f func(rank int, s *Session) error) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -67,8 +68,7 @@ func wantFailure(t *testing.T, s *Session, err error, reason string, ranks ...to
 	testnet.WantError(t, err, reason)
 }
 
-// Ready returns only when all ranks have called it. If a rank dies after that, Watch and Ready report no
-// failure.
+// Ready returns only when all ranks have called it. If a rank dies later, Watch and Ready report no failure.
 func TestReady(t *testing.T) { overBoth(t, testReady) }
 
 func testReady(t *testing.T, key secret.Secret) {
@@ -102,8 +102,8 @@ func testReady(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a rank ends before all ranks are ready, the errors of all others name it, even if a rank has reported
-// that it suspects others.
+// If a rank dies before all ranks are ready, the errors of all other ranks name the dead rank, even if a rank
+// has reported other suspects.
 func TestDeathBeforeReady(t *testing.T) { overBoth(t, testDeathBeforeReady) }
 
 func testDeathBeforeReady(t *testing.T, key secret.Secret) {
@@ -131,14 +131,15 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 				t.Errorf("rank %d: got no error", rank)
 			}
 			if why, ok := errors.AsType[*FailedError](err); ok {
-				why.Epoch = sessions[rank].Epoch // the cause of a context does not have the epoch
+				// The FailedError that is the cause of a context has no epoch.
+				why.Epoch = sessions[rank].Epoch
 			}
 			wantFailure(t, sessions[rank], err, "the process hung up during Init", topo.Rank(dead))
 		}
 	}
 }
 
-// kill closes the root's connections, as happens if the process of rank 0 ends.
+// kill closes the root's connections, as the kernel does if the process of rank 0 ends.
 func (r *root) kill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -147,9 +148,9 @@ func (r *root) kill() {
 	}
 }
 
-// If a rank reports a failure and suspects itself, the errors of the other ranks name it. If it suspects
-// other ranks, they name these. If it suspects none, they name the ranks that are not ready and have reported
-// nothing.
+// If a rank reports a failure and suspects itself, the errors of the other ranks name this rank. If it
+// suspects other ranks, the errors name the suspects. If it suspects none, the errors name the ranks that are
+// not ready and have reported nothing.
 func TestFailure(t *testing.T) {
 	own := fmt.Errorf("accept: %w", syscall.EMFILE)
 	peer := errors.New("no connection")
@@ -174,7 +175,8 @@ func TestFailure(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			ctx := testnet.Context(t)
-			// All ranks report within 1 s. Fail waits for 2 s.
+			// The root waits for 1 s, so that all ranks have reported before it decides. Fail waits for 2 s,
+			// so it gets the decision.
 			sessions := meetWith(t, 4, secret.Secret{}, time.Second)
 			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
 				watched, stop := s.Watch(ctx)
@@ -201,8 +203,8 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// If the context of a rank ends while other ranks are missing, the error names the missing ranks, but not the
-// rank itself.
+// If the context of a rank ends in Join while other ranks are missing, the error of this rank names the
+// missing ranks, but not the rank itself.
 func TestMissingRanksAreNamed(t *testing.T) {
 	ctx := testnet.Context(t)
 	kv := newStore(t)
@@ -227,7 +229,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	end()
 	testnet.WantError(t, (<-r).err, "waiting for ranks 2 and 4: context canceled")
 
-	// If the other ranks join later, the ranks that have left are the missing ones.
+	// If rank 1 leaves and all other ranks join later, the error of rank 0 names rank 1 as missing.
 	long, end = context.WithCancel(ctx)
 	kv = newStore(t)
 	zero.Store = kv

@@ -14,13 +14,13 @@ import (
 const (
 	// ringAbove is the default of JoinConfig.RingAbove.
 	ringAbove = 128
-	// tableLane is the lane of the mesh on which the ranks pass the records. No process set has such a great
-	// number.
+	// tableLane is the lane of the mesh on which the ranks pass the records. Lanes have the numbers of
+	// process sets, and no process set has a number as great as this.
 	tableLane = transport.Lane(math.MaxUint32)
 )
 
-// sentWith returns the ranks whose records the root sends to rank together with the table: all ranks, or only
-// the two neighbours of rank if ring is set.
+// sentWith returns the ranks whose records the root sends along with the table. If ring is set, these are
+// only the two neighbours of the rank that gets the table, else all ranks.
 func sentWith(rank, size int, ring bool) []int {
 	if ring {
 		return []int{(rank + size - 1) % size, (rank + 1) % size}
@@ -33,12 +33,14 @@ func sentWith(rank, size int, ring bool) []int {
 }
 
 // Gather completes Records in a large job. In other jobs it does nothing. All ranks call it after Join. The
-// ranks form a ring, in which each sends its own record to the next rank and passes on size-2 records of
-// others, in size-1 steps. mesh must reach the two neighbours, whose records Join has provided. Gather
-// releases its lane of the mesh.
+// ranks form a ring and pass the records round it in size-1 steps: each rank sends the next rank its own
+// record first, and then the size-2 records that it receives from the previous rank and that the next rank
+// lacks. mesh must connect this rank to its two neighbours, whose records Join has provided. Gather releases
+// its lane of the mesh.
 //
-// If a rank dies, the error is a *transport.PeerError. At first only the neighbours of the dead rank get it.
-// They should call Fail, because the calls at all other ranks wait until then, or until ctx ends.
+// If a rank dies, the error is a *transport.PeerError. Only the neighbours of the dead rank get this error by
+// themselves. They should call Fail: until they do, the calls of Gather at all other ranks wait, or until ctx
+// ends.
 func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 	if !s.ring {
 		return nil

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// gather calls Gather at all ranks except those in dead, and Fail at those whose Gather returns an error. It
-// returns the errors by rank.
+// gather calls Gather at all ranks that are not in dead. If Gather returns an error at a rank, it calls Fail
+// there. It returns the errors by rank.
 func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead ...int) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup
@@ -81,7 +81,7 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// If a rank dies during Gather, the errors of all other ranks name it.
+// If a rank dies during Gather, the errors of all other ranks name the dead rank.
 func TestDeathInRing(t *testing.T) {
 	ctx, kv := testnet.Context(t), newStore(t)
 	const size, dead = 5, 3
@@ -99,7 +99,7 @@ func TestDeathInRing(t *testing.T) {
 	}
 	cluster := mem.New(size)
 	cluster.Kill(dead)
-	sessions[dead].member.conn.Close() // as happens if its process ends
+	sessions[dead].member.conn.Close() // as the kernel does if the process of the rank ends
 	for rank, err := range gather(ctx, sessions, cluster, dead) {
 		why, ok := errors.AsType[*FailedError](err)
 		if rank != dead && (!ok || !slices.Equal(why.Ranks, []topo.Rank{dead})) {
