@@ -8,8 +8,9 @@ import (
 	"strings"
 )
 
-// Bounds on lists of hosts: MaxListBytes on the text of a list, MaxHosts on the number of names in it,
-// maxNameBytes on a name, and maxTasks on the tasks of one host.
+// Limits of lists of hosts. MaxListBytes is the maximum length of the text of a list, MaxHosts the maximum
+// number of names in a list, maxNameBytes the maximum length of a name, and maxTasks the maximum number of
+// tasks on one host.
 const (
 	MaxListBytes = 1 << 20
 	MaxHosts     = 1 << 16
@@ -53,7 +54,8 @@ func expandHosts(list string) (hosts []string, err error) {
 	}
 }
 
-// cutHost splits list at the first comma outside of brackets. more reports whether there is such a comma.
+// cutHost splits list at the first comma outside of brackets into an item and the rest. The result more says
+// whether there is such a comma.
 func cutHost(list string) (item, rest string, more bool, err error) {
 	open := false
 	for i, c := range []byte(list) {
@@ -76,14 +78,15 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	return list, "", false, nil
 }
 
-// expandHost expands one item of a list, whose brackets match. It returns an error if the item has more than
-// most names.
+// expandHost expands one item of a list. The brackets of the item must match. If the item has more names than
+// the bound most, expandHost returns an error.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("got an empty name")
 	}
-	// Each part has the alternatives for one bracket, each with the literal text before the bracket. So the
-	// number and the length of the names are known before memory is allocated for them.
+	// Each element of parts belongs to one bracket and has its alternatives, each prefixed with the literal
+	// text before the bracket. The names are made from parts only after their number and length have been
+	// checked.
 	var parts [][]string
 	count, length := 1, 0
 	for item != "" {
@@ -137,7 +140,8 @@ func notInNames(c rune) bool {
 
 func tooMany() error { return fmt.Errorf("got more than %d hosts", MaxHosts) }
 
-// expandNumbers expands the text inside a bracket. It returns an error if there are more than most numbers.
+// expandNumbers expands the text inside a bracket. If there are more numbers than the bound most, it returns
+// an error.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
 		first, last, isRange := strings.Cut(part, "-")
@@ -215,7 +219,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal parses a number from 0 to most. It accepts only digits.
+// decimal parses a number of at least 0 and at most the bound most. It accepts only digits.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {
@@ -224,7 +228,8 @@ func decimal(s string, most int) (int, error) {
 	return n, nil
 }
 
-// quote returns s in quotes, cut after 200 bytes. s comes from another program.
+// quote returns s in quotes for an error message. It cuts s after 200 bytes, because s comes from another
+// program and may be long.
 func quote(s string) string {
 	if len(s) > 200 {
 		return strconv.Quote(s[:200]) + "..."

@@ -46,7 +46,7 @@ const (
 	flagEncrypt = 1
 )
 
-// idText is the encoding of ids as text. It is strict, so that every id has exactly one text.
+// idText is the encoding of ids as text. It is strict, so that each id has exactly one valid text.
 var idText = base64.RawURLEncoding.Strict()
 
 // newID makes an id from a key and the address of a store.
@@ -92,7 +92,7 @@ func ParseID(text string) (ID, error) {
 		return ID{}, fmt.Errorf("place: parse id: got %d characters, want %d", len(text), want)
 	}
 	b, err := idText.DecodeString(text)
-	// DecodeString skips line breaks, so b may be too short.
+	// DecodeString ignores line breaks, so a text of the right length may decode to too few bytes.
 	if err != nil || len(b) != len(ID{}) {
 		return ID{}, errors.New("place: parse id: the text is not base64")
 	}
@@ -106,7 +106,7 @@ func ParseID(text string) (ID, error) {
 // idStore describes the store that an id names.
 type idStore struct {
 	addr    string        // host:port
-	key     secret.Secret // encrypted if encrypt is set
+	key     secret.Secret // makes encrypted connections if the id has the flag
 	encrypt bool
 }
 
@@ -156,8 +156,8 @@ func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
 // metKey is the key that rank 0 sets in the store of an id when all ranks have met.
 const metKey = "gohvd/met"
 
-// lateTime is how long the store of an id is still served after all ranks have met, so that a late process
-// gets an answer.
+// lateTime is how long the store of an id is still served after all ranks have met, so that a process that
+// comes too late gets an answer that says so.
 const lateTime = 30 * time.Second
 
 // NewID serves a store for the ranks of one job, on a free port of listenHost, and returns the id by which
@@ -209,9 +209,9 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 }
 
 // OpenIDs connects to the store of a job by one or several ids. All ranks must pass the same ids in the same
-// order. With one id, all ranks use the same store. With several ids, different processes serve the stores,
-// and the ranks are divided among the stores. Rank 0 uses the first store and publishes the address of its
-// root in all of them.
+// order. With one id, all ranks use the same store. With several ids, each id has its own store in a process
+// of its own, and each rank uses one of the stores. Rank 0 uses the first store, and publishes the address of
+// its root in all stores.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
 		return nil, fmt.Errorf("place: got %d ids, want 1 to %d, at most one per rank", len(ids), size)
@@ -237,7 +237,8 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		Terms: map[string]string{"the list of unique ids": hex.EncodeToString(names.Sum(nil)[:8])},
 	}
 	if rank != 0 {
-		// A rank that is out of range connects too, so that Join can report it to the others.
+		// A rank that is out of range connects to the first store, so that Join can report the error to the
+		// other ranks.
 		own := 0
 		if rank > 0 && rank < size {
 			own = rank * len(ids) / size
@@ -272,7 +273,7 @@ func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	return nil
 }
 
-// spread is the list of the stores of a job's ids.
+// spread has the stores of all ids of a job, in the order of the ids.
 type spread []store.Store
 
 func (s spread) set(ctx context.Context, key string, value []byte) error {
@@ -283,8 +284,8 @@ func (s spread) set(ctx context.Context, key string, value []byte) error {
 	return errors.Join(errs...)
 }
 
-// rootSpreader is the store of the first id at rank 0. It copies the root's address, when rank 0 publishes it
-// there, to the stores of the other ids.
+// rootSpreader is the store that rank 0 uses if there are several ids: the store of the first id. When rank 0
+// publishes the address of its root there, rootSpreader copies the address to the stores of the other ids.
 type rootSpreader struct {
 	store.Store
 	others spread

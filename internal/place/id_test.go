@@ -36,9 +36,8 @@ func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	return ids
 }
 
-// meetByIDs makes ranks join with ids as their only information. The number of arguments is the number of
-// ranks, and each argument is the list of ids that a rank is given. It returns the sessions and errors, by
-// rank.
+// meetByIDs makes one rank join for each argument after t. The argument is the list of ids that this rank
+// has, and the rank has no other information. meetByIDs returns the sessions and errors by rank.
 func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 	t.Helper()
 	size := len(ids)
@@ -102,7 +101,7 @@ func TestID(t *testing.T) {
 	}
 }
 
-// Ranks that are given only ids meet. The number of ids may equal the number of ranks or be smaller.
+// Ranks that are given only ids meet. The job may have one id for each rank, or fewer ids.
 func TestJoinByIDs(t *testing.T) {
 	for _, encrypt := range []bool{false, true} {
 		for _, size := range []int{2, 3, 7} {
@@ -243,7 +242,7 @@ func TestNoIDForWhatCannotBeDialed(t *testing.T) {
 	}
 }
 
-// An id says whether connections are encrypted. If only some ids of a job are for encrypted connections,
+// The flag in an id decides whether connections are encrypted. If only some ids of a job have the flag,
 // OpenIDs returns an error.
 func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	ctx := testnet.Context(t)
@@ -279,7 +278,7 @@ func FuzzParseID(f *testing.F) {
 	encrypted[idFlags] = flagEncrypt
 	encrypted.seal()
 	f.Add(encrypted.String())
-	f.Add("A\n" + strings.Repeat("A", 169)) // has the right length but decodes to one byte less
+	f.Add("A\n" + strings.Repeat("A", 169)) // has the right length, but decodes to one byte too few
 	f.Fuzz(func(t *testing.T, text string) {
 		id, err := ParseID(text)
 		if err == nil && id.String() != strings.TrimSpace(text) {
@@ -288,8 +287,8 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// FuzzOpenID fuzzes the bytes of an id before the checksum, and appends the right checksum, because fuzzed
-// texts of ids rarely have one. If an id can be opened, the result gives the same id again.
+// FuzzOpenID fuzzes the bytes of an id before the checksum and appends the right checksum, because a fuzzed
+// checksum is rarely right. If an id can be opened, newID returns the same id for the result.
 func FuzzOpenID(f *testing.F) {
 	for _, addr := range []string{"10.1.2.3:4567", "[2001:db8::1]:80"} {
 		id := someID(f, addr)

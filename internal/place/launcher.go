@@ -11,7 +11,7 @@ import (
 	"sync/atomic"
 )
 
-// Kind is a kind of launcher. Its value is the name that users know.
+// Kind is a kind of launcher. Its value is the launcher's usual name.
 type Kind string
 
 // Kinds of launchers, in the order in which Detect looks for them.
@@ -23,7 +23,8 @@ const (
 	Torchrun   Kind = "torchrun"
 	Slurm      Kind = "Slurm"
 	Kubernetes Kind = "Kubernetes"
-	// Plain means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, but by no known launcher.
+	// Plain means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and that no variables of a
+	// known launcher are set.
 	Plain Kind = "plain environment"
 )
 
@@ -31,26 +32,26 @@ const (
 type Env struct {
 	Kind       Kind
 	Rank, Size int
-	// LocalRank is the number of this rank among the ranks on this host, and LocalSize is how many those are.
-	// CrossRank is the number of this host among the hosts that have a rank with this local rank, and
-	// CrossSize is how many those are.
+	// LocalRank is the number of this rank among the ranks on this host, and LocalSize is the number of ranks
+	// on this host. CrossRank is the number of this host among the hosts that have a rank with this
+	// LocalRank, and CrossSize is the number of those hosts.
 	LocalRank, LocalSize, CrossRank, CrossSize int
 	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the environment does
-	// not have it. With MPICH it is in Place.JobID.
+	// not contain it. With MPICH, the launcher sends the name later, and it is in Place.JobID.
 	JobID string
 
 	met atomic.Bool
 
 	// Each kind of launcher sets only some of the following fields.
-	host  string // host of rank 0's store or of the launcher's store
-	port  int    // port of rank 0's store or of the launcher's store, 0 if unknown
+	host  string // host of the store, which rank 0 or the launcher serves
+	port  int    // port of that store, 0 if unknown
 	dir   string // directory of the job on this host; Open MPI only
 	pmiFD int
-	// agentStore is set if torchrun's agent serves the TCPStore. Otherwise rank 0 serves it.
+	// agentStore is set if torchrun's agent serves the TCPStore. Otherwise rank 0 serves the TCPStore.
 	agentStore bool
 	node       int // number of this host in the job, -1 if unknown
-	// loopback is set if the address at which the ranks meet is a loopback address. This rank, and as far as
-	// it knows all others, are on this host then.
+	// loopback is set if the address at which the ranks meet is a loopback address. Then this rank takes all
+	// other ranks to be on this host too.
 	loopback bool
 }
 
@@ -59,7 +60,7 @@ type Line struct {
 	Kind Kind
 	// Matched is set if Detect returns the Env of this kind. At most one Line has it set.
 	Matched bool
-	// Why is the reason in words, with the variables that it is based on.
+	// Why explains in words why the kind matched or did not match, and names the variables that decided it.
 	Why string
 	// Suspect is set if the launcher seems to have started a job of several ranks, but not this process as
 	// one of them.
@@ -157,8 +158,8 @@ func (v *variables) firstSet(names ...string) (name string, ok bool) {
 	return "", false
 }
 
-// number returns the value of a variable, which must be a number of at least 0. It returns -1 if the variable
-// is not set or not such a number.
+// number returns the value of a variable, which must be a number of at least 0. If the variable is not set,
+// or is not such a number, it returns -1.
 func (v *variables) number(name string) int {
 	text := v.getenv(name)
 	if text == "" {
@@ -172,8 +173,8 @@ func (v *variables) number(name string) int {
 	return int(n)
 }
 
-// pair returns the values of two variables, of which one has a rank and the other has the number of ranks. It
-// returns -1 and -1 if neither is set.
+// pair returns the values of two variables: one has a rank, and the other has the number of ranks. If neither
+// is set, it returns -1 and -1.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	if _, ok := v.firstSet(rankName, sizeName); !ok {
 		return -1, -1
@@ -210,16 +211,16 @@ func newEnv(rank, size int) *Env {
 	return e
 }
 
-// deriveCross sets the cross rank, if it is unknown, in a job with all ranks on one host. The cross size is 1
-// then.
+// deriveCross sets the cross rank to 0 and the cross size to 1 if all ranks of the job are on one host and
+// the cross rank is unknown.
 func (e *Env) deriveCross() {
 	if e.OneHost() && e.CrossRank < 0 {
 		e.CrossRank, e.CrossSize = 0, 1
 	}
 }
 
-// mpi returns the Env of a process whose launcher sets rank, size, local rank and local size. Its arguments
-// are the names of the variables.
+// mpi returns the Env of a process whose launcher sets rank, size, local rank and local size. The arguments
+// are the names of the environment variables that have these values.
 func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
 	e := newEnv(v.pair(rank, size))
 	if r, n := v.part(localRank, localSize, e); r >= 0 {
@@ -270,9 +271,9 @@ func findOpenMPI(v *variables) (*Env, string) {
 	if e.JobID == "" {
 		e.JobID = v.getenv("OMPI_MCA_ess_base_jobid")
 	}
-	// Each of these variables has the directory of this mpirun on this host. Only the user can read it, and
-	// mpirun removes it at the end. OMPI_FILE_LOCATION is not used, because its directory vanishes when the
-	// first rank ends.
+	// Each of these variables has the path of a directory that this mpirun has made on this host. Only the
+	// user can read the directory, and mpirun removes it at the end. OMPI_FILE_LOCATION is not used, because
+	// its directory vanishes when the first rank ends.
 	if dir, ok := v.firstSet("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
 		e.dir = v.getenv(dir)
 	}
@@ -320,7 +321,7 @@ func findTorchrun(v *variables) (*Env, string) {
 func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
-		return // these settings take precedence, and a single rank needs no address
+		return // hvd's own settings decide where to meet, and a single rank needs no address
 	}
 	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool {
 		return v.getenv(name) != ""
@@ -341,8 +342,8 @@ func findPlain(v *variables) (*Env, string) {
 		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
 	}
 	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
-	// Scripts often set only LOCAL_RANK, for torch.cuda.set_device. Then the local ranks are derived later,
-	// from the hosts of all ranks.
+	// Scripts often set LOCAL_RANK without LOCAL_WORLD_SIZE, for torch.cuda.set_device. In this case the
+	// local ranks are derived later from the hosts of all ranks.
 	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
 		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
 	}
@@ -393,8 +394,9 @@ func findSlurm(v *variables) (*Env, string) {
 	return e, "SLURM_STEP_ID"
 }
 
-// slurmAllocation describes the allocation in which a process runs that is not part of a step. If the
-// allocation has several tasks, it sets v.suspect, because the process may be meant to be one of them.
+// slurmAllocation describes the allocation of a process that runs in an allocation of Slurm but not in a
+// step. If the allocation has several tasks, slurmAllocation sets v.suspect, because the user may have meant
+// the process to be one of the tasks.
 func (v *variables) slurmAllocation() string {
 	text := v.getenv("SLURM_NTASKS")
 	if n, err := strconv.Atoi(text); err != nil || n < 2 {
@@ -404,8 +406,8 @@ func (v *variables) slurmAllocation() string {
 	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
-// The ports at which the ranks of a step of Slurm meet if the user chooses no port. They are below 32768,
-// because from there on Linux assigns ports to sockets that do not ask for a particular one.
+// If the user chooses no port, the ranks of a step of Slurm meet at one of these ports. They are below 32768,
+// because Linux assigns ports from 32768 upwards to sockets that do not ask for a particular port.
 const (
 	slurmPortFirst = 20000
 	slurmPortCount = 10000
@@ -462,8 +464,9 @@ func (v *variables) slurmHosts(e *Env) {
 // slurmTasks returns the number of tasks on each host of the step, or nil if the numbers are unknown.
 func (v *variables) slurmTasks(hosts, size int) []int {
 	if _, ok := v.firstSet("SLURM_STEP_TASKS_PER_NODE"); !ok {
-		// SLURM_NTASKS_PER_NODE is what the user requested. A step may have fewer tasks on a host, so the
-		// number is used only if it gives the right sum.
+		// SLURM_NTASKS_PER_NODE is the number of tasks per host that the user requested. A step may have
+		// fewer tasks on a host, so the variable is used only if tasks per host times hosts is the size of
+		// the step.
 		if n := v.number("SLURM_NTASKS_PER_NODE"); n > 0 && n <= size && n*hosts == size {
 			return slices.Repeat([]int{n}, hosts)
 		}
@@ -506,8 +509,8 @@ func findKubernetes(v *variables) (*Env, string) {
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.port = KubernetesPort
-	// The controller of indexed jobs gives a pod the host name <job>-<index>. With setHostnameAsFQDN, a
-	// domain follows it.
+	// The controller of indexed jobs gives a pod the host name <job>-<index>. If the pod has
+	// setHostnameAsFQDN, a domain is appended to this name.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
@@ -528,7 +531,7 @@ func findKubernetes(v *variables) (*Env, string) {
 // MASTER_ADDR:MASTER_PORT.
 func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
-// Where returns a description of the place where the ranks meet.
+// Where describes for people where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
 	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {

@@ -25,8 +25,8 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// ErrNoSecret is the error if the user gave no secret and the launcher has no private channel through which
-// rank 0 could pass one to the other ranks.
+// ErrNoSecret is the error of Meet if the user gave no secret and the launcher has no private channel through
+// which rank 0 could send a secret to the other ranks.
 var ErrNoSecret = errors.New(
 	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
@@ -39,15 +39,16 @@ type MeetOptions struct {
 	// Secret is the secret that the user gave, the same at all ranks. If it is zero and the launcher has a
 	// private channel, rank 0 makes a secret and passes it to the others.
 	Secret secret.Secret
-	// Insecure permits a job without a secret if there is no such channel.
+	// Insecure permits a job without a secret if the user gave none and the launcher has no private channel.
 	Insecure bool
-	// Encrypt makes connections encrypted if rank 0 makes the secret (secret.Secret.Encrypted). If the user
-	// gave Secret, Secret itself says whether connections are encrypted. Encrypt must be the same at all
-	// ranks.
+	// If rank 0 makes the secret, Encrypt says whether connections are encrypted (secret.Secret.Encrypted).
+	// If the user gave Secret, Encrypt has no effect, because Secret itself says that. Encrypt must be the
+	// same at all ranks.
 	Encrypt bool
-	// Host is the name or address of the host of rank 0, in place of what the launcher says. It is used only
-	// if the ranks are on several hosts. The other ranks dial Host and Port, so Port is needed too, unless
-	// the launcher provides one. With MPICH, rank 0 tells the others Host. With hvdrun, Host has no effect.
+	// Host is the name or address of the host of rank 0. It replaces the name from the launcher. It is used
+	// only if the ranks are on several hosts. The other ranks dial Host and Port, so Port is needed too,
+	// unless the launcher provides one. With MPICH, rank 0 sends Host to the other ranks. With hvdrun, Host
+	// has no effect.
 	Host string
 	// Port is the port on which rank 0 serves its store. 0 means the launcher's port or the default. In a
 	// plain environment Port replaces MASTER_PORT. It has no effect on the port of torchrun's TCPStore and of
@@ -56,11 +57,11 @@ type MeetOptions struct {
 	// Interfaces are the network interfaces that the user has chosen.
 	//
 	// If the ranks are on several hosts, rank 0 listens on the first chosen address at which the others reach
-	// it. It listens on all interfaces if none is chosen, or if the name that the others dial resolves to no
-	// chosen address. If rank 0 announces an address to the others, and Host is empty, it announces the first
-	// chosen address. If all ranks are on one host, rank 0 listens on loopback.
+	// it. If no interface is chosen, or if the name that the others dial does not resolve to a chosen
+	// address, it listens on all interfaces. If rank 0 announces an address to the others and Host is empty,
+	// rank 0 announces the first chosen address. If all ranks are on one host, rank 0 listens on loopback.
 	Interfaces netif.Choice
-	// Log is the log of the servers. It may be nil.
+	// Log is the log of the servers that Meet starts. It may be nil.
 	Log *zap.Logger
 
 	// resolver replaces the system's lookup of host names in tests. It may be nil. If it returns a
@@ -72,8 +73,8 @@ type MeetOptions struct {
 // Each rank calls it once. At rank 0 it returns as soon as the others can find the store. At the other ranks
 // it returns when they are connected. It fails when ctx ends.
 //
-// A process has only one connection to a launcher that speaks PMI, and Meet uses it. So a program that meets
-// through PMI cannot call MPI_Init as well.
+// A launcher that speaks PMI gives each process only one connection, and Meet uses that connection. So a
+// program that meets through PMI cannot call MPI_Init as well.
 func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 	err := ErrMet
 	m := &Place{Rank: e.Rank, Size: e.Size, JobID: e.JobID}
@@ -81,7 +82,7 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 		err = e.meet(ctx, o, m)
 	}
 	if err != nil {
-		// The caller needs the cause of the failure, not an error of this clean-up.
+		// The error of Close is dropped, because the caller needs the cause of the failure.
 		_ = m.Close()
 		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size,
 			e.Kind, err)
@@ -128,15 +129,15 @@ func (m *Place) single(o MeetOptions) error {
 	return nil
 }
 
-// jobKey is the key under which rank 0 says which job its store belongs to. The other ranks check it, because
-// the store on a fixed port may belong to another job.
+// jobKey is the key under which rank 0 writes the name of the job to its store. The other ranks check the
+// name, because the store on a fixed port may belong to another job.
 const jobKey = "place/job"
 
 func (e *Env) jobValue(m *Place) string {
 	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
 }
 
-// serve serves a store at host:port. Rank 0 itself uses the store directly.
+// serve serves a store at host:port. Rank 0 itself uses the store without a connection.
 func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 	port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
@@ -285,14 +286,15 @@ func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr,
 	return addrs, err
 }
 
-// Words that rank 0 sends in place of a secret. They are shorter than any secret.
+// Rank 0 sends one of these words in place of a secret. They are shorter than any secret, so they cannot be
+// confused with one.
 const (
 	wordGiven = "given" // the user gave every rank the secret
 	wordNone  = "none"
 )
 
-// ownSecret returns the secret of rank 0, and the word that tells the others how to get it: wordGiven, or the
-// text of the secret.
+// ownSecret returns the secret of rank 0, and what rank 0 sends the other ranks so that they get the same
+// secret: a word such as wordGiven, or the text of the secret.
 func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
@@ -309,7 +311,7 @@ func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	return s
 }
 
-// secretFor returns the secret for the word that rank 0 has sent.
+// secretFor returns the secret of a rank to which rank 0 has sent word, a result of ownSecret.
 func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
@@ -325,8 +327,8 @@ func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	return o.encrypted(s), err
 }
 
-// announce serves a store, on a free port unless o.Port is set. It returns the address of the store and the
-// secret, in the form that parseAnnouncement reads.
+// announce serves a store at rank 0, on o.Port or, if that is 0, on a free port. It returns the address of
+// the store and the secret as text that parseAnnouncement reads.
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
 	m.Secret, word = o.ownSecret()
@@ -349,7 +351,7 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text strin
 	return net.JoinHostPort(host, port) + "," + word, nil
 }
 
-// announcedHost returns the host that rank 0 tells the others to dial.
+// announcedHost returns the host that rank 0 announces for the other ranks to dial.
 func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	switch {
 	case e.OneHost():
@@ -408,7 +410,8 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory",
 			e.dir)
 	}
-	// Jobs that this job spawns use the same directory, so the name of the file contains the name of the job.
+	// If this job spawns other jobs, they use the same directory, so the name of the file contains the name
+	// of the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
 	if e.Rank != 0 {
 		text, err := waitPrivate(ctx, path)
@@ -431,7 +434,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 // pmiKey is the key under which rank 0 publishes its announcement.
 const pmiKey = "gohvd-meet"
 
-// meetByPMI meets through the launcher's key-value space for the ranks.
+// meetByPMI meets through the key-value space that the launcher provides for the ranks.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher has not given this process a connection")
@@ -468,8 +471,9 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	return p.finalize()
 }
 
-// torchSecretKey is the key under which rank 0 says how the others get the secret. The value is a word or the
-// path of a file. It is never the secret itself, because anybody who can connect to the TCPStore can read it.
+// torchSecretKey is the key under which rank 0 writes how the others get the secret: a word, or the path of a
+// file that contains the secret. The value is never the secret itself, because anybody who can connect to the
+// TCPStore can read the value.
 const torchSecretKey = "secret"
 
 // meetAtTorch meets at the TCPStore of torchrun's agent.
@@ -547,8 +551,8 @@ const (
 	// masterPlace is the key under which rank 0 publishes the port of its own store in the TCPStore at
 	// MASTER_ADDR:MASTER_PORT. The value is port,word, where word is the result of torchSecret.
 	masterPlace = "place"
-	// masterClaim is the key in that TCPStore of a counter, which each rank 0 that meets there increments. A
-	// value above 1 shows that a second job uses the port.
+	// masterClaim is the key of a counter in the same TCPStore. Each rank 0 that meets there increments it. A
+	// value above 1 means that a second job uses the same port.
 	masterClaim = "claim"
 	// masterFreeKey is the key that rank 0 sets in its own store once it has closed MASTER_PORT.
 	masterFreeKey = "place/master-free"
@@ -599,8 +603,8 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.dial(ctx, o, m, host, port)
 }
 
-// atMasterStore returns the view of s, the TCPStore at MASTER_ADDR:MASTER_PORT, in which the keys of this
-// package are.
+// atMasterStore returns a view of s, the TCPStore at MASTER_ADDR:MASTER_PORT. The view adds the prefix of
+// this package to all keys.
 func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
@@ -630,15 +634,15 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	m.removeWhenMet(release)
 	s := e.atMasterStore(master)
 	// A compare-and-set would not work here, because older servers of PyTorch do not wake ranks that wait for
-	// its key.
+	// the key that it sets.
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
-		// The secret does not detect this, because the other job may have the same secret.
+		// The check of the secret does not find this mistake, because the other job may have the same secret.
 	} else if n != 1 {
 		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
 	}
 	m.removeWhenMet(func() error {
-		// PyTorch's store outlives this meeting, and the same processes may meet there again, so the keys
+		// PyTorch's store exists after this meeting, and the same processes may meet there again, so the keys
 		// must be removed.
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
@@ -653,8 +657,8 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	return nil
 }
 
-// masterStore serves a TCPStore on the port and returns it. If a TCPStore is served there already, it returns
-// a client of that one. release closes what masterStore has opened.
+// masterStore serves a TCPStore on the port and returns it. If another server uses the port already,
+// masterStore returns a client of that TCPStore. The result release closes the server or the client.
 func masterStore(ctx context.Context, o MeetOptions, listen string,
 	port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})

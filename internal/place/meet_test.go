@@ -26,15 +26,15 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// soon returns a context that ends after 300 ms. It is for meetings that cannot succeed.
+// soon returns a context that ends after 300 ms, for meetings that must fail.
 func soon(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// loopbackNames returns a resolver that resolves the names in want to loopback, and returns an error for
-// other names.
+// loopbackNames returns a resolver that resolves the names in want to a loopback address, and returns an
+// error for other names.
 func loopbackNames(want ...string) func(context.Context, string) (string, error) {
 	return func(_ context.Context, host string) (string, error) {
 		for _, w := range want {
@@ -58,8 +58,8 @@ func interfaces(t *testing.T, list ...string) netif.Choice {
 
 func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
 
-// slurmRanks returns the four ranks of a Slurm step. They are on one host, or two of them on each of two
-// hosts.
+// slurmRanks returns the four ranks of a Slurm step. If hosts is 1, all are on one host. If it is 2, two
+// ranks are on each host.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -82,14 +82,14 @@ func TestSlurm(t *testing.T) {
 	// interface does not exist.
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
-	// If the user sets a host, the ranks use it in place of the first host of the step.
+	// If the user sets a host, the ranks meet there instead of at the first host of the step.
 	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other",
 		resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
-// If interfaces are chosen and the name that the other ranks dial resolves to one of them, rank 0 listens
-// only there. Otherwise it listens on all interfaces.
+// If the user has chosen interfaces and the name that the other ranks dial resolves to an address of one of
+// them, rank 0 listens only on this address. Otherwise it listens on all interfaces.
 func TestInterfaces(t *testing.T) {
 	meet := func(o MeetOptions) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
@@ -106,7 +106,7 @@ func TestInterfaces(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		o       MeetOptions
-		onOther bool // rank 0 also listens on other loopback addresses
+		onOther bool // whether rank 0 also listens on other loopback addresses
 	}{
 		"none chosen": {MeetOptions{resolver: node1(loopback, nil)}, true},
 		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
@@ -172,8 +172,8 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 	return envs
 }
 
-// The name of a pod can be resolved only after the pod has started. All ranks meet, because the other ranks
-// retry the lookup until it succeeds.
+// The name of rank 0's pod cannot be resolved at first, as if the pod had not started. All ranks meet anyway,
+// because the other ranks retry the lookup until it succeeds.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
 	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t)}
@@ -204,8 +204,8 @@ func TestSecretIsNeeded(t *testing.T) {
 	}
 }
 
-// A rank with another secret, or without one, cannot meet the others. Its error says why and does not contain
-// the secret.
+// A rank with another secret, or without a secret, cannot meet the others. Its error says why and does not
+// contain the secret.
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
@@ -231,8 +231,8 @@ func TestSecretDiffers(t *testing.T) {
 	}
 }
 
-// If two jobs without secrets use the same port, the ranks of the second job get an error. The error names
-// the first job if the rank has connected to its store.
+// If two jobs without secrets use the same port, the ranks of the second job get an error. If a rank has
+// connected to the store of the first job, its error names the first job.
 func TestAnotherJobsStore(t *testing.T) {
 	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
@@ -354,7 +354,7 @@ func TestTheFile(t *testing.T) {
 	if err != nil || info.Mode() != 0o600 {
 		t.Errorf("the file has mode %v, %v", info.Mode(), err)
 	}
-	// mpirun may remove the file before Close does. Close succeeds then too.
+	// If mpirun has removed the file, Close returns no error.
 	if err := os.Remove(filepath.Join(dir, left[0].Name())); err != nil {
 		t.Error(err)
 	}
@@ -377,8 +377,8 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	testnet.WantError(t, err, "no such file")
 }
 
-// If the user has given a secret to rank 0 only, or to all except rank 0, the other ranks get an error that
-// says so.
+// If the user has given a secret only to rank 0, or only to the other ranks, the other ranks get an error
+// that says so.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
 	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not",
@@ -497,7 +497,8 @@ func FuzzAnnouncement(f *testing.F) {
 	})
 }
 
-// torchRanks returns four workers of torchrun. They are on one host, or two of them on each of two hosts.
+// torchRanks returns four workers of torchrun. If hosts is 1, all are on one host. If it is 2, two workers
+// are on each host. more alternates names and values of further variables.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -530,16 +531,16 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
 		"insecure")...)
-	// After a restart by torchrun, the ranks meet again in the same store, because the keys of each run
-	// differ.
+	// After a restart by torchrun, the ranks can meet again in the same store, because each run uses other
+	// keys.
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
 		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// Any process can read the TCPStore, so the store has only the path of the file with the secret. The file
-	// itself is removed once the ranks have met.
+	// Any process can read the TCPStore, so it contains only the path of the file with the secret. The file
+	// is removed when the ranks have met.
 	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
 	if err != nil || !filepath.IsAbs(string(word)) {
 		t.Errorf("the store has %q, %v, want a path", word, err)
@@ -548,7 +549,7 @@ func TestTorchrunsStore(t *testing.T) {
 		t.Errorf("left: %v, %v", left, err)
 	}
 
-	// Another program may have written these values to the TCPStore.
+	// A rank refuses these values of the key, which another program may have written.
 	for word, part := range map[string]string{
 		"0123456789abcdef0123456789abcdef": "or the path of a file",
 		"/nonexistent/file":                "no such file",
@@ -571,8 +572,8 @@ func TestTorchrunsStore(t *testing.T) {
 		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// If not all ranks are on one host, a rank refuses a path, because it could not read a file on rank 0's
-	// host.
+	// If not all ranks are on one host, a rank refuses the path of a file, because it cannot read a file on
+	// rank 0's host.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -581,8 +582,8 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
-// If torchrun's agent serves no TCPStore, the ranks meet at MASTER_PORT, or at the port that the user sets,
-// where rank 0 serves one.
+// If torchrun's agent serves no TCPStore, rank 0 serves a store at MASTER_PORT, or at the port that the user
+// sets, and the ranks meet there.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
@@ -596,7 +597,8 @@ func TestTorchrunWithoutStore(t *testing.T) {
 	}
 }
 
-// plainRanks returns the n ranks of a job that has only PyTorch's variables, such as RANK and MASTER_ADDR.
+// plainRanks returns the n ranks of a job whose environment has only PyTorch's variables, such as RANK and
+// MASTER_ADDR.
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {
@@ -609,8 +611,8 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 func TestPlain(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
-	// If MASTER_ADDR is a loopback address, rank 0 makes the secret. If it is a host name, the user must give
-	// one.
+	// If MASTER_ADDR is a loopback address, rank 0 makes the secret. If MASTER_ADDR is a host name, the user
+	// must give a secret.
 	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, append(at(), "MASTER_ADDR", "127.0.0.1")...)...)
 	o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
@@ -625,7 +627,7 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1],
 		plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
-	// If the user sets a host and a port, the ranks use these in place of MASTER_ADDR and MASTER_PORT.
+	// If the user sets a host and a port, the ranks use them instead of MASTER_ADDR and MASTER_PORT.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
@@ -657,8 +659,9 @@ func closeBoth(t *testing.T, met [2]*Place) {
 	}
 }
 
-// PyTorch in rank 0 may need MASTER_PORT as soon as a rank returns from Met. So Met closes rank 0's server
-// there, and at rank 1 Met does not return before. The ranks keep the store in which they have met.
+// PyTorch in rank 0 may need MASTER_PORT as soon as a rank returns from Met. So Met at rank 0 closes the
+// server on this port, and Met at rank 1 returns only after that. The store in which the ranks have met stays
+// open.
 func TestMasterPortIsGivenUp(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
@@ -686,8 +689,9 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 	}
 }
 
-// PyTorch in rank 0 may serve a TCPStore at MASTER_PORT already. The ranks then meet through that store. They
-// leave no key in it, so they can meet there again. A second job cannot use it at the same time.
+// If PyTorch in rank 0 serves a TCPStore at MASTER_PORT already, the ranks meet through that store. They
+// leave no key in it, so they can meet there again. A second job that uses the store at the same time gets an
+// error.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -711,8 +715,7 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// If the other ranks are in PyTorch's init_process_group while rank 0 is in Init, rank 0 logs the reason for
-// which they wait.
+// If the other ranks are in PyTorch's init_process_group while rank 0 is in Init, rank 0 logs why they wait.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -734,8 +737,8 @@ func TestMasterOutOfOrder(t *testing.T) {
 	if err := errors.Join(torch.Close(), m.Close()); err != nil {
 		t.Error(err)
 	}
-	// If rank 0 is in init_process_group while the other ranks are in Init, their error says why they have
-	// found no address.
+	// If rank 0 is in init_process_group while the other ranks are in Init, the errors of the other ranks say
+	// why they have found no address.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
@@ -756,7 +759,7 @@ func TestMasterOutOfOrder(t *testing.T) {
 		"in the same order")
 }
 
-// Ranks that have different values of WORLD_SIZE do not meet. The error names both.
+// If the ranks have different values of WORLD_SIZE, they do not meet, and the error names both values.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
@@ -770,7 +773,7 @@ func TestMasterOfAnotherSize(t *testing.T) {
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
-// If the server at MASTER_PORT is neither gohvd's nor PyTorch's, both ranks get an error that says so.
+// If the server at MASTER_PORT belongs neither to gohvd nor to PyTorch, both ranks get an error that says so.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
@@ -785,8 +788,8 @@ func TestMasterPortIsTaken(t *testing.T) {
 	}
 }
 
-// Ranks meet under the torchrun of Debian's PyTorch. With --standalone rank 0 serves the store, otherwise
-// torchrun's agent does.
+// Ranks meet under the torchrun of Debian's PyTorch. With --standalone, rank 0 serves the store. Without it,
+// torchrun's agent serves the store.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
@@ -804,7 +807,8 @@ func TestTorchrun(t *testing.T) {
 	}
 }
 
-// If the other ranks do not arrive, Meet returns when ctx ends, under each kind of launcher.
+// If the other ranks do not arrive, Meet returns when ctx ends. The test checks this for each kind of
+// launcher.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t),

@@ -24,19 +24,19 @@ import (
 )
 
 // Config says how a rank finds the place where its job meets. At most one of Store, Method and ID may be
-// given. If none is given, the settings HVD_INIT_METHOD and HVD_UNIQUE_ID decide. If they are not set, and no
-// other settings place this process in a job, the launcher that Detect finds decides. Without a launcher the
-// process is a job of one rank.
+// given. If none is given, the settings HVD_INIT_METHOD or HVD_UNIQUE_ID are used. If they are not set, and
+// no other settings (such as HVD_SIZE) place this process in a job, the launcher that Detect finds is used.
+// If there is no launcher, the process is a job of one rank.
 type Config struct {
 	Settings config.Config
-	// Store is a store of the program. The program closes it.
+	// Store is a store that the program has opened. The program must close it.
 	Store store.Store
-	// Method is the URL of an init method. Rank and size come from the settings if they are set there, else
-	// from the URL.
+	// Method is the URL of an init method. If the settings have rank and size, these are used, else the rank
+	// and size of the URL.
 	Method string
-	// Methods are init methods of the program, in addition to the built-in ones.
+	// Methods are init methods that the program adds to the built-in ones.
 	Methods Methods
-	// ID makes the ranks meet by unique ids.
+	// ID has the unique ids by which the ranks meet.
 	ID  *ByID
 	Log *zap.Logger // may be nil
 }
@@ -47,22 +47,23 @@ type ByID struct {
 	Rank, Size int
 }
 
-// Meeting is the result of Open: the place where the ranks have met, and what it implies for this rank.
+// Meeting is the result of Open: the place where the ranks meet, and the rank, size and address of this
+// process there.
 type Meeting struct {
-	// Place has the store, which is nil in a job of one rank, and the secret, even if the secret comes from
-	// the settings.
+	// Place has the store, which is nil in a job of one rank, and the secret. It has the secret even if the
+	// secret comes from the settings.
 	*Place
 	// Settings are the given settings, completed with the rank, size and job of this process. Size is at
 	// least 1.
 	Settings config.Config
 	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string
-	// Once is set if what the launcher provides for meeting can be used only once. If the process may have to
-	// meet again, it keeps the Meeting and calls Again. The store lives until rank 0 closes it.
+	// Once is set if the launcher allows the ranks to meet only once. A process that may have to call Init
+	// again must then keep the Meeting and call Again. The store lives until rank 0 closes it.
 	Once bool
 
 	launcher store.Store // equal to Store if hvdrun serves it, else nil
-	again    bool        // another Meeting has the same Place and closes it
+	again    bool        // this Meeting was made by Again; the original Meeting closes the Place
 }
 
 // Open finds the place where the ranks meet and connects to it. It waits until the store is reachable, and
@@ -78,8 +79,8 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	return m, nil
 }
 
-// Again returns a Meeting at the same place, for an Init after a Shutdown. set are the settings of that Init,
-// which do not place this process in a job themselves. Close of the result does nothing.
+// Again returns a Meeting at the same place, for an Init after a Shutdown. The settings of that Init, set,
+// must not place this process in a job themselves. Close of the result does nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
 	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
 	from := &m.Settings
@@ -182,8 +183,8 @@ func (m *Meeting) placeByLauncher() error {
 	return err
 }
 
-// take copies what a launcher says about the place of this process into the settings. Local and cross ranks
-// that the settings have already stay.
+// take copies rank, size, local rank, cross rank and so on from env to the settings. If the settings already
+// have local and cross ranks, take does not change them.
 func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
@@ -210,8 +211,8 @@ func (m *Meeting) place(rank, size int) error {
 	return nil
 }
 
-// checkSecret returns an error if the job would accept connections from the network without a secret and
-// without the user's consent, or if TLS is set without a secret.
+// checkSecret returns an error if the job has no secret although TLS is on, or although it would accept
+// connections from the network and the user has not permitted that.
 func (m *Meeting) checkSecret() error {
 	ip, err := netip.ParseAddr(m.Listen)
 	if err != nil {
@@ -242,7 +243,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
-	// The retries give DNS time to learn the name.
+	// The connection is retried, because DNS may not have the name yet.
 	err := dial.Retry(ctx, func() (err error) {
 		listen, err = choice.Towards(ctx, address)
 		return err
@@ -252,7 +253,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
-		// checkSecret is called here so that a refusal comes before the first connection.
+		// checkSecret is called here so that a job that is refused makes no connection.
 		return err
 	}
 	p, err := Dial(ctx, address, m.Secret)
@@ -264,7 +265,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
-// meetAt makes p the place of m. If p has no secret, it gets the secret in the settings.
+// meetAt makes p the place of m. If p has no secret, meetAt sets p's secret from the settings.
 func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
@@ -272,11 +273,10 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher returns the store if hvdrun serves it, else nil. Package joblink uses it.
+// Launcher returns the store if hvdrun serves it, else nil. The rank uses this store for package joblink.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
-// byEnvironment finds the launcher that has started this process, and meets in the way that Env.Meet has for
-// that launcher.
+// byEnvironment finds the launcher that has started this process, and meets the other ranks with Env.Meet.
 func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	set := &m.Settings
 	env, lines, err := Detect(set.Variable)
@@ -372,7 +372,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	return err
 }
 
-// counted is the value of the key nearKey/RANK after RANK was added to the count in nearKey.
+// counted is the value that the key nearKey/RANK gets when this rank is added to the count in nearKey.
 const counted = "counted"
 
 // Keys with which the ranks agree on the addresses to listen on.
@@ -380,17 +380,17 @@ const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
 	hostKey     = "host"  // address at which ranks on other hosts reach that host
-	missingKey  = "lack"  // which ranks are missing; rank 0 sets it before it closes the store
+	missingKey  = "lack"  // list of the missing ranks; rank 0 writes it before it closes the store
 	readKey     = "heard" // number of ranks that have read missingKey
 )
 
 // agree finds the address to listen on in a job whose ranks may be on several hosts. addr is the address at
-// which this rank reaches the store. It is empty if this rank serves the store.
+// which this rank reaches the store, or empty if this rank serves the store.
 //
 // If the store is on another host, the rank listens on the interface that leads to the store. If the store is
-// on the rank's own host, the rank sees only a loopback address, which other hosts cannot dial. Then it waits
-// until a rank on another host tells the address at which it has reached the store, and listens on that
-// address. If all ranks are on one host, they listen on loopback.
+// on the rank's own host, the rank sees only a loopback address, which other hosts cannot dial. The rank then
+// waits until a rank on another host publishes the address at which it has reached the store, and listens on
+// that address. If all ranks are on one host, they listen on loopback.
 func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) error {
 	if !choice.IsZero() {
 		return m.choose(choice)
@@ -406,8 +406,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return s.Set(ctx, hostKey, []byte(remote.String()))
 		}
 	}
-	// The store may outlive a failed attempt to meet. The compare-and-set ensures that each rank is counted
-	// only once.
+	// If an attempt to meet fails, the store may still exist at the next attempt. The compare-and-set ensures
+	// that each rank is counted only once even then.
 	var near int64
 	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
 	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
@@ -448,13 +448,13 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 }
 
 // awaitHost waits for the address of the store's host, which another rank sets. If the address does not
-// arrive in time, the error names the missing ranks. If this rank serves the store (serves), the store is
-// about to end, so it first tells the other ranks which ranks are missing.
+// arrive before ctx ends, the error names the missing ranks. If serves is set, this rank serves the store and
+// is about to close it, so awaitHost first tells the other ranks which ranks are missing.
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
 	// The calls below exchange the list of missing ranks after ctx has ended, so they use a context that does
-	// not end with it.
+	// not end with ctx.
 	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	var watcher sync.WaitGroup
@@ -465,7 +465,7 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 			cancel()
 			last, done := context.WithTimeout(ctx, time.Second)
 			defer done()
-			// Rank 0 waits for this count, for at most 1 s.
+			// Rank 0 waits for at most 1 s until this count says that all ranks have read the list.
 			_, _ = s.Add(last, readKey, 1)
 		}
 	})

@@ -36,8 +36,8 @@ func settings(t *testing.T, vars map[string]string) config.Config {
 	return cfg
 }
 
-// all calls Open with each Config concurrently. It returns the meetings and errors, and closes the meetings
-// when the test ends.
+// all calls Open with each of configs concurrently. It returns the meetings and errors in the same order, and
+// closes the meetings when the test ends.
 func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -61,8 +61,8 @@ func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	return met, errs
 }
 
-// meets checks that no rank has an error, that each has the right rank, size and job, and that all share one
-// store.
+// meets checks that no rank has an error, that each Meeting has the right rank, size and job, and that all
+// ranks use the same store.
 func meets(t *testing.T, met []*Meeting, errs []error) {
 	t.Helper()
 	if err := errors.Join(errs...); err != nil {
@@ -103,8 +103,8 @@ func outside(t *testing.T) string {
 
 const given = "a secret that the user gave"
 
-// If neither settings nor a launcher place a process in a job, or the job has one rank, the process is a job
-// of one rank.
+// If neither the settings nor a launcher place a process in a job, or if the job has one rank, Open returns a
+// job of one rank.
 func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
@@ -224,7 +224,8 @@ func TestByMethod(t *testing.T) {
 	}
 }
 
-// The settings say where the ranks meet, and the launcher's variables say which rank this is.
+// If the settings say where the ranks meet, Open meets there, and takes the rank and size from the launcher's
+// variables.
 func TestBySettings(t *testing.T) {
 	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
 	placed := map[string][2]string{
@@ -250,7 +251,8 @@ func TestBySettings(t *testing.T) {
 		var configs []Config
 		at := free()
 		for r := range 2 {
-			// The URL has the address, so the ranks meet although WORLD_SIZE is set and MASTER_ADDR is not.
+			// The ranks meet although WORLD_SIZE is set and MASTER_ADDR is not, because the URL has the
+			// address.
 			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" +
 				strconv.Itoa(r), "WORLD_SIZE": "2"}
 			configs = append(configs, Config{Settings: settings(t, vars)})
@@ -333,8 +335,8 @@ func TestByID(t *testing.T) {
 				ID: &ByID{IDs: ids, Rank: r, Size: test.size}})
 		}
 		met, errs := all(t, configs...)
-		// If there are several ids, each has a store of its own. Only rank 0 uses the first one, so the ranks
-		// share no store that meets could check.
+		// If there are several ids, each has a store of its own. So the ranks do not all use the same store,
+		// and meets cannot be called.
 		if test.ids == 1 {
 			meets(t, met, errs)
 		} else if err := errors.Join(errs...); err != nil {
@@ -353,7 +355,7 @@ func TestByID(t *testing.T) {
 	}
 }
 
-// If the unique ids contradict the settings, Open returns an error at each rank.
+// If the given unique ids contradict the settings, Open returns an error at each rank.
 func TestByIDRefused(t *testing.T) {
 	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
@@ -384,12 +386,13 @@ func TestByIDRefused(t *testing.T) {
 	}
 }
 
-// agree returns the address to listen on: loopback if all ranks are on the store's host, else the address at
-// which ranks on other hosts reach this host.
+// If all ranks are on the store's host, agree makes them listen on loopback. Otherwise a rank listens on the
+// address at which ranks on other hosts reach its host.
 func TestAgree(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		via  []string // the address at which each rank reaches the store; empty for the rank that serves it
+		// The address at which each rank reaches the store; empty for the rank that serves the store.
+		via  []string
 		want []string
 	}{
 		"all on one host": {[]string{"", "127.0.0.1:9", "localhost:9"},
@@ -440,7 +443,7 @@ func TestAgree(t *testing.T) {
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// A rank that tries again is counted only once.
+	// A rank that calls agree again after a failure is counted only once.
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
@@ -451,8 +454,8 @@ func TestAgree(t *testing.T) {
 	}
 }
 
-// If a rank does not arrive and the deadline of any other rank passes, the errors of all ranks name the
-// missing rank. This holds even if rank 0, which serves the store, is the first to give up.
+// If a rank does not arrive before the deadline of another rank passes, the errors of all ranks that have
+// arrived name the missing rank, even if rank 0, which serves the store, is the first to give up.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})
@@ -493,8 +496,8 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// Two ranks on this host meet with only PyTorch's variables, even if MASTER_ADDR is localhost at one rank and
-// the address of this host at the other. They listen on the address that the test expects.
+// Two ranks on this host that have only PyTorch's variables meet, even if MASTER_ADDR is localhost at one
+// rank and the address of this host at the other. They listen on the address that the table gives.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
@@ -528,7 +531,7 @@ func TestOpenPlain(t *testing.T) {
 	}
 }
 
-// Under torchrun, the ranks meet in torchrun's TCPStore, and can meet there again after a restart.
+// Under torchrun, the ranks meet in torchrun's TCPStore. After a restart they can meet there again.
 func TestByEnvironment(t *testing.T) {
 	tmp := t.TempDir() // rank 0 writes the file with the secret to this directory
 	t.Setenv("TMPDIR", tmp)
@@ -626,8 +629,8 @@ func TestChosenInterface(t *testing.T) {
 	}
 }
 
-// jobSecret returns the secret of the settings. It encrypts connections if TLS is set. Without a secret there
-// is no encryption.
+// jobSecret returns the secret from the settings. If TLS is set, the secret encrypts connections. If the
+// settings have no secret, the result is not encrypted.
 func TestSecretOf(t *testing.T) {
 	for _, set := range []config.Config{
 		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
@@ -643,8 +646,8 @@ func TestSecretOf(t *testing.T) {
 	}
 }
 
-// proves runs the handshake with secret a at one end and b at the other. It returns nil if both ends accept
-// it.
+// proves runs the proof over a connection with the secret a at one end and the secret b at the other. It
+// returns nil if both ends accept the proof.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

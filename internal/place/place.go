@@ -1,7 +1,7 @@
-// Package place finds out where the ranks of a job meet, and which rank this process is. [Open] follows what
-// the program, the settings or the launcher say. It asks the launcher that has started the process ([Detect],
-// [Env.Meet]), opens the URL of an init method ([Methods]), or connects to the store of a unique id
-// ([OpenIDs]). It also finds the address of this host on which the rank must listen.
+// Package place finds out where the ranks of a job meet, and which rank this process is. [Open] uses one of
+// three ways, which the program or the settings can choose. It asks the launcher that has started the process
+// ([Detect], [Env.Meet]), opens the URL of an init method ([Methods]), or connects to the store of a unique
+// id ([OpenIDs]). It also finds the address of this host on which the rank must listen.
 //
 // [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
 // programs that set Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun,
@@ -20,11 +20,11 @@
 //	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, in a 0600 file
 //	            MASTER_ADDR:MASTER_PORT
 //
-// If the user gives a secret, rank 0 makes none. If the user has to give one and does not, Meet fails with
-// ErrNoSecret, unless MeetOptions.Insecure permits a job without a secret.
+// If the user gives a secret, rank 0 makes none. If a secret has to be given by the user and is not, Meet
+// fails with ErrNoSecret, unless MeetOptions.Insecure permits a job without a secret.
 //
 // If variables contradict each other, the error names them with their values. A contradiction never makes the
-// process rank 0 of 1: several such processes would train separately, and nobody would notice.
+// process a job of one rank, because several such processes would train separately without anybody noticing.
 package place
 
 import (
@@ -39,8 +39,8 @@ import (
 
 // Place is where the ranks of a job meet, from the point of view of one rank.
 type Place struct {
-	// Store is where rank 0 publishes the address of its root, at which the ranks check in. All ranks have
-	// the same store, or stores to which rank 0 copies that address.
+	// Store is where rank 0 publishes the address of its root, at which the ranks check in. All ranks use the
+	// same store, or they use several stores, in each of which rank 0 publishes that address.
 	Store      store.Store
 	Rank, Size int
 	// Addr is the address, host:port, at which this rank reaches the store. It is empty at the rank that
@@ -48,25 +48,25 @@ type Place struct {
 	Addr string
 	// NoAddr is set if the store has no network address, for example if it is a file.
 	NoAddr bool
-	// Secret is the secret of the job, if the place provides one. It is the same at all ranks. A zero Secret
-	// means that there is none.
+	// Secret is the secret of the job if the place provides one, else the zero Secret. It is the same at all
+	// ranks.
 	Secret secret.Secret
-	// JobID is the name of the job, if the place provides one. It is the same at all ranks and differs
-	// between jobs.
+	// JobID is the name of the job if the place provides one, else empty. It is the same at all ranks of a
+	// job and differs between jobs.
 	JobID string
-	// Terms are further values that must be the same at all ranks, because of the way in which the ranks
-	// meet. The keys are names for error messages.
+	// Terms maps names to further values that the way of meeting requires to be the same at all ranks. The
+	// names appear in error messages.
 	Terms map[string]string
 
 	mu      sync.Mutex
-	closers []func() error                    // called in reverse order by Close
-	atMet   []func(ctx context.Context) error // called in this order by Met
+	closers []func() error                    // called by Close in reverse order
+	atMet   []func(ctx context.Context) error // called by Met in the order of the slice
 }
 
-// Met cleans up after the meeting: it removes what rank 0 has left for the others to find, such as the file
-// with the secret, and frees a port that another program uses afterwards. At the other ranks Met waits until
-// rank 0 has freed the port. Each rank calls Met when all ranks have met. Further calls do nothing. If Met
-// was not called, Close removes what is left.
+// Met cleans up after the meeting. Each rank calls it when all ranks have met. At rank 0, Met removes what
+// the other ranks needed to find rank 0, such as the file with the secret, and frees a port that another
+// program may use later. At the other ranks, Met waits until rank 0 has freed that port. Further calls do
+// nothing. If Met was not called, Close does the clean-up.
 func (p *Place) Met(ctx context.Context) error {
 	p.mu.Lock()
 	todo := p.atMet
@@ -97,7 +97,7 @@ func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
 
 func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
 
-// removeWhenMet makes Met, or else Close, call remove, which removes what this rank has left for the others.
+// removeWhenMet makes Met call remove. If Met is not called, Close calls remove.
 func (p *Place) removeWhenMet(remove func() error) {
 	remove = sync.OnceValue(remove)
 	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }},

@@ -17,7 +17,7 @@ import (
 const maxPMILine = 8 << 10
 
 // pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec. A request is one line of
-// words, of which the first is cmd=NAME, and the answer is one line too. See MPICH, src/pmi, simple_pmi.c.
+// words, and the first word is cmd=NAME. The answer is one line too. See MPICH, src/pmi, simple_pmi.c.
 type pmi struct {
 	ctx   context.Context
 	fd    int
@@ -31,8 +31,8 @@ type pmi struct {
 
 // startPMI opens the protocol on fd, the number in PMI_FD. All calls fail when ctx ends.
 //
-// fd is never closed, so that its number is not reused for another file. After close the socket is shut down,
-// so further use of fd fails.
+// fd is never closed, so that its number is not reused for another file. close shuts the socket down, so that
+// further use of fd fails.
 func startPMI(ctx context.Context, fd int) (*pmi, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -78,7 +78,8 @@ func (p *pmi) start() error {
 	return nil
 }
 
-// put sets key to value. Neither may contain white space. Other ranks see the value after a barrier.
+// put sets key to value. Neither may contain white space. Other ranks can read the value after the next
+// barrier.
 func (p *pmi) put(key, value string) error {
 	// The launcher's bounds include the zero byte that ends a C string.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
@@ -122,8 +123,9 @@ func (p *pmi) close() {
 	p.conn.Close()
 }
 
-// call sends a request and reads the answer, in which cmd must be want. Errors contain the name of the
-// request, but no contents of the request or the answer, because these may be a secret.
+// call sends a request and reads the answer. The word cmd of the answer must be the string want. Errors
+// contain the name of the request, but nothing else of the request or the answer, because they may contain a
+// secret.
 func (p *pmi) call(request, want string) (map[string]string, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
 	answer, err := p.exchange(request)
@@ -158,7 +160,8 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	return parsePMI(string(line)), nil
 }
 
-// parsePMI splits a line into words, name=value. The value of a word without = is empty.
+// parsePMI splits a line into words of the form name=value, and returns a map from name to value. If a word
+// has no =, its value is empty.
 func parsePMI(line string) map[string]string {
 	words := make(map[string]string)
 	for word := range strings.FieldsSeq(line) {

@@ -17,9 +17,9 @@ import (
 )
 
 // fakePMI plays a PMI-1 launcher and returns fd, the rank's end of the connection. The launcher answers a
-// request with the entry of answers for the request's cmd. If there is no entry, it closes the connection. If
-// the entry is empty, it does not answer and calls the functions in silent. asked returns the requests so
-// far; it may be called only after fd was closed.
+// request with the entry of the map answers for the request's cmd. If there is no entry, it closes the
+// connection. If the entry is empty, it does not answer, but calls the functions in silent. The function
+// asked returns the requests that the launcher has received. It may be called only after fd was closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -60,7 +60,7 @@ func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int,
 	}
 }
 
-// goodPMI returns the answers of a launcher that works. value is what rank 0 has announced.
+// goodPMI returns the answers of a launcher that works. value is the announcement of rank 0.
 func goodPMI(value string) map[string]string {
 	return map[string]string{
 		"init":           "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n",
@@ -114,9 +114,9 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts, rank 0 announces the name of its host, unless the user sets a host or an interface. Rank
-// 0 listens on the chosen interface only, if the announced name resolves to it, and otherwise on all
-// interfaces.
+// On several hosts, rank 0 announces the name of its host, unless the user sets a host or an interface. If
+// the announced name resolves to the chosen interface, rank 0 listens only on this interface. Otherwise it
+// listens on all interfaces.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -125,7 +125,7 @@ func TestPMIOnHosts(t *testing.T) {
 	for _, c := range []struct {
 		o       MeetOptions
 		want    string
-		onOther bool // rank 0 also listens on other loopback addresses
+		onOther bool // whether rank 0 also listens on other loopback addresses
 	}{
 		{MeetOptions{}, name, true},
 		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
@@ -196,7 +196,7 @@ func TestPMIRefuses(t *testing.T) {
 		}
 		asked()
 	}
-	// The launcher closes the connection during the barrier, and Meet returns an error.
+	// If the launcher closes the connection during the barrier, Meet returns an error.
 	answers := goodPMI("")
 	delete(answers, "barrier_in")
 	fd, _ := fakePMI(t, answers)

@@ -19,12 +19,12 @@ import (
 const (
 	// maxPrivateBytes is the maximum size of a file that readPrivate reads.
 	maxPrivateBytes = 4 << 10
-	// privatePeriod is how long waitPrivate pauses before it looks again for a file that does not exist yet.
+	// privatePeriod is the interval at which waitPrivate checks whether the file exists.
 	privatePeriod = 10 * time.Millisecond
 )
 
-// writePrivate writes a file that only this user can read. The file has its complete contents as soon as it
-// exists. Its directory must exist.
+// writePrivate writes a file that only this user can read. Its directory must exist. The file appears with
+// its complete contents, so no process reads a part of them.
 func writePrivate(path, text string) error {
 	// CreateTemp makes a new file with mode 0600.
 	f, err := os.CreateTemp(filepath.Dir(path), ".gohvd-*")
@@ -43,8 +43,7 @@ func writePrivate(path, text string) error {
 }
 
 // readPrivate reads a file that writePrivate has written. The file must belong to this user, and other users
-// must not have permission to read or write it: another user who could read or write the file could know its
-// contents.
+// must not have permission to read or write it, because another user could then know the secret in the file.
 func readPrivate(path string) (text string, err error) {
 	// O_NONBLOCK keeps open from blocking if the path is a named pipe without a writer.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)

@@ -21,11 +21,11 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// rankVariable is set in processes of this test binary that a real launcher starts as ranks. Its value says
-// what the process does.
+// rankVariable is the name of an environment variable. It is set in processes of this test binary that a real
+// launcher starts as ranks, and its value says what the process does.
 const rankVariable = "PLACE_TEST_RANK"
 
-// givenVariable is the variable that contains the secret that the user gives to the ranks.
+// givenVariable is the name of the environment variable with the secret that the user gives to the ranks.
 const givenVariable = "PLACE_TEST_SECRET"
 
 func TestMain(m *testing.M) {
@@ -70,8 +70,8 @@ func rankMain(what string) error {
 	return nil
 }
 
-// twice does what a program does that starts over: it calls Meet a second time, after the connection to the
-// launcher was closed. It checks that this Meet fails.
+// twice checks that Meet fails if a program calls it a second time, after the connection to the launcher was
+// closed.
 func twice(ctx context.Context, first *Place) error {
 	e, _, err := Detect(os.Getenv)
 	if err != nil {
@@ -87,9 +87,9 @@ func twice(ctx context.Context, first *Place) error {
 	return nil
 }
 
-// work does what ranks do after they have met. Each rank counts itself, reads the values of all others and,
-// if there is a secret, checks that all ranks have the same one. Then it calls Met. Rank 0 stays until all
-// others are done.
+// work does what a rank does after the meeting. The rank counts itself in the store and reads the values of
+// all other ranks. If there is a secret, it checks that all ranks have the same secret. Then it calls Met.
+// Rank 0 returns only when all others are done.
 func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
@@ -125,14 +125,14 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 		return err
 	}
 	if e.Rank != 0 {
-		// The rank ignores an error, because rank 0 may close the store before the answer arrives.
+		// The error is ignored, because rank 0 may close the store before the answer arrives.
 		_, _ = m.Store.Add(ctx, "done", 1)
 		return nil
 	}
 	return awaitCount(ctx, m.Store, "done", e.Size-1)
 }
 
-// awaitCount waits until the value of key is the number n.
+// awaitCount waits until the counter key has reached n.
 func awaitCount(ctx context.Context, s store.Store, key string, n int) (err error) {
 	var value []byte
 	for n > 0 && string(value) != strconv.Itoa(n) && err == nil {
@@ -142,7 +142,7 @@ func awaitCount(ctx context.Context, s store.Store, key string, n int) (err erro
 }
 
 // sameSecret checks that all ranks have the same secret. Rank 0 serves another store with its secret, and the
-// other ranks connect to it with theirs.
+// other ranks connect to this store with their secrets.
 func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	cfg := store.Config{Secret: m.Secret}
 	if e.Rank != 0 {
@@ -179,8 +179,8 @@ func needLauncher(t *testing.T, name, pkg string) {
 	}
 }
 
-// launch runs a launcher that starts n ranks, waits until it ends, and checks that each rank has printed its
-// line.
+// launch runs a launcher that starts n ranks, waits until the launcher ends, and checks that each rank has
+// printed its line.
 func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	t.Helper()
 	cmd := exec.CommandContext(testnet.Context(t), argv[0], argv[1:]...)
@@ -247,7 +247,7 @@ func TestMPICH(t *testing.T) {
 	})
 }
 
-// environment is the environment of a rank in a test.
+// environment has the environment variables of a rank in a test.
 type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }

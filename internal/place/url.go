@@ -21,18 +21,19 @@ import (
 
 // MethodOptions are inputs of an init method besides its URL.
 type MethodOptions struct {
-	// Rank and Size are -1 if the URL or the environment gives them.
+	// Rank and Size are those of this process, or -1 if the URL or the environment has to give them.
 	Rank, Size int
 	// Getenv returns the value of an environment variable, like os.Getenv.
 	Getenv func(name string) string
-	// Secret is the secret of the job, which stores of gohvd use. A zero Secret means that there is none.
+	// Secret is the secret of the job, which gohvd's own stores require of their clients. A zero Secret means
+	// that there is none.
 	Secret secret.Secret
-	// Log is the log of the servers. It may be nil.
+	// Log is the log of a server that the method starts. It may be nil.
 	Log *zap.Logger
 }
 
-// A Method opens the store that u names. The query of u has the parameters rank and world_size if they are
-// known.
+// A Method opens the store that the URL u names. If rank and size are known, the query of u has them as the
+// parameters rank and world_size.
 type Method func(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 
 // Methods maps the scheme of a URL to the init method for such URLs.
@@ -40,7 +41,7 @@ type Methods map[string]Method
 
 // NewMethods returns the built-in methods, which are the same as PyTorch's:
 //
-//	env://                                   uses MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as tcp://
+//	env://                                   like tcp://, with MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
 //	tcp://host:port?rank=R&world_size=N      rank 0 serves a store at this address, the others are its clients
 //	file:///path?rank=R&world_size=N         a file that all ranks can access and that does not exist yet
 //
@@ -48,7 +49,7 @@ type Methods map[string]Method
 // no rank does. Callers may add methods.
 func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "file": fileMethod} }
 
-// MethodError is the error if an init method cannot be used.
+// MethodError is the error of Methods.Open if the init method of a URL cannot be used.
 type MethodError struct {
 	Scheme string // empty if the URL has none
 	Err    error
@@ -101,7 +102,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	return p, nil
 }
 
-// placeOf reads the parameters rank and world_size of a query.
+// placeOf reads rank and size from the parameters rank and world_size of a query.
 func placeOf(q url.Values) (rank, size int, err error) {
 	number := func(name, what string) int {
 		text := q.Get(name)
@@ -151,8 +152,8 @@ func placeAt(s store.Store, rank, size int, addr string) *Place {
 	return p
 }
 
-// Dial connects to the store of a launcher. Rank and Size of the result are -1, since the store does not say
-// them.
+// Dial connects to the store of a launcher. Rank and Size of the result are -1, because the store does not
+// contain them.
 func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// unknown returns options without rank and size, so that the URL or the variables in env must give them.
+// unknown returns options without rank and size, so that the URL or the variables in env must have them.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
 }
@@ -99,7 +99,7 @@ func TestMethods(t *testing.T) {
 			at := method(t)
 			ctx := testnet.Context(t)
 			var wg sync.WaitGroup
-			var done sync.WaitGroup // makes rank 0 leave last
+			var done sync.WaitGroup // makes rank 0 close its store last
 			done.Add(n)
 			for rank := range n {
 				wg.Go(func() {
@@ -199,8 +199,8 @@ func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) 
 	}
 }
 
-// A program can add a method of its own. If a method cannot connect, Open returns when ctx ends, with the
-// reason.
+// A program can add a method of its own. If a method cannot connect, Open returns when ctx ends, and the
+// error has the reason.
 func TestOwnMethod(t *testing.T) {
 	m := NewMethods()
 	m["own"] = func(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
