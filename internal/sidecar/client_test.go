@@ -33,8 +33,8 @@ func server(t testing.TB, cfg Config) *Server {
 	return s
 }
 
-// gone closes s with a context that has ended, so that the rank does not leave the job first. For the other
-// ranks this is the same as the end of the process.
+// gone closes s with a context that has ended already, so that the rank does not leave the job in an orderly
+// way. To the other ranks this looks as if the process had ended.
 func gone(t testing.TB, s *Server) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -62,7 +62,7 @@ func job(t testing.TB, n int, settings ...string) []*Server {
 	return servers
 }
 
-// stub is a runner without an engine.
+// stub is a runner that has no engine.
 type stub struct {
 	begin func(*operation) error
 	drive func(context.Context, func() bool)
@@ -72,10 +72,10 @@ func (s stub) Begin(o *operation) error                    { return s.begin(o) }
 func (s stub) Notify()                                     {}
 func (s stub) Drive(ctx context.Context, done func() bool) { s.drive(ctx, done) }
 
-// install makes r, in place of an engine, run the operations of s.
+// install makes s run its operations with r instead of an engine.
 func install(s *Server, r runner) { s.running.Store(&r) }
 
-// client is a client, in this process, of a Server.
+// client is a client of a Server in this process.
 type client struct {
 	*sidecartest.Client
 	t      testing.TB
@@ -116,7 +116,7 @@ func (c *client) bye() {
 	}
 }
 
-// end waits until the connection has ended, and returns the result of ServeConn.
+// end waits until ServeConn has returned for the connection, and returns its result.
 func (c *client) end() error {
 	c.t.Helper()
 	select {
@@ -128,7 +128,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f concurrently for each element of some, and returns when all calls have returned.
+// all calls f concurrently with each element of the slice some, and returns when all calls have returned.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

@@ -16,24 +16,26 @@ import (
 )
 
 const (
-	// maxSlots bounds slot numbers: they are less than maxSlots. A client can use maxInFlight slots for
-	// operations in flight, and as many for prepared operations that it keeps for later.
+	// maxSlots is the number of slots of a connection; slot numbers are less than maxSlots. There are
+	// maxInFlight slots for operations in flight, and as many for prepared operations that the client keeps
+	// for later.
 	maxSlots = 2 * maxInFlight
-	// looksPerRead is how many times the reader looks at the ring for each read of the socket while it drives
-	// the engine. It reads the socket less often because a read is a system call.
+	// looksPerRead is how many times the reader looks at the ring between two reads of the socket while it
+	// drives the engine. It reads the socket less often than the ring because reading the socket is a system
+	// call.
 	looksPerRead = 32
-	// extraPolls is how many more times the reader looks at the ring before it sleeps, if the client has
-	// submitted an operation that it does not wait for. pollInterval is the time between two looks. If a
-	// client submits one operation after the other, it then needs no doorbell for any of them. The reader
-	// also leaves the processor to the client meanwhile, and the engine receives many operations at once.
+	// If the client has submitted an operation that it does not wait for, the reader looks at the ring
+	// extraPolls more times before it sleeps, and pauses for pollInterval between two looks. So a client that
+	// submits one operation after the other needs no doorbell for them. During the pauses the client can use
+	// the processor, and operations accumulate that the engine then receives together.
 	extraPolls   = 5
 	pollInterval = 1 // ms
 )
 
 var (
-	// errEnd means that the connection has ended and the client has not sent Bye.
+	// errEnd means that the connection has ended without a Bye from the client.
 	errEnd = errors.New("the client closed the connection without Bye")
-	// errBye means that the client has sent Bye.
+	// errBye means that the connection has ended because the client has sent Bye.
 	errBye = errors.New("the client sent Bye before Shutdown")
 )
 
@@ -46,22 +48,22 @@ type conn struct {
 	in     inbox
 	out    *outbox
 
-	// Only the reader uses the following fields.
+	// Only the reader uses the fields from ring to looks.
 	ring      *ring
-	until     uint64           // a turn starts only submissions with a lower index
+	until     uint64           // the reader starts only submissions whose index is less than this
 	pollsLeft int              // how many more times the reader looks at the ring before it sleeps
 	plans     map[uint32]*plan // by slot
 	// looks counts how many times drive has looked at the ring.
 	looks int
 
-	// driving is true while the reader drives the engine. Then goroutines that finish an operation leave the
-	// doorbell to the reader, by setting doorbellOwed.
+	// driving is true while the reader drives the engine. In that time, a goroutine that finishes an
+	// operation sends no doorbell. It sets doorbellOwed, and the reader sends the doorbell.
 	driving, doorbellOwed atomic.Bool
 	inFlight              atomic.Int64 // number of operations in flight
 
 	mu        sync.Mutex
 	busy      map[uint64]struct{} // numbers of requests and operations without an answer
-	left      bool                // the connection has ended, so the client receives no more results
+	left      bool                // set when the connection has ended; the client receives no more results
 	places    map[origin][]byte   // results that the client has not freed
 	announced map[uint32]bool     // arenas of the sidecar that the client knows
 	why       error               // why the connection was closed
@@ -100,7 +102,8 @@ func (c *conn) serve() error {
 		c.server.check(arena.Free(b))
 	}
 	c.out.Close()
-	// Run of the outbox may be waiting for room in the socket. The shutdown of the socket ends that.
+	// The method Run of the outbox may be waiting for room in the socket. The shutdown of the socket ends
+	// this wait.
 	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
 	c.in.Close()
@@ -111,8 +114,8 @@ func (c *conn) serve() error {
 	return err
 }
 
-// disconnect closes the connection for the reason why. The reader still handles data that the client has sent
-// before.
+// disconnect closes the connection and records why as the reason. The reader still handles data that the
+// client had sent before.
 func (c *conn) disconnect(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -139,7 +142,8 @@ func (c *conn) read() error {
 	}
 }
 
-// park blocks until there may be something to handle. It returns an error if the connection has ended.
+// park blocks until there may be frames or submissions to handle. It returns an error if the connection has
+// ended.
 func (c *conn) park() error {
 	if c.ring != nil {
 		for ; c.pollsLeft > 0; c.pollsLeft-- {
@@ -160,7 +164,8 @@ func (c *conn) park() error {
 // may be more to handle.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
-		// This is done in each turn, because the ring may have arrived in the previous turn.
+		// startLooking is called in each turn, because the client may have sent the ring in the previous
+		// turn.
 		c.ring.startLooking()
 		c.until = c.ring.pending()
 	}
@@ -194,7 +199,8 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			// If a client has no room in the socket for a doorbell, the frames that it has sent serve as one.
+			// If the socket of a client has no room for a doorbell, the frames in the socket serve as the
+			// doorbell.
 			c.notifyOverdue()
 			return c.in.Spare()
 		}
@@ -216,8 +222,8 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions starts the operations that the client has submitted in the ring with an index below c.until. It
-// reports whether there were any.
+// submissions starts the operations that the client has submitted in the ring and whose index is less than
+// c.until. The result some says whether there were any.
 func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
@@ -241,8 +247,9 @@ func (c *conn) submissions() (some bool, err error) {
 	}
 }
 
-// enter records that the number id is in use, and adds weight to the number of operations in flight. It
-// returns an error if id is in use already, or if a limit of the connection is exceeded.
+// enter records that a request or an operation uses the number id, and adds weight to the number of
+// operations in flight. If the number is in use already, or a limit of the connection is exceeded, enter
+// returns an error.
 func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -267,8 +274,8 @@ func (c *conn) leave(id uint64, weight int) {
 	c.inFlight.Add(-int64(weight))
 }
 
-// submit starts an operation. If submit returns an error, the caller closes the connection. Other errors are
-// sent to the client as the answer.
+// submit starts an execution of the plan p. If the client has broken the protocol, submit returns an error,
+// and the caller closes the connection. Any other error is sent to the client as the answer to the operation.
 func (c *conn) submit(p *plan, id uint64) error {
 	if err := c.enter(id, p.weight()); err != nil {
 		return err
@@ -283,7 +290,8 @@ func (c *conn) submit(p *plan, id uint64) error {
 	return nil
 }
 
-// done is called once, when the started operation o has finished with err.
+// done handles the end of the operation o, which has finished with err. It is called once for each operation
+// that was started.
 func (o *operation) done(err error) {
 	o.conn.server.operations.Add(1)
 	o.answer(err)
@@ -316,8 +324,8 @@ func (o *operation) answer(err error) {
 	}
 }
 
-// handOver hands the results of o, which a describes, to the client. If the client has left, or cannot be
-// given access to the memory, handOver frees the results.
+// handOver gives the client the results of o, which the completion a describes. If the client has left, or an
+// arena cannot be sent to the client, handOver frees the results.
 func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
 	if o.allocated == nil {
 		return nil
@@ -330,8 +338,9 @@ func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
 	return err
 }
 
-// announce sends the client the arenas that contain its results and that it does not know yet. Then it
-// records that the client holds the results. It reports whether the client is still there.
+// announce sends the client those arenas that contain results of o and that the client does not know yet.
+// Then it records that the client holds the results. If the client has left, announce does neither, and given
+// is false.
 func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -358,7 +367,8 @@ func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err 
 	return true, nil
 }
 
-// announceRemoval tells the client that an arena was removed, if the client knows the arena.
+// announceRemoval tells the client that an arena of the sidecar was removed. If the client does not know the
+// arena, it does nothing.
 func (c *conn) announceRemoval(number uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -369,30 +379,30 @@ func (c *conn) announceRemoval(number uint32) {
 	}
 }
 
-// notifyLater sends a doorbell now. If the reader is driving the engine, it leaves the doorbell to the reader
-// instead, which may send one for many completions.
+// notifyLater sends a doorbell. If the reader is driving the engine, the reader sends it later, so that
+// several completions share one doorbell. Otherwise notifyLater sends it at once.
 func (c *conn) notifyLater() {
 	if c.driving.Load() {
 		c.doorbellOwed.Store(true)
 		if c.driving.Load() || !c.doorbellOwed.Swap(false) {
-			// The reader checks doorbellOwed again after it has stopped driving.
+			// The doorbell is not lost: the reader checks doorbellOwed again after it has stopped driving.
 			return
 		}
 	}
 	c.out.SendDoorbell()
 }
 
-// notifyOverdue sends a doorbell if there are completions for which the client wanted no doorbell at first,
-// but wants one now.
+// notifyOverdue sends a doorbell if there are completions for which the client wanted no doorbell when they
+// were written, but wants a doorbell now.
 func (c *conn) notifyOverdue() {
 	if c.ring != nil && c.ring.overdue() {
 		c.out.SendDoorbell()
 	}
 }
 
-// drive drives the engine while operations are in flight. It returns if something arrives from the client, if
-// the client does not wait for completions, if nothing happens for a while, or if no operation is left. It
-// reports whether something has arrived.
+// drive drives the engine until one of these happens: a frame or a submission arrives from the client, the
+// client stops waiting for completions, nothing happens for a while, or no operation is in flight. The result
+// came says whether something has arrived.
 func (c *conn) drive() (came bool, err error) {
 	run := c.server.running.Load()
 	if run == nil {
@@ -423,7 +433,8 @@ func (c *conn) drive() (came bool, err error) {
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 
-// reply sends an answer or a notice. It also sends the descriptor fd, unless fd is -1.
+// reply sends an answer or a notice to the client. If fd is not -1, reply sends the descriptor fd along with
+// it.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
 		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid),
@@ -431,7 +442,7 @@ func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	}
 }
 
-// answer sends the answer to request id: err if that is not nil, else r.
+// answer sends the answer to the request with the number id: an error answer if err is not nil, else r.
 func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.leave(id, 0)
 	if r == nil || err != nil {
@@ -474,7 +485,8 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return err
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
-		// Operations that the client has submitted before the Shutdown are still executed.
+		// Operations that the client has submitted before the Shutdown are still executed. Later submissions
+		// are not.
 		c.until = c.ring.pending()
 		if _, err := c.submissions(); err != nil {
 			return err
@@ -484,7 +496,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	return nil
 }
 
-// now sends the answer to a request that was handled at once.
+// now answers a request that the reader has handled itself: with success if err is nil, else with err.
 func (c *conn) now(id uint64, err error) error {
 	if entered := c.enter(id, 0); entered != nil {
 		return entered
@@ -501,7 +513,7 @@ func asUsage(op string, err error) error {
 	return usage(op, "", err)
 }
 
-// takeRing maps the ring whose descriptor has arrived with a request.
+// takeRing maps the ring of the client. The descriptor of the ring has arrived with the request.
 func (c *conn) takeRing(numBytes uint64) error {
 	fd, err := c.in.Descriptor()
 	if err != nil {
@@ -527,8 +539,8 @@ func (c *conn) takeRing(numBytes uint64) error {
 	return nil
 }
 
-// free frees a result that the client gives back. If the client holds no result at this position, free logs
-// that and does nothing.
+// free frees the result at position at, which the client does not need any more. If the client holds no
+// result there, free only logs that.
 func (c *conn) free(at origin) {
 	c.mu.Lock()
 	b := c.places[at]

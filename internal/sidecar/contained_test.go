@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused checks that the reply r is an error of the given class whose text contains says.
+// refused checks that the reply r is an error of the given class and that its text contains the string says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -147,7 +147,7 @@ func release(t *testing.T, fd int, b []byte) {
 }
 
 // The sidecar refuses an arena with an invalid number, size or seals, and a ring with an invalid header. It
-// closes their descriptors.
+// closes the descriptors that came with them.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
 	s := server(t, Config{})
@@ -209,7 +209,7 @@ func TestArenaRefused(t *testing.T) {
 		release(t, fd, b)
 	}
 	c.Ring(16)
-	// Once the sidecar has accepted an arena, the arena can no longer be mapped for writing. Existing
+	// When the sidecar has accepted an arena, the arena can no longer be mapped for writing. Existing
 	// mappings still work.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
@@ -224,8 +224,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 }
 
-// A client cannot use or drop an arena of another client of the same rank. The attempt does not affect the
-// owner.
+// If a client tries to use or drop an arena of another client of the same rank, it gets an error, and the
+// owner is not affected.
 func TestArenaOfAnother(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -254,8 +254,8 @@ func TestArenaOfAnother(t *testing.T) {
 	second.bye()
 }
 
-// A client gets the memory of a result only after it was sealed (sidecartest checks the seals). In a job of
-// one rank, no other rank has caused it to be sealed before.
+// The sidecar seals the memory of a result before it gives the client access to it (sidecartest checks the
+// seals). The job has one rank, so that sharing memory between ranks has not sealed the memory before.
 func TestResultsAreSealed(t *testing.T) {
 	const large = 65 << 20 // more than the sealed memory that the sidecar may have kept from earlier jobs
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -276,8 +276,8 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// A client cannot drop an arena that an operation in flight uses. If the client leaves, the sidecar unmaps
-// the arena when the operation is done.
+// If an operation in flight uses an arena, the client gets an error when it drops the arena. If the client
+// leaves, the sidecar unmaps the arena when the operation is done.
 func TestArenaInUse(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -307,8 +307,9 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within calls done every millisecond until it returns true. The test fails if that takes longer than
-// sidecartest.HangTimeout. It is for conditions that the test cannot wait for in another way.
+// within calls the function done every millisecond until it returns true. If that takes longer than
+// sidecartest.HangTimeout, the test fails. Tests use it only for conditions for which they cannot wait in
+// another way.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
@@ -411,7 +412,8 @@ func TestTooMany(t *testing.T) {
 			case "number":
 				q := sidecartest.Init(nil)
 				q.Id = c.Begin(sidecartest.Sum("x", 1, 0, 1))
-				// The error of the second operation shows that the sidecar has started the first one.
+				// The sidecar starts operations in order. So when the second operation has failed, the first
+				// one has been started.
 				c.Await(c.Begin(sidecartest.Sum("no arena", 9, 0, 1)))
 				c.Send(q)
 			case "operations":
@@ -450,8 +452,8 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// If a client does not read, the sidecar queues a bounded number of bytes for it, and still serves other
-// clients. When the client reads, it gets all answers.
+// If a client does not read its answers, the sidecar queues a limited number of bytes for it, and still
+// serves other clients. When the client reads, it gets all answers.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -531,11 +533,11 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		t.Errorf("%d completions, want 1", got)
 	}
 	gone(t, s)
-	<-sent // the write fails if the sidecar has not read everything
+	<-sent // the write has ended; it has failed if the sidecar has not read everything
 	s.running.Store(nil)
 }
 
-// If a client disconnects without having read its replies, its connection ends, although more replies are
+// If a client disconnects without having read its replies, ServeConn returns, although more replies are
 // queued.
 func TestClientThatNeverReadsGoes(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -628,8 +630,8 @@ func TestUnauthenticatedPeers(t *testing.T) {
 
 const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
 
-// otherUser connects to the socket at path. The test runs it in a process of another user. The result is the
-// exit status of that process: 0 if the sidecar serves it.
+// otherUser connects to the socket at path. The test calls it in a process of another user. The result is the
+// exit status of this process, which is 0 if the sidecar serves the process.
 func otherUser(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -694,8 +696,8 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// Close closes all connections: idle ones, ones without a greeting, and ones of clients in a job. A later
-// connection is refused.
+// Close closes all connections: idle connections, connections without a greeting, and connections of clients
+// in a job. A later connection is refused.
 func TestClose(t *testing.T) {
 	s := New(Config{})
 	idle, silent := connect(t, s), newClient(t, s)

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Classes of errors, with the numbers of docs/sidecar.md.
+// Classes of errors. docs/sidecar.md lists their numbers.
 const (
 	classUsage = 1 + iota
 	classDuplicate
@@ -22,13 +22,13 @@ const (
 	classInternal
 )
 
-// usage returns err as an error that the client has caused. It has the same type as such errors of package
-// hvd.
+// usage returns err as an error that the client has caused. The result has the type that package hvd uses for
+// such errors.
 func usage(op, tensor string, err error) error {
 	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }
 
-// describe converts err to the form in which it is sent to a client.
+// describe converts err to the message that is sent to a client.
 func describe(err error) *sidecarpb.Error {
 	e := &sidecarpb.Error{Class: classOf(err), Text: err.Error()}
 	if of, ok := errors.AsType[*engine.OpError](err); ok {
@@ -57,7 +57,8 @@ func classOf(err error) uint32 {
 	if _, ok := errors.AsType[*engine.PeerError](err); ok {
 		return classPeer
 	}
-	// This check comes before the check for ErrShutDown, because a StallError is an ErrShutDown too.
+	// This check comes before the check for ErrShutDown, because errors.Is(err, ErrShutDown) is true for a
+	// StallError too.
 	if _, ok := errors.AsType[*engine.StallError](err); ok {
 		return classStall
 	}

@@ -82,7 +82,8 @@ func FuzzFrames(f *testing.F) {
 	})
 }
 
-// hasNaN reports whether the encoded message b may contain a NaN. A message with a NaN does not equal itself.
+// hasNaN reports whether the encoded message b may contain a NaN. The fuzz test skips such a message, because
+// it does not equal itself.
 func hasNaN(b []byte) bool {
 	for i := 0; i+8 <= len(b); i++ {
 		if bits := binary.LittleEndian.Uint64(b[i:]); bits&0x7ff0000000000000 == 0x7ff0000000000000 {
@@ -110,7 +111,7 @@ func FuzzRing(f *testing.F) {
 		binary.LittleEndian.PutUint32(b[4:], version)
 		binary.LittleEndian.PutUint32(b[8:], n)
 		binary.LittleEndian.PutUint64(b[ringSubmitted:], submitted)
-		// The sidecar ignores what the client writes to this word.
+		// The sidecar must ignore the value that the client writes to this word.
 		binary.LittleEndian.PutUint64(b[ringCompleted:], completed)
 		copy(b[ringEntries:], entries)
 		r, err := newRing(s)

@@ -13,31 +13,32 @@ import (
 )
 
 const (
-	// magic and version make up the greeting.
+	// magic and version are the contents of the greeting.
 	magic   = "GHVD"
 	version = 2
 	// maxFrameBytes bounds the length of a frame, without its length prefix.
 	maxFrameBytes = 16 << 20
 	// maxInFlight bounds the number of operations of a connection that are in flight.
 	maxInFlight = 1 << 16
-	// ownArenas is the lowest number of the sidecar's own arenas. Such a number is ownArenas plus the ID of a
-	// chunk.
+	// Arenas of the sidecar have numbers from ownArenas: each such arena is a chunk of the allocator, and its
+	// number is ownArenas plus the ID of the chunk.
 	ownArenas = 1 << 31
 
-	// maxHeadBytes bounds the size of the length prefix. The longest frame needs that many bytes.
+	// maxHeadBytes is the maximum size of a length prefix, which the longest frame needs.
 	maxHeadBytes = 4
 
-	// readBytes is the minimum room in the buffer for one read. keptBytes is the maximum size of a buffer
-	// that is kept when all its bytes have been used.
+	// readBytes is the minimum free space in the buffer for a read of the socket. When all bytes of the
+	// buffer have been used, the buffer is kept if its size is at most keptBytes.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
 )
 
-// errFrame is an error in data that breaks the protocol. Other errors wrap it. The connection is closed then.
+// errFrame is wrapped by every error about data that breaks the protocol. After such an error the connection
+// is closed.
 var errFrame = errors.New("protocol error")
 
-// cutFrame returns the body of the first frame in b, and the number of bytes of the whole frame, which is 0
-// if the frame is incomplete.
+// cutFrame returns the body of the first frame in b, and the length of the frame with its prefix. If the
+// frame is incomplete, the length is 0.
 func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
 	switch {
@@ -102,7 +103,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 	}
 }
 
-// Wait waits for at most ms milliseconds until something can be read. It reports whether something can be
+// Wait waits until something can be read, but at most ms milliseconds. It reports whether something can be
 // read.
 func (i *inbox) Wait(ms int) bool {
 	fds := [1]unix.PollFd{{Fd: int32(i.FD), Events: unix.POLLIN}}
@@ -111,8 +112,8 @@ func (i *inbox) Wait(ms int) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// take keeps the descriptors that have arrived with a read. It returns an error if it would keep more than
-// one.
+// take keeps the descriptor that has arrived with a read, if there is one. It returns an error if there are
+// several, or if an earlier descriptor has not been used yet.
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -146,7 +147,8 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 	return body, true, nil
 }
 
-// Descriptor returns the descriptor that has arrived with the current frame. The caller must close it.
+// Descriptor returns the descriptor that has arrived with the current frame, or an error if there is none.
+// The caller must close the descriptor.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
 		return -1, errors.New("no descriptor came with the request")

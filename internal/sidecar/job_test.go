@@ -23,7 +23,7 @@ func (c *client) ended() *sidecarpb.Ended {
 }
 
 // If the client of rank 1 disconnects without Bye in the middle of a job, rank 1 fails. The client of rank 0
-// is notified. It can end the job and start another one.
+// is notified, and can then end the job and start another one.
 func TestDeathOfAClient(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -42,7 +42,7 @@ func TestDeathOfAClient(t *testing.T) {
 	if err := clients[1].end(); err == nil {
 		t.Error("the death of the rank is no error of the connection")
 	}
-	// A real sidecar would exit now. gone is the closest substitute in a test.
+	// In production the process of the sidecar exits now. The test calls gone instead.
 	gone(t, servers[1])
 
 	for _, id := range ids {
@@ -71,7 +71,7 @@ func TestDeathOfAClient(t *testing.T) {
 }
 
 // If a job has failed, a client that leaves does not make the rank fail. When the last client has left, the
-// sidecar forgets the job.
+// sidecar frees the resources of the job.
 func TestLeavingAFailedJob(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -131,7 +131,7 @@ func TestInitAgain(t *testing.T) {
 				t.Errorf("ended: %v", e)
 			}
 			watcher.News = nil
-			c.Shutdown() // there is no job any more, and Shutdown does nothing
+			c.Shutdown() // the job is over, so this Shutdown does nothing
 		}
 		c.bye()
 		watcher.bye()
@@ -171,7 +171,8 @@ func TestShutDownByAnother(t *testing.T) {
 			c.bye()
 			return
 		}
-		c.Call(sidecartest.Shutdown()) // this also fails if rank 0's barrier arrives first
+		// The answer is an error if rank 0's barrier arrives first, so it is not checked.
+		c.Call(sidecartest.Shutdown())
 		c.bye()
 	})
 }
@@ -182,7 +183,8 @@ func TestDisagreement(t *testing.T) {
 		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch,
 			"x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
-		// Rank 1 does not need this, because its operation y completes together with rank 0's.
+		// Only rank 0 has to wait here, because rank 1's operation y completes together with rank 0's
+		// operation y.
 		if r == 0 {
 			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "arena 9 does not exist")
 		}
@@ -193,8 +195,8 @@ func TestDisagreement(t *testing.T) {
 		if r == 0 {
 			id := c.Begin(late)
 			refused(t, "twice", c.Run(late), classDuplicate, "late")
-			// If the sidecar has to allocate the output, the operation fails in the same way, and the output
-			// is freed.
+			// If the sidecar has to allocate the output of this operation, the operation fails in the same
+			// way, and the sidecar frees the output.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
 			refused(t, "twice", c.Run(same), classDuplicate, "late")
@@ -347,13 +349,13 @@ func TestTimeline(t *testing.T) {
 			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
 		}
 	}
-	c.Must(sidecartest.StopTimeline()) // there is no timeline any more, and the request does nothing
+	c.Must(sidecartest.StopTimeline()) // the timeline has been stopped already, so the request does nothing
 	c.Shutdown()
 	c.bye()
 }
 
-// If a request that changes the engine arrives while the server is closing, it fails and does not keep the
-// lock that Close needs.
+// If a request that changes the engine arrives while the server is closing, the request fails and does not
+// keep the lock that Close needs.
 func TestChangeWhileClosing(t *testing.T) {
 	s := New(Config{})
 	s.cancel()

@@ -20,7 +20,7 @@ const (
 	maxArenas = 4096
 )
 
-// memory holds the arenas of all clients, by number.
+// memory is a map from arena numbers to the arenas of all clients.
 type memory struct {
 	mu  sync.Mutex
 	all map[uint32]*clientArena
@@ -32,12 +32,12 @@ type clientArena struct {
 	id     uint32 // ID of the chunk in package arena
 	bytes  []byte
 	owner  *conn
-	users  int  // number of uses by operations in flight: one for each place of each tensor
-	left   bool // the owner has left, so the end of the last use removes the arena
+	users  int  // number of inputs and outputs of operations in flight that are in this arena
+	left   bool // set when the owner has left; the arena is removed when its last use ends
 }
 
-// add maps the arena in the file fd and records it, under its number, as an arena of owner. It takes
-// ownership of fd, even if it returns an error.
+// add maps the file fd and records it as the arena of owner with the given number. It takes ownership of fd,
+// even if it returns an error.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
 	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
@@ -98,7 +98,8 @@ func (m *memory) remove(g *clientArena) error {
 	return arena.Abandon(g.id)
 }
 
-// leave removes all arenas of owner. If operations use an arena, it is removed when the last of them ends.
+// leave removes all arenas of owner, which has left. If operations in flight use an arena, the arena is
+// removed when the last of these operations ends.
 func (m *memory) leave(owner *conn) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -114,9 +115,9 @@ func (m *memory) leave(owner *conn) error {
 	return errors.Join(errs...)
 }
 
-// use looks up the memory of each place of an operation of owner, sets it in the place, and keeps the arenas
-// mapped until unuse. It returns uses with these arenas appended, one for each place. If it returns an error,
-// nothing is in use.
+// use sets the memory (the field to) of each of places, which belong to an operation of owner, and keeps the
+// arenas mapped until unuse. It appends the arena of each place to the slice uses and returns the result. If
+// it returns an error, it keeps no arena in use.
 func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -146,7 +147,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 	return uses, nil
 }
 
-// unuse undoes use. It removes the arenas that have no uses any more and whose owner has left.
+// unuse undoes use. It removes each arena that has no uses any more and whose owner has left.
 func (m *memory) unuse(uses []*clientArena) error {
 	if len(uses) == 0 {
 		return nil
@@ -162,8 +163,8 @@ func (m *memory) unuse(uses []*clientArena) error {
 	return errors.Join(errs...)
 }
 
-// chunks holds the chunks of the sidecar's own allocator, by ID. A client gets the descriptor of a chunk when
-// the chunk contains a result of the client.
+// chunks maps the ID of each chunk of the sidecar's own allocator to the chunk. A client gets the descriptor
+// of a chunk when the chunk contains a result for the client.
 type chunks struct {
 	mu  sync.Mutex
 	all map[uint32]*shmem.Segment
@@ -182,7 +183,8 @@ func (c *chunks) removed(id uint32) {
 }
 
 // announcement returns the notice that tells a client about chunk id, and a descriptor to send with it. The
-// caller must ensure that the chunk is not removed. It is not removed while a tensor is in it.
+// caller must ensure that the chunk is not removed meanwhile. A chunk that contains a tensor is never
+// removed.
 func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -190,7 +192,8 @@ func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	if s == nil {
 		return nil, -1, fmt.Errorf("chunk %d was removed", id)
 	}
-	// With the seals, the client can only read the chunk. In a job of one rank, no other code has sealed it.
+	// The seals restrict the client to reading the chunk. They are set here because in a job of one rank no
+	// other code has set them.
 	if err := s.Seal(); err != nil {
 		return nil, -1, fmt.Errorf("chunk %d: %w", id, err)
 	}

@@ -30,9 +30,9 @@ type plan struct {
 	splits  []int64 // splits of an alltoall; nil means equal splits
 	grouped bool
 	tensors []tensorSpec
-	places  []location // two for each tensor: input and output
-	// parts has the tensors of a grouped allreduce, which is one request, and whole has all their elements as
-	// one shape. For other operations parts is nil.
+	places  []location // for each tensor, the place of its input and then the place of its output
+	// A grouped allreduce is a single request. parts has its tensors, and whole is a one-dimensional shape
+	// with the elements of all its tensors. For other operations parts is nil.
 	parts message.Parts
 	whole tensor.Shape
 	makes bool  // whether the sidecar allocates at least one output
@@ -45,12 +45,12 @@ type tensorSpec struct {
 	shape tensor.Shape
 }
 
-// location is the place of a tensor in an arena of the client.
+// location is the place of an input or an output in an arena of the client.
 type location struct {
 	arena            uint32
 	offset, numBytes uint64
-	none             bool // set for an output that the sidecar allocates
-	// to is the memory of the tensor. It is set for each execution.
+	none             bool // set if this is an output that the sidecar allocates
+	// to is the memory at this place. It is set again for each execution.
 	to []byte
 }
 
@@ -129,7 +129,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	return p
 }
 
-// timeoutOf converts a timeout that a client has given in seconds. 0 means the timeout of the settings.
+// timeoutOf converts a client's timeout, which is in seconds. 0 means the timeout in the settings.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
 		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns",
@@ -146,7 +146,7 @@ func orOne(f *float64) float64 {
 	return *f
 }
 
-// add checks a tensor and adds it to the plan.
+// add checks the tensor t and adds it to the plan.
 func (p *plan) add(t *sidecarpb.Tensor) error {
 	shape := tensor.Shape(t.GetShape())
 	n, err := shape.NumElems()
@@ -196,7 +196,7 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			continue // the tensor is in place, and the input stands for both
+			continue // input and output are the same memory, so only one of them is checked
 		}
 		all = append(all, at)
 	}
@@ -204,8 +204,8 @@ func (p *plan) overlaps() error {
 	slices.SortFunc(all, func(a, b stretch) int {
 		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
 	})
-	// Among the stretches so far in this arena, reads is the stretch with the greatest end, and writes is the
-	// stretch with the greatest end among those that are written.
+	// reads is the stretch with the greatest end among the stretches of this arena seen so far. writes is the
+	// stretch with the greatest end among the stretches seen so far that are written.
 	var reads, writes stretch
 	for i, s := range all {
 		if i == 0 || s.arena != all[i-1].arena {
@@ -226,8 +226,8 @@ func (p *plan) overlaps() error {
 	return nil
 }
 
-// end returns the offset in the arena at which p ends. If that exceeds 2^64-1, it returns 2^64-1, which is
-// outside of every arena.
+// end returns the offset in the arena at which p ends. If the offset overflows 64 bits, end returns 2^64-1,
+// which is outside of every arena.
 func (p *location) end() uint64 {
 	if p.offset > math.MaxUint64-p.numBytes {
 		return math.MaxUint64
@@ -240,8 +240,8 @@ func (p *location) same(q *location) bool {
 	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 
-// weight returns how many operations p counts for in the limit on operations in flight: one for each tensor,
-// and at least one.
+// weight returns by how much p counts towards the limit on operations in flight: by the number of its
+// tensors, and at least by 1.
 func (p *plan) weight() int { return max(len(p.tensors), 1) }
 
 // operation is one execution of a plan.
@@ -254,10 +254,10 @@ type operation struct {
 	// entries has one entry for each tensor. For a grouped allreduce, which is one request, it has a single
 	// entry with Parts.
 	entries []entry
-	left    atomic.Int64          // number of entries that are not done
-	failed  atomic.Pointer[error] // why the first failed allocation of an output failed
-	// allocated has the outputs that the sidecar has allocated, by tensor. It is nil if the client provides
-	// all outputs.
+	left    atomic.Int64          // number of entries that are not done yet
+	failed  atomic.Pointer[error] // error of the first allocation of an output that failed
+	// allocated has, at the index of each tensor, the output that the sidecar has allocated for the tensor.
+	// If the client provides all outputs, allocated is nil.
 	allocated [][]byte
 }
 
@@ -267,9 +267,9 @@ type entry struct {
 	err error // set when the entry is done
 }
 
-// newOperation returns an execution of p, and marks its memory as in use until answer is called. If
-// newOperation returns an error, no memory is in use, and answer is the only method that may be called on the
-// operation.
+// newOperation returns an operation that executes p, and marks its memory as in use until answer is called.
+// If newOperation returns an error, no memory is in use, and only the method answer of the operation may be
+// called.
 func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	o := &operation{plan: p, conn: c, id: id}
 	if p.wrong != nil {
@@ -312,7 +312,7 @@ func (r rankRunner) Drive(ctx context.Context, done func() bool) { r.Engine.Driv
 // Notify implements runner.
 func (r rankRunner) Notify() { r.Engine.Notify() }
 
-// Begin implements runner.
+// Begin implements runner: it fills the entries of o and submits them to the engine.
 func (r rankRunner) Begin(o *operation) error {
 	p := o.plan
 	c := p.Call
@@ -371,7 +371,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 			}
 			e.Request.Root = topo.Rank(o.plan.root)
 		case message.Reducescatter:
-			// A scalar has no rows. The negotiation reports that error at all ranks.
+			// A scalar has no rows, which is an error here. The negotiation reports it at all ranks.
 			if len(t.shape) > 0 {
 				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
 			}
@@ -417,8 +417,8 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	return b, err
 }
 
-// finished records that the entry e has completed with err. It is the Done function of e. The last entry to
-// complete ends the operation.
+// finished records that the entry e has completed with err; it is the Done function of e. When the last entry
+// has completed, finished ends the operation.
 func (o *operation) finished(e *entry, err error) {
 	if o.plan.Kind == message.Join {
 		o.set.Release()
@@ -430,7 +430,7 @@ func (o *operation) finished(e *entry, err error) {
 	for i := range o.entries {
 		if err := o.entries[i].err; err != nil {
 			if why := o.failed.Load(); why != nil {
-				// The engine's error says only that there is no memory.
+				// The engine's error says only that there is no memory; this error says why.
 				err = *why
 			}
 			o.done(err)
@@ -480,15 +480,14 @@ func (o *operation) freeOutputs() {
 	o.allocated = nil
 }
 
-// plain reports whether success is all that the client has to learn about the result of o. It is false if the
-// sidecar allocates an output, because the client needs the shape of the output, even if the output is empty
-// and nothing was allocated.
+// plain reports whether it is enough to tell the client that o has succeeded. It is false if the sidecar
+// provides an output, even an empty output, because the client then needs the shape of the output.
 func (o *operation) plain() bool {
 	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
 }
 
-// completion returns the answer to an operation that has succeeded. If the sidecar provides an output and
-// that is empty, its arena is 0.
+// completion returns the answer to an operation that has succeeded. If the sidecar provides an output and the
+// output is empty, the answer has arena 0 for this output.
 func (o *operation) completion() *sidecarpb.Completion {
 	a := new(sidecarpb.Completion)
 	switch o.plan.Kind {

@@ -21,8 +21,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ranks calls f concurrently for a client of each of n ranks, after Init and before Shutdown. The client of
-// rank r has an arena with the number r+1, and b is the memory of that arena.
+// ranks starts a job of n ranks with a client each, and calls f concurrently for all ranks r between Init and
+// Shutdown. c is the client of rank r. It has an arena with the number r+1, and b is the memory of this
+// arena.
 func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	t.Helper()
 	all(job(t, n), func(r int, s *Server) {
@@ -57,7 +58,7 @@ func TestAllreduce(t *testing.T) {
 	}
 }
 
-// at returns numBytes bytes at offset in the arena of rank r.
+// at describes the numBytes bytes at offset in the arena of rank r.
 func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
 }
@@ -156,15 +157,16 @@ func TestOperations(t *testing.T) {
 		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
 			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
 		}
-		// When a client leaves, the sidecar frees the results that the client has not freed.
+		// The test does not free the other results: when a client leaves, the sidecar frees the results that
+		// the client has not freed.
 	})
 	if _, _, live := arena.Stats(); live != 0 {
 		t.Errorf("%d bytes of results are left when their clients have gone", live)
 	}
 }
 
-// own runs an allreduce on the bytes at in, for which the sidecar allocates the output. It returns the place
-// of the result.
+// own runs an allreduce whose input is the memory in and whose output the sidecar allocates. It returns the
+// place of the result.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name,
@@ -172,8 +174,8 @@ func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	return c.MustRun(o).Results[0].Memory
 }
 
-// If a client frees a result twice, the second time has no effect, even if the memory has become a result of
-// another client.
+// If a client frees a result twice, the second request has no effect, even if the same memory has become a
+// result of another client in between.
 func TestFreeTwice(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -195,8 +197,8 @@ func TestFreeTwice(t *testing.T) {
 	second.bye()
 }
 
-// When the sidecar removes an arena of its own, it tells the clients that know the arena, so that they can
-// unmap it.
+// When the sidecar removes an arena of its own, each client that knows the arena is notified, so that it can
+// unmap the arena.
 func TestArenaOfTheSidecarGoes(t *testing.T) {
 	const large = 65 << 20 // more than the sidecar keeps for later results
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -213,8 +215,8 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// If operations complete while the reader drives the engine or stops driving it, the client gets exactly one
-// doorbell.
+// If one or two operations complete while the reader drives the engine, the client gets exactly one doorbell,
+// even if the reader is about to stop driving.
 func TestBellIsOwed(t *testing.T) {
 	s := server(t, Config{})
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -253,8 +255,8 @@ func TestWantedCompletions(t *testing.T) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent. The
-		// answer to a Status comes after any doorbell, so do counts all of them.
+		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent. It
+		// then waits for the answer to a Status, which arrives after all doorbells.
 		do := func(n int) int {
 			before := c.Doorbells
 			for range n {
@@ -297,8 +299,8 @@ func TestWantedCompletions(t *testing.T) {
 			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
 				never, first, second)
 		}
-		// A request without an answer serves as a doorbell too. A client sends it if its socket has no room
-		// for a doorbell.
+		// A request that has no answer serves as a doorbell too. So if the socket has no room for a doorbell,
+		// the requests in it have the same effect.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
@@ -353,9 +355,9 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// If the client does not wait for its submissions, the sidecar polls the ring for a while before it sleeps,
-// and the next submission needs no doorbell. If the client waits for a submission, the sidecar does not poll
-// after it.
+// If the client does not wait for the completion of its submissions, the sidecar polls the ring for a while
+// before it sleeps, and a submission in this time needs no doorbell. If the client waits for the completion,
+// the sidecar does not poll.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
@@ -385,7 +387,8 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until calls so until it returns true. The test fails if that takes longer than sidecartest.HangTimeout.
+// until calls the function so until it returns true. If that takes longer than sidecartest.HangTimeout, the
+// test fails.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !so(); runtime.Gosched() {
@@ -396,7 +399,7 @@ func until(t *testing.T, so func() bool) {
 	}
 }
 
-// If there is a submission that the reader has not taken, park returns false, so that the reader does not
+// If the ring has a submission that the reader has not taken, park returns false, so that the reader does not
 // sleep.
 func TestPark(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
@@ -531,7 +534,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 }
 
 // If the sidecar allocates an output, it sends an answer even if the result is empty. If the client provides
-// all outputs, it sends none.
+// all outputs, the sidecar sends no answer.
 func TestEmptyOverTheRing(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, _ []byte) {
@@ -559,7 +562,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 						o.Tensors = append(o.Tensors, empty(g))
 					}
 					c.Send(sidecartest.Prepare(slot, o))
-					// The answer to an alltoall has the received splits, so there always is one.
+					// An alltoall always has an answer, because the answer contains the received splits.
 					want := uint32(statusDone)
 					if kind == 4 || slices.Contains(given, false) {
 						want = statusReply
@@ -594,7 +597,8 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// A barrier and a join complete. The answer to the join has a rank that exists as the last one to join.
+// A barrier and a join complete. The answer to the join names an existing rank as the last rank that has
+// joined.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
@@ -617,7 +621,7 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
-// An allreduce computes the maximum, for each element type.
+// An allreduce computes the maximum of one element. The test does this for each element type.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
@@ -633,7 +637,8 @@ func TestTypes(t *testing.T) {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
-		// A bool in a result is 0 or 1, even if the root's input was another byte.
+		// A bool in the result of a broadcast is 0 or 1, even if the byte in the root's input was another
+		// number.
 		b[0] = byte(200 * r)
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
@@ -667,7 +672,7 @@ func TestManyOverTheRing(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
 		c.Ring(n)
-		for slot := range uint32(n) { // the frames are sent without waiting for answers
+		for slot := range uint32(n) { // the requests are sent without waiting for answers
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
 				uint64(1024*slot), 100)))
 		}

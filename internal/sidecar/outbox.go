@@ -9,15 +9,15 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// maxUnsentBytes bounds the queued bytes with which Room returns at once.
+// Room blocks while more than maxUnsentBytes bytes are queued.
 const maxUnsentBytes = 1 << 20
 
 // doorbell is a frame of length 0.
 var doorbell = []byte{0}
 
-// outbox sends over a connection. Its methods do not block, except Room and Run. If the socket has no room
-// for a frame, the frame is queued, and Run sends it. The user of the outbox has to bound the queue, by
-// bounding the number of unanswered requests or by calling Room. The methods are safe for concurrent use.
+// outbox sends frames over a connection. Only its methods Room and Run block. If the socket has no room for a
+// frame, the frame is queued, and Run sends it later. The outbox does not bound the queue. Its user must do
+// that, by a limit on unanswered requests or by calls of Room. The methods are safe for concurrent use.
 type outbox struct {
 	fd int
 	// wake tells Run that something is in the queue.
@@ -30,8 +30,8 @@ type outbox struct {
 	closed bool
 }
 
-// packet has one or more frames, or the rest of them that has not been sent. If fd is not -1, it is a
-// descriptor that is sent with the first byte.
+// packet has the bytes of one or more frames that have not been sent yet; the first frame may have been sent
+// in part. If fd is not -1, it is a descriptor that is sent with the first byte.
 type packet struct {
 	data []byte
 	fd   int
@@ -44,7 +44,7 @@ func newOutbox(fd int) *outbox {
 	return o
 }
 
-// Send sends a message. It also sends the descriptor fd, unless that is -1, and closes fd.
+// Send sends a message. If fd is not -1, Send also sends the descriptor fd, and then closes it.
 func (o *outbox) Send(m proto.Message, fd int) error {
 	data := protowire.AppendVarint(nil, uint64(proto.Size(m)))
 	data, err := proto.MarshalOptions{UseCachedSize: true}.MarshalAppend(data, m)
@@ -56,8 +56,8 @@ func (o *outbox) Send(m proto.Message, fd int) error {
 	return nil
 }
 
-// Put sends encoded frames. It also sends the descriptor fd, unless that is -1, and closes fd. It takes
-// ownership of data.
+// Put sends data, which is encoded frames, and takes ownership of data. If fd is not -1, Put also sends the
+// descriptor fd, and then closes it.
 func (o *outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -77,7 +77,7 @@ func (o *outbox) Put(data []byte, fd int) {
 	}
 }
 
-// SendDoorbell sends a doorbell, unless the client has other bytes to read.
+// SendDoorbell sends a doorbell. If the client has other bytes to read anyway, it sends nothing.
 func (o *outbox) SendDoorbell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -94,8 +94,8 @@ func (o *outbox) SendDoorbell() {
 	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
-// write sends as many bytes of p as the socket has room for. It returns true if nothing of p is left to send,
-// or if the socket is broken. The caller holds mu.
+// write sends as many bytes of p as the socket has room for. It returns true if all bytes of p have been sent
+// or the socket is broken. The caller holds mu.
 func (o *outbox) write(p *packet) bool {
 	for len(p.data) > 0 {
 		var oob []byte
@@ -111,7 +111,7 @@ func (o *outbox) write(p *packet) bool {
 		// The reader of the connection gets the reason.
 		case err != nil:
 			discard(p.fd)
-			p.fd = -1 // p may be in the queue, and shut closes the descriptors there
+			p.fd = -1 // p may be in the queue, and shut would close its descriptor again
 			o.shut()
 			return true
 		}
@@ -121,7 +121,7 @@ func (o *outbox) write(p *packet) bool {
 	return true
 }
 
-// Run sends the frames in the queue, until Close.
+// Run sends the frames in the queue until Close is called.
 func (o *outbox) Run() {
 	for range o.wake {
 		for o.flush() {
@@ -134,8 +134,8 @@ func (o *outbox) Run() {
 	}
 }
 
-// flush sends frames from the queue until the socket is full. It reports whether something is left in the
-// queue.
+// flush sends frames from the queue until the queue is empty or the socket is full. It reports whether frames
+// are left in the queue.
 func (o *outbox) flush() (left bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -24,7 +24,7 @@ func pair(t *testing.T) (near, far int) {
 	return fds[0], fds[1]
 }
 
-// drain reads all bytes that have arrived at fd, without waiting, and returns them.
+// drain returns all bytes that have arrived at fd. It does not wait for more.
 func drain(t *testing.T, fd int) (got []byte) {
 	t.Helper()
 	b := make([]byte, 1<<16)
@@ -40,8 +40,7 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered returns n bytes whose values follow from their positions. No value is 0, because that would be a
-// doorbell.
+// numbered returns n bytes, each computed from its position. No byte is 0, because a 0 would be a doorbell.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -50,8 +49,8 @@ func numbered(n int) []byte {
 	return b
 }
 
-// SendDoorbell sends no doorbell in the middle of a frame, and none while the other end still has a doorbell
-// or bytes of a frame to read.
+// SendDoorbell sends no doorbell in the middle of a frame. It also sends none while the other end still has a
+// doorbell or bytes of a frame to read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// The layout of a ring, as docs/sidecar.md defines it. ringSubmitted to ringLooking are the offsets of words,
-// and ringEntries is the offset of the first entry.
+// These constants are the layout of a ring, which docs/sidecar.md defines. ringSubmitted to ringLooking are
+// the offsets of words, and ringEntries is the offset of the first entry.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
 	ringVersion = 2
@@ -29,8 +29,8 @@ const (
 	maxRing        = maxInFlight
 )
 
-// Values of the word at ringLooking. The word says what the reader does, which tells the client whether to
-// send a doorbell.
+// The word at ringLooking has one of these values. It says what the reader is doing, so the client knows
+// whether to send a doorbell.
 const (
 	asleep  = 0 // the reader waits for a doorbell
 	looking = 1 // the reader looks at the ring
@@ -52,7 +52,7 @@ type ring struct {
 	taken, completedAt *atomic.Uint64
 	wanted, state      *atomic.Uint64
 
-	read uint64 // number of submissions taken; only the reader uses it
+	read uint64 // number of submissions that the reader has taken; only the reader uses it
 
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
@@ -86,33 +86,35 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	}, nil
 }
 
-// word returns the 64-bit word at index at of b.
+// word returns the 64-bit word at offset at in b.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 
 // pending returns how many submissions the client has made, according to the client's counter. Only the
 // reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
-// startLooking tells the client that no doorbell is needed, because the reader looks at the ring until it
-// calls park.
+// startLooking tells the client that the reader is looking at the ring until it calls park, so that the
+// client sends no doorbell in that time.
 func (r *ring) startLooking() {
 	if r.state.Load() != looking {
 		r.state.Store(looking)
 	}
 }
 
-// park tells the client that the reader is about to become asleep or polling. It reports whether the reader
-// may do so, which is false if there is a new submission. Only the reader calls it.
+// park sets the word at ringLooking to state, asleep or polling, so that the client knows what the reader is
+// about to do. If there is a new submission, park returns false and the reader must handle it first. Only the
+// reader calls park.
 func (r *ring) park(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
 
-// awaited reports whether the client wants doorbells for completions. The client can say that it wants none.
+// awaited reports whether the client wants doorbells for completions. It is false if the client has written
+// to the ring that it wants none.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
-// next takes the next submission with an index below until. If there is none, ok is false. Only the reader
-// calls it.
+// next takes the next submission whose index is less than the parameter until. If there is none, ok is false.
+// Only the reader calls next.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	if r.read == until {
 		return 0, 0, false, nil
@@ -136,7 +138,8 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	return id, slot, true, nil
 }
 
-// complete writes the completion of operation id. It reports whether the client waits for a doorbell.
+// complete writes the completion of the operation with the number id. It reports whether the client waits for
+// a doorbell.
 func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -152,8 +155,8 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	return r.due()
 }
 
-// overdue reports whether there are completions for which the client wanted no doorbell at first, but wants
-// one now.
+// overdue reports whether there are completions for which the client wanted no doorbell when they were
+// written, but wants a doorbell now.
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -10,11 +10,11 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ofRank returns the i-th number that rank r sends.
+// ofRank returns the number that rank r sends at position i.
 func ofRank(r, i int) int32 { return int32(100*r + i) }
 
-// gatherings returns operations of rank r, in a job of two ranks, in which the size of the result depends on
-// what all ranks send. Each rank sends n numbers to each rank.
+// gatherings returns operations of rank r in a job of two ranks. The size of each result depends on the
+// inputs of both ranks. Each rank sends n numbers to each rank.
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
 	return []*sidecarpb.Operation{
@@ -25,7 +25,8 @@ func gatherings(r, n int) []*sidecarpb.Operation {
 	}
 }
 
-// If the output of one client has the wrong size, only that client gets an error, and the job continues.
+// If the output that one client provides has the wrong size, only this client gets an error, and the job
+// continues.
 func TestOutputOfAnotherSize(t *testing.T) {
 	for _, backend := range []string{"shm", "tcp"} {
 		t.Run(backend, func(t *testing.T) {
@@ -57,7 +58,7 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
-				// If rows have no elements, the ranks exchange only the numbers of rows.
+				// In this operation rows have no elements, so the ranks exchange only the numbers of rows.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}

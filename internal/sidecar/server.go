@@ -3,12 +3,13 @@
 //
 // Invariants:
 //
-//  1. Nothing that a client sends or fails to send makes another client, the engine or another rank wait, or
-//     uses an unbounded amount of memory. If a client breaks the protocol, the sidecar closes its connection.
-//  2. A client's memory is written only while an operation of that client is in flight. It stays mapped until
-//     the last operation that uses it is done, even if the client has left.
-//  3. If a client leaves in the middle of a job, the rank has failed. Then the Server closes the channel
-//     Dead, and the program that runs the Server ends the process.
+//  1. No client can make another client, the engine or another rank wait, or make the sidecar use an
+//     unbounded amount of memory, no matter what it sends or fails to send. If a client breaks the protocol,
+//     the sidecar closes its connection.
+//  2. The sidecar writes to a client's memory only while an operation of that client is in flight. The memory
+//     stays mapped until the last operation that uses it is done, even if the client has left.
+//  3. If a client leaves in the middle of a job, the rank has failed. The Server then closes the channel that
+//     Dead returns, and the program that runs the Server must end the process.
 package sidecar
 
 import (
@@ -42,7 +43,7 @@ import (
 const (
 	// maxConns bounds the number of clients of a rank.
 	maxConns = 1024
-	// maxPathBytes bounds the length of a path in a request. It is the system's own limit.
+	// maxPathBytes is the maximum length of a path in a request, which is also Linux's limit.
 	maxPathBytes = 4096
 	// helloTimeout is the default of Config.HelloTimeout.
 	helloTimeout = 30 * time.Second
@@ -50,22 +51,22 @@ const (
 
 // Config has the settings of a Server.
 type Config struct {
-	// Version is the version of the program. Clients get it in the status report.
+	// Version is the version of the program that runs the Server. Clients get it in the status report.
 	Version string
-	// Secret is the secret that a client has to prove if it connects through a path. A zero Secret requires
-	// no proof.
+	// Secret is the secret that a client must prove to know if it connects through a path. If Secret is zero,
+	// no proof is required.
 	Secret secret.Secret
-	// Options are the options of every Init. The client's settings override them.
+	// Options are the options of each Init. Settings that the client sends override them.
 	Options rank.Options
-	// HelloTimeout is the time limit for the client's greeting. 0 means 30 s.
+	// HelloTimeout is how long the Server waits for a client's greeting. 0 means 30 s.
 	HelloTimeout time.Duration
-	// MaxInFlight bounds two numbers for each connection: the operations in flight, and the unanswered
-	// requests. 0 means 65536.
+	// MaxInFlight is the maximum number of operations in flight of a connection, and also the maximum number
+	// of its unanswered requests. 0 means 65536.
 	MaxInFlight int
 	Log         *zap.Logger
 }
 
-// errEnding is the error of requests and connections after Close was called.
+// errEnding is the error of requests and connections that come after Close was called.
 var errEnding = errors.New("the sidecar is shutting down")
 
 // Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
@@ -81,18 +82,18 @@ type Server struct {
 	operations atomic.Uint64
 	// running runs operations on the rank. It is nil while there is no rank.
 	running atomic.Pointer[runner]
-	// changing is a lock: it has room for one element, and the goroutine that has put an element in holds the
-	// lock. Only the holder starts or ends an engine.
+	// changing is a channel with room for one element, used as a lock. The goroutine that has put an element
+	// in holds the lock, and takes the element out to release it. Only the holder starts or ends an engine.
 	changing chan struct{}
 
-	// The following fields may be used only by the holder of changing.
+	// Only the holder of changing may use met and last.
 	met  *place.Meeting
 	last uint64 // the last epoch of this process
 
 	mu     sync.Mutex
 	state  string
 	rank   *rank.Rank
-	over   chan struct{} // closed when all clients have been told that the rank's job is over
+	over   chan struct{} // closed when the job is over and all clients have been told
 	conns  map[*conn]struct{}
 	closed bool
 	dead   chan struct{}
@@ -101,8 +102,8 @@ type Server struct {
 
 // runner runs operations on a rank. rankRunner implements it.
 type runner interface {
-	// Begin starts o. If it returns an error, o was not started and o.done is not called. The engine
-	// processes the operation at the next Notify or Drive.
+	// Begin queues o for the engine, which processes it at the next Notify or Drive. If Begin returns an
+	// error, o was not queued and o.done is not called.
 	Begin(o *operation) error
 	Notify()
 	Drive(ctx context.Context, done func() bool)
@@ -113,7 +114,7 @@ const (
 	StateIdle     = "idle"
 	StateStarting = "starting"
 	StateRunning  = "running"
-	StateEnded    = "ended" // the job is over, but no client has sent Shutdown
+	StateEnded    = "ended" // the job is over, and no client has sent Shutdown yet
 )
 
 // New returns a Server that has no clients yet.
@@ -139,9 +140,9 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// chunkRemoved tells all clients that a chunk of the sidecar's own arena was removed. The arena calls it
-// while it holds its lock. So no goroutine may call the arena while it holds s.mu or another lock that
-// chunkRemoved takes.
+// chunkRemoved tells all clients that a chunk of the sidecar's own arena was removed. The arena calls
+// chunkRemoved while it holds the lock of the arena. So, to avoid a deadlock, no goroutine may call the arena
+// while it holds s.mu or another lock that chunkRemoved acquires.
 func (s *Server) chunkRemoved(id uint32) {
 	s.chunks.removed(id)
 	s.mu.Lock()
@@ -151,12 +152,12 @@ func (s *Server) chunkRemoved(id uint32) {
 	}
 }
 
-// Dead returns a channel that is closed when the rank has failed because of a client. Then Death returns the
-// reason, and the process must exit without leaving the job, because its exit shows the other ranks that this
-// rank has failed.
+// Dead returns a channel that is closed when the rank has failed because of a client. Death then returns the
+// reason. The process must exit without leaving the job, because this shows the other ranks that this rank
+// has failed.
 func (s *Server) Dead() <-chan struct{} { return s.dead }
 
-// Death returns the reason why the rank has failed because of a client, or nil if it has not.
+// Death returns the reason why the rank has failed if it has failed because of a client, else nil.
 func (s *Server) Death() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -181,16 +182,16 @@ func (s *Server) Close(ctx context.Context) error {
 	return err
 }
 
-// ServeConn serves a client until the connection ends. It returns nil if the client has left in order. It
-// takes ownership of conn. path says that the client has connected through a path in the file system. Other
-// processes can open such a path too, so the client has to prove the secret.
+// ServeConn serves a client until the connection ends. It returns nil if the client has sent Bye. It takes
+// ownership of conn. path is true if the client has connected through a path in the file system. Other
+// processes can open such a path too, so the client must then prove that it knows the secret.
 func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
 		return errors.Join(errEnding, conn.Close())
 	}
-	// Add comes under mu, so that it cannot come after Close has started to wait.
+	// Add is called while mu is held, so that it cannot be called after Close has started to wait.
 	s.wg.Add(1)
 	s.mu.Unlock()
 	defer s.wg.Done()
@@ -210,8 +211,8 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("refused: %d clients are connected already, which is the limit", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		// This is done under mu, so that a client that has received the greeting is counted, and so that no
-		// notice is sent before the greeting.
+		// The connection is recorded and the greeting is sent while mu is held, so that a client is counted
+		// before it has the greeting, and no notice is sent before the greeting.
 		c.out.Put(dial.Greeting(magic, version), -1)
 	}
 	s.mu.Unlock()
@@ -236,7 +237,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	return fmt.Errorf("sidecar: client %d: %w", pid, err)
 }
 
-// forget removes a connection. It reports whether that was the last one.
+// forget removes a connection from s.conns. It reports whether no connection is left.
 func (s *Server) forget(c *conn) (last bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -244,8 +245,8 @@ func (s *Server) forget(c *conn) (last bool) {
 	return len(s.conns) == 0
 }
 
-// departed handles the end of the connection c. It decides whether the rank has failed. If c was the last
-// connection and the job is over, it starts tidy.
+// departed handles the end of the connection c for the reason why, and decides whether the rank has failed.
+// last says whether c was the last connection. If it was, and the job is over, departed starts tidy.
 func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
@@ -267,22 +268,22 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	}
 }
 
-// tidy releases a job that is over, if no client is left that could send Shutdown.
+// tidy frees the resources of a job that is over if no client is left that could send Shutdown.
 func (s *Server) tidy() {
 	if s.change() != nil {
 		return
 	}
 	defer func() { <-s.changing }()
 	if s.Report().State == StateEnded {
-		// No client waits for an orderly end of the job, so the engine is closed without a shutdown.
+		// The context has ended already, because no client waits for an orderly shutdown of the engine.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
 		s.check(s.shutdown(over, "", false))
 	}
 }
 
-// watch closes the connection when the client's process ends. Without it, the connection would stay open if
-// other processes have inherited the socket.
+// watch closes the connection when the client's process ends. The end of the process alone does not close the
+// connection if other processes have inherited the socket.
 func (c *conn) watch(pidfd *os.File) {
 	raw, err := pidfd.SyscallConn()
 	if err == nil {
@@ -292,14 +293,15 @@ func (c *conn) watch(pidfd *os.File) {
 			return err == nil && n > 0
 		})
 	}
-	// Otherwise the pidfd was closed because the connection has ended.
+	// If err is not nil, the pidfd was closed because the connection has ended.
 	if err == nil {
 		c.disconnect(errors.New("the client's process exited"))
 	}
 }
 
-// accept authenticates a new client and reads its greeting. It returns the socket in blocking mode, over
-// which the caller sends the sidecar's greeting, and the client's process. It closes conn.
+// accept authenticates a new client and reads its greeting. It returns the socket in blocking mode, the
+// process ID of the client, and a pidfd of the client's process. It closes conn. The caller sends the
+// sidecar's greeting.
 func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
@@ -335,8 +337,8 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 	return fd, pid, pidfd, nil
 }
 
-// peer returns the process at the other end of conn. It returns an error if that process belongs to another
-// user. pidfd is nil if the kernel does not support such descriptors.
+// peer returns the process ID and a pidfd of the process at the other end of conn. It returns an error if
+// this process belongs to another user. If the kernel does not support pidfds, pidfd is nil.
 func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -357,9 +359,9 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	return pid, pidfd, errors.Join(err, failed)
 }
 
-// openPidfd returns a pidfd for the process at the other end of the socket fd, or nil if the kernel does not
-// support that. It asks the socket for the process where possible, which is correct even if the process ID
-// was reused.
+// openPidfd returns a pidfd for the process at the other end of the socket fd, or nil if the kernel supports
+// no pidfds. If the kernel can return the pidfd from the socket, openPidfd uses that, because it is correct
+// even if the process ID pid was reused.
 func openPidfd(fd, pid int) (*os.File, error) {
 	p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
 	if err == unix.ENOPROTOOPT { // the kernel is older than Linux 6.5
@@ -367,7 +369,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	}
 	switch {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
-		// In this case only the end of the connection shows that the process has ended.
+		// Without a pidfd, only the end of the connection shows that the process has ended.
 		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("open a pidfd of the client: %w", err)
@@ -397,8 +399,8 @@ func rawSocket(conn *net.UnixConn) (int, error) {
 	return fd, nil
 }
 
-// request handles a request that takes long or concerns all clients. It answers a request for the status at
-// once. For any other request it starts a goroutine, which sends the answer later.
+// request handles a request that takes long or concerns all clients. If it is a request for the status,
+// request answers it at once. Otherwise it starts a goroutine, which sends the answer later.
 func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	var do func() (*sidecarpb.Reply, error)
 	switch what := q.What.(type) {
@@ -433,7 +435,7 @@ func (s *Server) change() error {
 	case <-s.ctx.Done():
 		return errEnding
 	}
-	// The select may have chosen changing although ctx has ended.
+	// If both cases of the select are ready, it may choose changing although ctx has ended.
 	if s.ctx.Err() != nil {
 		<-s.changing
 		return errEnding
@@ -470,8 +472,8 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
-// options returns the options for an Init: the options of the configuration, completed with the client's
-// settings and process sets.
+// options returns the options for an Init: the options of the configuration, with the client's settings and
+// process sets added.
 func (s *Server) options(q *sidecarpb.Init) rank.Options {
 	o := s.cfg.Options
 	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
@@ -494,8 +496,8 @@ func (s *Server) current() *rank.Rank {
 	return s.rank
 }
 
-// setState sets the state and the rank. If r is not nil, it starts a goroutine that waits for the end of the
-// job and tells the clients.
+// setState sets the state, and sets the rank to r. If r is not nil, setState starts a goroutine that waits
+// for the end of the job and then tells the clients.
 func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -538,7 +540,7 @@ func (s *Server) end(q *sidecarpb.Shutdown) error {
 	return s.shutdown(s.ctx, q.GetReason(), q.GetFailed())
 }
 
-// shutdown ends the engine, if there is one. The caller holds changing.
+// shutdown shuts the engine down, if there is one. The caller holds changing.
 func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error {
 	s.mu.Lock()
 	r, over := s.rank, s.over
@@ -557,7 +559,7 @@ func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error
 	return err
 }
 
-// begin starts an operation on the rank. It returns an error if there is no rank.
+// begin starts the operation o on the rank. It returns an error if there is no rank.
 func (s *Server) begin(o *operation) error {
 	r := s.running.Load()
 	if r == nil {
@@ -566,7 +568,7 @@ func (s *Server) begin(o *operation) error {
 	return (*r).Begin(o)
 }
 
-// addSet adds a process set to the job. It waits until all ranks have done the same.
+// addSet adds a process set to the job. It waits until all ranks have added the set.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -578,7 +580,7 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
-// removeSet removes a process set from the job. It waits until all ranks have done the same.
+// removeSet removes a process set from the job. It waits until all ranks have removed the set.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -591,7 +593,8 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	return err
 }
 
-// changeSets calls ask to submit a change of the process sets, and waits until the change is done.
+// changeSets calls the function ask, which submits a change of the process sets, and waits until the change
+// is done.
 func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)
@@ -614,8 +617,8 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	return change, err
 }
 
-// startTimeline starts to write the timeline to the client's path. The client runs as the same user, so it
-// could write any file that the sidecar writes.
+// startTimeline starts to write the timeline to the path that the client has sent. The path needs no check of
+// permissions, because the client runs as the same user and can write to the same files as the sidecar.
 func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 	r, path := s.current(), q.GetPath()
 	switch {
@@ -623,7 +626,7 @@ func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 		return rank.ErrNotInitialized
 	case len(path) > maxPathBytes:
 		return fmt.Errorf("got a path of %d bytes, want at most %d", len(path), maxPathBytes)
-	// The sidecar does not know the client's working directory.
+	// A relative path is refused, because the sidecar does not know the client's working directory.
 	case !filepath.IsAbs(path):
 		return fmt.Errorf("got path %q, want an absolute path", path)
 	}
@@ -668,8 +671,8 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 	return r
 }
 
-// check logs an error from the release of resources. Such errors are not expected, and they affect only this
-// process.
+// check logs err, an error from the release of resources. Such errors are not expected, and they affect only
+// this process.
 func (s *Server) check(err error) {
 	if err != nil {
 		s.log.Error("cannot release resources that are no longer used", zap.Error(err))

@@ -19,10 +19,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
 
-// HangTimeout is how long a Client waits for something that normally happens at once.
+// HangTimeout is how long a Client waits for a message before the test fails.
 const HangTimeout = 30 * time.Second
 
-// ErrEnd is the error if the sidecar has closed the connection.
+// ErrEnd is the error of a read from a connection that the sidecar has closed.
 var ErrEnd = errors.New("the sidecar closed the connection")
 
 // TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it too.
@@ -42,22 +42,22 @@ const (
 	ringCompleted = 192
 	ringEntries   = 4096
 	entryBytes    = 16
-	ownRing       = 64 // number of entries of the ring that Begin makes if there is none
+	ownRing       = 64 // number of entries of the ring that Begin makes if the client has no ring
 	firstSlot     = 1 << 16
 
-	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, for calls of Word.
+	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, to be passed to Word.
 	RingSeen    = 256
 	RingWanted  = 320
 	RingLooking = 384
 )
 
-// Client is a client of a sidecar. It is not safe for concurrent use. An error fails the test (TB.Fatal),
-// except in methods that return errors.
+// Client is a client of a sidecar. It is not safe for concurrent use. If an error occurs, a method that
+// returns errors returns it, and any other method fails the test (TB.Fatal).
 type Client struct {
 	// FD is the socket. It is -1 after Close.
 	FD int
-	// News has the replies that do not answer a request. Doorbells is the number of doorbells that have
-	// arrived.
+	// News has the replies that are notices, not answers to requests. Doorbells is the number of doorbells
+	// that have arrived.
 	News      []*sidecarpb.Reply
 	Doorbells int
 	// Arenas has the mapped arenas of the client and of the sidecar, by number. RingBytes is the memory of
@@ -74,7 +74,7 @@ type Client struct {
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses of the operations that Begin has submitted and that are done
+	ended     map[uint64]uint32 // statuses, by number, of the finished operations that Begin had submitted
 }
 
 // New returns a client that uses the socket fd. The client owns fd.
@@ -228,7 +228,7 @@ func (c *Client) sort() error {
 	}
 }
 
-// take maps the sidecar's arena a, whose descriptor is the oldest that has arrived and was not used yet.
+// take maps the arena a of the sidecar. It uses the oldest descriptor that has arrived and was not used yet.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
 		return fmt.Errorf("arena %d came without a descriptor", a.Arena)
@@ -263,7 +263,7 @@ func sealed(fd, numBytes int) error {
 	return nil
 }
 
-// Frame returns the encoded frame of q. If q has no number, it gets the next one.
+// Frame encodes q as a frame. If q has no number, Frame sets its number to the next unused number.
 func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	if q.Id == 0 {
 		c.lastID++
@@ -309,8 +309,8 @@ func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	}
 }
 
-// Until waits until News contains a reply for which enough returns true, and returns the first such reply. It
-// also looks at replies that arrived before the call.
+// Until waits until News contains a reply for which the function enough returns true, and returns the first
+// such reply. Replies that arrived before the call count too.
 func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	c.t.Helper()
 	for at := 0; ; {
@@ -362,8 +362,8 @@ func (c *Client) Bye() {
 	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
 }
 
-// File returns a memfd with the given seals, and its mapping. Clients make such files for arenas and rings.
-// numBytes must be a multiple of the page size.
+// File makes a memfd of numBytes bytes with the given seals, and returns its descriptor and its mapping.
+// Clients make such files for arenas and rings. numBytes must be a multiple of the page size.
 func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -393,8 +393,8 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	return b
 }
 
-// NewRing returns a memfd that contains a ring of n entries, and its mapping. A Ring request sends the memfd
-// to the sidecar.
+// NewRing makes a memfd that contains a ring of n entries, and returns its descriptor and its mapping. The
+// descriptor can be sent to the sidecar with a Ring request.
 func NewRing(t TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
@@ -417,13 +417,13 @@ func (c *Client) Ring(n uint64) {
 	c.close(fd)
 }
 
-// Word returns the word of the ring at byte offset at.
+// Word returns the word of the ring at the byte offset at.
 func (c *Client) Word(at int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
 }
 
-// Push submits the operation that is prepared in slot, without a doorbell. It returns the number of the
-// operation.
+// Push submits the operation that is prepared in slot, and returns the number of the operation. It sends no
+// doorbell.
 func (c *Client) Push(slot uint32) uint64 {
 	c.lastID++
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
