@@ -1,19 +1,19 @@
 // Package joblink connects the ranks of a job with their launcher while the job runs. The launcher asks all
-// ranks questions. The ranks send it answers, and reports that it has not asked for, such as which rank has
-// failed.
+// ranks questions. The ranks send answers, and also reports for which the launcher has not asked, for example
+// that a rank has failed.
 //
-// Both use the launcher's store. Every rank is connected to it for as long as the job runs, no matter which
-// ranks die. The launcher writes the list of open questions, and every rank watches that list. Answers and
-// reports are queues that the launcher reads.
+// Launcher and ranks communicate through the launcher's store. Every rank is connected to this store as long
+// as the job runs, no matter which ranks die. The launcher writes the list of open questions, and every rank
+// watches that list. Answers and reports are queues that the launcher reads.
 //
-//  1. A rank needs only one waiting call for all questions. Questions do not wait for each other, and each
-//     gets only its own answers.
+//  1. A rank needs only one waiting call for all questions. The launcher may ask several questions at a time,
+//     and each question gets only its own answers.
 //  2. Only the first answer of a rank to a question counts. The launcher drops an answer if nobody waits for
 //     it any more.
-//  3. An epoch has one verdict: the first that arrives. A verdict of a later epoch replaces it.
+//  3. An epoch has one verdict: the first verdict that arrives. The verdict of a later epoch replaces it.
 //
-// Every rank has the secret of the job and is trusted: a rank could send an answer in the name of another
-// rank.
+// Every rank has the secret of the job and is trusted. Nothing prevents a rank from sending an answer in the
+// name of another rank.
 package joblink
 
 import (
@@ -31,7 +31,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Questions that the launcher asks.
+// The launcher asks these questions.
 const (
 	// Dump asks for the dump of the rank's flight recorder.
 	Dump = "dump"
@@ -39,25 +39,25 @@ const (
 	Metrics = "metrics"
 )
 
-// Kinds of reports, which ranks send without being asked.
+// Ranks send reports of these kinds without being asked.
 const (
 	// Stall is a report of rank 0. Its text says that tensors have waited for longer than the warning time.
 	Stall = "stall"
-	// Failure is a report of a rank whose job has failed. It has the form of an answer to Dump.
+	// Failure is a report of a rank whose job has failed. Its body has the form of an answer to Dump.
 	Failure = "failure"
 	// verdict is a report that contains a Verdict.
 	verdict = "verdict"
 )
 
 const (
-	// MaxBodyBytes bounds the body of an answer or a report.
+	// MaxBodyBytes is the maximum length of the body of an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
-	// MaxReasonBytes bounds Verdict.Reason. ReportVerdict shortens a longer reason.
+	// MaxReasonBytes is the maximum length of Verdict.Reason. ReportVerdict shortens a longer reason.
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
-	// maxReports bounds each queue of messages that the launcher has not read yet. There is room for several
-	// reports of each rank of the largest job.
+	// maxReports is the maximum length of a queue of messages that the launcher has not read yet. It allows
+	// several reports from each rank of the largest job.
 	maxReports = 16 << 10
 )
 
@@ -68,8 +68,8 @@ const (
 	keyReports   = "joblink/reports"   // a queue of reports
 )
 
-// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens, as in a job under hvdrun
-// store.
+// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, no launcher
+// listens to a job that uses a store of the command hvdrun store.
 var ErrNoLauncher = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
@@ -81,17 +81,17 @@ type Link interface {
 	ReportVerdict(ctx context.Context, v Verdict) error
 	// HasListener reports whether a launcher listens.
 	HasListener(ctx context.Context) (bool, error)
-	// Answer answers the launcher's questions until ctx ends, which gives no error, or until the connection
-	// is lost. It calls handle for one question at a time. If handle returns nil or more than MaxBodyBytes,
-	// Answer tells the launcher that this rank has no answer.
+	// Answer answers the launcher's questions. It returns nil when ctx ends, and an error when the connection
+	// is lost. It calls handle for one question at a time, and sends the result to the launcher. If handle
+	// returns nil or more than MaxBodyBytes bytes, Answer tells the launcher that this rank has no answer.
 	Answer(ctx context.Context, handle func(what string) []byte) error
 }
 
-// Verdict says which ranks ended an epoch.
+// Verdict says which ranks have failed and so ended an epoch.
 type Verdict struct {
 	// Epoch is the epoch that failed.
 	Epoch uint64 `json:"epoch"`
-	// Ranks are the failed ranks, at least one.
+	// Ranks has the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
 	// Reason explains the failure to people, in at most MaxReasonBytes of UTF-8.
 	Reason string `json:"reason"`
@@ -213,8 +213,7 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 	return err
 }
 
-// unlessOver returns nil if ctx has ended, because then the call has only been cut short. Otherwise it
-// returns err.
+// unlessOver returns err, or nil if ctx has ended, because then the end of ctx has caused err.
 func unlessOver(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil
@@ -228,7 +227,7 @@ type Launcher struct {
 	ranks  int
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	ended  chan struct{} // closed when the launcher has stopped reading answers; err says why
+	ended  chan struct{} // closed when the launcher has stopped reading answers; the field err has the reason
 
 	mu      sync.Mutex
 	err     error
@@ -246,8 +245,9 @@ type inquiry struct {
 	done    chan struct{} // closed when pending is empty
 }
 
-// Listen receives answers, verdicts and reports from the ranks of a job through the store kv, until Close.
-// One goroutine calls handle with each report, but not with answers and verdicts. handle may call Ask.
+// Listen receives answers, verdicts and reports from the ranks of a job through the store kv until Close is
+// called. It calls handle with each report, from one goroutine, but not with answers or verdicts. handle may
+// call Ask.
 func Listen(kv *store.HashStore, ranks int,
 	handle func(rank int, what string, body []byte)) (*Launcher, error) {
 	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{})}
@@ -264,16 +264,16 @@ func Listen(kv *store.HashStore, ranks int,
 	return l, nil
 }
 
-// Close stops receiving. It first processes the messages that are already in the queues, and returns the
-// store's error if there was one.
+// Close stops the receiving of messages. It first processes the messages that are already in the queues. If
+// the store had an error, Close returns it.
 func (l *Launcher) Close() error {
 	l.cancel()
 	l.wg.Wait()
 	return l.Err()
 }
 
-// Err returns the error that keeps the launcher from receiving messages. It is nil while the launcher
-// receives, and after Close without an error.
+// Err returns the error because of which the launcher has stopped receiving messages. It returns nil while
+// the launcher receives messages, and after a Close that returned nil.
 func (l *Launcher) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -288,8 +288,8 @@ func (l *Launcher) note(err error) {
 	}
 }
 
-// read calls take with each message of a queue until ctx ends, and then with the messages left in the queue.
-// It drops malformed messages.
+// read calls the function take with each message of a queue until ctx ends, and then with the remaining
+// messages in the queue. It drops malformed messages.
 func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
 	for {
 		b, err := l.kv.Pop(ctx, queue)
@@ -353,9 +353,10 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	return l.verdict, nil
 }
 
-// Ask sends a question to all ranks and waits until they have answered or ctx ends. missing has the ranks, in
-// ascending order, that have not answered or have no answer. err is an error of the store; the end of ctx is
-// not an error. The answers received so far are returned with an error too.
+// Ask sends a question to all ranks and waits until they have answered or ctx ends. answers has the answers
+// by rank. missing has, in ascending order, the ranks that have not answered or have no answer. err is an
+// error of the store; the end of ctx is not an error. If err is not nil, Ask also returns the answers
+// received so far.
 //
 // Ask holds all answers in memory, each of at most MaxBodyBytes.
 func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
@@ -391,8 +392,8 @@ func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte
 	return q.answers, missing, err
 }
 
-// publish writes the list of open questions to the store. The caller holds l.mu, or no other goroutine uses l
-// yet.
+// publish writes the list of open questions to the store. The caller must hold l.mu, unless no other
+// goroutine uses l yet.
 func (l *Launcher) publish() error {
 	list := []question{}
 	for _, q := range l.open {
@@ -432,7 +433,7 @@ type message struct {
 	Rank     int    `json:"rank"`
 	Question uint64 `json:"question"`
 	What     string `json:"what"`
-	Has      bool   `json:"has"` // whether there is a body
+	Has      bool   `json:"has"` // whether the message has a body, which may be empty
 	body     []byte
 }
 

@@ -23,7 +23,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served serves a launcher's store. It returns the store, and a function that connects a new client to it.
+// served serves a launcher's store. It returns the store, and a function that returns a new client of the
+// store.
 func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	t.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -64,7 +65,8 @@ func listen(t *testing.T, kv *store.HashStore, ranks int,
 
 func deaf(int, string, []byte) {}
 
-// answers makes ranks 0 to n-1 answer questions with handle, until end is called or the test ends.
+// answers makes ranks 0 to n-1 answer questions with the function handle, until the result end is called or
+// the test ends.
 func answers(t *testing.T, n int, dial func() store.Store,
 	handle func(rank int, what string) []byte) (end func()) {
 	t.Helper()
@@ -100,8 +102,8 @@ func wantEchoes(t *testing.T, what string, n int, got map[int][]byte, missing []
 	}
 }
 
-// If several questions are asked at the same time, each gets its own answers. Afterwards the store has no
-// question and no answer left.
+// If several questions are asked at the same time, each gets its own answers. Afterwards no question and no
+// answer is left in the store.
 func TestAsk(t *testing.T) {
 	const n, askers, times = 32, 4, 5
 	kv, dial := served(t)
@@ -133,8 +135,8 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// Ask returns when its context ends, and reports the ranks that have not answered. An answer that arrives
-// later does not count for another question.
+// Ask returns when its context ends, and reports the ranks that have not answered as missing. An answer that
+// arrives later is not taken for the answer to another question.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -197,7 +199,7 @@ func TestNothingToSay(t *testing.T) {
 	}
 }
 
-// If an answer does not fit in the store, Ask reports the rank as missing. The rank still answers later
+// If the store has no room for an answer, Ask reports the rank as missing. The rank still answers later
 // questions.
 func TestFullStore(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{Bytes: 64 << 10})
@@ -218,8 +220,8 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
-// Only the first answer of a rank counts, even if a second process with the same rank answers too. An answer
-// of a rank outside of the job does not count.
+// If two processes with the same rank answer, only the first answer counts. An answer from a rank number that
+// is outside of the job does not count.
 func TestRepeatedAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -245,8 +247,8 @@ func TestRepeatedAnswers(t *testing.T) {
 	})
 }
 
-// Each report arrives once, and the reports of one rank arrive in order. Close delivers reports that have
-// arrived in the store before it.
+// Each report arrives once, and the reports of one rank arrive in order. Reports that are in the store when
+// Close is called are still delivered.
 func TestReports(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -306,8 +308,8 @@ func TestReports(t *testing.T) {
 	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 reports wait")
 }
 
-// The first verdict of an epoch counts. A verdict of a later epoch replaces it, and a verdict of an earlier
-// epoch is ignored.
+// If several verdicts of an epoch arrive, the first counts. A verdict of a later epoch replaces it, and a
+// verdict of an earlier epoch is ignored.
 func TestVerdict(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -390,7 +392,7 @@ func FuzzDecode(f *testing.F) {
 		if m, err := decodeMessage(b); err == nil {
 			text, err := m.encode()
 			if err != nil {
-				return // the name does not fit once it is escaped
+				return // the name is too long when it is escaped
 			}
 			again, err := decodeMessage(text)
 			if err != nil || again.Rank != m.Rank || again.Question != m.Question ||
