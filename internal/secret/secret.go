@@ -1,5 +1,5 @@
 // Package secret implements the secret of a job, and a mutual challenge-response with which the two ends of a
-// connection prove to each other that they know the secret. The proof comes before anything else on the
+// connection prove to each other that they know the secret. The proof is the first exchange on the
 // connection.
 //
 //	client: "GHVA", version u8, 0 u8, 0 u16, nonce [32]
@@ -7,29 +7,31 @@
 //	client: HMAC(client) [32]
 //
 // The HMACs are HMAC-SHA256 with a key derived from the secret, over the role (client or server), the purpose
-// (the protocol that follows) and both nonces. So a proof is valid only for one connection, one direction and
-// one protocol. The secret itself is never sent. A process without a secret skips this exchange. If only one
-// end has a secret, the connection fails at both ends, because they do not belong to the same job.
+// (the name of the protocol that is used after the proof) and both nonces. So a proof is valid only for one
+// connection, one direction and one protocol. The secret itself is never sent. A process without a secret
+// skips this exchange. If only one end has a secret, the connection fails at both ends, because they do not
+// belong to the same job.
 //
 // # TLS
 //
 // By default, the data after the proof is neither encrypted nor authenticated. With [Secret.Encrypted], the
-// proof and the data are sent inside TLS 1.3. No certificates have to be distributed, because the launcher
-// gives the secret to every process anyway. Each process derives the Ed25519 key of the job from the secret
-// (HKDF-SHA256). When it starts, it makes a certificate that this key signs. From a peer, client or server,
-// it accepts only a certificate with exactly this key. Names, times and issuers in a certificate are ignored,
-// so a certificate is of use only within its job. This gives:
+// proof and the data are sent inside TLS 1.3. No certificates have to be distributed, because every process
+// has the secret anyway. Each process derives the Ed25519 key of the job from the secret (HKDF-SHA256). When
+// it starts, it makes a certificate and signs it with this key. It accepts a peer, client or server, only if
+// the peer's certificate has exactly this key. Names, times and issuers in a certificate are ignored, so a
+// certificate is of use only within its job. TLS has these effects:
 //
 //   - An eavesdropper learns only how much is sent, and when. Each connection has its own key exchange, so
 //     recorded traffic stays secret even if the secret becomes known later.
-//   - Changing, dropping or inserting bytes in transit ends the connection. All bytes read before that are
-//     bytes that the peer sent.
-//   - A process that has the secret can play either end, as without TLS. The secret should be random, because
-//     anybody who can connect to a server gets data against which guesses of the secret can be tested, also
-//     as without TLS.
+//   - If bytes are changed, dropped or inserted in transit, the connection ends. All bytes read before that
+//     are bytes that the peer has sent.
+//   - As without TLS, a process that has the secret can act as client or as server. And as without TLS,
+//     anybody who can connect to a server gets data with which guesses of the secret can be tested, so the
+//     secret should be random.
 //
-// The proof is exchanged inside TLS too, because it names the protocol, and so that both kinds of connections
-// share one code path. If one end encrypts and the other does not, the error is ErrMixed.
+// The proof is exchanged inside TLS too, because it is what binds the connection to one protocol, and so that
+// both kinds of connections use the same code. If one end encrypts and the other does not, the error is
+// ErrMixed.
 package secret
 
 import (
@@ -49,18 +51,18 @@ import (
 // Magic is the start of the first message of a client that has a secret.
 const Magic = "GHVA"
 
-// MinBytes and MaxBytes bound the length of the text of a secret.
+// MinBytes and MaxBytes are the minimum and the maximum length of the text of a secret.
 const (
 	MinBytes = 16
 	MaxBytes = 4096
 )
 
 var (
-	// ErrWrong is the error if the peer has another secret.
+	// ErrWrong is the error of a proof with a peer that has another secret.
 	ErrWrong = errors.New("the peer has another secret, so it does not belong to this job")
-	// ErrNone is the error if this process has a secret and the peer has none.
+	// ErrNone is the error of a proof if this process has a secret and the peer has none.
 	ErrNone = errors.New("the peer has no secret, so it does not belong to this job")
-	// ErrNeeded is the error if the peer has a secret and this process has none.
+	// ErrNeeded is the error of a connection if the peer has a secret and this process has none.
 	ErrNeeded = errors.New("the peer requires the secret of its job, but this process has none")
 )
 
@@ -79,14 +81,15 @@ const (
 	statusMixed  = 2 // only one end encrypts
 )
 
-// Secret is the secret of a job. The zero Secret means that the job has no secret, and nothing is proven.
-// String never returns the secret itself, so that no log contains it.
+// Secret is the secret of a job. The zero Secret means that the job has no secret, so no proofs are
+// exchanged. String never returns the secret itself, so that no log contains it.
 type Secret struct {
 	key *[sha256.Size]byte
 	tls *tls.Config // nil if connections are not encrypted
 }
 
-// New makes a random secret. Other processes pass text to Parse to get the same secret.
+// New makes a random secret, and returns it also as text. Other processes pass the text to Parse to get the
+// same secret.
 func New() (s Secret, text string) {
 	var b [32]byte
 	rand.Read(b[:]) // rand.Read never fails
@@ -98,8 +101,8 @@ func New() (s Secret, text string) {
 	return s, text
 }
 
-// Parse makes a secret from a text of MinBytes to MaxBytes. It ignores white space around the text. Its error
-// does not contain the text.
+// Parse makes a secret from text, which must have MinBytes to MaxBytes bytes without the white space around
+// it. The error does not contain the text.
 func Parse(text string) (Secret, error) {
 	text = strings.TrimSpace(text)
 	if len(text) < MinBytes || len(text) > MaxBytes {
@@ -125,10 +128,10 @@ func (s Secret) String() string {
 // GoString returns String, so that %#v does not print the secret either.
 func (s Secret) GoString() string { return s.String() }
 
-// Dial proves to the server at the other end of conn that this process knows the secret, and makes the server
-// prove it too. purpose names the protocol that follows. The caller must use the returned connection for that
-// protocol: it is conn itself, or TLS over conn. Deadlines and Close of either connection act on conn. After
-// an error, conn is still open.
+// Dial proves to the server at the other end of conn that this process knows the secret, and checks the
+// server's proof. purpose names the protocol that is used after the proof. The caller must use the returned
+// connection for that protocol. It is conn itself, or TLS over conn; deadlines and Close of it act on conn.
+// After an error, conn is still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
 	if err == nil {
@@ -140,13 +143,13 @@ func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// Accept makes the client at the other end of conn prove that it knows the secret, and proves it to the
-// client. It is the server's counterpart of Dial. It reads no byte of the protocol that follows. Its error
-// wraps io.EOF if the client closed the connection without sending anything.
+// Accept checks the proof of the client at the other end of conn, and proves to the client that this process
+// knows the secret. A server calls it where a client calls Dial. It reads only the bytes of the proof from
+// conn. Its error wraps io.EOF if the client closed the connection without sending anything.
 func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Server)
 	if err != nil {
-		over = conn // there is no TLS session, so the refusal is sent in plain
+		over = conn // there is no TLS session, so the refusal is sent unencrypted
 	} else {
 		err = s.accept(over, purpose)
 	}
@@ -157,8 +160,8 @@ func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	return over, nil
 }
 
-// refuse tells the client why it is refused, if the client started without a proof or if only one end
-// encrypts. Errors of the write are ignored, because the connection is closed anyway.
+// refuse tells the client why it is refused if err says that the client started without a proof or that only
+// one end encrypts. Errors of the write are ignored, because the connection is closed anyway.
 func refuse(w io.Writer, err error) {
 	switch {
 	case errors.Is(err, ErrMixed):
@@ -218,8 +221,8 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 	return nil
 }
 
-// proof returns the HMAC that the given role, "client" or "server", sends. client and server are the nonces
-// of the two ends.
+// proof returns the HMAC that the end with the given role ("client" or "server") sends. The parameters client
+// and server are the nonces of the two ends.
 func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + role), []byte(purpose), client, server} {
@@ -232,8 +235,8 @@ func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 
 func head(status byte) []byte { return append([]byte(Magic), version, status, 0, 0) }
 
-// readHead reads and checks the first 8 bytes that the peer sends. r is the connection, inside TLS if s
-// encrypts.
+// readHead reads and checks the first 8 bytes that the peer sends. If connections are encrypted, r is the TLS
+// connection.
 func readHead(r io.Reader) error {
 	var h [headBytes]byte
 	if _, err := io.ReadFull(r, h[:4]); err != nil {
@@ -268,9 +271,9 @@ func notOurs(first []byte) error {
 	return fmt.Errorf("%w: its first bytes are %q", ErrNone, first)
 }
 
-// Foreign examines the first bytes, at least four, that a peer sent to a process without a secret. It returns
-// ErrNeeded if they are the start of a proof, an error that wraps ErrMixed if they are the start of TLS, and
-// nil otherwise.
+// Foreign examines the first bytes that a peer has sent to a process without a secret. It needs at least four
+// bytes. It returns ErrNeeded if they are the start of a proof, an error that wraps ErrMixed if they are the
+// start of TLS, and nil otherwise.
 func Foreign(first []byte) error {
 	switch err := notOurs(first); {
 	case bytes.HasPrefix(first, []byte(Magic)):
@@ -281,8 +284,8 @@ func Foreign(first []byte) error {
 	return nil
 }
 
-// readFull reads all of b from the middle of a proof. If the connection ends before b is full, the error says
-// that the secrets may differ.
+// readFull fills b with bytes of a proof that has already begun. If the connection ends before b is full, the
+// error says that the secrets may differ.
 func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err

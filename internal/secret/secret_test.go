@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// kinds has the two kinds of secrets: those that do not encrypt and those that do.
+// kinds has the two kinds of secrets: with and without encryption.
 var kinds = map[string]func(secret.Secret) secret.Secret{
 	"plain": func(s secret.Secret) secret.Secret { return s },
 	"TLS":   secret.Secret.Encrypted,
@@ -29,7 +29,8 @@ func parse(t *testing.T, text string) secret.Secret {
 	return s
 }
 
-// dial and accept run the proof at one end of a connection over which nothing else is sent.
+// dial and accept run the proof as client and as server of a connection. Nothing else is sent over the
+// connection.
 func dial(s secret.Secret, conn net.Conn, purpose string) error {
 	_, err := s.Dial(conn, purpose)
 	return err
@@ -81,7 +82,7 @@ func TestProof(t *testing.T) {
 			name             string
 			client, server   secret.Secret
 			purpose          [2]string
-			onClient, onServ error // wanted errors at the ends; io.EOF stands for any error
+			onClient, onServ error // wanted errors at client and server; io.EOF stands for any error
 		}{
 			{"the same", one, one, [2]string{"store", "store"}, nil, nil},
 			{"no secrets", none, none, [2]string{"store", "store"}, nil, nil},
@@ -174,8 +175,8 @@ func TestOneHasNone(t *testing.T) {
 	}
 }
 
-// If a client has sent other bytes in place of a proof, and then reads the server's answer as part of a
-// proof, it gets ErrNeeded.
+// If a client has sent other bytes instead of a proof, and then reads the server's answer as part of a proof,
+// the client gets ErrNeeded.
 func TestNeeded(t *testing.T) {
 	s, _ := secret.New()
 	c, e := meet(t, func(conn net.Conn) error {
@@ -189,13 +190,13 @@ func TestNeeded(t *testing.T) {
 	}
 }
 
-// readFirst is a connection that discards what is written to it, so that a client on it only reads the
-// answer.
+// readFirst is a connection that discards all bytes that are written to it. A client that uses it reads the
+// server's answer without having sent a proof.
 type readFirst struct{ net.Conn }
 
 func (readFirst) Write(b []byte) (int, error) { return len(b), nil }
 
-// recorded is a connection that plays back one side of a recorded connection.
+// recorded is a connection that plays back the bytes that one end of another connection has sent.
 type recorded struct {
 	net.Conn // always nil
 	in       io.Reader
@@ -205,7 +206,7 @@ type recorded struct {
 func (r *recorded) Read(b []byte) (int, error)  { return r.in.Read(b) }
 func (r *recorded) Write(b []byte) (int, error) { return r.out.Write(b) }
 
-// tap is a connection that records what arrives over it.
+// tap is a connection that records all bytes that arrive over it.
 type tap struct {
 	net.Conn
 	heard *bytes.Buffer

@@ -17,30 +17,30 @@ import (
 	"time"
 )
 
-// ErrMixed is the error if one end of a connection encrypts and the other does not.
+// ErrMixed is the error of a connection of which one end encrypts and the other does not.
 var ErrMixed = errors.New(
 	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
 
-// maxHandshakeBytes bounds the bytes that a peer may send before its certificate is verified. A handshake
-// takes about 2 KiB.
+// maxHandshakeBytes is the maximum number of bytes that a peer may send before its certificate is verified. A
+// handshake takes about 2 KiB.
 const maxHandshakeBytes = 16 << 10
 
-// Encrypted returns a copy of s that uses TLS on the connections that it dials and accepts. The peer must do
-// the same. The zero Secret stays unencrypted.
+// Encrypted returns a copy of s whose methods Dial and Accept use TLS. The peer must use an encrypted Secret
+// too. If s is the zero Secret, Encrypted returns it unchanged.
 func (s Secret) Encrypted() Secret {
 	if s.IsZero() || s.tls != nil {
 		return s
 	}
 	cfg, err := s.mint()
 	if err != nil {
-		panic("secret: " + err.Error()) // only a bug in mint makes it fail
+		panic("secret: " + err.Error()) // mint fails only if it has a bug
 	}
 	s.tls = cfg
 	return s
 }
 
-// mint derives the key of the job from the secret, makes a certificate that the key signs, and returns a
-// configuration for either end.
+// mint derives the key of the job from the secret, makes a certificate, signs it with the key, and returns a
+// configuration that works for a client and for a server.
 func (s Secret) mint() (*tls.Config, error) {
 	seed, err := hkdf.Key(sha256.New, s.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
 	if err != nil {
@@ -65,8 +65,8 @@ func (s Secret) mint() (*tls.Config, error) {
 		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
 		MinVersion:   tls.VersionTLS13,
 		ClientAuth:   tls.RequireAnyClientCert,
-		// crypto/tls checks neither chain nor name. Each handshake calls VerifyConnection, which requires the
-		// key of the job.
+		// This makes crypto/tls check neither the chain of certificates nor the name. Instead, each handshake
+		// calls VerifyConnection, which requires the key of the job.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(state tls.ConnectionState) error {
 			if !public.Equal(state.PeerCertificates[0].PublicKey) {
@@ -77,7 +77,8 @@ func (s Secret) mint() (*tls.Config, error) {
 		// Without session tickets, each connection has its own key exchange, and the server sends nothing
 		// after the handshake that a client might never read.
 		SessionTicketsDisabled: true,
-		// Tensors are sent in large pieces. Small first records would only slow them down.
+		// crypto/tls would begin with small records. They would slow down tensors, which are sent in large
+		// pieces.
 		DynamicRecordSizingDisabled: true,
 	}, nil
 }
@@ -96,9 +97,9 @@ func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (
 	return encrypted{tc}, nil
 }
 
-// encrypted is a TLS connection that sends no closing alert. tls.Conn.Close would wait for room in the send
-// buffer to send one, but Close must not wait here. Nothing is lost without the alert, because no protocol
-// here treats the end of the stream as a message.
+// encrypted is a TLS connection that sends no alert when it is closed. tls.Conn.Close would wait until the
+// send buffer has room for the alert, but Close must not wait here. The alert is not needed, because no
+// protocol of gohvd treats the end of the stream as a message.
 type encrypted struct{ *tls.Conn }
 
 func (c encrypted) Close() error { return c.NetConn().Close() }
@@ -133,7 +134,7 @@ func (o *opening) explain(err error) error {
 		return fmt.Errorf("%w (it is set in this process)", ErrMixed)
 	case notTLS && record.Conn != nil: // the peer's first bytes are not a TLS record
 		return notOurs(record.RecordHeader[:4])
-	// Usually the peer rejects the key of this process's certificate.
+	// The usual reason is that the peer has rejected the key of this process's certificate.
 	case isOp && alert.Op == "remote error":
 		return fmt.Errorf("%w: TLS handshake: %w", ErrWrong, err)
 	case o.received > 0 && errors.Is(err, io.EOF):

@@ -22,8 +22,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// pair runs the proof with s at both ends, over a and b, and returns the two ends of the resulting
-// connection.
+// pair runs the proof with s over the connection whose ends are a and b. It returns the connections that Dial
+// and Accept have returned.
 func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn) {
 	t.Helper()
 	var wg sync.WaitGroup
@@ -46,8 +46,8 @@ func pair(t *testing.T, s secret.Secret, a, b net.Conn) (client, server net.Conn
 	return client, server
 }
 
-// wiretap is a connection that records what is written to it. If spoil is set, it changes a byte of each
-// write.
+// wiretap is a connection that records all bytes that are written to it. If spoil is set, it changes a byte
+// of each write.
 type wiretap struct {
 	net.Conn
 	mu    sync.Mutex
@@ -66,8 +66,8 @@ func (w *wiretap) Write(b []byte) (int, error) {
 	return w.Conn.Write(b)
 }
 
-// Without TLS an eavesdropper can read the data, and with TLS it cannot. With TLS, a changed byte ends the
-// connection.
+// Without TLS, the data appears unchanged in the bytes that are sent. With TLS it does not, and if a byte is
+// changed in transit, the connection ends.
 func TestWire(t *testing.T) {
 	words := strings.Repeat("the weights of a model ", 3000) // long enough for several records
 	for kind, of := range kinds {
@@ -172,7 +172,7 @@ func TestNoTickets(t *testing.T) {
 		if _, err := io.WriteString(tc, "this is no proof"); err != nil {
 			return err
 		}
-		_, err := io.Copy(io.Discard, tc) // also reads a ticket, if the server sends one
+		_, err := io.Copy(io.Discard, tc) // if the server sends a ticket, this reads it
 		return err
 	}, func(conn net.Conn) error { return accept(s, conn, "p") })
 	if c != nil || !errors.Is(e, secret.ErrNone) || cache.got != 0 {
@@ -186,7 +186,7 @@ func TestMixed(t *testing.T) {
 	for _, test := range []struct {
 		name           string
 		client, server secret.Secret
-		want           [2]string // texts in the errors of client and server
+		want           [2]string // texts that the errors of client and server must contain
 	}{
 		{"the client encrypts", s.Encrypted(), s, [2]string{"(it is set in this process)", "(it is set at the peer)"}},
 		{"the server encrypts", s, s.Encrypted(), [2]string{"(it is set at the peer)", "(it is set in this process)"}},
@@ -224,8 +224,8 @@ func certificate(t *testing.T) tls.Certificate {
 func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	s, _ := secret.New()
 	foreign := certificate(t)
-	// Every client sees the server's certificate, so an attacker can copy the certificate, but not its
-	// private key.
+	// An attacker can copy the server's certificate, because the server sends it to every client. The
+	// attacker does not get the private key.
 	a, b := connection(t)
 	client, _ := pair(t, s.Encrypted(), a, b)
 	shown := client.(interface {
@@ -235,8 +235,8 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		cfg  *tls.Config
-		// client is a text in the error of a client whose server uses cfg. server is a text in the error of a
-		// server whose client uses cfg.
+		// client is the text that the error of a client must contain if its server uses cfg. server is the
+		// text that the error of a server must contain if its client uses cfg.
 		client string
 		server string
 	}{
@@ -271,8 +271,8 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 }
 
 // If a client closes the connection before it has sent any byte, Accept returns an error that wraps io.EOF,
-// which is not logged. If it closes the connection in the middle of the proof, the error does not wrap
-// io.EOF.
+// so that servers do not log it. If the client closes the connection in the middle of the proof, the error
+// does not wrap io.EOF.
 func TestBreakingOff(t *testing.T) {
 	s, _ := secret.New()
 	for kind, of := range kinds {
@@ -292,7 +292,8 @@ func TestBreakingOff(t *testing.T) {
 	}
 }
 
-// A handshake fails at the caller's deadline. It also fails if the peer has sent 16 KiB before its end.
+// A handshake fails at the deadline that the caller has set. It also fails when the peer has sent 16 KiB and
+// the handshake is not complete.
 func TestHandshakeIsBounded(t *testing.T) {
 	s, _ := secret.New()
 	for name, end := range map[string]func(secret.Secret, net.Conn, string) error{"client": dial,
@@ -319,7 +320,8 @@ func TestHandshakeIsBounded(t *testing.T) {
 			}
 		}
 	})
-	b.SetDeadline(time.Now().Add(time.Second)) // bounds the write of the alert, which nobody reads
+	// Limits the time of the write of the alert, which nobody reads.
+	b.SetDeadline(time.Now().Add(time.Second))
 	testnet.WantError(t, accept(s.Encrypted(), b, "p"), "more than 16384 bytes")
 	b.Close()
 	wg.Wait()
@@ -328,8 +330,8 @@ func TestHandshakeIsBounded(t *testing.T) {
 	}
 }
 
-// Close does not wait to send a closing alert. The deadlines of the underlying connection apply to the
-// encrypted connection too.
+// Close returns even if the peer does not read, because it sends no alert. The deadlines of the underlying
+// connection apply to the encrypted connection too.
 func TestEndOfEncrypted(t *testing.T) {
 	s, _ := secret.New()
 	raw, b := net.Pipe()
