@@ -12,12 +12,13 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// A Handler serves a connection until the connection ends, and returns the reason: io.EOF if the peer closed
-// it in order. ctx ends when the Handler must stop. The caller of the Handler closes conn.
+// A Handler serves conn until the connection ends, and returns the reason. The reason is io.EOF if the peer
+// closed the connection in an orderly way. ctx ends when the Handler must stop. The caller of the Handler
+// closes conn.
 type Handler func(ctx context.Context, conn net.Conn) error
 
-// Acceptor accepts connections until Close, and serves each in its own goroutine. The number of connections
-// is bounded. Close closes them all.
+// Acceptor accepts connections until Close is called, and serves each in its own goroutine. It serves a
+// limited number of connections at a time. Close closes all of them.
 type Acceptor struct {
 	name   string
 	most   int
@@ -34,9 +35,10 @@ type Acceptor struct {
 	conns map[net.Conn]struct{}
 }
 
-// Serve listens on addr, as host:port where port 0 means any free port, and calls handle for each connection.
-// It serves up to most connections at a time and closes further ones. It logs errors, at a limited rate
-// (logs.Quiet). The log lines begin with name, such as "store: server". log may be nil.
+// Serve listens on addr and calls handle for each connection. addr has the form host:port, where port 0 means
+// any free port. The parameter most is the maximum number of connections at a time; Serve closes further
+// connections. It logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example
+// "store: server". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {
@@ -78,7 +80,7 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// The usual cause is that the process has no free file descriptor. The retry succeeds once a
+			// The usual cause is that the process has no free file descriptor. Then the retry succeeds when a
 			// connection has ended.
 			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)

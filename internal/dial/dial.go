@@ -1,10 +1,10 @@
-// Package dial opens connections: it dials and retries, accepts, and exchanges greetings. It also splits the
-// stream of bytes into frames.
+// Package dial opens connections: it dials with retries, accepts connections, and exchanges greetings. It
+// also splits the stream of bytes into frames.
 //
-// First, if the job has a secret, the dialing and the accepting end prove that they know it (package secret,
-// which may also encrypt the connection). Then the dialing end sends a greeting, and the accepting end
-// answers with one. A greeting is four bytes of magic that name the protocol, followed by the version of the
-// protocol in four bytes, big-endian.
+// If the job has a secret, the two ends first prove to each other that they know it (package secret, which
+// may also encrypt the connection). Then the dialing end sends a greeting, and the accepting end answers with
+// a greeting. A greeting has four magic bytes, which name the protocol, and the version of the protocol as
+// four bytes, big-endian.
 package dial
 
 import (
@@ -20,10 +20,10 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// keepAlive detects in about 15 s that the peer of an idle connection has vanished.
+// keepAlive makes the kernel detect within about 15 s that the peer of an idle connection has vanished.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
 
-// Listen listens on addr, as host:port. Port 0 means any free port.
+// Listen listens on addr, which has the form host:port. Port 0 means any free port.
 func Listen(addr string) (net.Listener, error) {
 	lc := net.ListenConfig{KeepAliveConfig: keepAlive}
 	return lc.Listen(context.Background(), "tcp", addr)
@@ -39,8 +39,8 @@ func (b *Backoff) Next() time.Duration {
 	return time.Duration(*b)
 }
 
-// MayRecover reports whether err, from dialing or greeting a peer, may go away by itself: the peer is
-// starting or stopping, or the network or name resolution is not available yet.
+// MayRecover reports whether another attempt to dial or greet a peer may succeed after the error err. This is
+// so if the peer may be starting or stopping, or if the network or name resolution may not be available yet.
 func MayRecover(err error) bool {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
 		return true
@@ -59,8 +59,8 @@ func MayRecover(err error) bool {
 	return false
 }
 
-// IsExhausted reports whether err says that this process or its host has no free file descriptor. Waiting for
-// a peer does not help then.
+// IsExhausted reports whether err says that this process or its host has no free file descriptor. It does not
+// help then to wait for a peer.
 func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
@@ -88,8 +88,8 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls try until it succeeds, until it fails with an error after which a retry is useless
-// (MayRecover), or until ctx ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
+// Retry calls the function try until it succeeds, until it returns an error for which MayRecover is false, or
+// until ctx ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
@@ -107,8 +107,8 @@ func Retry(ctx context.Context, try func() error) error {
 		case !MayRecover(err):
 			return err
 		}
-		// At the deadline of ctx, try may report a timeout before ctx.Err does. Such a timeout does not
-		// replace last, which has the real cause.
+		// At the deadline of ctx, try may return a timeout before ctx.Err returns an error. Such a timeout
+		// does not replace last, because last has the real cause.
 		ne, ok := errors.AsType[net.Error](err)
 		deadline, bounded := ctx.Deadline()
 		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
@@ -118,7 +118,8 @@ func Retry(ctx context.Context, try func() error) error {
 	}
 }
 
-// Pause waits for d, or until ctx ends or done is closed if that is earlier.
+// Pause waits until the duration d has passed, ctx ends, or the channel done is closed, whichever comes
+// first.
 func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -152,24 +153,25 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	return binary.BigEndian.Uint32(g[4:]), nil
 }
 
-// dialTimeout bounds one attempt to connect to a peer and read its greeting.
+// dialTimeout is the maximum duration of one attempt to connect to a peer and read its greeting.
 const dialTimeout = 5 * time.Second
 
-// VersionError is the error if the peer speaks another version of the protocol than this process.
+// VersionError is the error of a greeting in which the peer's version of the protocol differs from this
+// process's version.
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {
 	return fmt.Sprintf("the peer speaks version %d of the protocol, want %d", e.Got, e.Want)
 }
 
-// Connect connects to addr, as host:port, over TCP. The connection sends keep-alives.
+// Connect connects over TCP to addr, which has the form host:port. The connection sends keep-alives.
 func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	d := net.Dialer{KeepAliveConfig: keepAlive}
 	return d.DialContext(ctx, "tcp", addr)
 }
 
 // Greet connects to addr, proves the secret of the job and exchanges greetings. The returned connection has
-// no deadline. It is encrypted if s is.
+// no deadline. It is encrypted if s.IsEncrypted().
 func Greet(ctx context.Context, addr string, s secret.Secret, magic string,
 	version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)

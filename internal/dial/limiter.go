@@ -11,9 +11,10 @@ import (
 var ErrEvicted = errors.New(
 	"closed before its handshake ended, because too many newer connections are in their handshake")
 
-// Limiter bounds the number of connections whose peer has not proved its identity yet. A connection beyond
-// the bound makes the Limiter close the oldest one. A peer of the job proves its identity at once, so the
-// oldest peer is most likely a stranger. If it belongs to the job after all, it dials again.
+// Limiter limits the number of connections whose peer has not proved its identity yet. If there is one
+// connection more than the limit, the Limiter closes the oldest of these connections. A peer that belongs to
+// the job proves its identity at once, so the oldest peer most likely does not belong to it. If it does, it
+// dials again.
 type Limiter struct {
 	most int
 
@@ -21,25 +22,25 @@ type Limiter struct {
 	slots list.List // elements are *Slot, oldest first
 }
 
-// NewLimiter makes a Limiter that permits most connections, which must be at least one.
+// NewLimiter makes a Limiter with the limit most, which must be at least one.
 func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
 
-// Grow raises the bound to most. It never lowers the bound.
+// Grow raises the limit to most. If the limit is greater already, Grow does nothing.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.most = max(l.most, most)
 }
 
-// Slot is one connection's slot in a Limiter.
+// Slot counts one connection in a Limiter.
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
 	at   *list.Element // nil after release or eviction
 }
 
-// Acquire gives conn a slot. If no slot is free, it first closes the connection that has had its slot for
-// longest, and takes that slot away. The caller must call Release on the result.
+// Acquire gives conn a slot. If no slot is free, Acquire first closes the connection with the oldest slot and
+// takes its slot away. The caller must call Release on the result.
 func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -53,8 +54,8 @@ func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	return s
 }
 
-// Release frees the slot. It reports whether the connection still had the slot, which is false if the Limiter
-// has closed the connection. The caller calls it once.
+// Release frees the slot. If the Limiter has closed the connection and taken the slot away, Release returns
+// false. It must be called once.
 func (s *Slot) Release() bool {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()
