@@ -1,8 +1,8 @@
 // Package netif finds the address at which the other hosts of a job reach this host.
 //
-// Users identify interfaces by name or by address, since the same network may have different interface names
-// on different hosts. A [Choice] says which interfaces may be used. Without a choice, the route to the
-// rendezvous selects the interface.
+// Users choose interfaces by name or by address, because the interfaces of one network may have different
+// names on different hosts. A [Choice] says which interfaces may be used. If the user has chosen none, the
+// interface of the route to the rendezvous is used.
 package netif
 
 import (
@@ -14,7 +14,8 @@ import (
 	"strings"
 )
 
-// Choice is a choice of interfaces. The zero Choice permits all interfaces, and the route selects one.
+// Choice is a choice of interfaces. The zero Choice permits all interfaces; the interface of the route to the
+// rendezvous is then used.
 type Choice struct{ items []item }
 
 // item selects interfaces, either by name or by a network that contains one of their addresses.
@@ -81,7 +82,7 @@ func (c Choice) String() string {
 	return strings.Join(words, ",")
 }
 
-// own is an address of this host and the name of the interface that has it. The interface is up.
+// own is an address of this host and the name of the interface that has this address. The interface is up.
 type own struct {
 	name string
 	addr netip.Addr
@@ -104,7 +105,8 @@ func list() (all []own, err error) {
 		}
 		for _, a := range addrs {
 			p, err := netip.ParsePrefix(a.String())
-			// To dial a link-local address, the peer would also need the name of its own interface.
+			// Link-local addresses are excluded, because a peer could dial them only if it also knew which of
+			// its own interfaces to use.
 			if err != nil || p.Addr().IsLinkLocalUnicast() {
 				continue
 			}
@@ -157,9 +159,10 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 	return addrs
 }
 
-// Towards returns an address of this host for ranks that meet at target, as host:port. It is the source
-// address of the route to target if c permits that address. Otherwise it is the first address that c permits,
-// preferably one with the IP version of target's address. Towards sends no packets except to resolve names.
+// Towards returns the address of this host on which a rank should listen if the ranks meet at target, which
+// has the form host:port. The result is the source address of the route to target if c permits that address.
+// Otherwise it is the first address that c permits, preferably an address of the same IP version as target's.
+// Towards sends no packets except to resolve names.
 func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
 	local, remote, err := Route(ctx, target)
 	if err != nil || c.IsZero() {
@@ -177,9 +180,9 @@ func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) 
 	return addrs[0], nil
 }
 
-// Any returns an address of this host for ranks that do not know their rendezvous yet. It is the first
-// address that c permits. If c is zero, it is the source address of the default route, else the first address
-// that is not loopback, else 127.0.0.1.
+// Any returns the address of this host on which a rank should listen if it does not know the rendezvous yet.
+// The result is the first address that c permits. If c is zero, it is the source address of the default
+// route, else the first address that is not loopback, else 127.0.0.1.
 func (c Choice) Any() (netip.Addr, error) {
 	addrs, err := c.Addresses()
 	if err != nil {
@@ -187,7 +190,7 @@ func (c Choice) Any() (netip.Addr, error) {
 	}
 	if c.IsZero() {
 		// These addresses are reserved for documentation (RFC 5737 and 3849), so only the default route leads
-		// to them. Route sends them nothing.
+		// to them. Route sends no packets to them.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
 			if local, _, err := Route(context.Background(), far); err == nil &&
 				slices.Contains(addrs, local) {
@@ -201,9 +204,9 @@ func (c Choice) Any() (netip.Addr, error) {
 	return addrs[0], nil
 }
 
-// Route returns the source address of the route from this host to target, as host:port, and the address of
-// target. It resolves the host name, which may block until ctx ends, and connects a datagram socket, which
-// looks up the route without sending a packet.
+// Route returns the source address of the route from this host to target, and the address of target. target
+// has the form host:port. Route resolves the host name, which may block until ctx ends. Then it connects a
+// datagram socket, which makes the kernel look up the route without sending a packet.
 func Route(ctx context.Context, target string) (local, remote netip.Addr, err error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "udp", target)

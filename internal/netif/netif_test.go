@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// variable is set in processes of this test binary that a test starts on another host. Its value is a list
-// for Parse, and the process prints the addresses of its host that the list permits.
+// variable is the name of an environment variable. A test that starts this test binary on another host sets
+// it to a list for Parse. The process then prints the addresses of its host that the list permits.
 const variable = "GOHVD_NETIF"
 
 func TestMain(m *testing.M) {
