@@ -6,8 +6,7 @@
 //  1. At most 20 lines with the same level and message are written per minute (zap's sampler). The next line
 //     that is written says how many lines were dropped.
 //  2. Text from a peer or a client cannot make a line longer than a fixed bound, nor start a new line.
-//  3. Entries at level Trace are complete: no entry is dropped, and texts in the fields of the call are not
-//     shortened.
+//  3. At level Trace no entry is dropped, and texts in the fields of an entry are not shortened.
 //  4. Logging blocks only on the write to the file. There is no goroutine and no queue.
 package logs
 
@@ -21,21 +20,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// New returns a logger that writes entries of at least the given level to w. Format "console" writes text and
-// "json" writes JSON; any other format writes text if w is a terminal, else JSON. Other code may write to w
-// too, since the logger writes each line with one call to Write. Sync of the logger writes how many lines
-// were dropped since the last line.
+// New returns a logger that writes entries of at least the given level to w. If format is "console", it
+// writes text, and if format is "json", it writes JSON. With any other format, it writes text if w is a
+// terminal, else JSON. The logger writes each line with one call of Write, so other code may write to w too.
+// If lines were dropped after the last line that was written, Sync writes their number.
 func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Logger {
-	// The struct hides the Sync method of w, which returns an error if w is a pipe.
+	// The struct hides the Sync method of w, because Sync returns an error if w is a pipe.
 	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
 	core := zapcore.NewCore(newEncoder(isConsole(w, format), withTime), sink, level)
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 
-// Trace is the level below debug. It is for entries in each cycle of the negotiation.
+// Trace is the level below debug. It is used for entries that are logged in each cycle of the negotiation.
 const Trace = zapcore.DebugLevel - 1
 
-// Level returns the level for a value of HOROVOD_LOG_LEVEL. For any other word it returns the warning level.
+// Level returns the level that word means as the value of HOROVOD_LOG_LEVEL. For an unknown word it returns
+// the warning level.
 func Level(word string) zapcore.Level {
 	switch word {
 	case "trace":
@@ -52,8 +52,8 @@ func Level(word string) zapcore.Level {
 	return zapcore.WarnLevel
 }
 
-// withTrace returns an encoder of levels. It encodes Trace, which zap does not know, as word, and passes all
-// other levels to others.
+// withTrace returns an encoder of levels. The encoder writes word for the level Trace, which zap does not
+// know, and calls the encoder others for all other levels.
 func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
 		if l == Trace {

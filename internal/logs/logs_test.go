@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// settings returns the default settings, changed by the variables in environ.
+// settings returns the settings of a process whose environment has only the variables in environ.
 func settings(t *testing.T, environ ...string) *config.Config {
 	t.Helper()
 	c, err := config.Load(config.Sources{Environ: environ})
@@ -48,7 +48,7 @@ func objects(t *testing.T, b []byte) (all []map[string]any) {
 func TestLevels(t *testing.T) {
 	for _, test := range []struct {
 		word string
-		want string // first letters of the levels that are written: trace, debug, info, warn, error
+		want string // the levels that are written, as first letters of trace, debug, info, warn and error
 	}{
 		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"},
 		{"fatal", ""},
@@ -146,7 +146,7 @@ func TestAuto(t *testing.T) {
 }
 
 // Text from peers, in the message or in fields, cannot start a new line, move the cursor of a terminal, or
-// make a line longer than the bound.
+// make a line longer than the limit.
 func TestWhatPeersSay(t *testing.T) {
 	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
 	for _, format := range []string{"json", "console"} {
@@ -174,8 +174,8 @@ func TestWhatPeersSay(t *testing.T) {
 	}
 }
 
-// A text of 1024 bytes is written in full. A longer text is cut after 1024 bytes, or before a character that
-// would be split there.
+// A text of 1024 bytes is written in full. A longer text is cut after 1024 bytes. If this would split a
+// character, the text is cut before the character.
 func TestBound(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -197,8 +197,8 @@ func observed() (*zap.Logger, *observer.ObservedLogs) {
 	return logs.Quiet(log), entries
 }
 
-// lines returns the messages of entries, joined by spaces. If an entry says how many lines were left out, the
-// number follows its message after a plus sign.
+// lines returns the messages of entries, joined by spaces. If an entry has a number of dropped lines, lines
+// appends a plus sign and the number to the message.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {
@@ -212,7 +212,7 @@ func lines(entries *observer.ObservedLogs) string {
 }
 
 // If the same line is logged many times, 20 lines are written per minute. The first line of the next minute
-// says how many lines were left out.
+// has the number of dropped lines.
 func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, entries := observed()
@@ -241,8 +241,8 @@ func TestStorm(t *testing.T) {
 	})
 }
 
-// The next line with any message says how many lines were left out. If there is no such line, Sync writes
-// one. The number is written only once.
+// The next line with any message has the number of dropped lines. If there is no such line, Sync writes a
+// line with the number. The number is written only once.
 func TestLeftOutIsTold(t *testing.T) {
 	log, entries := observed()
 	for range 23 {
@@ -280,8 +280,8 @@ func TestMessagesAndLevels(t *testing.T) {
 	}
 }
 
-// Quiet returns a logger that is already quiet unchanged, so that lines are not counted twice. A nil logger
-// writes nothing.
+// If Quiet is called with a result of Quiet, it returns the logger unchanged, so that lines are not counted
+// twice. The result of Quiet for a nil logger writes nothing.
 func TestQuietTwice(t *testing.T) {
 	log, entries := observed()
 	inner := log.With(zap.Int("i", 1))
@@ -299,7 +299,8 @@ func TestQuietTwice(t *testing.T) {
 	logs.Quiet(nil).Warn("nobody hears")
 }
 
-// If the logger below Quiet has several cores, each writes only the levels that it is enabled for.
+// If the logger that is passed to Quiet has several cores, each core writes only entries of the levels for
+// which it is enabled.
 func TestLevelsBelow(t *testing.T) {
 	all, allSeen := observer.New(zapcore.DebugLevel)
 	some, someSeen := observer.New(zapcore.ErrorLevel)
@@ -327,7 +328,7 @@ type failing struct{}
 
 func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
 
-// If several goroutines log the same line, each line is either written or counted as left out, and not both.
+// If several goroutines log the same line, each line is either written or counted as dropped, and not both.
 func TestManyGoroutines(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -343,8 +344,8 @@ func TestManyGoroutines(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	// A line that is written after others were left out has their number. It can be one of the lines "w" too.
-	// At the start, the sampler may let a few more lines through.
+	// The line with the number of dropped lines may itself be a line "w". At the start, the sampler may let a
+	// few more than 20 lines through.
 	written, leftOut := 0, 0.0
 	for _, line := range objects(t, out.Bytes()) {
 		if line["msg"] == "w" {
@@ -371,8 +372,8 @@ func ExampleNew() {
 	// {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
-// Trace has a name in both formats. Lines at level Trace are complete: none is left out, and long texts are
-// not cut.
+// The level Trace has a name in both formats. At this level no line is dropped, and long texts are not
+// shortened.
 func TestTrace(t *testing.T) {
 	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
 		var out bytes.Buffer

@@ -11,18 +11,18 @@ import (
 )
 
 const (
-	// In each period of length tick, at most perTick lines with the same level and message are written.
+	// At most perTick lines with the same level and message are written in each period of length tick.
 	tick    = time.Minute
 	perTick = 20
 	// leftOut is the name of the field that says how many lines the sampler has dropped.
 	leftOut = "left_out"
 )
 
-// Quiet returns log with zap's sampler, so that floods of messages do not fill disks. It writes at most 20
-// lines per minute with the same level and message. The next line that is written, or else Sync, says in
-// field left_out how many lines of all messages were dropped. Lines at level Trace are never dropped. Long
-// texts are shortened, and unprintable characters are escaped. If log is nil, the result writes nothing. If
-// log is already a result of Quiet, it is returned unchanged.
+// Quiet returns log with zap's sampler, so that floods of messages do not fill disks. The result writes at
+// most 20 lines per minute with the same level and message. The next line that is written has the number of
+// all dropped lines in the field left_out. If no line is written, Sync writes the number. Lines at level
+// Trace are never dropped. Long texts are shortened, and unprintable characters are escaped. If log is nil,
+// the result writes nothing. If log is already a result of Quiet, it is returned unchanged.
 func Quiet(log *zap.Logger) *zap.Logger {
 	if log == nil {
 		return zap.NewNop()

@@ -10,18 +10,18 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// maxTextBytes is the maximum length of a message and of a text in a field. Longer texts occur: the name of a
-// tensor may have 4096 bytes.
+// maxTextBytes is the maximum length of a message and of a text in a field. Longer texts are shortened. They
+// occur, for example, because the name of a tensor may have 4096 bytes.
 const maxTextBytes = 1 << 10
 
-// plain returns a message shortened to maxTextBytes. It escapes unprintable characters as strconv.Quote does:
-// line ends, control characters of terminals, and invalid UTF-8.
+// plain returns a message shortened to maxTextBytes. It escapes unprintable characters (line ends, control
+// characters of terminals, invalid UTF-8) in the same way as strconv.Quote.
 func plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
-// unquoted reports whether r is unprintable and is not escaped by zap's encoders, which quote the texts of
-// fields as JSON.
+// unquoted reports whether r is an unprintable character that zap's encoders do not escape. They quote the
+// texts of fields as JSON.
 func unquoted(r rune) bool { return r >= 0x7f && unprintable(r) }
 
 func escape(text string, which func(rune) bool) string {
@@ -42,7 +42,8 @@ func escape(text string, which func(rune) bool) string {
 	return b.String()
 }
 
-// cut shortens text to maxTextBytes, if it is longer, and appends the original length.
+// cut shortens text to maxTextBytes and appends the original length. If text is not longer than that, cut
+// returns it unchanged.
 func cut(text string) string {
 	if len(text) <= maxTextBytes {
 		return text
@@ -54,8 +55,9 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded returns fields with their texts shortened by shorten, and with the characters escaped that the
-// encoder does not escape. It does not modify the given slice.
+// bounded returns fields with changed texts: each text is shortened with the function shorten, and the
+// unprintable characters that the encoder does not escape are escaped. bounded does not modify the given
+// slice.
 func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
