@@ -16,28 +16,29 @@ import (
 
 const (
 	pingInterval = 5 * time.Second
-	// serverSilence is how long a client waits for data from the server, which answers pings, before it gives
-	// up.
+	// serverSilence is how long a client waits for data from the server before it considers the connection
+	// broken. The server answers pings, so it is never silent for so long if it works.
 	serverSilence = 20 * time.Second
 	// clientSilence is how long a server waits for data from a client before it closes the connection. It is
-	// longer than serverSilence, because a client may be stopped for a while, for example by a debugger.
+	// longer than serverSilence, because a client process may be paused for a while, for example by a
+	// debugger.
 	clientSilence = time.Minute
 )
 
-// Client is a Store that a Server serves. All calls share one connection. Requests are numbered, so that a
-// waiting call does not delay other calls.
+// Client is a Store whose values are in a Server. All calls share one connection. Replies carry the numbers
+// of their requests, so that a waiting call does not delay other calls.
 //
-// If the connection breaks, or the server is silent for 20 s, the Client fails for good: pending and later
-// calls return the reason, and it is unknown whether a pending change was made. The Client does not
-// reconnect, because a restarted server has lost all values.
+// If the connection breaks, or the server is silent for 20 s, the Client does not work any more: pending and
+// later calls return the reason, and it is unknown whether the server has made a pending change. The Client
+// does not reconnect, because a restarted server has lost all values.
 type Client struct {
 	addr string
 	conn net.Conn
 	wg   sync.WaitGroup
 
 	requests chan []byte   // frames to send
-	cancels  chan struct{} // capacity 1: cancelled is not empty
-	done     chan struct{} // closed when err is set
+	cancels  chan struct{} // has an element if cancelled is not empty; capacity 1
+	done     chan struct{} // closed when the connection has ended and err is set
 
 	mu        sync.Mutex
 	lastID    uint64
@@ -60,7 +61,8 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	http := false
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
-		// Horovod's rendezvous server sends nothing until it has a request, so Greet can only time out there.
+		// Horovod's rendezvous server sends nothing until it has a request, so with such a server Greet ends
+		// with a timeout.
 		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) &&
 			speaksHTTP(addr) {
 			http, err = true, errHTTP
@@ -87,7 +89,7 @@ var errHTTP = errors.New(
 	"the server is an HTTP server such as Horovod's rendezvous server, not a store of gohvd: " +
 		"start the ranks with hvdrun instead of horovodrun, or set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT to the address of a store that hvdrun store serves")
 
-// httpTimeout bounds the duration of speaksHTTP.
+// httpTimeout is the maximum duration of a call of speaksHTTP.
 const httpTimeout = 2 * time.Second
 
 // speaksHTTP reports whether the server at addr answers an HTTP request with HTTP.
@@ -273,8 +275,8 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget gives up the call with the number id. If cancel is set, the goroutine that runs write sends the
-// server a cancellation. forget does not wait for that.
+// forget gives up the call with the number id. If cancel is set, it makes the goroutine that runs write send
+// a cancellation to the server, and does not wait for that.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)

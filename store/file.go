@@ -17,33 +17,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// FileStore is a Store in a file, for processes that share a file system but no network. PyTorch's FileStore
-// can use the same file at the same time.
+// FileStore is a Store in a file, for processes that share a file system but have no network between them.
+// Processes with PyTorch's FileStore can use the same file at the same time.
 //
-// The file is a log of records. A record has a key and a value, each after its length. The last record of a
-// key counts. Every call locks the file (flock). A waiting call reads the file every 10 ms. The last process
-// of the job removes the file. If the file of an earlier job is left over, a user must remove it. Otherwise
-// the new job finds the keys of the old one.
+// The file is a log of records. A record has a key and a value, each preceded by its length. The value of a
+// key is the value in the last record of the key. Each call locks the file (flock). A waiting call reads the
+// file every 10 ms. The last process of the job removes the file. If an earlier job has left its file behind,
+// the user must remove it, or the new job finds the keys of the earlier job.
 //
 // If a process dies in the middle of a write, the next process that writes repairs the file.
 type FileStore struct {
 	path   string
-	size   int // number of processes of the job; 0 if the file is to stay
+	size   int // number of processes of the job; 0 if the file is never removed
 	closed chan struct{}
 
-	// A goroutine may wait for mu while it holds the lock of the file. It must not wait for the lock of the
-	// file while it holds mu, because another process may be stopped while it holds the lock of the file.
+	// A goroutine that holds the lock of the file may wait for mu. A goroutine that holds mu must not wait
+	// for the lock of the file, because another process may be paused while it holds that lock.
 	mu     sync.Mutex
 	values map[string][]byte // contents of the file, by the keys in the file
-	read   int64             // number of bytes of the file that values reflect
+	read   int64             // number of bytes of the file that have been read into values
 	file   os.FileInfo       // the file that values were read from
 }
 
 var _ Store = (*FileStore)(nil)
 
-// Keys in the file. In the file, userPrefix comes before each key of a user. A record whose key begins with
-// deletedPrefix deletes the key that follows. openKey counts the stores that are open, and closedKey the
-// stores that have been closed. PyTorch before 2.0 has only closedKey.
+// In the file, each key of a user is preceded by userPrefix. A record whose key is deletedPrefix and then
+// another key deletes the other key. The value of openKey is the number of stores that are open, and the
+// value of closedKey is the number of stores that have been closed. PyTorch before 2.0 uses only closedKey.
 const (
 	userPrefix    = "/"
 	deletedPrefix = "-"
@@ -52,8 +52,8 @@ const (
 )
 
 const (
-	// filePeriod is the time between two polls of a waiting call, as in PyTorch. It polls because NFS has no
-	// notifications.
+	// filePeriod is the interval at which a waiting call reads the file, the same as in PyTorch. Waiting
+	// calls poll because NFS has no notifications.
 	filePeriod = 10 * time.Millisecond
 	// closeTime bounds how long Close waits for the lock of the file.
 	closeTime = 5 * time.Second
@@ -173,7 +173,7 @@ func (s *FileStore) has(keys []string) bool {
 	return true
 }
 
-// NumKeys implements Store. It also counts the counters in the file.
+// NumKeys implements Store. It also counts the keys openKey and closedKey.
 func (s *FileStore) NumKeys(ctx context.Context) (n int64, err error) {
 	err = s.look(ctx, func() { n = int64(len(s.values)) })
 	return n, s.failed("number of keys", "", err)
@@ -303,7 +303,8 @@ func (s *FileStore) Close() error {
 		}
 		return nil
 	})
-	if err != nil && !errors.Is(err, fs.ErrNotExist) { // another process may have removed the file
+	// It is not an error if another process has removed the file.
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("store: close %s: %w", s.path, err)
 	}
 	return nil
@@ -316,7 +317,7 @@ func (s *FileStore) failed(op, key string, err error) error {
 	return Error(op, key, s.path, err)
 }
 
-// poll reads the file again and again until cond returns true. cond may read s.values.
+// poll reads the file repeatedly until the function cond returns true. cond may read s.values.
 func (s *FileStore) poll(ctx context.Context, cond func() bool) error {
 	ticker := time.NewTicker(filePeriod)
 	defer ticker.Stop()
@@ -363,8 +364,8 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 	})
 }
 
-// withFile opens and locks the file, locks s.mu, reads what is new in the file, and calls f. It returns an
-// error if ctx ends, and ErrClosed if closed is closed. closed is nil in a call from Close.
+// withFile opens and locks the file, locks s.mu, reads the new records of the file, and calls f. It returns
+// an error if ctx ends, and ErrClosed if the channel closed is closed. Close itself passes a nil channel.
 func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int,
 	f func(*os.File) error) error {
 	for {
@@ -382,8 +383,7 @@ func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags,
 	}
 }
 
-// open opens the file. It holds s.mu meanwhile, so that no call creates the file again after Close has
-// removed it.
+// open opens the file while it holds s.mu, so that no call creates the file again after Close has removed it.
 func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -393,8 +393,8 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
 }
 
-// withLock does the part of withFile that comes after the file was opened. It reports whether the file was
-// removed before it could be locked.
+// withLock implements withFile after the file was opened. It reports whether the file was removed before it
+// could be locked.
 func (s *FileStore) withLock(ctx context.Context, closed <-chan struct{}, file *os.File, lock int,
 	f func(*os.File) error) (gone bool, err error) {
 	if err := flock(ctx, closed, file, lock); err != nil {
@@ -461,7 +461,7 @@ func (s *FileStore) forget() {
 	s.read, s.file = 0, nil
 }
 
-// readOn reads the records between s.read and size, the size of the file. It stops before an incomplete
+// readOn reads the records from offset s.read up to size, the size of the file. It stops before an incomplete
 // record.
 func (s *FileStore) readOn(file *os.File, size int64) error {
 	if size == s.read {
@@ -490,15 +490,15 @@ func (s *FileStore) readOn(file *os.File, size int64) error {
 	return nil
 }
 
-// isKey reports whether key may occur in a record. With this check, the store does not modify another kind of
-// file that a user has named by mistake.
+// isKey reports whether key may occur in a record. This check keeps the store from modifying a file of
+// another kind that a user has named by mistake.
 func isKey(key string) bool {
 	return strings.HasPrefix(strings.TrimPrefix(key, deletedPrefix), userPrefix) || key == openKey ||
 		key == closedKey
 }
 
-// write appends records to the file. The file is locked and has been read to the end. It overwrites an
-// incomplete record at the end, which another process has left there.
+// write appends log, which is encoded records, to the file. The file must be locked and read to the end. If
+// another process has left an incomplete record at the end of the file, write overwrites it.
 func (s *FileStore) write(file *os.File, log []byte) error {
 	if err := file.Truncate(s.read); err != nil {
 		return err
@@ -516,7 +516,8 @@ func appendRecord(log []byte, key string, value []byte) []byte {
 	return append(log, value...)
 }
 
-// cutRecord decodes the record at the start of b. n is its length, or 0 if it is incomplete.
+// cutRecord decodes the record at the start of b. n is the length of the record, or 0 if the record is
+// incomplete.
 func cutRecord(b []byte) (key string, value []byte, n int) {
 	field := func() ([]byte, bool) {
 		if len(b)-n < 4 {

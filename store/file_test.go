@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// If a process has died in the middle of a write, readers ignore its incomplete record, and the next write
-// replaces it.
+// If a process has died in the middle of a write, readers ignore the incomplete record, and the next write
+// overwrites it.
 func TestFileStoreRepairs(t *testing.T) {
 	ctx := testnet.Context(t)
 	path := filepath.Join(t.TempDir(), "store")
@@ -62,8 +62,8 @@ func TestFileStoreRepairs(t *testing.T) {
 	}
 }
 
-// If the file is not a store, for example because the user has given a wrong path, NewFileStore returns an
-// error and does not change the file.
+// If the file is not a store, NewFileStore returns an error and does not change the file, so a wrong path
+// does no damage.
 func TestFileStoreLeavesOthers(t *testing.T) {
 	for _, content := range []string{"precious\n", "\x03\x00\x00\x00abc\x01\x00\x00\x00x",
 		"\x02\x00\x00\x00/a\x00\x00\x00\x00\x01\x00\x00\x00b\x00\x00\x00\x00"} {
@@ -95,8 +95,8 @@ func TestFileStoreLocked(t *testing.T) {
 	}
 }
 
-// If two calls wait for the lock of the file, each returns when its own context ends. Close ends the calls
-// that wait.
+// If two calls wait for the lock of the file, each returns when its own context ends. Close makes waiting
+// calls return.
 func TestFileStoreWaitsForLock(t *testing.T) {
 	s, lock := lockedStore(t)
 	lock(unix.LOCK_EX)
@@ -127,8 +127,8 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 	}
 }
 
-// If another process holds a shared lock, a call that writes waits, but calls that read do not wait for that
-// call.
+// If another process holds a shared lock, a call that writes waits for it. Calls that read do not wait,
+// neither for the lock nor for the waiting call.
 func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()
@@ -149,7 +149,7 @@ func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	}
 }
 
-// If calls run while the last Close removes the file, they do not create the file again.
+// The last Close removes the file while other calls are running. These calls do not create the file again.
 func TestFileStoreStaysRemoved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "store")
 	for range 200 {

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// PyTorch's FileStore and ours use the same file, and each reads what the other has written.
+// If PyTorch's FileStore and ours use the same file, each reads the values that the other has written.
 func TestTorchFileStore(t *testing.T) {
 	testnet.NeedTorch(t)
 	ctx := testnet.Context(t)

@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// Limits bounds the contents of a HashStore. A zero field means the default.
+// Limits has the limits of a HashStore. A field that is 0 means the default.
 type Limits struct {
 	Keys  int   // number of keys, default 1<<20
 	Bytes int64 // total length of keys and values, default 256 MiB
@@ -20,9 +20,10 @@ type HashStore struct {
 	limits Limits
 	closed chan struct{}
 
-	mu     sync.Mutex
-	values map[string][]byte // values are never modified in place, because waiting calls share them
-	queues map[string]*queue // no queue in it is empty
+	mu sync.Mutex
+	// A value is replaced and never modified in place, because waiting calls share it.
+	values map[string][]byte
+	queues map[string]*queue // has no empty queues
 	bytes  int64
 	waits  map[string]*wait
 	isDone bool // whether closed has been closed
@@ -30,7 +31,7 @@ type HashStore struct {
 
 var _ Store = (*HashStore)(nil)
 
-// wait lets calls wait for the next change of one key.
+// wait is what calls share that wait for the next change of the same key.
 type wait struct {
 	changed chan struct{}
 	n       int // number of waiting calls
@@ -44,12 +45,12 @@ type queue struct {
 
 func (q *queue) len() int { return len(q.values) - q.popped }
 
-// queued returns how many bytes a value in a queue counts for in the limits. The result is above 0 even for
-// an empty value, so that the number of empty values is bounded too.
+// queued returns how many bytes of Limits.Bytes a value in a queue uses. Even an empty value uses some, so
+// that the number of empty values is bounded too.
 func queued(value []byte) int64 { return int64(len(value)) + 32 }
 
-// pop removes and returns the first value. If more than half of q.values has been popped, it moves the rest
-// to the front, so that memory can be reused.
+// pop removes the first value of the queue and returns it. When more than half of q.values has been popped,
+// pop moves the rest to the front, so that the memory is reused.
 func (q *queue) pop() []byte {
 	v := q.values[q.popped]
 	q.values[q.popped] = nil
@@ -197,7 +198,7 @@ func (s *HashStore) Waits() int {
 	return len(s.waits)
 }
 
-// failed returns err completed with the call, or nil if err is nil.
+// failed returns err with the names of the operation and of the key added. If err is nil, it returns nil.
 func failed(op, key string, err error) error {
 	if err == nil {
 		return nil
@@ -237,8 +238,8 @@ func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool
 	return value, ok, nil
 }
 
-// sleep waits until the value or the queue of key changes, s is closed, or ctx ends. The caller holds s.mu,
-// and sleep unlocks it.
+// sleep waits until the value or the queue of key changes, s is closed, or ctx ends. The caller must hold
+// s.mu. sleep unlocks s.mu and returns without it.
 func (s *HashStore) sleep(ctx context.Context, key string) {
 	w := s.waits[key]
 	if w == nil {
@@ -276,7 +277,7 @@ func (s *HashStore) hasValue(key string) bool {
 	return ok
 }
 
-// waitAll waits until the function there returns true for all keys at the same time.
+// waitAll waits until there(key) is true for all keys at the same time.
 func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := s.lockAll(ctx, keys, there); err != nil {
 		return err
@@ -285,8 +286,8 @@ func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key s
 	return nil
 }
 
-// lockAll waits until the function there returns true for all keys at the same time. It returns with s.mu
-// held, unless it returns an error.
+// lockAll waits until there(key) is true for all keys at the same time, and returns with s.mu held. If it
+// returns an error, s.mu is not held.
 func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := CheckKeys(keys); err != nil {
 		return err
@@ -353,7 +354,8 @@ func (s *HashStore) multiSet(ctx context.Context, keys []string, values [][]byte
 		return err
 	}
 	defer s.mu.Unlock()
-	// The store accepts either all values or none, so it needs room for all of them before it sets the first.
+	// The store accepts either all values or none, so the limits are checked for all values before the first
+	// is set.
 	var numKeys int
 	var numBytes int64
 	for i, k := range keys {
@@ -387,8 +389,9 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum returns the sum that Add stores: value plus delta, or delta if there is no value (there is false). It
-// returns an error if value is not a decimal number or the sum overflows.
+// Sum returns the sum that Add stores. If the key has a value, which is said by the parameter there, the sum
+// is value plus delta, else it is delta. Sum returns an error if value is not a decimal number or the sum
+// overflows.
 func Sum(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
 	if there {
@@ -425,7 +428,7 @@ func (s *HashStore) append(ctx context.Context, key string, value []byte) error 
 		return err
 	}
 	defer s.mu.Unlock()
-	// The result is a new slice, because calls that have read the old value share that.
+	// append makes a new slice, because calls that have read the old value share the old slice.
 	return s.put(key, append(clone(s.values[key]), value...))
 }
 
@@ -532,7 +535,7 @@ func (s *HashStore) begin(ctx context.Context) error {
 	return nil
 }
 
-// put stores a copy of value and wakes the calls that wait for key. s.mu is held.
+// put sets the value of key to a copy of value, and wakes the calls that wait for key. s.mu is held.
 func (s *HashStore) put(key string, value []byte) error {
 	if err := CheckValue(value); err != nil {
 		return err
@@ -552,8 +555,7 @@ func (s *HashStore) put(key string, value []byte) error {
 	return nil
 }
 
-// room returns an error if the limits do not allow the given number of additional keys and bytes. s.mu is
-// held.
+// room returns an error if the limits do not allow this number of additional keys and bytes. s.mu is held.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
 		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, and at most %d are allowed",

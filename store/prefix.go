@@ -2,8 +2,9 @@ package store
 
 import "context"
 
-// PrefixStore is the part of another store with the keys that begin with a prefix and a slash. Stores with
-// different prefixes share only the limits and NumKeys, because NumKeys counts all keys of the other store.
+// PrefixStore is a view of another store. It puts a prefix and a slash before each key, so stores with
+// different prefixes do not see each other's keys. They share the limits of the underlying store, and NumKeys
+// counts all keys of the underlying store.
 type PrefixStore struct {
 	prefix string
 	under  Store
@@ -11,12 +12,12 @@ type PrefixStore struct {
 
 var _ Store = (*PrefixStore)(nil)
 
-// NewPrefixStore returns the part of under whose keys begin with prefix and a slash.
+// NewPrefixStore returns a view of the store under in which prefix and a slash are put before each key.
 func NewPrefixStore(prefix string, under Store) *PrefixStore {
 	return &PrefixStore{prefix: prefix + "/", under: under}
 }
 
-// Underlying returns the store that s is a part of.
+// Underlying returns the store of which s is a view.
 func (s *PrefixStore) Underlying() Store { return s.under }
 
 // key returns the key in the underlying store. An empty key stays empty, so that the underlying store refuses

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// Bounds of a Server.
+// Limits of a Server.
 const (
 	maxClients        = 4096 // maximum number of connections
 	maxWaitsPerClient = 1024 // maximum number of waiting calls of one connection
@@ -24,8 +24,9 @@ const (
 // Server serves a HashStore to Clients.
 //
 // If a client violates the protocol, the server closes its connection and logs the reason. Other clients are
-// not affected. The server also closes the connection of a client that receives nothing for 10 s, or sends
-// nothing for a minute (clients ping every 5 s). That ends the client's waiting calls.
+// not affected. The server also closes the connection of a client that does not read its replies for 10 s, or
+// sends nothing for a minute (clients ping every 5 s). When a connection ends, the server drops the client's
+// waiting calls.
 type Server struct {
 	store    *HashStore
 	cfg      Config
@@ -33,8 +34,8 @@ type Server struct {
 	accepts  *dial.Acceptor
 }
 
-// Serve listens on addr, as host:port where port 0 means any free port, and serves store until Close. The
-// caller stays responsible for closing store.
+// Serve listens on addr and serves store until Close. addr has the form host:port, where port 0 means any
+// free port. The caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
 	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
@@ -59,8 +60,8 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	return context.Cause(c.ctx)
 }
 
-// serverConn is the server's end of a connection. One goroutine reads the requests and executes those that do
-// not wait. Each waiting call has a goroutine of its own.
+// serverConn is the server's end of a connection. One goroutine reads the requests and executes every call
+// that does not wait. Each waiting call has a goroutine of its own.
 type serverConn struct {
 	store  *HashStore
 	conn   net.Conn
@@ -162,7 +163,7 @@ func (c *serverConn) handle(q *request) error {
 		r.value, r.ok, err = c.store.tryPop(c.ctx, q.key)
 	case opQueueLen:
 		r.number, err = c.store.queueLen(c.ctx, q.key)
-	// The other operations may wait. A Get of a key that has a value does not.
+	// All other operations may wait, except Get of a key that has a value.
 	default:
 		if q.op == opGet {
 			if r.value, r.ok, err = c.store.look(c.ctx, q.key); r.ok || err != nil {
@@ -180,8 +181,9 @@ func (c *serverConn) handle(q *request) error {
 	return c.write(r.frame())
 }
 
-// startWait starts a goroutine that executes a waiting call and replies. If it cannot start one, it returns
-// an error, which the caller sends to the client.
+// startWait starts a goroutine that executes a waiting call and replies. If too many calls are waiting, or a
+// waiting call has the same number, it starts none and returns an error, which the caller sends to the
+// client.
 func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -3,8 +3,8 @@
 //
 // [Store] is the contract. A [HashStore] is in the memory of one process. A [Server] serves a HashStore to
 // [Client]s in other processes, in a protocol of its own. Package c10d serves a HashStore to PyTorch, and has
-// a client for PyTorch's servers. A [FileStore] is in a file, which it can share with PyTorch. A
-// [PrefixStore] is a part of another store. Package storetest tests all of them against the contract.
+// a client for PyTorch's servers. A [FileStore] is in a file, which PyTorch's processes can use too. A
+// [PrefixStore] is a view of another store. Package storetest tests all implementations against the contract.
 package store
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// Bounds on keys and values, the same as PyTorch's. A call that exceeds them returns an error that wraps
-// ErrLimit.
+// These limits on keys and values are the same as PyTorch's. A call that exceeds one of them returns an error
+// that wraps ErrLimit.
 const (
 	MaxKeyBytes   = 8 << 10
 	MaxValueBytes = 8 << 20
@@ -30,7 +30,7 @@ const (
 var (
 	// ErrClosed is the error of pending and later calls on a store or handle that has been closed.
 	ErrClosed = errors.New("the store is closed")
-	// ErrLimit is the error of a call that exceeds a bound of the store.
+	// ErrLimit is the error of a call that exceeds a limit of the store.
 	ErrLimit = errors.New("limit exceeded")
 	// ErrNotNumber is the error of Add if the value is not a decimal number or if the sum overflows 64 bits.
 	ErrNotNumber = errors.New("the value is not a decimal number of 64 bits")
@@ -39,12 +39,13 @@ var (
 )
 
 // Store is a map from keys to values that processes share. Its methods are safe for concurrent use. Each call
-// is atomic, except calls that wait. A waiting call does not delay other calls.
+// that does not wait is atomic. A waiting call does not delay other calls.
 //
-// A key has 1 to MaxKeyBytes bytes, and a value 0 to MaxValueBytes. The store copies values that it gets and
-// values that it returns. If ctx ends during a call, the call returns an error that wraps ctx.Err(), and it
-// is unknown whether the call made its change. Besides its value, a key may have a queue of values. For Wait
-// and Check a key is present if it has a value or a queue that is not empty.
+// A key has 1 to MaxKeyBytes bytes, and a value has 0 to MaxValueBytes bytes. The store copies each value
+// that it gets or returns, so the caller may modify its slices. If ctx ends during a call, the call returns
+// an error that wraps ctx.Err(), and it is unknown whether the call made its change. Besides its value, a key
+// may have a queue of values. For Wait and Check, a key is present if it has a value or if its queue is not
+// empty.
 //
 // The semantics are those of PyTorch's stores (c10d), with two exceptions: Add to a value that is not a
 // number is an error, and a nil value means that a key has no value, as distinct from an empty value.
@@ -59,8 +60,9 @@ type Store interface {
 	// the sum as text and returns the sum.
 	Add(ctx context.Context, key string, delta int64) (int64, error)
 
-	// CompareAndSet sets the value of key to desired if its current value is expected. A nil expected means
-	// that key must have no value. actual is the value after the call, and nil if key has no value.
+	// CompareAndSet sets the value of key to desired if the current value is equal to expected. If expected
+	// is nil, it sets the value only if key has no value. actual is the value after the call, or nil if key
+	// then has no value.
 	CompareAndSet(ctx context.Context, key string, expected,
 		desired []byte) (actual []byte, swapped bool, err error)
 
@@ -70,8 +72,8 @@ type Store interface {
 	// Delete removes the value of key, and reports whether there was one.
 	Delete(ctx context.Context, key string) (existed bool, err error)
 
-	// Watch waits until key has a value other than prev, and returns that value. If prev is nil, any value
-	// counts. Watch may miss a value that exists only for a short time.
+	// Watch waits until key has a value that differs from prev, and returns that value. If prev is nil, Watch
+	// waits until key has any value. Watch may miss a value that exists only for a short time.
 	Watch(ctx context.Context, key string, prev []byte) ([]byte, error)
 
 	// Wait waits until all keys are present at the same time.
@@ -87,7 +89,8 @@ type Store interface {
 	// MultiGet waits until all keys have values, and returns the values in the order of keys.
 	MultiGet(ctx context.Context, keys ...string) ([][]byte, error)
 
-	// MultiSet sets the values of many keys. If a key occurs more than once, its last value counts.
+	// MultiSet sets the value of each of keys to the element of values with the same index. If a key occurs
+	// more than once, it gets the last of its values.
 	MultiSet(ctx context.Context, keys []string, values [][]byte) error
 
 	// Push appends value to the queue of key.
@@ -96,7 +99,7 @@ type Store interface {
 	// Pop waits until the queue of key is not empty, and removes and returns the first value in it.
 	Pop(ctx context.Context, key string) ([]byte, error)
 
-	// TryPop is Pop without waiting. ok reports whether the queue had a value.
+	// TryPop is like Pop, but does not wait. If the queue is empty, ok is false.
 	TryPop(ctx context.Context, key string) (value []byte, ok bool, err error)
 
 	// QueueLen returns the number of values in the queue of key.
@@ -107,9 +110,9 @@ type Store interface {
 	Close() error
 }
 
-// Secret is the secret of a job. The zero Secret means that there is none. Its method Encrypted returns a
-// Secret that uses TLS on all connections, and both ends must use it. Printing a Secret, or a Config that
-// contains it, does not disclose the secret.
+// Secret is the secret of a job. The zero Secret means that there is none. The method Encrypted returns a
+// Secret that makes connections use TLS; both ends of a connection must use such a Secret. Printing a Secret,
+// or a Config that contains it, does not disclose the secret.
 type Secret = secret.Secret
 
 // ParseSecret makes a Secret from a text of 16 to 4096 bytes, such as the value of HVD_SECRET. It ignores
@@ -130,12 +133,12 @@ type Config struct {
 	// Log is the log of the server. It may be nil.
 	Log *zap.Logger
 
-	handshake time.Duration // default serverIOTimeout
+	handshake time.Duration // the time limit for the handshake; 0 means serverIOTimeout
 }
 
-// refusal is the reason for which a store refuses a call. A server can send it to a client.
+// refusal is the reason why a store refuses a call. A server can send it to a client.
 type refusal struct {
-	kind   error // one of the errors above
+	kind   error // one of the Err variables above
 	detail string
 }
 
@@ -143,8 +146,8 @@ func (r *refusal) Error() string { return r.kind.Error() + ": " + r.detail }
 
 func (r *refusal) Unwrap() error { return r.kind }
 
-// Error returns err, completed with the operation, the key, and the address or path of the store. where is
-// empty for a store in this process.
+// Error returns err with the operation, the key and the store added. where is the address or path of the
+// store, or empty if the store is in this process.
 func Error(op, key, where string, err error) error {
 	if where != "" {
 		where = " at " + where
@@ -198,7 +201,7 @@ func CheckValue(value []byte) error {
 	return nil
 }
 
-// first returns the key that the error of a call with many keys names: the first one.
+// first returns the first of keys, which the error of a call with several keys names.
 func first(keys []string) string {
 	if len(keys) == 0 {
 		return ""

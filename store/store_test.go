@@ -299,7 +299,8 @@ func TestDialTCP(t *testing.T) {
 					first := make([]byte, 4)
 					io.ReadFull(conn, first)
 					if string(first) != "GET " && !refuses {
-						io.Copy(io.Discard, conn) // the server waits for the end of a request line
+						// Like Horovod's server, waits for the end of a request line.
+						io.Copy(io.Discard, conn)
 						return
 					}
 					io.WriteString(conn, "HTTP/1.0 404 Not Found\r\nServer: BaseHTTP/0.6\r\n\r\n")
@@ -380,8 +381,8 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 }
 
 // If client and server do not have the same secret, or only one of them encrypts, the server refuses the
-// client and logs the reason. The error of the client says why. If the server has no secret, the client
-// retries until its deadline.
+// client and logs the reason, and the error of the client says why. If the server has no secret but the
+// client has one, the client retries until its deadline.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -415,8 +416,8 @@ func TestSecret(t *testing.T) {
 			defer server.Close()
 			hangTimeout := time.Minute
 			if test.want == context.DeadlineExceeded {
-				// The client retries until the timeout, because another server may still use the port and end
-				// soon.
+				// The client retries until the timeout: the server might belong to an earlier job that is
+				// about to end.
 				hangTimeout = 100 * time.Millisecond
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
@@ -441,8 +442,8 @@ func TestSecret(t *testing.T) {
 	}
 }
 
-// If a client stops in the middle of the proof, the server closes its connection. Meanwhile the server serves
-// other clients.
+// If a client stops sending in the middle of the proof, the server closes its connection. Until then the
+// server serves other clients.
 func TestHalfOpen(t *testing.T) {
 	key, _ := secret.New()
 	for name, test := range map[string]struct {
@@ -548,7 +549,7 @@ func FuzzDecodeReply(f *testing.F) {
 	})
 }
 
-// BenchmarkSetGet measures how long it takes a client to set a key and get it. Each client has its own
+// BenchmarkSetGet measures the time that a client needs to set a key and get it. Each client has its own
 // connection.
 func BenchmarkSetGet(b *testing.B) {
 	for _, clients := range []int{1, 64} {

@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 )
 
-// The store protocol. A client sends requests. The server sends one reply to each request, unless the client
-// has cancelled the request. Replies come in any order and carry the number of their request. Requests and
-// replies always have all of these fields:
+// In the store protocol, a client sends requests. The server sends one reply to each request that the client
+// has not cancelled. Replies come in any order and carry the numbers of their requests. Each request and each
+// reply has all of these fields:
 //
 //	request: op u8, id u64, delta i64, key u16+bytes, first optional, second optional, keys list, values list
 //	reply:   id u64, status u8, ok u8, number i64, value optional, values list
@@ -22,8 +22,8 @@ const (
 	storeMagic   = "GHVS"
 	storeVersion = 2
 
-	// maxListBytes bounds the total length of the keys and values in one call, where each counts four bytes
-	// more for its length.
+	// maxListBytes is the maximum total length of the keys and values in one call. Four bytes are added for
+	// each key and each value, because its length is sent too.
 	maxListBytes    = 4 * MaxValueBytes
 	maxRequestBytes = 1 + 8 + 8 + 2 + MaxKeyBytes + 2*(5+MaxValueBytes) + 2*4 + maxListBytes
 	maxReplyBytes   = 8 + 1 + 1 + 8 + 5 + MaxValueBytes + 4 + maxListBytes
@@ -59,7 +59,7 @@ var opNames = [numOps]string{
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
 
-// many reports whether the operation has a list of keys, or no key, in place of one key.
+// many reports whether a request of this operation does not have exactly one key, but a list of keys or none.
 func (o opcode) many() bool {
 	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
 }
@@ -71,10 +71,10 @@ func (o opcode) String() string {
 	return opNames[o]
 }
 
-// request is a request of a client. The use of its fields depends on op: first is the value in set, append
-// and push, the expected value in compare-and-set, and prev in watch. second is the desired value in
-// compare-and-set. keys and values belong to operations with many. cancel cancels the request with the number
-// id.
+// request is a request of a client. The meaning of its fields depends on op. first is the value in set,
+// append and push, the expected value in compare-and-set, and prev in watch. second is the desired value in
+// compare-and-set. keys and values are used by operations for which many returns true. The operation cancel
+// cancels the request with the number id.
 type request struct {
 	op            opcode
 	id            uint64
@@ -236,7 +236,7 @@ func appendList[T ~string | ~[]byte](b []byte, list []T) []byte {
 	return b
 }
 
-// listBytes returns how many bytes a list counts for in maxListBytes.
+// listBytes returns how many of the maxListBytes bytes a list uses.
 func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	for _, v := range list {
 		n += 4 + len(v)
@@ -244,8 +244,8 @@ func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	return n
 }
 
-// decoder removes fields from the front of rest. If a field is incomplete, it sets bad, and all later fields
-// are zero.
+// decoder decodes fields and removes them from the front of d.rest. If a field is incomplete, the decoder
+// sets d.bad and returns zero for this field and all later fields.
 type decoder struct {
 	rest []byte
 	bad  bool
@@ -297,8 +297,8 @@ func (d *decoder) flag() bool {
 	return v == 1
 }
 
-// list decodes a list. It returns nil for an empty list. Each element takes at least four bytes, so it
-// refuses a count for which rest is too short.
+// list decodes a list. It returns nil for an empty list. Each element takes at least four bytes, so list
+// refuses a count that needs more bytes than d.rest has.
 func (d *decoder) list() (list [][]byte) {
 	n := d.u32()
 	if uint64(n) > uint64(len(d.rest)/4) {

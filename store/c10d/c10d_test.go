@@ -137,16 +137,17 @@ func (c *client) closed(why string) {
 	}
 }
 
-// hello is the first message of modern clients. Since PyTorch 2.5 a ping follows it.
+// hello is the first message of modern clients. Since PyTorch 2.5 they send a ping after it.
 const hello = "00 ce f7 85 3c"
 
 // TestDialects sends requests as clients of each version do, and compares the answers byte by byte.
 func TestDialects(t *testing.T) {
 	for name, test := range map[string]struct {
 		hello, ping string
-		n           func(modern int) string // returns the number of an operation, given its modern number
-		many        bool                    // whether the version has append and calls with many keys
-		queues      bool
+		// Returns the version's number of the operation with the given modern number.
+		n      func(modern int) string
+		many   bool // whether the version has append and calls with many keys
+		queues bool
 	}{
 		"1.13": {n: func(m int) string {
 			if m == 8 {
@@ -226,16 +227,16 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// If an old client uses an operation that only PyTorch 2.1 has, or Torch21 is set, operations 7 and 8 are
-// delete_key and append. Otherwise 8 is delete_key, and the server closes the connection if the client uses
-// 7.
+// If an old client has used an operation that only PyTorch 2.1 has, or if Torch21 is set, the server
+// interprets operations 7 and 8 as delete_key and append. Otherwise it interprets 8 as delete_key, and closes
+// the connection if the client uses 7.
 func TestOldVersions(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	unsure := dialRaw(t, addr, "")
 	unsure.say("00 '/k' 'v' 08 '/k'", "+1") // operation 8 is delete_key here
 	dialRaw(t, addr, "07 '/k'").closed("an operation 7 that may be watch_key")
 	shown := dialRaw(t, addr, "")
-	// Operation 10 is multi_set, which only 2.1 has. So operation 8 after it is append.
+	// Operation 10 is multi_set, which only 2.1 has. So a later operation 8 is append.
 	shown.say("0a [1 '/k' 'v' 08 '/k' 'w' 02 '/k'", "'vw'")
 	shown.say("07 '/k'", "+1")
 	torch21, _ := serve(t, c10d.Config{Torch21: true})
@@ -246,8 +247,8 @@ func TestOldVersions(t *testing.T) {
 	}
 }
 
-// The server answers cancel_wait with one byte. If the wait has ended before, the answer to the wait comes
-// first.
+// The server answers cancel_wait with one byte. If the wait has ended before, the answer to the wait arrives
+// before this byte.
 func TestCancelWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, hello)
@@ -285,9 +286,9 @@ func TestCancelWait(t *testing.T) {
 	}
 }
 
-// An old client gives up a wait without telling the server. Once the client has sent another request, the
-// server does not answer the wait, because the client would mistake that answer for the answer to its
-// request.
+// An old client gives up a wait without telling the server. When the client has sent another request, the
+// server does not answer the wait any more, because the client would take this answer for the answer to its
+// new request.
 func TestStaleWait(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	c := dialRaw(t, addr, "")
@@ -362,7 +363,7 @@ func TestGarbage(t *testing.T) {
 }
 
 // If the keys and values of one multi_set exceed 64 MiB, the server closes the connection and stores none of
-// them, because it would have to hold all in memory before it stores them.
+// them. (It has to keep all of them in memory before it stores the first.)
 func TestPairsAreBounded(t *testing.T) {
 	log, entries := testnet.Logs()
 	addr, hash := serve(t, c10d.Config{Log: log})
@@ -383,8 +384,8 @@ func TestPairsAreBounded(t *testing.T) {
 	}
 }
 
-// If clients announce long values but do not send them, the server allocates little memory, because it
-// allocates as bytes arrive.
+// If clients send the lengths of long values but not the values, the server allocates little memory, because
+// it allocates memory as bytes arrive.
 func TestLengthsAreNotBelieved(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	other := dialRaw(t, addr, hello)
@@ -401,7 +402,7 @@ func TestLengthsAreNotBelieved(t *testing.T) {
 	}
 }
 
-// If 1000 clients wait for one key, all wake when the key is set.
+// If 1000 clients wait for one key, all of them get an answer when the key is set.
 func TestManyWaiters(t *testing.T) {
 	const n = 1000
 	addr, hash := serve(t, c10d.Config{})
@@ -421,7 +422,7 @@ func TestManyWaiters(t *testing.T) {
 }
 
 // answerModern plays a modern server: it answers the client's requests for the number of keys with 3. If the
-// client starts like an old one, it calls old.
+// first bytes are those of an old client, it calls the function old.
 func answerModern(t *testing.T, conn net.Conn, old func()) {
 	var b [5]byte
 	if _, err := io.ReadFull(conn, b[:1]); err != nil {
@@ -443,9 +444,10 @@ func answerModern(t *testing.T, conn net.Conn, old func()) {
 	}
 }
 
-// answerOld plays an old server: it answers the client's requests for the number of keys with 3. If the
-// client starts like a modern one, it takes the first bytes for a request to set a key, as PyTorch's old
-// servers do. Once it has read the length of that key, which must exceed any memory, it calls modern.
+// answerOld plays an old server: it answers the client's requests for the number of keys with 3. If the first
+// bytes are those of a modern client, it reads them as a request to set a key, as PyTorch's old servers do.
+// When it has read the length of the key, which must be greater than any memory, it calls the function
+// modern.
 func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	for {
 		var b [9]byte
@@ -491,7 +493,7 @@ func TestDial(t *testing.T) {
 	for name, c := range map[string]struct {
 		serve   func(net.Conn)
 		timeout time.Duration
-		queues  bool // whether Dial should find a modern server
+		queues  bool // whether queues work, as they do if Dial finds a modern server
 	}{
 		// PyTorch's server with libuv does not answer an old client, and keeps the connection open.
 		"modern, silent to the old": {func(conn net.Conn) {
@@ -500,8 +502,8 @@ func TestDial(t *testing.T) {
 		"modern, closes on the old": {func(conn net.Conn) { answerModern(t, conn, func() {}) }, time.Minute,
 			true},
 		"old": {func(conn net.Conn) { answerOld(t, conn, func() {}) }, time.Minute, false},
-		// If the first message of a client were shorter, an old server would take it for the start of a key's
-		// length. It would wait for the rest and serve no other client meanwhile.
+		// If the first message of a modern client were shorter, an old server would read it as the start of a
+		// key's length. It would wait for the rest, and would not serve other clients meanwhile.
 		"old, silent to the modern": {func(conn net.Conn) {
 			answerOld(t, conn, func() { io.Copy(io.Discard, conn) })
 		}, time.Millisecond, false},
@@ -521,8 +523,8 @@ func TestDial(t *testing.T) {
 			if err := s.Push(canceled(t), "q", nil); errors.Is(err, store.ErrUnsupported) {
 				t.Errorf("%v before the context", err)
 			}
-			// A modern server reads this request and closes the connection. For an old server, Push returns
-			// ErrUnsupported.
+			// If the server is modern, it reads this request and closes the connection. If it is old, Push
+			// returns ErrUnsupported.
 			ctx := testnet.Context(t)
 			if got := !errors.Is(s.Push(ctx, "q", nil), store.ErrUnsupported); got != c.queues {
 				t.Errorf("the server is taken for one with queues: %v, want %v", got, c.queues)
@@ -579,7 +581,7 @@ func canceled(t *testing.T) context.Context {
 	return ctx
 }
 
-// If the context of a call ends during the call, later calls still work, and the server forgets the wait.
+// If the context of a waiting call ends, later calls still work, and the server drops the wait.
 func TestGivenUp(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	s := open(t, addr, c10d.Modern)

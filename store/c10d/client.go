@@ -15,21 +15,21 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Store is a client of a TCPStore, served by PyTorch or by a Server. It finds the keys that PyTorch's clients
-// set, and they find its keys: all put a slash before each key.
+// Store is a client of a TCPStore, which PyTorch or a Server serves. A Store and PyTorch's clients see each
+// other's keys, because all of them put a slash before each key.
 //
 // The protocol restricts what a Store can do:
 //
-//   - CompareAndSet does not distinguish between an empty value and no value. If the value is desired
-//     already, CompareAndSet reports that it has set it. At PyTorch's servers without libuv, it does not wake
-//     waiting calls.
+//   - CompareAndSet does not distinguish between an empty value and no value. If the current value equals
+//     desired, CompareAndSet reports success whatever value was expected. With PyTorch's servers without
+//     libuv, CompareAndSet does not wake waiting calls.
 //   - Watch polls every 50 ms.
-//   - A server refuses a call by closing the connection.
+//   - If a server refuses a call, it closes the connection and gives no reason.
 //   - PyTorch before 2.1 supports neither Append nor calls with many keys. PyTorch before 2.8 does not
 //     support queues.
 //
-// Each call in progress has its own connection, so that calls do not wait for each other. If the caller gives
-// up a call, the Store closes the connection of that call.
+// Each call in progress has its own connection, so that calls do not wait for each other. If ctx ends during
+// a call, the Store closes the connection of the call.
 type Store struct {
 	addr string
 
@@ -52,19 +52,19 @@ const (
 	watchPeriod = 50 * time.Millisecond
 )
 
-// Dial connects to the TCPStore at addr, as host:port, which speaks the given dialect. If the server cannot
-// be reached or does not answer, Dial retries until ctx ends. Then its error wraps ctx.Err() and the error of
-// the last attempt.
+// Dial connects to the TCPStore at addr, which has the form host:port and speaks the dialect d. If the server
+// cannot be reached or does not answer, Dial retries until ctx ends. Its error then wraps ctx.Err() and the
+// error of the last attempt.
 //
-// If d is Unknown, Dial detects whether the server is modern or old. A Server of this package counts as
-// modern.
+// If d is Unknown, Dial detects whether the server speaks Modern or Old. A Server of this package speaks
+// Modern.
 func Dial(ctx context.Context, addr string, d Dialect) (*Store, error) {
 	return dialStore(ctx, addr, d, firstTimeout)
 }
 
 const (
-	// firstTimeout is how long the first attempt waits for an answer in each dialect. Each further attempt
-	// doubles the time, up to maxTimeout.
+	// firstTimeout is how long the first attempt of Dial waits for an answer in each dialect. The time
+	// doubles with each further attempt, up to maxTimeout.
 	firstTimeout = time.Second
 	maxTimeout   = 10 * time.Second
 )
@@ -101,7 +101,7 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 		}
 		if opErr := (*net.OpError)(nil); ctx.Err() != nil || !dial.MayRecover(err) ||
 			errors.As(err, &opErr) && opErr.Op == "dial" {
-			return err // another dialect would give the same error
+			return err // an attempt in another dialect would end with the same error
 		}
 		if errors.Is(err, context.DeadlineExceeded) {
 			err = fmt.Errorf("no answer for %v: %w", timeout, err)
@@ -112,12 +112,13 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 }
 
 const (
-	// probeRequests is how many requests probeDialect sends. An old server takes the validation and these
-	// requests for the length of a key, which is then so great that the server closes the connection. With
-	// fewer requests the server would wait for the rest of the length, and serve no other client meanwhile.
+	// probeRequests is the number of requests that probeDialect sends. An old server reads the validation and
+	// these requests as the length of a key. This length is so great that the server closes the connection.
+	// If there were fewer requests, the server would wait for the rest of the length and would not serve
+	// other clients meanwhile.
 	probeRequests = 4
-	// maxPlausibleKeys bounds the number of keys that a TCPStore can report. If the server is of another kind
-	// and sends text, the text decodes to a greater number.
+	// maxPlausibleKeys is the greatest number of keys that probeDialect accepts as an answer. If the server
+	// is of another kind and sends text, the text decodes to a greater number.
 	maxPlausibleKeys = 1 << 40
 )
 
@@ -186,8 +187,8 @@ func (s *Store) take(ctx context.Context) (*conn, error) {
 	return c, nil
 }
 
-// release ends the use of a connection by a call. The connection is kept for another call if good is set and
-// there is room, and closed otherwise.
+// release ends a call's use of a connection. If good is set and fewer than maxIdle connections are idle, the
+// connection is kept for another call. Otherwise it is closed.
 func (s *Store) release(c *conn, good bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -214,7 +215,7 @@ func (s *Store) number(op opcode) (byte, error) {
 type exchange struct {
 	store *Store
 	*conn
-	out []byte // requests that were added and not sent yet
+	out []byte // requests that have been added but not sent
 }
 
 // add adds a request to x.out.
@@ -224,7 +225,7 @@ func (x *exchange) add(op opcode, args []byte) error {
 	return err
 }
 
-// send sends the requests in x.out. The caller reads their answers from the result.
+// send sends the requests in x.out, and returns a reader for their answers.
 func (x *exchange) send() (*reader, error) {
 	_, err := x.Write(x.out)
 	x.out = x.out[:0]
@@ -252,9 +253,9 @@ func (x *exchange) wait(keys []string) error {
 	return err
 }
 
-// whileThere waits until all keys are present, and then calls read. If read reports an empty value, the
-// reason may be that a key was deleted after the wait. So whileThere checks the keys again, and accepts an
-// empty value only if all keys are present and read has reported it twice in a row.
+// whileThere waits until all keys are present, and then calls the function read. If read reports an empty
+// value, a key may have been deleted after the wait. So whileThere then checks the keys again, and accepts an
+// empty value only if all keys are present and read has reported an empty value twice in a row.
 func (x *exchange) whileThere(keys []string, read func() (empty bool, err error)) error {
 	for empties := 0; ; {
 		if err := x.wait(keys); err != nil {
@@ -291,7 +292,7 @@ func (x *exchange) check(keys []string) (bool, error) {
 	return b == checkReady, err
 }
 
-// exchange takes a connection and calls f with it. If ctx ends, it makes reads and writes of f fail.
+// exchange takes a connection and calls f with it. If ctx ends, reads and writes of f fail.
 func (s *Store) exchange(ctx context.Context, f func(x *exchange) error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -327,8 +328,8 @@ func (s *Store) failed(op, key string, err error) error {
 	return store.Error(op, key, s.addr, err)
 }
 
-// Set implements store.Store. The server does not answer this request, so Set waits for the answer to another
-// request that follows it.
+// Set implements store.Store. The server does not answer a set request, so Set sends another request after it
+// and waits for the answer to that one.
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	err := errors.Join(store.CheckKey(keyPrefix+key), noKey(key), store.CheckValue(value))
 	if err == nil {
@@ -352,7 +353,8 @@ func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error
 	})
 }
 
-// noKey returns an error if key is empty. With the slash before it, an empty key would be valid.
+// noKey returns an error if key is empty. The check is needed because, with the slash before it, an empty key
+// would be valid at the server.
 func noKey(key string) error {
 	if key == "" {
 		return store.CheckKey(key)
@@ -498,9 +500,9 @@ func (s *Store) Check(ctx context.Context, keys ...string) (ok bool, err error) 
 // WorkersKey is the key in which a TCPStore with a world size counts its workers.
 const WorkersKey = "init/"
 
-// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits.
-// PyTorch's clients do this in their constructor. It returns the number of workers counted so far. Each
-// worker calls it once.
+// CountWorker counts this process as one of the workers for which a TCPStore with a world size waits. It
+// returns the number of workers counted so far. Each worker must call it once; PyTorch's clients count
+// themselves in their constructor.
 func (s *Store) CountWorker(ctx context.Context) (int64, error) {
 	n, err := s.ask(ctx, opAdd, appendU64(appendBytes(nil, WorkersKey), 1))
 	return n, s.failed("count a worker", WorkersKey, err)
@@ -571,7 +573,8 @@ func (s *Store) Pop(ctx context.Context, key string) ([]byte, error) {
 		if value, ok, err := s.TryPop(ctx, key); ok || err != nil {
 			return value, err
 		}
-		// Another client has popped the value first, or the key has a value and no queue.
+		// The wait has ended, but the queue is empty: another client has popped the value first, or the key
+		// has a value and no queue.
 		dial.Pause(ctx, watchPeriod, nil)
 	}
 }

@@ -11,15 +11,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// DialTimeout is Dial with a parameter for how long the first attempt waits for an answer.
+// DialTimeout is Dial with one more parameter: how long the first attempt waits for an answer.
 var DialTimeout = dialStore
 
-// ServeBytes makes a server serve a client that sends in and then closes the connection.
+// ServeBytes serves s to a client that sends the bytes in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
 	return (&Server{store: s}).serve(context.Background(), byteConn{bytes.NewReader(in)})
 }
 
-// byteConn is a connection that reads from a Reader. It discards what is written to it.
+// byteConn is a connection that reads from a Reader. It discards all bytes that are written to it.
 type byteConn struct{ io.Reader }
 
 func (byteConn) Write(b []byte) (int, error)      { return len(b), nil }
@@ -30,8 +30,8 @@ func (byteConn) SetDeadline(time.Time) error      { return nil }
 func (byteConn) SetReadDeadline(time.Time) error  { return nil }
 func (byteConn) SetWriteDeadline(time.Time) error { return nil }
 
-// ClientOf returns a Store with a single connection, on which the server sends in, regardless of the
-// requests, and then closes the connection.
+// ClientOf returns a Store with a single connection. The server at its other end ignores all requests, sends
+// the bytes in, and closes the connection.
 func ClientOf(in []byte) *Store {
 	s := &Store{dialect: Modern, busy: make(map[*conn]struct{})}
 	over := byteConn{bytes.NewReader(in)}

@@ -16,13 +16,14 @@ import (
 )
 
 const (
-	// maxClients bounds the number of connections of a server. An old client has two.
+	// maxClients is the maximum number of connections of a server. An old client uses two connections.
 	maxClients = 16 << 10
-	// writeTimeout bounds how long the server waits until a client receives an answer.
+	// writeTimeout is how long the server waits until a client has received an answer. If the client has not
+	// received it by then, the server closes the connection.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
-	// maxPairsBytes bounds the total length of the keys and values in one multi_set. They are all held in
-	// memory until the last has arrived.
+	// maxPairsBytes is the maximum total length of the keys and values in one multi_set. The server keeps all
+	// of them in memory until the last has arrived.
 	maxPairsBytes = 64 << 20
 )
 
@@ -30,8 +31,8 @@ const (
 type Config struct {
 	// Torch21 makes the server interpret operations 7 and 8 of old clients as PyTorch 2.1 does: as delete_key
 	// and append. Otherwise it interprets them as earlier versions do: as watch_key, which it refuses, and
-	// delete_key. In any case, if a connection uses an operation that only 2.1 has, the server interprets all
-	// later operations of that connection as 2.1 does.
+	// delete_key. In both cases, if a connection uses an operation that only 2.1 has, the server interprets
+	// all later operations of that connection as 2.1 does.
 	Torch21 bool
 	// Log is the log of the server. It may be nil.
 	Log *zap.Logger
@@ -46,8 +47,8 @@ type Server struct {
 	accepts *dial.Acceptor
 }
 
-// Serve listens on addr, as host:port where port 0 means any free port, and serves s until Close. The caller
-// stays responsible for closing s.
+// Serve listens on addr and serves s until Close. addr has the form host:port, where port 0 means any free
+// port. The caller stays responsible for closing s.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
 	server := &Server{store: s, cfg: cfg}
 	var err error
@@ -136,8 +137,8 @@ func (c *session) validate() error {
 	if err != nil || b[0] != 0 {
 		return err
 	}
-	// An old client may start with 0 too, the number of set. Then the length of a key follows, which cannot
-	// be as great as magic.
+	// The first byte of a validation is 0. An old client may start with 0 too, because that is its number of
+	// set. The length of a key comes next, and it cannot be as great as magic.
 	if b, err = c.in.Peek(5); err != nil {
 		return unexpected(err)
 	}
@@ -257,8 +258,8 @@ func (c *session) compareSet() error {
 	return c.write(appendBytes(nil, actual))
 }
 
-// get serves get. If the key has no value, the answer is an empty value, because clients wait for the key
-// before.
+// get serves get. If the key has no value, the answer is an empty value. Clients wait for the key before they
+// send get.
 func (c *session) get() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -386,8 +387,9 @@ func (c *session) queuePop() error {
 	return c.write(appendBytes(appendU64(nil, uint64(max(n, 1))), value))
 }
 
-// startWait serves wait: it answers when all keys are present. The session reads on meanwhile. The next
-// request may cancel the wait, or come from a client that has given up the wait without a cancellation.
+// startWait serves wait. If all keys are present, it answers at once. Otherwise it starts a goroutine that
+// answers when they are present. Meanwhile the session reads the next request, which may cancel the wait. If
+// it is any other request, the client has given up the wait without a cancellation.
 func (c *session) startWait() error {
 	keys, err := c.in.keys()
 	if err != nil {

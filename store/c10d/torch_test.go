@@ -184,9 +184,9 @@ s.get("bye")
 	wait()
 }
 
-// BenchmarkServers measures how long it takes a client of an old dialect to set a key and get it. Like
-// PyTorch's clients, each client waits for two answers. "torch" is PyTorch's server, and "ours" is our
-// Server.
+// BenchmarkServers measures the time that a client of an old dialect needs to set a key and get it. Like
+// PyTorch's clients, it waits for two answers: to a wait and to a get. "torch" is PyTorch's server, and
+// "ours" is our Server.
 func BenchmarkServers(b *testing.B) {
 	ours, _ := serve(b, c10d.Config{})
 	theirs, stop := torchServer(b)
@@ -219,7 +219,7 @@ func BenchmarkServers(b *testing.B) {
 	}
 }
 
-// setGet sets and gets key n times.
+// setGet sets key, waits for it and gets it, n times.
 func setGet(conn net.Conn, key string, n int) error {
 	field := func(b []byte, s string) []byte {
 		return append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
@@ -247,7 +247,7 @@ func setGet(conn net.Conn, key string, n int) error {
 	return nil
 }
 
-// torchServer starts PyTorch's server. It runs until stop is called.
+// torchServer starts PyTorch's server and returns its address. The server runs until stop is called.
 func torchServer(b *testing.B) (addr string, stop func()) {
 	testnet.NeedTorch(b)
 	port := strconv.Itoa(testnet.FreePort(b))

@@ -10,10 +10,10 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Numbers are little-endian. A string or value is its length, a u64, followed by its bytes. A list is its
-// number of elements, a u64, followed by the elements.
+// Numbers are little-endian. A string or a value is encoded as its length (u64) and its bytes. A list is
+// encoded as the number of its elements (u64) and the elements.
 
-// opcode is an operation. Its value is the number that PyTorch 2.2 and later use.
+// opcode is an operation of the protocol. Its value is the number of the operation in PyTorch 2.2 and later.
 type opcode uint8
 
 const (
@@ -80,7 +80,7 @@ func (d Dialect) String() string {
 	return [...]string{"any PyTorch", "PyTorch 2.2 and later", "PyTorch 2.1", "PyTorch before 2.1"}[d]
 }
 
-// ops lists the operations of each dialect. The index of an operation is its number in the dialect.
+// ops has the operations of each dialect. The index of an operation in its list is its number in the dialect.
 var ops = [...][]opcode{
 	Modern: {
 		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend,
@@ -92,8 +92,8 @@ var ops = [...][]opcode{
 		opMultiSet, opCancelWait},
 }
 
-// is21 reports whether an operation number shows that an old client is PyTorch 2.1. Numbers 7 and 8 do not,
-// because earlier versions use them too.
+// is21 reports whether the operation number of an old client shows that the client is PyTorch 2.1. Numbers up
+// to 8 do not show it, because earlier versions use them too.
 func is21(number uint8) bool { return number > 8 }
 
 // reader reads the fields of requests and answers, and bounds their lengths.
@@ -130,7 +130,7 @@ func (r *reader) bytes(most int) ([]byte, error) {
 	return b, err
 }
 
-// keptBytes bounds the buffer that a connection keeps for its next value.
+// keptBytes is the maximum size of a buffer that a connection keeps for its next value.
 const keptBytes = 64 << 10
 
 // value reads a value. The caller may keep the result.

@@ -15,20 +15,20 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Lacks says which parts of the contract a kind of store does not satisfy.
+// Lacks describes the parts of the contract that a kind of store does not satisfy.
 type Lacks struct {
 	// Queues is set if the calls on queues return ErrUnsupported.
 	Queues bool
 	// Empty is set if CompareAndSet does not distinguish an empty value from no value.
 	Empty bool
-	// Reasons is set if a refused call may return any error, in place of ErrLimit or ErrNotNumber.
+	// Reasons is set if a refused call may return any error instead of ErrLimit or ErrNotNumber.
 	Reasons bool
 	// OwnKeys is the number of keys that NumKeys counts in an empty store.
 	OwnKeys int64
 }
 
-// Run tests a kind of store. open returns an empty store. Run closes it. If there is more to clean up, open
-// registers that with t.
+// Run tests a kind of store. The function open must return an empty store, which Run closes. If open creates
+// other resources, it must register their clean-up with t.Cleanup.
 func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	for _, test := range []struct {
 		name string
@@ -76,7 +76,7 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	}
 }
 
-// short is long enough for most calls that do not wait. A call that waits takes all of it.
+// short is the time after which a test considers a call waiting. Calls that do not wait usually take less.
 const short = 30 * time.Millisecond
 
 func noErr(t *testing.T, err error) {
@@ -180,7 +180,7 @@ func getEndsWithContext(t *testing.T, ctx context.Context, s store.Store) {
 	}()
 	cancel()
 	wantErr(t, <-got, context.Canceled, "store: get", "missing")
-	// The store still works after the cancelled call.
+	// A cancelled call does not affect later calls of the store.
 	noErr(t, s.Set(ctx, "missing", []byte("here")))
 	mustGet(t, ctx, s, "missing", "here")
 }
@@ -369,7 +369,7 @@ func watchSeesNewValues(t *testing.T, ctx context.Context, s store.Store) {
 		noErr(t, err)
 	}
 	wg.Wait()
-	// A waiting Watch goes on waiting if the value is set again unchanged, or is deleted.
+	// A waiting Watch goes on waiting if the value is set to the same value again, or is deleted.
 	got := make(chan []byte, 1)
 	wg.Go(func() {
 		v, err := s.Watch(ctx, "k", []byte("a"))
@@ -537,8 +537,8 @@ func waitAndCheck(t *testing.T, ctx context.Context, s store.Store) {
 	check(true, "b") // a cancelled wait does not affect the keys
 }
 
-// waitForMany checks that a wait for several keys ends when the last of them gets its value. This holds for
-// any order of the keys, and if keys are deleted meanwhile.
+// waitForMany checks that a wait for several keys ends when the last of them gets its value, in whichever
+// order the keys get their values. It also checks this for keys that are deleted meanwhile.
 func waitForMany(t *testing.T, ctx context.Context, s store.Store) {
 	const n = 8
 	var keys []string
@@ -679,7 +679,8 @@ func queues(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "both", "value")
 }
 
-// queuesWake checks that each pushed value is popped exactly once if several clients wait for values.
+// queuesWake checks that each pushed value is popped by exactly one client if several clients wait for
+// values.
 func queuesWake(t *testing.T, ctx context.Context, s store.Store) {
 	const poppers, each = 4, 10
 	var wg sync.WaitGroup
