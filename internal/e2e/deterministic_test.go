@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// In deterministic mode several runs of a job give the same bits, even if tensors arrive in another order and
-// are fused differently.
+// A job runs several times in deterministic mode, with tensors in different orders, so that they are fused
+// differently. Each run prints the same hash of all results.
 func TestDeterministicRuns(t *testing.T) {
 	hashes := make(map[string]int)
 	for range 5 {

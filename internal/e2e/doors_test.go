@@ -19,17 +19,17 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// purposes has the purposes that the handshakes of a job's listeners name: the store, the root at rank 0, and
-// the endpoints of the ranks.
+// purposes has the purposes that a handshake can name: the store, the root at rank 0, and the endpoint of a
+// rank.
 var purposes = []string{"GHVS", "GHVB", "ghvd"}
 
 // doorDeadline limits how long a listener may keep an unauthenticated connection open. It is three times the
-// 10 s that a handshake may take.
+// limit of 10 s for a handshake.
 const doorDeadline = 30 * time.Second
 
 // Peers that do not know the secret of a running job connect to each of its ports, some with a replayed
-// handshake. They are refused and learn nothing, and the job logs them. The job goes on, and peers with the
-// secret can connect.
+// handshake. They are refused and learn nothing, and the job logs the attempts. The job goes on, and peers
+// that know the secret can still connect.
 func TestDoors(t *testing.T) {
 	for _, mode := range []struct{ name, tls string }{{"plain", "0"}, {"TLS", "1"}} {
 		t.Run(mode.name, func(t *testing.T) {
@@ -47,8 +47,8 @@ func TestDoors(t *testing.T) {
 				key, wrong = key.Encrypted(), wrong.Encrypted()
 			}
 			doors := find(t, pids, key)
-			// These are hvdrun's store, rank 0's root and the endpoint of each rank. PyTorch's store has no
-			// secret, so it is not among them.
+			// The ports belong to hvdrun's store, rank 0's root and the endpoint of each of the two ranks.
+			// PyTorch's store is not among them, because it has no secret.
 			if len(doors) != 4 {
 				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
 			}
@@ -57,7 +57,7 @@ func TestDoors(t *testing.T) {
 				d.attack(t, key, wrong)
 			}
 			halfOpen(t, doors, key)
-			// The limit leaves room for about 2,000 connections, even under the race detector.
+			// The limit leaves room for the memory of about 2,000 connections, even under the race detector.
 			if after := peakMiB(t, pids[0]); after > before+256 {
 				t.Errorf("rank 0 grew from %d to %d MiB", before, after)
 			}
@@ -83,7 +83,7 @@ func TestDoors(t *testing.T) {
 	}
 }
 
-// door is a listening port of a job, with the purpose that its handshake names.
+// door is a listening port of a job, with the purpose for which a handshake succeeds there.
 type door struct {
 	port    int
 	purpose string
@@ -98,7 +98,7 @@ func (d door) dial() (net.Conn, error) {
 }
 
 // enter connects to d, proves that it knows the secret, and closes the connection. It returns an error if the
-// server refuses.
+// server refuses the connection.
 func (d door) enter(key secret.Secret) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -112,8 +112,8 @@ func (d door) enter(key secret.Secret) error {
 	return accepted(over)
 }
 
-// find returns the listening ports of the processes on which a handshake with key succeeds. Each has the
-// purpose with which the handshake succeeded.
+// find returns the ports of the given processes on which a handshake with the key succeeds, each with the
+// purpose that the handshake named.
 func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	t.Helper()
 	var mu sync.Mutex
@@ -121,8 +121,8 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	for _, pid := range pids {
 		for _, port := range listening(t, pid) {
 			for _, purpose := range purposes {
-				// Ports are tried in parallel, because a server of another protocol may wait for more bytes
-				// before it closes the connection.
+				// The ports are tried in parallel, because a server with another protocol may wait for more
+				// bytes before it closes the connection.
 				wg.Go(func() {
 					d := door{port, purpose}
 					conn, err := d.dial()
@@ -149,8 +149,8 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 	return doors
 }
 
-// accepted returns an error if the server closes the connection after the client's proof. The server does not
-// answer the proof, so the connection counts as accepted if it is still open after 200 ms.
+// accepted returns an error if the server closes the connection after the client's proof. The server sends no
+// reply to a proof, so the connection counts as accepted if it is still open after 200 ms.
 func accepted(conn net.Conn) error {
 	conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
 	_, err := conn.Read(make([]byte, 1))
@@ -160,7 +160,7 @@ func accepted(conn net.Conn) error {
 	return err
 }
 
-// overheard is a connection that keeps a copy of all bytes that the client sends.
+// overheard is a connection that keeps a copy of all bytes that were written to it.
 type overheard struct {
 	net.Conn
 	said *bytes.Buffer
@@ -171,8 +171,8 @@ func (o overheard) Write(b []byte) (int, error) {
 	return o.Conn.Write(b)
 }
 
-// attack tries to connect to d with a wrong secret, with a captured handshake, and without a proof. It fails
-// the test if d accepts the wrong secret, refuses the right one, or leaves a connection open.
+// attack connects to d with a wrong secret, with a captured handshake, and without a proof. The test fails if
+// d accepts one of these, refuses the right secret, or leaves a connection open.
 func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	t.Helper()
 	conn, err := d.dial()
@@ -207,7 +207,7 @@ func (d door) attack(t *testing.T, key, wrong secret.Secret) {
 	}
 }
 
-// say sends words to d. If the server does not close the connection within doorDeadline, it returns an error.
+// say sends bytes to d. It returns an error if the server does not close the connection within doorDeadline.
 func (d door) say(words []byte) error {
 	conn, err := d.dial()
 	if err != nil {
@@ -224,8 +224,8 @@ func (d door) say(words []byte) error {
 	return nil
 }
 
-// halfOpen opens 1,000 silent connections to every door. It checks that a peer with the secret can still
-// connect, and that the server closes all silent connections.
+// halfOpen opens 1,000 connections to the doors and sends nothing on them. It checks that a peer with the
+// secret can still connect, and that the server closes all silent connections.
 func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	t.Helper()
 	const many = 1000
@@ -245,8 +245,7 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 		}
 	}
 	for _, d := range doors {
-		// The server may close this connection to make room for others. Then enter is tried again, as a rank
-		// would do.
+		// The server may close this connection to make room for others. So enter is retried, as a rank does.
 		ctx, cancel := context.WithTimeout(t.Context(), doorDeadline)
 		err := dial.Retry(ctx, func() error { return d.enter(key) })
 		cancel()
@@ -275,8 +274,8 @@ func halfOpen(t *testing.T, doors []door, key secret.Secret) {
 	}
 }
 
-// variable returns the value of a variable in the environment with which a process was started. It returns ""
-// if the variable was not set.
+// variable returns the value of a variable in the initial environment of a process, or "" if the variable was
+// not set.
 func variable(t *testing.T, pid int, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))

@@ -14,11 +14,11 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// ending is a way in which a rank ends in the middle of training while the others go on.
+// ending is a way in which a rank can end in the middle of training while the other ranks go on.
 type ending struct {
 	name   string
-	status int    // exit status of the rank's process
-	reason string // text that the report must contain
+	status int    // the exit status of the rank's process
+	reason string // a text that the report must contain
 }
 
 var (
@@ -54,7 +54,7 @@ for step in range(10):
     hvd.allreduce(np.ones(3, np.float32), name="gradient")
 `
 
-// ends is the program of a Go rank that may end early. It has the structure of the program in the README.
+// ends is the program of a Go rank, which may end early. Its structure is that of the program in the README.
 func ends() error {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {
@@ -82,7 +82,7 @@ func ends() error {
 var errCulprit = errors.New("step 5")
 
 // A rank ends in one of several ways while others wait for it. hvdrun's report names this rank as the root
-// cause. The exit status of the job is the rank's own, or 1 if the rank's own is 0.
+// cause. The exit status of hvdrun is the status of this rank, or 1 if that status is 0.
 func TestEndings(t *testing.T) {
 	random := draws(t)
 	script := filepath.Join(t.TempDir(), "ending.py")

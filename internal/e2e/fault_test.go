@@ -9,9 +9,8 @@ import (
 	"time"
 )
 
-// In the middle of an operation, a rank is stopped forever or its network is cut. All other ranks report it
-// by number. They do so when it has been silent for the liveness limit, or when the operation times out if
-// that is earlier.
+// In the middle of an operation, a rank is stopped forever or loses its network. All other ranks report the
+// number of this rank, at the liveness limit or at the timeout of the operation, whichever is earlier.
 func TestFaults(t *testing.T) {
 	for _, negotiation := range []string{"event", "lockstep"} {
 		for name, fault := range map[string]func(t *testing.T, rng *rand.Rand, negotiation string){
@@ -20,8 +19,8 @@ func TestFaults(t *testing.T) {
 					negotiation, "HVD_LIVENESS_SECONDS=3")
 			},
 			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				// The program large is not used, because on a busy machine one of its operations may take 5
-				// s.
+				// The program large cannot be used, because one of its operations may take 5 s on a busy
+				// machine.
 				program := []string{"small", "steady"}[rng.IntN(2)]
 				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation,
 					"HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
@@ -45,21 +44,21 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// drawProgram returns the name of a random program from the list.
+// drawProgram returns the name of a program, chosen at random from the list.
 func drawProgram(rng *rand.Rand) string {
 	return []string{"large", "small", "steady"}[rng.IntN(3)]
 }
 
-// stopped stops a random rank forever. It checks that soon after the limit every other rank prints an error
-// that names this rank and contains text.
+// stopped stops a random rank forever. Soon after the limit, every other rank must print an error that names
+// this rank and contains the given text.
 func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, text string, env ...string) {
-	const grace = 30 * time.Second // to detect a hang
+	const grace = 30 * time.Second // if it takes longer, the job hangs
 	n, memory := 2+rng.IntN(3), []string{"shm", "tcp"}[rng.IntN(2)]
 	victim := rng.IntN(n)
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
 	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
 	pids := j.ready(n)
-	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // to hit a random point of an operation
+	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // to a random point of an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}

@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// An unauthenticated peer sends garbage to each port of a job. The job goes on, and allocates no memory for
-// the lengths in the garbage.
+// An unauthenticated peer sends garbage to each port of a job. The job goes on. It does not allocate memory
+// for a length that it finds in garbage.
 func TestGarbageOnEveryPort(t *testing.T) {
 	stop := filepath.Join(t.TempDir(), "stop")
 	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")
@@ -26,7 +26,8 @@ func TestGarbageOnEveryPort(t *testing.T) {
 		ports = append(ports, listening(t, pid)...)
 		before[pid] = peakMiB(t, pid)
 	}
-	// These are the job's store and torch's store in hvdrun, rank 0's root, and the endpoint of each rank.
+	// The ports belong to the job's store and torch's store in hvdrun, rank 0's root, and the endpoint of
+	// each rank.
 	if len(ports) != 6 {
 		t.Errorf("the job listens on %d ports, want 6", len(ports))
 	}
@@ -46,7 +47,7 @@ func TestGarbageOnEveryPort(t *testing.T) {
 			}
 		}
 	}
-	// This connection stays silent until the job ends.
+	// Nothing is sent on this connection until the job ends.
 	silent, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", ports[len(ports)-1]))
 	if err != nil {
 		t.Fatal(err)
@@ -73,8 +74,8 @@ func TestGarbageOnEveryPort(t *testing.T) {
 	}
 }
 
-// throw sends garbage to a port and closes the sending direction. If the server does not close the connection
-// within doorDeadline, it returns an error.
+// throw sends garbage to a port and closes the sending direction. It returns an error if the server does not
+// close the connection within doorDeadline.
 func throw(port int, garbage []byte) error {
 	c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 	if err != nil {
@@ -92,7 +93,7 @@ func throw(port int, garbage []byte) error {
 	if errors.As(err, &timeout) && timeout.Timeout() {
 		return errors.New("the connection is still open")
 	}
-	return nil // the connection ended, by an end of file or a reset
+	return nil // an end of file or a reset has ended the connection
 }
 
 // listening returns the TCP ports on which a process listens.
@@ -105,7 +106,7 @@ func listening(t *testing.T, pid int) []int {
 	for _, fd := range fds {
 		target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name()))
 		if err != nil {
-			continue // the process has closed it since
+			continue // the process has closed the descriptor in the meantime
 		}
 		if inode, ok := strings.CutPrefix(target, "socket:["); ok {
 			inodes[strings.TrimSuffix(inode, "]")] = true

@@ -19,16 +19,16 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// enterHost is an agent command that runs in a host's network namespace. Unlike ssh it needs no network.
+// enterHost is an agent command that enters a host's network namespace. Unlike ssh it needs no network.
 const enterHost = "ip netns exec {host}"
 
-// on returns a command prefix that runs its arguments on host h.
+// on returns a command prefix, which runs the rest of the command line on host h.
 func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list returns a value for --hosts with perHost ranks on each host. It lists the hosts by name. If byAddress
-// is set it lists their addresses, for tests in which hosts cannot resolve names.
+// list returns a value for --hosts that has perHost ranks on each host. It contains the names of the hosts.
+// If byAddress is set it contains their addresses, for tests in which the hosts cannot resolve names.
 func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
@@ -41,8 +41,8 @@ func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	return strings.Join(words, ",")
 }
 
-// processesOf returns the process ID and the command line of every process whose environment contains word,
-// except the test process.
+// processesOf returns the process ID and the command line of each process that has the word in its
+// environment. It leaves out the test process.
 func processesOf(t *testing.T, word string) (found []string) {
 	t.Helper()
 	paths, err := filepath.Glob("/proc/[0-9]*")
@@ -62,8 +62,8 @@ func processesOf(t *testing.T, word string) (found []string) {
 	return found
 }
 
-// awaitNone waits until no process has word in its environment. If this takes longer than within, it fails
-// the test.
+// awaitNone waits until no process has the word in its environment. The test fails if this takes longer than
+// the given time.
 func awaitNone(t *testing.T, word string, within time.Duration) {
 	t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -79,20 +79,20 @@ func awaitNone(t *testing.T, word string, within time.Duration) {
 	}
 }
 
-// mark returns an environment variable that only the processes of one job have. So a test can find these
-// processes.
+// mark returns an environment variable with a value that is unique for a job. A test finds the processes of
+// the job by this variable.
 func mark(t *testing.T) string {
 	return fmt.Sprintf("GOHVD_E2E_MARK=%s-%d", t.Name(), time.Now().UnixNano())
 }
 
-// tellJob logs what hvdrun and its ranks printed if the test has failed.
+// tellJob logs the output of hvdrun and its ranks if the test has failed.
 func tellJob(t *testing.T, j *job) {
 	if t.Failed() {
 		t.Logf("output:\n%.4000s\nhvdrun said:\n%.4000s", j.out(), j.err())
 	}
 }
 
-// hvdrun on one host starts ranks on other hosts. The ranks get right results from every operation, and know
+// hvdrun on one host starts ranks on several hosts. Every operation gives right results, and the ranks know
 // their rank, local rank and cross rank.
 func TestHvdrunOverHosts(t *testing.T) {
 	for _, c := range []struct {
@@ -138,8 +138,8 @@ func buildDigits(t *testing.T) string {
 	return path
 }
 
-// checkDigits checks the output of four ranks of the example digits: all have the same weights and an
-// accuracy of at least 0.95.
+// checkDigits checks the output of four ranks of the example digits. All ranks must have the same weights and
+// an accuracy of at least 0.95.
 func checkDigits(t *testing.T, output string) {
 	t.Helper()
 	seen, hashes := make(map[string]bool), make(map[string]bool)
@@ -155,7 +155,7 @@ func checkDigits(t *testing.T, output string) {
 	}
 }
 
-// The example digits trains on two hosts, with agents that need no ssh.
+// The example digits trains on two hosts. The agents are started without ssh.
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
@@ -168,7 +168,7 @@ func TestDigitsOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// hvdrun is killed, and the ranks on all hosts end.
+// hvdrun is killed. The ranks on all hosts end.
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
@@ -205,7 +205,7 @@ func TestKillOverHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// One host cannot reach the store. hvdrun reports this with the addresses that the host has tried.
+// One host cannot reach the store. hvdrun's error has the addresses that the host has tried.
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
@@ -222,8 +222,8 @@ func TestStoreOutOfReach(t *testing.T) {
 	tellJob(t, j)
 }
 
-// The store's host has several addresses. The ranks on all hosts use the address on the route between the
-// hosts. The ranks on the store's own host use it too, so that they listen where the others can reach them.
+// The store's host has several addresses. The ranks on all hosts use the address of this host on the route
+// between the hosts. The ranks on the store's own host use it too, so that the others can reach them.
 func TestAddressBetweenTheHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	// The kernel lists this address before the address on the route between the hosts.
@@ -245,7 +245,7 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	tellJob(t, j)
 }
 
-// For a job on several hosts, hvdrun serves a TCPStore for torch.distributed only with the flag
+// hvdrun starts a job on several hosts. It serves a TCPStore for torch.distributed only if it has the flag
 // --torch-store.
 func TestTorchStoreOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
@@ -279,8 +279,9 @@ const (
 	sshdPort = "2222"
 )
 
-// sshHosts returns n hosts. All but the first run an sshd. The prefix command runs hvdrun on the first host,
-// and with flags hvdrun reaches the other hosts by ssh. If ssh is not installed, sshHosts skips the test.
+// sshHosts returns n hosts and runs an sshd on all but the first. The result command is a prefix that runs
+// hvdrun on the first host. The result flags makes hvdrun reach the other hosts by ssh. If ssh is not
+// installed, sshHosts skips the test.
 func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)
@@ -320,10 +321,10 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 	write("sshd_config", "Port "+sshdPort+"\nHostKey "+at("host")+"\nAuthorizedKeysFile "+at("user.pub")+
 		"\nPermitRootLogin yes\nUsePAM no\nStrictModes no\nPidFile none\n")
 	for _, h := range hosts[1:] {
-		// Each host has its own mounts, so this mount does not hide the machine's /run.
+		// Each host has mounts of its own, so that this mount does not hide the machine's /run.
 		cmd := h.Command(t.Context(), "sh", "-c", `mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec "$@"`,
 			"sh", sshd, "-D", "-e", "-f", at("sshd_config"))
-		// Standard error goes to a file, because ssh sessions may outlive sshd and would keep a pipe open.
+		// Standard error is a file. A pipe would stay open, because ssh sessions may outlive sshd.
 		said, err := os.OpenFile(at("said"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 		if err != nil {
 			t.Fatal(err)
@@ -342,14 +343,14 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		})
 		awaitPort(t, hosts[0], net.JoinHostPort(h.Addr.String(), sshdPort))
 	}
-	// ssh ignores HOME: it reads the configuration in the home directory that the password file names, and
-	// then this file.
+	// ssh ignores HOME. It reads the configuration in the home directory of the password file, and after it
+	// this file.
 	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`,
 		at("ssh_config"))
 	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
 }
 
-// awaitPort waits until the host from can connect to addr. After 20 s it fails the test.
+// awaitPort waits until the host can connect to addr. The test fails if this takes longer than 20 s.
 func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	t.Helper()
 	host, port, err := net.SplitHostPort(addr)
@@ -364,7 +365,7 @@ func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	}
 }
 
-// The example digits trains on two hosts that hvdrun reaches by ssh. Afterwards no process of the job is
+// The example digits trains on two hosts, and hvdrun reaches them by ssh. Afterwards no process of the job is
 // left.
 func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
@@ -380,7 +381,7 @@ func TestDigitsOverSSH(t *testing.T) {
 	tellJob(t, j)
 }
 
-// hvdrun is killed, and the ranks that it has started by ssh end too.
+// hvdrun is killed. The ranks that it has started by ssh end too.
 func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 3)
 	m := mark(t)
@@ -393,8 +394,8 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	awaitNone(t, m, 30*time.Second)
 }
 
-// A host loses its link in the middle of a job. The remaining ranks name ranks of this host. hvdrun ends in
-// time and names the host, and the processes on the lost host end too.
+// A host loses its link in the middle of a job. The ranks on the other hosts name ranks of this host. hvdrun
+// ends in time and names the host. The processes on the lost host end too.
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second
@@ -426,12 +427,13 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 			t.Errorf("the report lacks %q", want)
 		}
 	}
-	// The processes on the lost host have received nothing for the same time, and end by themselves.
+	// The processes on the lost host have also received nothing for the liveness limit, and end by
+	// themselves.
 	awaitNone(t, m, deadline)
 	tellJob(t, j)
 }
 
-// hvdrun cannot start its agent on a host. The error names the host and the cause.
+// hvdrun cannot start its agent on a host. hvdrun's error names the host and the cause.
 func TestHostsOutOfReach(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	for _, c := range []struct {

@@ -19,19 +19,20 @@ import (
 )
 
 const (
-	// storeAddrVariable names the variable with the address on which the program store listens.
+	// storeAddrVariable names the variable that tells the program store the address to listen on.
 	storeAddrVariable = "GOHVD_E2E_STORE"
-	// secondsVariable names the variable with the number of seconds for which the program checked runs
+	// secondsVariable names the variable that tells the program checked for how many seconds to run
 	// operations.
 	secondsVariable = "GOHVD_E2E_SECONDS"
-	// idVariable and methodVariable name variables that tell the program checked how to meet the other ranks:
-	// "RANK SIZE ID" and a URL. If neither is set, the program uses Init's default.
+	// idVariable and methodVariable name variables that tell the program checked how to meet the other ranks.
+	// One has the form "RANK SIZE ID", and the other is a URL. If neither is set, the program uses the
+	// default of Init.
 	idVariable     = "GOHVD_E2E_ID"
 	methodVariable = "GOHVD_E2E_METHOD"
 )
 
-// initialize joins the job by the init method or the unique id in the environment. If there is neither, it
-// uses Init's default.
+// initialize joins the job by the init method or the unique id that is set in the environment. If neither is
+// set, it uses the default of Init.
 func initialize(ctx context.Context) error {
 	if method := os.Getenv(methodVariable); method != "" {
 		return hvd.Init(ctx, hvd.WithInitMethod(method))
@@ -52,8 +53,8 @@ func initialize(ctx context.Context) error {
 	return hvd.InitWithID(ctx, id, rank, size)
 }
 
-// makeID is the program id. It prints a new unique id, and serves the ranks that use it until standard input
-// ends.
+// makeID is the program id. It prints a new unique id and serves the ranks that use this id. It ends when
+// standard input ends.
 func makeID(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -66,8 +67,8 @@ func makeID(ctx context.Context) error {
 	return err
 }
 
-// overHosts runs a program of a job over hosts and returns the exit status. It prints errors on standard
-// output, because that is the only stream that the tests read line by line.
+// overHosts runs a program of a job over hosts and returns the exit status. It prints the error on standard
+// output, because the tests read only this stream line by line.
 func overHosts(run func() error) int {
 	if err := run(); err != nil {
 		fmt.Println("error", err)
@@ -76,8 +77,8 @@ func overHosts(run func() error) int {
 	return 0
 }
 
-// serveStore is the program store. It serves a job's store for tests without hvdrun: it prints its address
-// and serves until standard input ends.
+// serveStore is the program store, which serves the store of a job without hvdrun. It prints its address and
+// ends when standard input ends.
 func serveStore() error {
 	s, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {
@@ -94,8 +95,8 @@ func serveStore() error {
 	return errors.Join(err, server.Close())
 }
 
-// checked is the program of a rank that runs every operation with inputs whose results are known, until the
-// time of rank 0 is over.
+// checked is the program of a rank that runs every operation with inputs whose results are known. It ends
+// when the time has passed at rank 0.
 func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
@@ -127,7 +128,7 @@ func checked(ctx context.Context) error {
 }
 
 // checkRound runs every operation once and checks the results. At the same time it runs thirty allreduces,
-// which each rank submits in its own order.
+// and each rank submits these in an order of its own.
 func checkRound(ctx context.Context, round int) error {
 	me, n := hvd.Rank(), hvd.Size()
 	type pending struct {
@@ -136,7 +137,7 @@ func checkRound(ctx context.Context, round int) error {
 	}
 	var sums []pending
 	for _, i := range rand.Perm(30) {
-		// The values are integers, so float32 sums are exact in any order.
+		// The values are integers, so the float32 sums are exact in any order of additions.
 		numElems := []int{0, 1, 37 * i, 5000 * i}[i%4]
 		h, err := hvd.AllreduceAsync(ramp(numElems, me+round), hvd.Op(hvd.Sum),
 			hvd.Name(fmt.Sprint("sum", i)))
@@ -166,7 +167,8 @@ func checkRound(ctx context.Context, round int) error {
 	return nil
 }
 
-// ramp returns numElems values: from, from+1 and so on. After 1,000 values it starts again at from.
+// ramp returns numElems values: from, from+1 and so on. After every 1,000 values it starts again with the
+// first.
 func ramp(numElems, from int) []float32 {
 	x := make([]float32, numElems)
 	for k := range x {
@@ -175,7 +177,7 @@ func ramp(numElems, from int) []float32 {
 	return x
 }
 
-// check returns err if it is not nil. Otherwise it compares got with want, and returns an error that shows
+// check returns err if it is not nil. Otherwise it compares the slices got and want and returns an error with
 // the first difference.
 func check[T comparable](op string, got, want []T, err error) error {
 	if err != nil || slices.Equal(got, want) {
@@ -191,8 +193,8 @@ func check[T comparable](op string, got, want []T, err error) error {
 	return fmt.Errorf("%s: got %v at %d of %d, want %v", op, got[k], k, len(got), want[k])
 }
 
-// part returns the rows that rank from sends to rank to in a round. The number of rows differs from pair to
-// pair.
+// part returns the rows that one rank sends to another in a round. The number of rows differs between pairs
+// of ranks.
 func part(from, to, round int) []int64 {
 	return slices.Repeat([]int64{int64(1000*round + 10*from + to)}, 100*((from+2*to+round)%3))
 }
@@ -257,8 +259,8 @@ func checkReductions(ctx context.Context, round, me, n int) error {
 	return check("adasum", got, want, err)
 }
 
-// dealt returns the rows that member m of n gets from a reducescatter. If len(rows) is not a multiple of n,
-// the first members get one row more.
+// dealt returns the rows that member m of n gets from a reducescatter. If the number of rows is not a
+// multiple of n, each of the first members gets one row more.
 func dealt[T any](rows []T, m, n int) []T {
 	from := func(m int) int { return m*(len(rows)/n) + min(m, len(rows)%n) }
 	return rows[from(m):from(m+1)]
@@ -324,8 +326,8 @@ func checkGroups(ctx context.Context, round, me, n int) error {
 	return nil
 }
 
-// checkProcessSet checks operations on a process set of all ranks but one. In a job of two ranks the set has
-// one rank.
+// checkProcessSet checks operations on a process set with all ranks but one. If the job has two ranks, the
+// set has one rank.
 func checkProcessSet(ctx context.Context, round, me, n int) error {
 	ranks := slices.DeleteFunc(all(n), func(r int) bool { return r == round%n })
 	set, err := hvd.AddProcessSet(ctx, ranks)
@@ -347,7 +349,7 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 	return hvd.RemoveProcessSet(ctx, set)
 }
 
-// checkJoin makes all ranks but the last join. The last rank runs three allreduces by itself before it joins
+// checkJoin makes all ranks but the last join. The last rank runs three allreduces by itself and then joins
 // too.
 func checkJoin(ctx context.Context, round, me, n int) error {
 	late := round % n
@@ -364,8 +366,8 @@ func checkJoin(ctx context.Context, round, me, n int) error {
 	return check("join", []int{last}, []int{late}, err)
 }
 
-// checkBarrier makes one rank enter a barrier late, and checks that no rank leaves the barrier before that.
-// The times of different ranks can be compared, because all hosts of a test have the same clock.
+// checkBarrier makes one rank enter a barrier late and checks that no rank leaves the barrier before that.
+// Times of different ranks are comparable, because all hosts of a test have the same clock.
 func checkBarrier(ctx context.Context, round, me, n int) error {
 	if round%n == me {
 		<-time.After(2 * time.Millisecond)
@@ -383,11 +385,11 @@ func checkBarrier(ctx context.Context, round, me, n int) error {
 	return err
 }
 
-// clock returns the monotonic time in nanoseconds. It is the same for all processes on this machine.
+// clock returns the monotonic time in nanoseconds, which is the same for all processes on this machine.
 func clock() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &t); err != nil {
-		return 0 // cannot happen: every kernel has this clock
+		return 0 // unreachable, because every kernel has this clock
 	}
 	return t.Nano()
 }

@@ -19,16 +19,16 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// spread is a job over hosts whose ranks the test starts itself, with the variables that a launcher would
-// set. If job.cmd is set, it is the process of the store, which ends after the last rank.
+// spread is a job over hosts without a launcher. The test starts its ranks, with the variables that a
+// launcher would set. If job.cmd is set, it is the process of the store, which ends after the last rank.
 type spread struct {
 	*job
 	ranks   []*exec.Cmd
-	ended   []time.Time // the time at which each rank ended
+	ended   []time.Time // the time at which each rank ended, by rank
 	running sync.WaitGroup
 }
 
-// locked is a writer that appends to the standard error of a job.
+// locked is a writer that appends to the standard error output of a job.
 type locked struct{ *job }
 
 func (l locked) Write(p []byte) (int, error) {
@@ -37,8 +37,8 @@ func (l locked) Write(p []byte) (int, error) {
 	return l.stderr.Write(p)
 }
 
-// startOn runs this binary as the given program, with perHost ranks on each host. The store and the first
-// ranks are on hosts[0].
+// startOn runs this binary as the given program, with perHost ranks on each host. The store and rank 0 are on
+// hosts[0].
 func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, env ...string) *spread {
 	t.Helper()
 	s, ctx := newSpread(t)
@@ -87,8 +87,8 @@ func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, e
 	return s
 }
 
-// newSpread returns a job without processes, and a context for starting them. The context ends with the test
-// or after two minutes, and then its processes end too.
+// newSpread returns a job without processes, and the context to start its processes with. The context and the
+// processes end when the test ends, but at most after two minutes.
 func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	s = &spread{job: &job{t: t, lines: make(chan line, 1000)}}
@@ -99,8 +99,8 @@ func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	return s, ctx
 }
 
-// run starts perHost ranks on each host, with the variables that env returns. It does not wait for them. It
-// calls ended after the last rank has ended.
+// run starts perHost ranks on each host, with the variables that the function env returns. It returns without
+// waiting for the ranks. When the last rank has ended, it calls the function ended.
 func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, program string,
 	env func(rank, host, local int) []string, ended func()) {
 	s.t.Helper()
@@ -124,7 +124,7 @@ func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, pr
 	})
 }
 
-// follow starts the process of rank r, and a goroutine that reads its output until it ends.
+// follow starts the process of rank r and reads its output in a goroutine until the process ends.
 func (s *spread) follow(r int, cmd *exec.Cmd) {
 	cmd.Stderr = locked{s.job}
 	stdout, err := cmd.StdoutPipe()
@@ -142,13 +142,13 @@ func (s *spread) follow(r int, cmd *exec.Cmd) {
 			s.mu.Unlock()
 			s.lines <- l
 		}
-		_ = cmd.Wait() // the exit status is in cmd
+		_ = cmd.Wait() // the exit status is available from cmd
 		s.ended[r] = time.Now()
 	})
 }
 
-// end waits until all processes have ended, and returns the exit statuses of the ranks. If the store has
-// failed, it fails the test.
+// end waits until all processes have ended and returns the exit statuses of the ranks. The test fails if the
+// store has failed.
 func (s *spread) end() (statuses []int) {
 	s.t.Helper()
 	if status := s.wait(); status != 0 {
@@ -160,15 +160,15 @@ func (s *spread) end() (statuses []int) {
 	return statuses
 }
 
-// tell logs the output of all processes if the test has failed.
+// tell logs the output of all processes, if the test has failed.
 func (s *spread) tell() {
 	if s.t.Failed() {
 		s.t.Logf("output:\n%s\n%s", s.out(), s.err())
 	}
 }
 
-// Ranks on several hosts get right results from every operation, and know their rank, local rank and cross
-// rank.
+// Ranks run on several hosts. Every operation gives right results, and the ranks know their rank, local rank
+// and cross rank.
 func TestSeveralHosts(t *testing.T) {
 	for _, c := range []struct {
 		name           string
@@ -177,8 +177,8 @@ func TestSeveralHosts(t *testing.T) {
 	}{
 		{"2x2", 2, 2, nil},
 		{"lockstep", 2, 2, []string{"HVD_NEGOTIATION=lockstep"}},
-		// A user who starts ranks by hand sets none of these variables. Then the ranks learn hosts and local
-		// ranks from each other.
+		// A user who starts ranks by hand sets none of these variables. In that case the ranks learn their
+		// hosts and local ranks from each other.
 		{"by hand", 2, 2, []string{
 			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=",
 			"HOROVOD_CROSS_SIZE=",
@@ -205,8 +205,8 @@ func TestSeveralHosts(t *testing.T) {
 	}
 }
 
-// Ranks on different hosts do not share memory, even if HOROVOD_HOSTNAME is the same on both. (The hosts of a
-// test are namespaces of one machine, so sharing would be possible here.)
+// Ranks are on different hosts, and HOROVOD_HOSTNAME is the same on both. The ranks do not share memory.
+// (Sharing would be possible here, because the hosts are namespaces of one machine.)
 func TestHostsShareNoMemory(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	s := startOn(t, hosts, 1, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
@@ -219,7 +219,7 @@ func TestHostsShareNoMemory(t *testing.T) {
 	s.tell()
 }
 
-// A link is down for much less than the liveness limit. The job is delayed but does not fail.
+// A link is down for much less than the liveness limit. The job waits and does not fail.
 func TestLinkComesBack(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
@@ -242,11 +242,11 @@ func TestLinkComesBack(t *testing.T) {
 	s.tell()
 }
 
-// One of two hosts has no link when the job starts. On both hosts every rank gives up when its time to meet
-// is over. Its error names the rank or the store that it could not reach.
+// One of two hosts has no link when the job starts. Every rank on both hosts fails when its time to meet the
+// others is over. Its error names the rank or the store that it could not reach.
 func TestNoLinkAtStart(t *testing.T) {
 	t.Parallel()
-	const deadline = 30 * time.Second // to detect a hang; the time to meet is 3 s
+	const deadline = 30 * time.Second // if it takes longer, the job hangs; the time to meet is 3 s
 	hosts := testnet.NewHosts(t, 2)
 	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
 	hosts[1].SetLink(false)
@@ -276,18 +276,18 @@ var (
 	number      = regexp.MustCompile(`\d+`)
 )
 
-// linkDown is a case of TestLinkDown: a host loses its link in the middle of an operation.
+// linkDown is a case of TestLinkDown, in which a host loses its link in the middle of an operation.
 type linkDown struct {
 	program        string
 	hosts, perHost int
 	lost           int  // the index of the host that loses its link
-	atHost         bool // set down the host's own interface, which also removes its routes
+	atHost         bool // if set, the host's own interface is set down, which also removes its routes
 	negotiation    string
 }
 
 // A host loses its link in the middle of an operation. On both sides every rank ends with an error that names
-// ranks of the other side and no rank of its own side. If rank 0 is not on the lost host, the ranks on its
-// side name all ranks of the lost host. When the link is back, new jobs run on the hosts.
+// ranks of the other side and no rank of its own side. If rank 0 is not on the lost host, the ranks on rank
+// 0's side name all ranks of the lost host. When the link is back, new jobs run on the hosts.
 func TestLinkDown(t *testing.T) {
 	for _, c := range []linkDown{
 		{"mixed", 2, 2, 1, false, "event"},
@@ -311,8 +311,8 @@ func (c *linkDown) String() string {
 
 func (c *linkDown) run(t *testing.T) {
 	const (
-		liveness = 3 * time.Second  // the smallest value of the setting
-		deadline = 30 * time.Second // to detect a hang: the verdict comes soon after the liveness limit
+		liveness = 3 * time.Second  // the smallest value that the setting can have
+		deadline = 30 * time.Second // to detect a hang; the verdict comes soon after liveness
 	)
 	hosts := testnet.NewHosts(t, c.hosts)
 	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation,
@@ -354,7 +354,7 @@ func (c *linkDown) run(t *testing.T) {
 				}
 			}
 		}
-		// Rank 0 notices the loss of every rank. Other ranks notice only the loss of rank 0.
+		// Rank 0 notices the loss of each rank. The other ranks notice only the loss of rank 0.
 		want := 1
 		if !isLost(0) && !isLost(l.rank) {
 			want = c.perHost

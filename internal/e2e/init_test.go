@@ -24,32 +24,32 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// These variables tell the program dies which rank is the victim, after which step of Init it dies, and how
-// much later.
+// The first three variables tell the program dies which rank is the victim, after which step of Init the
+// victim dies, and how much later.
 const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"
 	delayVariable  = "GOHVD_E2E_DELAY"
-	// initMethodVariable names the variable with the URL of an init method, without the rank. It is set if
-	// the ranks meet by an init method.
+	// initMethodVariable names the variable with the URL of an init method, without the rank. The variable is
+	// set if the ranks meet by an init method.
 	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
-	// gateVariable names a variable with which the ranks print "up" and wait for the end of standard input
-	// before Init. So all ranks call Init at the same time. This is needed because the time limit of Init is
+	// gateVariable names a variable that makes the ranks print "up" and wait for the end of standard input
+	// before they call Init. So all ranks call Init at the same time, because the time limit of Init is
 	// short.
 	gateVariable = "GOHVD_E2E_GATE"
 )
 
 const (
-	// initTime is the time limit of Init in cases in which the test waits until this limit is over.
+	// initTime is the time limit of Init in cases in which the test waits for this limit.
 	initTime = 5 * time.Second
-	// noticeDeadline limits how long the survivors may take to notice a death. The liveness limit, and under
-	// hvdrun also the time limit of Init, is longTime. So a death that is noticed within noticeDeadline was
-	// not noticed by a timeout.
+	// noticeDeadline limits how long the survivors may take to notice a death. The liveness limit is
+	// longTime, and under hvdrun the time limit of Init too. So a death that is noticed within noticeDeadline
+	// was not noticed by a timeout.
 	noticeDeadline = 30 * time.Second
 	longTime       = 2 * noticeDeadline
 )
 
-// A victim is killed at one of these points: before Init, at a log message of Init, or after Init.
+// A victim is killed at one of the following points: before Init, at a log message of Init, or after Init.
 const (
 	stepBegin  = "begin"
 	stepJoined = "init: all ranks have joined"
@@ -61,8 +61,8 @@ var initSteps = []string{
 	"init: connected, waiting until all ranks are connected", stepEnd,
 }
 
-// dies is the program of a rank that calls Init and then waits at a barrier. The victim kills itself at its
-// point. Every rank prints how far it has come.
+// dies is the program of a rank that calls Init and then waits at a barrier. The victim kills itself at the
+// given point. Every rank prints which points it has passed.
 func dies(ctx context.Context) int {
 	delay, err := time.ParseDuration(os.Getenv(delayVariable))
 	if err != nil {
@@ -111,9 +111,10 @@ func dies(ctx context.Context) int {
 }
 
 // A rank is killed at a random point of Init. The ranks meet under hvdrun, at a store that outlives the
-// victim, or at a store in rank 0, and use shared memory or TCP. Each rank that knew all others at that time
-// soon gets a PeerError that names the victim. The other ranks wait for a replacement. hvdrun soon names the
-// victim. Without hvdrun, the errors at the time limit name the victim and no other rank.
+// victim, or at a store in rank 0, and use shared memory or TCP. A rank that knew all others when the victim
+// died soon gets a PeerError that names the victim. The other ranks wait for a replacement. hvdrun soon names
+// the victim. Without hvdrun, the waiting ranks fail at the time limit with an error that names only the
+// victim.
 func TestDeathInInit(t *testing.T) {
 	random := draws(t)
 	var deaths []death
@@ -131,7 +132,7 @@ func TestDeathInInit(t *testing.T) {
 	t.Run("deaths", func(t *testing.T) {
 		for _, d := range deaths {
 			t.Run(d.String(), func(t *testing.T) {
-				t.Parallel() // some cases wait for the time limit of Init
+				t.Parallel() // run in parallel, because some cases wait for the time limit of Init
 				outcome := d.run(t)
 				mu.Lock()
 				defer mu.Unlock()
@@ -142,7 +143,7 @@ func TestDeathInInit(t *testing.T) {
 	t.Logf("%d deaths: %v", len(deaths), told)
 }
 
-// death is a case of TestDeathInInit.
+// death is a case of TestDeathInInit: how the ranks meet, and when the victim dies.
 type death struct {
 	by     string // how the ranks meet: "hvdrun", "store" or "tcp://"
 	memory string
@@ -163,8 +164,8 @@ func (d death) env() []string {
 	}
 }
 
-// run runs a job in which this death happens, and checks what the survivors print. It returns whether they
-// had joined or were waiting for a replacement.
+// run runs a job in which this death happens, and checks the lines that the survivors print. It returns
+// whether the survivors had joined or were waiting for a replacement.
 func (d death) run(t *testing.T) string {
 	if d.by == "hvdrun" {
 		j := start(t, ranks, "dies",
@@ -200,7 +201,8 @@ func (d death) run(t *testing.T) string {
 	return d.check(t, lines, lines[i].at)
 }
 
-// alone runs the ranks without hvdrun until all have ended, and returns the lines that they printed.
+// alone runs the ranks without hvdrun and returns the lines that they print. It returns when all ranks have
+// ended.
 func (d death) alone(t *testing.T) []line {
 	self, err := os.Executable()
 	if err != nil {
@@ -256,7 +258,7 @@ func (d death) alone(t *testing.T) []line {
 				lines = append(lines, line{rank, s.Text(), time.Now()})
 				mu.Unlock()
 			}
-			_ = cmd.Wait() // the printed lines show how the rank has ended
+			_ = cmd.Wait() // the error is ignored, because the printed lines show how the rank ended
 		})
 	}
 	up.Wait()
@@ -269,8 +271,8 @@ func (d death) alone(t *testing.T) []line {
 	return lines
 }
 
-// check checks that what the survivors printed fits what each of them knew when the victim died. It returns
-// whether they had joined or were waiting for a replacement.
+// check checks that the lines of each survivor fit what the survivor knew when the victim died. It returns
+// whether the survivors had joined or were waiting for a replacement.
 func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	joined := make(map[int]bool)
 	failed := make(map[int]line)
@@ -294,7 +296,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 				took > noticeDeadline {
 				t.Errorf("rank %d had joined and says after %v: %s", rank, took, text)
 			}
-		case !ended && d.by == "hvdrun": // hvdrun has ended this rank
+		case !ended && d.by == "hvdrun": // hvdrun has killed this rank
 		case !d.isMissing(text):
 			t.Errorf("rank %d names others than rank %d: %s", rank, d.victim, text)
 		}
@@ -305,7 +307,8 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 	return outcome
 }
 
-// isMissing reports whether an error says that the victim, and no other rank, has not joined.
+// isMissing reports whether an error says that the victim has not joined, and does not say this of any other
+// rank.
 func (d death) isMissing(text string) bool {
 	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") ||
 		strings.Contains(text, "the store of rank 0")) {
@@ -315,8 +318,8 @@ func (d death) isMissing(text string) bool {
 		strings.Contains(text, fmt.Sprintf(": rank %d did not connect", d.victim))
 }
 
-// A rank has too few file descriptors for Init. It fails at once with an error that says so, and every other
-// rank names it.
+// A rank has too few file descriptors for Init. It fails at once with an error that says so. Every other
+// rank's error names this rank.
 func TestFewDescriptors(t *testing.T) {
 	for _, c := range []struct {
 		victim, limit int
@@ -326,8 +329,8 @@ func TestFewDescriptors(t *testing.T) {
 		{0, 15, "tcp"},
 	} {
 		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
-			// The arguments of the shell are hvdrun, -np, 4 and the program. The shell lowers the limit for
-			// one rank only.
+			// The arguments of the outer shell are hvdrun, -np, 4 and the program. The inner shell lowers the
+			// limit for one rank only.
 			few := fmt.Sprintf("if [ $HOROVOD_RANK = %d ]; then ulimit -n %d; fi", c.victim, c.limit)
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + few + `; exec "$0"' "$4"`, "sh"}
 			j := startWith(t, wrap, ranks, "sums", "HOROVOD_CPU_OPERATIONS="+c.memory)

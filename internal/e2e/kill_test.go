@@ -13,24 +13,25 @@ import (
 
 const (
 	ranks = 4
-	// survivorsDeadline limits the time from a death until every pending call of the survivors has failed.
+	// survivorsDeadline limits the time from a death until all pending calls of the survivors have failed.
 	survivorsDeadline = 20 * time.Second
 )
 
 // One of four ranks is killed while all ranks execute or negotiate. Within survivorsDeadline every other rank
-// gets an error that names it. hvdrun names it too, and exits with the victim's status.
+// gets an error that names the victim. hvdrun's report names it too, and hvdrun exits with the victim's
+// status.
 func TestKill(t *testing.T) {
 	type death struct {
 		program, memory, negotiation string
 		victim                       int
-		after                        time.Duration // random, so that it hits any point of an operation
+		after                        time.Duration // random, to kill at any point of an operation
 	}
 	random := draws(t)
 	var deaths []death
 	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
-				continue // over TCP, the program arena does the same as large
+				continue // over TCP, the programs arena and large do the same
 			}
 			for _, negotiation := range []string{"event", "lockstep"} {
 				for victim := range ranks {
@@ -48,8 +49,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// kill runs a job of four ranks, and kills the victim some time after all are ready. It checks the errors of
-// the survivors, and the report and exit status of hvdrun.
+// kill runs a job of four ranks and kills the victim some time after all ranks are ready. It checks the
+// errors of the survivors and the report and exit status of hvdrun.
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)
 	pids := j.ready(ranks)
@@ -84,7 +85,7 @@ func kill(t *testing.T, program string, victim int, after time.Duration, env ...
 	}
 }
 
-// A rank exits with status 0 without calling Shutdown. The job fails.
+// A rank exits with status 0 without having called Shutdown. The job fails.
 func TestLeaveWithoutShutdown(t *testing.T) {
 	j := start(t, 3, "leave")
 	reports := 0
@@ -105,9 +106,9 @@ func TestLeaveWithoutShutdown(t *testing.T) {
 	}
 }
 
-// All processes of a job are stopped and continue later, as when a scheduler suspends the job: the job goes
-// on. Only one rank is stopped for longer than the liveness limit: all ranks, including this one, get an
-// error that names it.
+// All processes of a job are stopped and continue later, as when a scheduler suspends the job. The job goes
+// on. In the second case, only one rank is stopped, for longer than the liveness limit. All ranks, including
+// the stopped one, get an error that names it.
 func TestStoppedProcesses(t *testing.T) {
 	for _, victims := range [][]int{{0, 1, 2}, {1}} {
 		t.Run(fmt.Sprint(victims), func(t *testing.T) {
@@ -142,8 +143,8 @@ func TestStoppedProcesses(t *testing.T) {
 	}
 }
 
-// With the package-level functions of hvd, a program can call Init again after Shutdown. Rank, local rank and
-// cross rank are right then.
+// A program calls Init again after Shutdown. The package-level functions of hvd return the right rank, local
+// rank and cross rank.
 func TestInitAgain(t *testing.T) {
 	j := start(t, 3, "again")
 	if status := j.wait(); status != 0 {
@@ -157,8 +158,8 @@ func TestInitAgain(t *testing.T) {
 	}
 }
 
-// BenchmarkIdle measures how much processor time four initialised ranks without work use together, in percent
-// of one processor.
+// BenchmarkIdle measures the total processor time of four initialised ranks without work, in percent of one
+// processor.
 func BenchmarkIdle(b *testing.B) {
 	const period = 10 * time.Second
 	for b.Loop() {
@@ -182,7 +183,7 @@ func BenchmarkIdle(b *testing.B) {
 	}
 }
 
-// processorTime returns the user and system time that the processes have used so far. It adds up the
+// processorTime returns the user and system time that the processes have used so far. It is the sum of the
 // nanoseconds in the schedstat files of their threads.
 func processorTime(b *testing.B, pids []int) time.Duration {
 	var total time.Duration

@@ -18,8 +18,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Ranks are started by Open MPI, MPICH and torchrun instead of hvdrun. They find each other, know their rank,
-// local rank and cross rank, and can call Init again after Shutdown. The program again does that five times.
+// Open MPI, MPICH and torchrun start ranks. The ranks find each other, know their rank, local rank and cross
+// rank, and can call Init again after Shutdown. The program again does this five times.
 func TestOtherLaunchers(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -36,8 +36,8 @@ func TestOtherLaunchers(t *testing.T) {
 		{testnet.Python, "python3-torch", slices.Concat(
 			[]string{"-m", "torch.distributed.run", "--nproc_per_node", strconv.Itoa(n)}, testnet.Standalone(
 				t),
-			// No output is redirected, because there is no rank 9. The flag is set because the default of
-			// PyTorch 1.13 fails with current versions of Python.
+			// The flag --redirects is set because its default in PyTorch 1.13 fails with current versions of
+			// Python. Its value redirects no output, because there is no rank 9.
 			[]string{"--redirects=9:1", "--tee=9:1", "--no_python", self},
 		)},
 	} {
@@ -70,8 +70,8 @@ func TestOtherLaunchers(t *testing.T) {
 	}
 }
 
-// launched starts ranks on hosts with the variables that a launcher would set, because that launcher is not
-// installed. It checks that the ranks meet and work.
+// launched starts ranks on hosts with the variables that a launcher sets, in place of this launcher, which is
+// not installed. It checks that the ranks meet and that operations work.
 func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, host, local int) []string) {
 	t.Helper()
 	s, ctx := newSpread(t)
@@ -92,7 +92,7 @@ func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, h
 	s.tell()
 }
 
-// jobSecret returns the path of a file with a new secret, made in the way in which users make it.
+// jobSecret returns the path of a file with a new secret. It makes the file in the same way as users do.
 func jobSecret(t *testing.T) string {
 	t.Helper()
 	_, text := secret.New()
@@ -103,8 +103,8 @@ func jobSecret(t *testing.T) string {
 	return path
 }
 
-// Ranks on several hosts meet by the variables of Slurm, Kubernetes and PyTorch, as the documentation of
-// these describes them. In place of names that need a name server, the test uses addresses.
+// Ranks on several hosts meet by the variables that Slurm, Kubernetes and PyTorch set according to their
+// documentation. Where a launcher sets names that need a name server, the test uses addresses.
 func TestLaunchersOnSeveralHosts(t *testing.T) {
 	file := "HVD_SECRET_FILE=" + jobSecret(t)
 	t.Run("Slurm", func(t *testing.T) {
@@ -162,7 +162,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	})
 }
 
-// Ranks without a launcher meet by a unique id. One process makes the id, and the ranks find it in their
+// Ranks without a launcher meet by a unique id. One process makes the id, and the ranks get it in their
 // environment.
 func TestUniqueID(t *testing.T) {
 	for _, c := range []struct{ hosts, perHost int }{{1, 3}, {2, 2}} {

@@ -1,4 +1,5 @@
-// Package e2e tests what users run: hvdrun, and under it real processes that communicate over real sockets.
+// Package e2e tests what users run: hvdrun, and the processes that it starts, which communicate over real
+// sockets.
 package e2e
 
 import (
@@ -20,20 +21,21 @@ import (
 	"time"
 )
 
-// programVariable names a variable with which this test binary runs a rank's program instead of the tests.
+// programVariable names a variable. If it is set, this test binary runs a rank's program instead of the
+// tests.
 const programVariable = "GOHVD_E2E_PROGRAM"
 
 var hvdrunPath string
 
-// The matrices of deaths have too many cells to run all of them each time. So the tests run samples, unless
-// -whole is set.
+// There are too many combinations in the tests of deaths to run all of them each time. So the tests run
+// samples of them, unless the flag -whole is set.
 var (
 	whole = flag.Int("whole", 0,
 		"run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")
 	seedFlag = flag.Uint64("seed", 0, "draw samples and times by this seed; 0 makes one")
 )
 
-// draws returns a source of random choices for a test, and logs its seed.
+// draws returns a source of random numbers for a test and logs its seed.
 func draws(t *testing.T) *rand.Rand {
 	t.Helper()
 	seed := *seedFlag
@@ -44,7 +46,7 @@ func draws(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// sample returns n random cells. With -whole it returns n copies of all cells.
+// sample returns n random elements of cells. With -whole it returns all cells, as often as the flag says.
 func sample[T any](random *rand.Rand, cells []T, n int) []T {
 	if *whole > 0 {
 		return slices.Repeat(cells, *whole)
@@ -59,7 +61,7 @@ func TestMain(m *testing.M) {
 		os.Exit(program(p))
 	}
 	flag.Parse()
-	// Four tests run in parallel even on small machines, because parallel tests mostly wait for deadlines or
+	// Four tests run in parallel even on small machines, because parallel tests mostly wait for timeouts and
 	// processes.
 	_ = flag.Set("test.parallel", "4")
 	os.Exit(func() int {
@@ -79,12 +81,12 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// job is a running hvdrun, and its output so far.
+// job is a running hvdrun with its output so far.
 type job struct {
 	t     testing.TB
 	cmd   *exec.Cmd
 	lines chan line // the lines of the ranks' standard output
-	// complained gets an element when standard error has grown.
+	// complained gets an element when the standard error output has grown.
 	complained chan struct{}
 	wg         sync.WaitGroup
 
@@ -93,7 +95,7 @@ type job struct {
 	stderr strings.Builder
 }
 
-// line is a line that a rank printed, with the time.
+// line is a line that a rank has printed, with the time at which the test read it.
 type line struct {
 	rank int
 	text string
@@ -102,18 +104,18 @@ type line struct {
 
 var prefix = regexp.MustCompile(`^\[(\d+)\]<stdout>:(.*)$`)
 
-// start runs this binary as the given program on n ranks.
+// start runs this binary as the given program on n ranks under hvdrun.
 func start(t testing.TB, n int, program string, env ...string) *job {
 	return startWith(t, nil, n, program, env...)
 }
 
-// startWith does what start does, but runs hvdrun through the prefix command, which executes its arguments.
+// startWith is like start, but runs hvdrun through the prefix command, which executes its arguments.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
 }
 
-// startHvdrun runs hvdrun with flags, and this binary as the given program under hvdrun. If command is not
-// nil, hvdrun runs through this prefix, which executes its arguments.
+// startHvdrun runs hvdrun with the given flags, and under it this binary as the given program. If command is
+// not nil, it is a prefix that runs hvdrun by executing its arguments.
 func startHvdrun(t testing.TB, command, flags []string, program string, env ...string) *job {
 	self, err := os.Executable()
 	if err != nil {
@@ -128,13 +130,13 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 	return startIn(t, "", command, env...)
 }
 
-// startIn does what startCommand does, with dir as the working directory.
+// startIn is like startCommand, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
-	// After two minutes hvdrun gets an interrupt, as from a user, so that it can end its ranks.
+	// After two minutes hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
@@ -182,8 +184,8 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	return j
 }
 
-// until reads lines until enough returns true. If the job ends before that, or after a minute, it fails the
-// test. what names the awaited event in the failure message.
+// until reads lines until the function enough returns true for one. The test fails if the job ends before
+// that, or after a minute. what describes the awaited event in the failure message.
 func (j *job) until(what string, enough func(l line) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -203,8 +205,8 @@ func (j *job) until(what string, enough func(l line) bool) {
 	}
 }
 
-// untilError waits until enough returns true for all of standard error so far. After a minute it fails the
-// test. what names the awaited event in the failure message.
+// untilError waits until the function enough returns true for the standard error output so far. The test
+// fails after a minute. what describes the awaited event in the failure message.
 func (j *job) untilError(what string, enough func(text string) bool) {
 	j.t.Helper()
 	timeout := time.After(time.Minute)
@@ -217,8 +219,8 @@ func (j *job) untilError(what string, enough func(text string) bool) {
 	}
 }
 
-// ready waits until the given number of ranks have printed their process ID and that they are ready. It
-// returns the process IDs by rank.
+// ready waits until each of the given number of ranks has printed its process ID and that it is ready. It
+// returns the process IDs, indexed by rank.
 func (j *job) ready(ranks int) []int {
 	j.t.Helper()
 	pids, known, ready := make([]int, ranks), 0, 0
@@ -257,7 +259,7 @@ func (j *job) wait() int {
 	}
 	j.wg.Wait()
 	if j.cmd == nil {
-		return 0 // the test has started the ranks itself and knows their statuses
+		return 0 // the test has started the ranks itself, and knows their statuses
 	}
 	err := j.cmd.Wait()
 	var exit *exec.ExitError

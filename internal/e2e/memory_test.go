@@ -14,12 +14,12 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// A rank is stopped in the middle of an operation on shared memory, so that it counts as dead. When it
-// continues, the other ranks use their buffers for something else, and the rank changes no byte of them.
+// A rank is stopped in the middle of an operation on shared memory, and counts as dead. The other ranks then
+// use their buffers for something else. When the stopped rank continues, it changes no byte of these buffers.
 func TestStoppedRankWritesNothing(t *testing.T) {
 	for i := range 3 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
-			t.Parallel() // the test mostly waits
+			t.Parallel() // run in parallel, because the test mostly waits
 			j := start(t, 3, "refill", "HVD_LIVENESS_SECONDS=3")
 			victim := j.ready(3)[i]
 			if err := syscall.Kill(victim, syscall.SIGSTOP); err != nil {
@@ -43,11 +43,11 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 	}
 }
 
-// Shared memory cannot be allocated. The job ends before any operation with one clear error that states the
-// size. If the user has listed TCP too, the job uses TCP instead.
+// Shared memory cannot be allocated. The job fails before any operation, with one clear error that states the
+// size. If the user's list of backends has TCP too, the job uses TCP instead.
 func TestNoSharedMemory(t *testing.T) {
-	// In KiB. nothing is too little even for the control channels. controlAlone is enough for these but not
-	// for a lane.
+	// These limits are in KiB. nothing is too little for the control channels. controlAlone is enough for the
+	// control channels and too little for a lane.
 	const nothing, controlAlone = 40, 1000
 	for _, c := range []struct {
 		operations string
@@ -84,7 +84,7 @@ func TestNoSharedMemory(t *testing.T) {
 	}
 }
 
-// The arena cannot be allocated. The call of Alloc returns an error with the size, and the job goes on.
+// The arena cannot be allocated. Alloc returns an error that states the size, and the job goes on.
 func TestNoArena(t *testing.T) {
 	j := startWith(t, []string{"bash", "-c", `ulimit -f 8000 && exec "$@"`, "bash"}, 2, "noarena")
 	if status := j.wait(); status != 0 {
@@ -99,7 +99,8 @@ func TestNoArena(t *testing.T) {
 	}
 }
 
-// A rank or hvdrun is killed. Afterwards no file is left in the directory of the sockets or in /dev/shm.
+// A rank or hvdrun is killed. Afterwards there are no new files in the directory of the sockets or in
+// /dev/shm.
 func TestNothingStaysBehind(t *testing.T) {
 	dir := t.TempDir()
 	files := func() (all []string) {
@@ -113,7 +114,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		return all
 	}
 	before := files()
-	nothingNew := func() { // it waits, because other programs also make and remove files in /dev/shm
+	nothingNew := func() { // it waits, because other programs make and remove files in /dev/shm too
 		t.Helper()
 		testnet.Eventually(t, fmt.Sprintf("nothing is left but %s", before), func() bool {
 			return !slices.ContainsFunc(files(), func(name string) bool {
@@ -125,7 +126,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		kill(t, "arena", 1, time.Duration(after)*10*time.Millisecond, "TMPDIR="+dir)
 	}
 	nothingNew()
-	// Now hvdrun itself is killed, at different times after its start.
+	// In this part hvdrun itself is killed, at different times after its start.
 	for i := range 10 {
 		j := start(t, 3, "sums", "TMPDIR="+dir)
 		<-time.After(time.Duration(i) * 10 * time.Millisecond)
@@ -134,7 +135,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		}
 		j.wait()
 	}
-	// If a rank is killed before it has joined, its socket stays. The next job removes it.
+	// The socket of a rank that was killed before it had joined stays. The next job removes it.
 	if status := start(t, 3, "sums", "TMPDIR="+dir).wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
 	}

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// report has the fields in the output of hvdrun timeline --json that the tests read.
+// report has those fields of the output of hvdrun timeline --json that the tests read.
 type report struct {
 	Size      int   `json:"size"`
 	WithFiles []int `json:"ranks_with_files"`
@@ -40,7 +40,7 @@ type report struct {
 	} `json:"cache"`
 }
 
-// reportOf runs hvdrun timeline on a file and returns the analysis.
+// reportOf runs hvdrun timeline on a file and returns the report.
 func reportOf(t *testing.T, file string) (r report) {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), hvdrunPath, "timeline", "--json", file).Output()
@@ -53,8 +53,8 @@ func reportOf(t *testing.T, file string) (r report) {
 	return r
 }
 
-// checkTimeline checks that the pattern matches want files, and that each of them follows the rules of the
-// format.
+// checkTimeline checks that exactly want files match the pattern and that each of them follows the rules of
+// the format.
 func checkTimeline(t *testing.T, pattern string, want int) {
 	t.Helper()
 	files, err := filepath.Glob(pattern)
@@ -73,13 +73,13 @@ func checkTimeline(t *testing.T, pattern string, want int) {
 	}
 }
 
-// hvdrun timeline names a slow rank. It does so even if all requests are cached and only bits are negotiated.
-// This is the second case, in which a signal starts the timeline in the middle of the training.
+// hvdrun timeline names a slow rank. In the second case all requests are cached, so that only bits are
+// negotiated, because a signal starts the timeline in the middle of the training.
 func TestSlowRankIsNamed(t *testing.T) {
 	digits := buildDigits(t)
 	for _, signalled := range []bool{false, true} {
-		// The four ranks share the processors with other tests, so each of them waits for milliseconds at
-		// times. If this hides the slow rank, the test makes the rank slower.
+		// The four ranks share the processors with other tests, so each of them sometimes waits for
+		// milliseconds. If the slow rank is not found because of these waits, the test makes it slower.
 		var share float64
 		for _, slow := range []string{"15ms", "30ms", "60ms", "120ms"} {
 			if share = slowRank(t, digits, slow, signalled); share >= 0.9 || t.Failed() {
@@ -93,8 +93,8 @@ func TestSlowRankIsNamed(t *testing.T) {
 	}
 }
 
-// slowRank runs a job in which rank 2 is slow, and checks its timeline, the analysis and the merged trace. It
-// returns rank 2's share of the waiting, or 0 if the verdict does not name rank 2.
+// slowRank runs a job in which rank 2 is slow, and checks its timeline, the report on it and the merged
+// trace. It returns rank 2's share of the waiting, or 0 if the verdict does not name rank 2.
 func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64) {
 	t.Helper()
 	dir := t.TempDir()
@@ -106,7 +106,7 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 		env = append(env, "HVD_TIMELINE_SIGNAL=SIGUSR2")
 		file = filepath.Join(dir, "hvd-timeline.json")
 	}
-	// Six epochs are more than an idle machine would need.
+	// On an idle machine fewer than six epochs would be enough.
 	command := append([]string{hvdrunPath, "-np", "4"}, flags...)
 	command = append(command, digits, "-epochs", "6", "-slow-rank", "2", "-slow", slow)
 	j := startIn(t, dir, command, env...)
@@ -147,8 +147,8 @@ func slowRank(t *testing.T, digits, slow string, signalled bool) (share float64)
 	return share
 }
 
-// checkMerged checks that a merged trace has events of all ranks, that times on each track never go back, and
-// that each beginning has an end.
+// checkMerged checks a merged trace: it must have events of all ranks, the times on a track must not
+// decrease, and each begin event must have an end event.
 func checkMerged(t *testing.T, file string, ranks int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -195,7 +195,7 @@ func checkMerged(t *testing.T, file string, ranks int) {
 	}
 }
 
-// clockOf is what a timeline file says about the clock of its rank.
+// clockOf has the data about a rank's clock from its timeline file.
 type clockOf struct {
 	start         float64 // the time of day at which the rank's times begin, in microseconds
 	offset, bound float64 // the last measured offset and its error bound, in microseconds
@@ -231,8 +231,9 @@ func readClock(t *testing.T, file string) (c clockOf) {
 	return c
 }
 
-// The monotonic clocks of the ranks differ. The offsets in the timeline files are right within the error
-// bounds in the files. The test knows the true offsets, because the time of day is the same for all ranks.
+// The monotonic clocks of the ranks differ. The offset in each timeline file has an error of at most the
+// error bound in the file. The test knows the exact offsets, because the time of day is the same for all
+// ranks.
 func TestClocksSetApart(t *testing.T) {
 	if err := exec.Command("unshare", "-T", "--monotonic", "1", "true").Run(); err != nil {
 		t.Skip("this machine makes no time namespaces: ", err)
@@ -260,7 +261,7 @@ func TestClocksSetApart(t *testing.T) {
 		truth := c.start - zero.start
 		t.Logf("rank %d: %.1f us from rank 0's, by the files %.1f within %.1f", rank, truth, c.offset,
 			c.bound)
-		// 2 us are added because the two start times are in whole microseconds.
+		// The sum has 2 us more, because each of the two start times is in whole microseconds.
 		if c.measured == 0 || c.bound <= 0 || math.Abs(c.offset-truth) > c.bound+2 {
 			t.Errorf("rank %d: its clock is %.1f us from rank 0's, by the files %.1f within %.1f, measured %d times", rank, truth, c.offset, c.bound, c.measured)
 		}
@@ -270,8 +271,8 @@ func TestClocksSetApart(t *testing.T) {
 	}
 }
 
-// One rank never submits a tensor. The tensor and the rank are named in the log, the metrics, the automatic
-// report, the report after SIGQUIT, and the dump files.
+// One rank never submits a tensor. The log, the metrics, the automatic report, the report after SIGQUIT and
+// the dump files name the tensor and this rank.
 func TestForgottenTensorIsNamed(t *testing.T) {
 	t.Parallel()
 	dumps := filepath.Join(t.TempDir(), "dumps")
@@ -322,7 +323,7 @@ func TestForgottenTensorIsNamed(t *testing.T) {
 	}
 }
 
-// The stall inspector ends the job. The report names the tensor and the rank that did not submit it.
+// The stall inspector ends the job. The report names the tensor and the rank that has not submitted it.
 func TestStallShutdownIsExplained(t *testing.T) {
 	t.Parallel()
 	j := startHvdrun(t, nil, []string{"-np", "3", "--stall-check-warning-time-seconds", "1",

@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// program runs the rank's program with the given name, and returns the exit status.
+// program runs the rank's program that has the given name, and returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
 	switch name {
@@ -71,11 +71,11 @@ func program(name string) int {
 	case "steps":
 		err = steps(ctx)
 	case "idle":
-		// The test measures the idle process and then interrupts it.
+		// The test measures this process while it is idle, and then interrupts it.
 		select {}
 	case "leave":
 		if hvd.Rank() == 1 {
-			return 0 // without Shutdown, which counts as a death
+			return 0 // this ends the rank without Shutdown, which counts as a death
 		}
 		err = hvd.Barrier(ctx, hvd.Name("after"))
 	default:
@@ -93,7 +93,7 @@ func program(name string) int {
 	return 0
 }
 
-// stalls submits ten gradients in each of three steps. In the last step rank 2 leaves one of them out.
+// stalls submits ten gradients in each of three steps. In the last step, rank 2 does not submit one of them.
 func stalls(ctx context.Context) error {
 	for step := range 3 {
 		var handles []*hvd.Handle[float32]
@@ -117,10 +117,10 @@ func stalls(ctx context.Context) error {
 			}
 		}
 	}
-	select {} // only rank 2 comes here: it does nothing, as if busy with other work
+	select {} // reached only by rank 2, which does nothing, as if busy with other work
 }
 
-// steps runs allreduces until rank 0 finds the file that E2E_END names.
+// steps runs allreduces until rank 0 finds the file whose path is in the variable E2E_END.
 func steps(ctx context.Context) error {
 	x := make([]float32, 1000)
 	for step := 0; ; step++ {
@@ -130,20 +130,20 @@ func steps(ctx context.Context) error {
 		if step == 20 {
 			fmt.Println("ready")
 		}
-		// Rank 0 decides for all ranks, so that all end at the same step.
+		// Rank 0 decides for all ranks, so that all ranks end after the same step.
 		if on, err := hvd.Broadcast(ctx, []bool{proceed()}, 0, hvd.Name("proceed")); err != nil || !on[0] {
 			return err
 		}
 	}
 }
 
-// proceed reports whether the file that E2E_END names does not exist yet.
+// proceed reports whether the file whose path is in the variable E2E_END is missing.
 func proceed() bool {
 	_, err := os.Stat(os.Getenv("E2E_END"))
 	return err != nil
 }
 
-// arena runs large with a buffer from hvd.Alloc, which the other ranks read in place.
+// arena runs the function large with a buffer from hvd.Alloc, which the other ranks read in place.
 func arena(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](16 << 20)
 	if err != nil {
@@ -152,7 +152,7 @@ func arena(ctx context.Context) error {
 	return large(ctx, x)
 }
 
-// noArena tries to allocate more memory than there is, and then runs sums without it.
+// noArena tries to allocate more memory than there is, and then runs the function sums without this memory.
 func noArena(ctx context.Context) error {
 	var refused *hvd.NoMemoryError
 	_, err := hvd.Alloc[float32](16 << 20)
@@ -163,8 +163,9 @@ func noArena(ctx context.Context) error {
 	return sums(ctx)
 }
 
-// refill runs large with a buffer from hvd.Alloc until the job fails. Then the buffer belongs to the rank
-// again. refill writes to it, and checks after 4 s that no other process has changed it.
+// refill runs the function large with a buffer from hvd.Alloc until the job fails. From then on the buffer
+// belongs to the rank again. refill writes to the buffer, and checks 4 s later that no other process has
+// changed it.
 func refill(ctx context.Context) error {
 	x, err := hvd.Alloc[float32](1 << 20)
 	if err != nil {
@@ -186,7 +187,7 @@ func refill(ctx context.Context) error {
 	return failure
 }
 
-// large runs allreduces of x until one fails.
+// large runs allreduces of x until one of them fails.
 func large(ctx context.Context, x []float32) error {
 	for i := 0; ; i++ {
 		if _, err := hvd.Allreduce(ctx, x, hvd.InPlace(), hvd.Name("large")); err != nil {
@@ -198,8 +199,8 @@ func large(ctx context.Context, x []float32) error {
 	}
 }
 
-// small runs allreduces of small tensors until one fails. Each rank submits them in its own order, so that
-// the ranks negotiate nearly all the time.
+// small runs allreduces of small tensors until one of them fails. Each rank submits them in an order of its
+// own, so that the ranks negotiate nearly all the time.
 func small(ctx context.Context) error {
 	const tensors = 50
 	for step := 0; ; step++ {
@@ -226,8 +227,8 @@ func small(ctx context.Context) error {
 	}
 }
 
-// waiting makes every rank wait for a request that never completes, because the last rank submits a tensor
-// with another name.
+// waiting makes every rank wait for an operation that never completes, because the last rank submits a tensor
+// with a different name.
 func waiting(ctx context.Context) error {
 	if err := hvd.Barrier(ctx, hvd.Name("start")); err != nil {
 		return err
@@ -245,8 +246,8 @@ func waiting(ctx context.Context) error {
 	return err
 }
 
-// mixed runs most kinds of operations in a loop until one fails. In each step it adds, uses and removes a
-// process set.
+// mixed runs most kinds of operations in a loop until one of them fails. In each iteration it adds, uses and
+// removes a process set.
 func mixed(ctx context.Context) error {
 	n := hvd.Size()
 	x := make([]float32, n<<18)
@@ -283,7 +284,7 @@ func mixed(ctx context.Context) error {
 	}
 }
 
-// joined makes all ranks but the last join. The last rank runs allreduces until one fails.
+// joined makes all ranks but the last join. The last rank runs allreduces until one of them fails.
 func joined(ctx context.Context) error {
 	if hvd.Rank() < hvd.Size()-1 {
 		h, err := hvd.JoinAsync()
@@ -305,8 +306,8 @@ func joined(ctx context.Context) error {
 	}
 }
 
-// sums runs allreduces of tensors of many sizes and prints a hash of the results. Each rank and each run
-// submits the tensors in another order.
+// sums runs allreduces of tensors of many sizes and prints a hash of all results. The order of submissions
+// differs between ranks and between runs.
 func sums(ctx context.Context) error {
 	const tensors, steps = 30, 20
 	hash := sha256.New()
@@ -337,11 +338,11 @@ func sums(ctx context.Context) error {
 	return nil
 }
 
-// stopVariable names the variable with the path of the stop file. When this file exists, the program steady
-// ends.
+// stopVariable names the variable with the path of the stop file. The program steady ends when this file
+// exists.
 const stopVariable = "GOHVD_E2E_STOP"
 
-// steady runs allreduces until rank 0 sees the stop file, and then prints their number.
+// steady runs allreduces until rank 0 finds the stop file. Then it prints the number of allreduces.
 func steady(ctx context.Context) error {
 	for i := int64(0); ; i++ {
 		stop := int64(0)
@@ -367,8 +368,8 @@ func steady(ctx context.Context) error {
 	}
 }
 
-// again joins and leaves the job five times. In the last round it prints its rank, local rank and cross rank
-// with their sizes.
+// again joins and leaves the job five times. In the last round it prints its rank, local rank and cross rank,
+// and the size of each.
 func again(ctx context.Context) int {
 	const rounds = 5
 	for i := range rounds {

@@ -13,7 +13,8 @@ import (
 	"time"
 )
 
-// The first command in the README works: four ranks train the example and end with the same weights.
+// The first command in the README is run. Four ranks train the example, and their weights are the same at the
+// end.
 func TestReadmeCommand(t *testing.T) {
 	readme, err := os.ReadFile("../../README.md")
 	if err != nil {
@@ -56,7 +57,7 @@ func TestReadmeCommand(t *testing.T) {
 	}
 }
 
-// The README's program compiles and prints what the README says.
+// The program in the README compiles, and prints the output that the README shows.
 func TestReadmeProgram(t *testing.T) {
 	readme, err := os.ReadFile("../../README.md")
 	if err != nil {

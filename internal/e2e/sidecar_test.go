@@ -42,7 +42,7 @@ func hvdd(t testing.TB) string {
 	return path
 }
 
-// ownSidecar starts a sidecar with a client of its own, and returns both.
+// ownSidecar starts a sidecar for one client, and returns the process and the client.
 func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidecartest.Client) {
 	t.Helper()
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -65,7 +65,7 @@ func ownSidecar(t sidecartest.TB, path string, env ...string) (*exec.Cmd, *sidec
 	return cmd, c
 }
 
-// sidecarJob starts n sidecars, which are the ranks of one job, and returns the client of each.
+// sidecarJob starts n sidecars, which are the ranks of one job. It returns their clients.
 func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	b.Helper()
 	server, err := store.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), store.Config{})
@@ -100,8 +100,8 @@ func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	return clients
 }
 
-// sidecarRank is the program of a rank with its own sidecar, as a program in another language has it. It
-// prints its process ID and that of the sidecar, and returns the exit status.
+// sidecarRank is the program of a rank that uses a sidecar, like a program in another language. It prints its
+// own process ID and that of the sidecar, and returns the exit status.
 func sidecarRank(name string) int {
 	r := new(reporter)
 	defer r.end()
@@ -112,7 +112,7 @@ func sidecarRank(name string) int {
 	x := tensor.View[float32](c.Arena(1, 4<<20))
 	c.Ring(16)
 	c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, int64(len(x)))))
-	if name == "sidecar-fork" { // the child holds the client's socket even after the client is killed
+	if name == "sidecar-fork" { // the child holds the client's socket even after the client was killed
 		child := exec.Command("sleep", "60")
 		child.ExtraFiles = []*os.File{os.NewFile(uintptr(c.FD), "socket")}
 		if err := child.Start(); err != nil {
@@ -146,13 +146,14 @@ func sidecarRank(name string) int {
 				r.Fatal(err)
 			}
 		}
-		// The maps show that the peers read this rank's tensors in place.
+		// The memory maps show whether the sidecars of the other ranks read this rank's tensors in place.
 		maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", cmd.Process.Pid))
 		if err != nil {
 			r.Fatal(err)
 		}
 		mapped := len(regexp.MustCompile(`(?m) r--s .*/memfd:client`).FindAll(maps, -1))
-		// This allreduce makes all ranks read the maps before the first rank shuts down, which ends the job.
+		// After this allreduce all ranks have read the maps. Only then may the first rank shut down, which
+		// ends the job.
 		if err := sum(); err != nil {
 			r.Fatal(err)
 		}
@@ -172,7 +173,7 @@ func sidecarRank(name string) int {
 	for {
 		if err := sum(); err != nil {
 			fmt.Println("error", err)
-			c.Close() // the sidecar ends because its client has gone
+			c.Close() // the sidecar ends because its client has closed the connection
 			cmd.Wait()
 			fmt.Println("ended", cmd.ProcessState.ExitCode())
 			return 1
@@ -202,7 +203,7 @@ func (r *reporter) end() {
 // hvddVariable names the variable with the path of hvdd.
 const hvddVariable = "GOHVD_E2E_HVDD"
 
-// Ranks that each have a sidecar get correct sums, and the sidecars read each other's arenas.
+// Each rank has a sidecar. The ranks get correct sums, and the sidecars read each other's arenas.
 func TestSidecars(t *testing.T) {
 	const n = 3
 	j := start(t, n, "sidecar-sums", hvddVariable+"="+hvdd(t))
@@ -212,8 +213,9 @@ func TestSidecars(t *testing.T) {
 	}
 }
 
-// A rank's sidecar or the sidecar's client is killed, in one case while another process holds the client's
-// socket. The operations of the other ranks end with an error that names the rank, and no process is left.
+// The sidecar of a rank or the client of the sidecar is killed, in one case while another process holds the
+// client's socket. The operations of the other ranks end with an error that names this rank. No process of
+// the job is left.
 func TestSidecarDeaths(t *testing.T) {
 	path := hvdd(t)
 	for _, c := range []struct{ name, program, victim string }{
@@ -272,8 +274,8 @@ func TestSidecarDeaths(t *testing.T) {
 	}
 }
 
-// BenchmarkSidecarAllreduce measures single allreduces of two ranks, each with a sidecar and a shared-memory
-// ring for its requests. A training program waits this long if it needs a single number.
+// BenchmarkSidecarAllreduce measures single allreduces of two ranks. Each rank has a sidecar and a
+// shared-memory ring for its requests. A training program that needs a single number waits for this time.
 func BenchmarkSidecarAllreduce(b *testing.B) {
 	for _, bytes := range []int64{4, 64 << 10, 64 << 20} {
 		b.Run(strconv.FormatInt(bytes, 10), func(b *testing.B) {
@@ -319,8 +321,8 @@ func BenchmarkSidecarAllreduce(b *testing.B) {
 	}
 }
 
-// If there is an executable hvdd in hvdrun's own directory, hvdrun tells its ranks the path of it, unless the
-// user has named another.
+// An executable hvdd is in hvdrun's own directory. hvdrun tells its ranks the path of this hvdd, unless the
+// user has set another path.
 func TestSidecarBesideHvdrun(t *testing.T) {
 	dir := t.TempDir()
 	hvdrun, hvdd := filepath.Join(dir, "hvdrun"), filepath.Join(dir, "hvdd")

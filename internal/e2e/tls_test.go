@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// An encrypted job has the same results as a plain one. Encryption is turned on by --tls or by HVD_TLS.
+// A job is run without encryption, with the flag --tls, and with the variable HVD_TLS. Its results are the
+// same.
 func TestTLSResults(t *testing.T) {
 	hash := func(command []string, env ...string) string {
 		t.Helper()
@@ -38,7 +39,7 @@ func TestTLSResults(t *testing.T) {
 		return h
 	}
 	plain := hash(nil)
-	// $1 is the path of hvdrun. The shell puts the flag between it and -np.
+	// $1 in the shell is the path of hvdrun. The shell inserts the flag between this path and -np.
 	flag := []string{"sh", "-c", `hvdrun=$1; shift; exec "$hvdrun" --tls "$@"`, "sh"}
 	for name, got := range map[string]string{"--tls": hash(flag), "HVD_TLS": hash(nil, "HVD_TLS=1")} {
 		if got != plain {
@@ -63,7 +64,7 @@ type packet struct {
 	data  []byte
 }
 
-// maxCapture limits how many bytes a capture keeps.
+// maxCapture limits the bytes that a capture keeps.
 const maxCapture = 64 << 20
 
 func startCapture(t *testing.T) *capture {
@@ -117,7 +118,8 @@ func (c *capture) keep(ip []byte) {
 	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})
 }
 
-// of returns the captured packets from or to one of the ports, and the total size of their payloads.
+// of returns the captured packets that were sent from or to one of the ports, and the total size of their
+// payloads.
 func (c *capture) of(ports map[int]bool) (packets []packet, numBytes int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -134,10 +136,10 @@ func (c *capture) stop() {
 	c.wg.Wait()
 }
 
-// The network traffic of a plain job contains its tensors, their names and the name of the job. The traffic
-// of an encrypted job contains none of these.
+// The network traffic of a job is captured. Without encryption it contains the tensors, their names and the
+// name of the job. With encryption it contains none of these.
 func TestTLSHidesTensors(t *testing.T) {
-	testnet.NeedHosts(t) // if the user may create hosts, they may also capture packets
+	testnet.NeedHosts(t) // a user who may create hosts may also capture packets
 	for _, test := range []struct {
 		name      string
 		env       string
@@ -190,15 +192,15 @@ func TestTLSHidesTensors(t *testing.T) {
 	}
 }
 
-// isClientHello reports whether data is a TLS ClientHello: a handshake record (type 22) with a message of
-// type 1.
+// isClientHello reports whether data is a TLS ClientHello, that is, a handshake record (type 22) with a
+// message of type 1.
 func isClientHello(data []byte) bool {
 	return len(data) > 5 && data[0] == 22 && data[1] == 3 && data[5] == 1 &&
 		int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
 }
 
-// hasRound reports whether data contains a tensor of the program steady: the int64 0 and then the number of a
-// round.
+// hasRound reports whether data contains a tensor of the program steady. Such a tensor is the int64 0
+// followed by the number of a round.
 func hasRound(data []byte) bool {
 	for i := 0; i+16 <= len(data); i++ {
 		round := binary.LittleEndian.Uint64(data[i+8:])
@@ -209,13 +211,13 @@ func hasRound(data []byte) bool {
 	return false
 }
 
-// Only one of two ranks encrypts. The job fails, and the error says at which end of the connection HVD_TLS is
-// set.
+// Only one of two ranks uses encryption. The job fails with an error that says at which end of the connection
+// HVD_TLS is set.
 func TestTLSOfSome(t *testing.T) {
 	for _, test := range []struct {
 		name  string
-		ranks string // a shell command that each rank runs before the program
-		env   string // the environment of hvdrun
+		ranks string // a shell command that each rank runs before its program
+		env   string // a variable in the environment of hvdrun
 		who   string
 	}{
 		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1",
@@ -225,7 +227,7 @@ func TestTLSOfSome(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			// The arguments of the shell are hvdrun, -np, 2 and the program.
+			// The arguments of the outer shell are hvdrun, -np, 2 and the program.
 			wrap := []string{"sh", "-c", `exec "$1" "$2" "$3" sh -c '` + test.ranks + `; exec "$0"' "$4"`,
 				"sh"}
 			j := startWith(t, wrap, 2, "sums", test.env)

@@ -13,7 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// torchScript is a program that uses only torch.distributed, written as its users write it.
+// torchScript is a program that uses torch.distributed and not gohvd, written as users of torch.distributed
+// do.
 const torchScript = `
 import os, sys
 import torch
@@ -39,7 +40,8 @@ print("rank", rank, "of", size, "is right")
 dist.destroy_process_group()
 `
 
-// A script that uses torch.distributed and not gohvd finds its store under hvdrun, with both init methods.
+// hvdrun starts a script that uses torch.distributed and not gohvd. The script finds its store with both init
+// methods.
 func TestTorchScript(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")

@@ -1,5 +1,5 @@
-// Package pythontest runs the tests of the Python package as users run their programs: under hvdrun, with
-// real sidecars, PyTorch and numpy.
+// Package pythontest runs the tests of the Python package in the way in which users run programs: under
+// hvdrun, with real sidecars, PyTorch and numpy.
 package pythontest
 
 import (
@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// hvdrun and hvdd are the paths of the two programs, which TestMain builds.
+// hvdrun and hvdd are the paths of the programs with these names. TestMain builds the programs.
 var hvdrun, hvdd string
 
 func TestMain(m *testing.M) {
@@ -45,11 +45,11 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// withoutRanks has the test modules that need no other ranks. They run only in the job of one rank.
+// withoutRanks lists the test modules that need no other ranks. They run only in the job with one rank.
 var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_wheel", "test_core_wire"}
 
-// pythonLimit limits the time of the Python tests at one number of ranks. Each test has a limit of its own.
-// This limit also ends a program that hangs outside of the tests.
+// pythonLimit limits the time of the Python tests for one number of ranks. In addition each test has a limit
+// of its own, but pythonLimit also ends a program that hangs outside of the tests.
 const pythonLimit = 5 * time.Minute
 
 // python returns the directory of the Python package.
@@ -62,14 +62,14 @@ func python(t testing.TB) string {
 	return dir
 }
 
-// job returns a command that runs a Python program on n ranks under hvdrun, with the package of this
+// job returns a command that runs a Python program on n ranks under hvdrun, with the Python package of this
 // checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
-	// The start timeout is long, because a rank may wait for another rank that is still running tests of its
-	// own.
+	// The start timeout is long, because a rank may wait for another rank that still runs tests without other
+	// ranks.
 	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()),
 		testnet.Python}
 	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
@@ -80,9 +80,9 @@ func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// All tests of the Python package pass on 1 and 3 ranks, where each rank starts a sidecar (make test-python
-// also runs them on 2). All test files run in one program, because importing torch takes longer than most of
-// them.
+// All tests of the Python package pass on 1 and on 3 ranks. Each rank starts a sidecar. (make test-python
+// also runs the tests on 2 ranks.) All test files run in one program, because importing torch takes longer
+// than most of them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -106,7 +106,7 @@ func TestPython(t *testing.T) {
 			if err != nil || strings.Count(string(out), ":Ran ") != n {
 				t.Fatalf("%v\n%s", err, out)
 			}
-			// A module that does not occur in the output has run no test.
+			// If the output does not have the name of a module, no test of this module has run.
 			for _, module := range modules {
 				if !strings.Contains(string(out), "("+module+".") {
 					t.Errorf("no test of %s was run\n%s", module, out)
@@ -116,8 +116,8 @@ func TestPython(t *testing.T) {
 	}
 }
 
-// pythonVictim is a program that runs allreduces until one fails and then prints the error. After some steps
-// rank 1 kills its sidecar or itself, depending on the argument.
+// pythonVictim is a program that runs allreduces until one of them fails, and then prints the error. After
+// some steps, rank 1 kills its sidecar or itself, as the argument says.
 const pythonVictim = `
 import os, signal, sys, time
 import torch
@@ -147,9 +147,9 @@ except hvd.HorovodInternalError as e:
     del loader
 `
 
-// Rank 1's sidecar is killed: rank 1 gets an error with the cause, and rank 0 gets an error that names rank
-// 1. Rank 1's trainer is killed: rank 0 gets such an error too, even if forked workers of the trainer still
-// hold its connection.
+// In one case, rank 1's sidecar is killed. Rank 1 gets an error with the cause, and rank 0 gets an error that
+// names rank 1. In the other case, rank 1 itself is killed. Rank 0 gets such an error too, even if forked
+// workers of rank 1 still hold its connection.
 func TestPythonKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	for _, victim := range []string{"sidecar", "trainer"} {
@@ -166,7 +166,7 @@ func TestPythonKilled(t *testing.T) {
 			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
 				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
 			}
-			// The time is measured after the imports, which take long on a busy machine.
+			// The program measures the time after its imports, which take long on a busy machine.
 			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text,
 				-1) {
 				if s, err := strconv.ParseFloat(after[1], 64); err != nil || s > 30 {
@@ -177,7 +177,7 @@ func TestPythonKilled(t *testing.T) {
 	}
 }
 
-// pythonWorker is a program that prints the IDs of its processes and runs until it is killed.
+// pythonWorker is a program that prints the IDs of its processes and then runs until it is killed.
 const pythonWorker = `
 import os
 import torch
@@ -196,7 +196,7 @@ while True:
     hvd.allreduce(next(loader), name="x")
 `
 
-// hvdrun is killed. Afterwards no rank, sidecar or forked worker of the job is left.
+// hvdrun is killed. Afterwards no rank, sidecar or forked worker of the job is running.
 func TestHvdrunKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -238,7 +238,7 @@ func TestHvdrunKilled(t *testing.T) {
 	})
 }
 
-// alive reports whether a process is running. A zombie is not.
+// alive reports whether a process is running. A zombie does not count as running.
 func alive(t *testing.T, pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
@@ -247,6 +247,6 @@ func alive(t *testing.T, pid int) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, state, _ := strings.Cut(string(stat), ") ") // the state follows the name in parentheses
+	_, state, _ := strings.Cut(string(stat), ") ") // the state comes after the name, which is in parentheses
 	return !strings.HasPrefix(state, "Z") && !strings.HasPrefix(state, "X")
 }

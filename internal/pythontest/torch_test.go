@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// besideTorch is a program that initializes gohvd (h) and PyTorch's process group (t) in the order that its
-// argument gives. It uses both, leaves gohvd's job and joins it again.
+// besideTorch is a program that initializes gohvd (h) and PyTorch's process group (t). Its argument gives the
+// order. The program uses both, leaves gohvd's job and joins it again.
 const besideTorch = `
 import sys, time
 import torch, torch.distributed as dist
@@ -50,8 +50,8 @@ if "t" in order:
 sys.stdout.write("%s\ninit took %s\n" % (" ".join(map(str, got)), times))
 `
 
-// Ranks are started by torchrun, or by hand with PyTorch's four variables. They become one job of gohvd, also
-// if they use PyTorch's process group at the same port. Either of the two can be initialized first.
+// Ranks are started by torchrun, or by hand with PyTorch's four variables. They form one job of gohvd, even
+// if they also use PyTorch's process group at the same port. The two can be initialized in either order.
 func TestBesideTorch(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
@@ -89,11 +89,11 @@ func TestBesideTorch(t *testing.T) {
 	}
 }
 
-// torchrun starts two ranks with torchrun and returns their output. It also works with older versions, whose
-// agent serves no store.
+// torchrun starts two ranks with torchrun and returns their output. This also works with older versions of
+// torchrun, whose agent serves no store.
 func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
-	// No output is redirected, because there is no rank 9. The flag is set because the default of PyTorch
-	// 1.13 fails with current versions of Python.
+	// The flag --redirects is set because its default in PyTorch 1.13 fails with current versions of Python.
+	// Its value redirects no output, because there is no rank 9.
 	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 	cmd := command(append(args, "--nproc_per_node=2", "--redirects=9:1", "--tee=9:1")...)
 	var stdout, stderr bytes.Buffer
@@ -104,7 +104,7 @@ func torchrun(t *testing.T, command func(...string) *exec.Cmd) string {
 	return stdout.String()
 }
 
-// byHand starts two ranks with only PyTorch's four variables, and returns their output.
+// byHand starts two ranks with PyTorch's four variables and no others, and returns their output.
 func byHand(t *testing.T, command func(...string) *exec.Cmd) string {
 	port := strconv.Itoa(testnet.FreePort(t))
 	var outs [2][]byte
