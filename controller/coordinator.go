@@ -125,7 +125,7 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	return c
 }
 
-// Tick sets the time.
+// Tick sets the current time to now.
 func (c *Coordinator) Tick(now time.Duration) {
 	if g := gap(c.now, now); g > 0 {
 		for r := range c.ranks {
@@ -243,7 +243,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
-			return // this frame crossed the stop: the sender itself answers the requests in it
+			return // this frame crossed the stop, so the sender ends the requests in it
 		}
 		if err := c.news(from, up); err != nil {
 			c.failSender(from, err)

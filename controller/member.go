@@ -127,7 +127,7 @@ func NewMember(cfg MemberConfig, now time.Duration) *Member {
 	return m
 }
 
-// Tick sets the time.
+// Tick sets the current time to now.
 func (m *Member) Tick(now time.Duration) {
 	if g := gap(m.now, now); g > 0 {
 		m.lastReceived += g
@@ -216,7 +216,7 @@ func (m *Member) Shutdown(reason string) {
 	}
 }
 
-// Drained records that, after the stop, all grants have run.
+// Drained records that this rank was stopped and that all its grants have run.
 func (m *Member) Drained() {
 	if m.state == memberDraining {
 		m.state, m.bye = memberBye, true
@@ -484,7 +484,7 @@ func (m *Member) appendFrames() {
 	}
 }
 
-// completeNews adds the values to the next news frame that are known only when the frame is sent.
+// completeNews sets those fields of the next news frame whose values are known only when the frame is sent.
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
@@ -502,7 +502,7 @@ func (m *Member) newsTaken() {
 	m.news = false
 }
 
-// lastOperation returns the operation and the name of the last response that has finished.
+// lastOperation returns a text with the operation and the name of the last response that has finished.
 func (m *Member) lastOperation() string {
 	if m.lastKind == message.Error { // an error response does not contain the operation
 		return label(message.NoKind, m.lastName)
@@ -521,7 +521,7 @@ func (m *Member) executes(r topo.Rank) bool {
 	return false
 }
 
-// Advance drops what the last Ready has returned.
+// Advance drops the frames and grants that the last Ready has returned.
 func (m *Member) Advance() {
 	if len(m.ups) > 0 {
 		m.lastSent = m.now

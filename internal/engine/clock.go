@@ -113,7 +113,7 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
 		c.due, c.left = never, 0 // both ranks read the same clock, so the offset never changes
 	case sent < 0 || sent > at || received < 0 || replied < received || roundTrip < 0:
-		return // the times are impossible
+		return // the times contradict each other
 	default:
 		m.Offset = (received - sent + replied - at) / 2
 		m.Error = (roundTrip + 1) / 2

@@ -46,7 +46,7 @@ func (e *Engine) NotifyLater() { e.sched.notifyLater() }
 // Flush notifies the loop now if NotifyLater has deferred the notification.
 func (e *Engine) Flush() { e.sched.flush() }
 
-// arrived implements loop.
+// arrived implements the interface loop.
 func (e *Engine) arrived() bool {
 	for _, f := range e.polled {
 		if f.fill() {
@@ -56,10 +56,10 @@ func (e *Engine) arrived() bool {
 	return len(e.started) > 0 && e.stepStarted()
 }
 
-// executing implements loop.
+// executing implements the interface loop.
 func (e *Engine) executing() bool { return e.granted > len(e.started) }
 
-// queued implements loop.
+// queued implements the interface loop.
 func (e *Engine) queued() (n int) {
 	for _, l := range e.lanes.snapshot() {
 		n += l.queue.Pending()
@@ -67,7 +67,7 @@ func (e *Engine) queued() (n int) {
 	return n
 }
 
-// handOff implements loop.
+// handOff implements the interface loop.
 func (e *Engine) handOff() {
 	for _, l := range e.started {
 		l.unclaim(l.execution.work)

@@ -127,9 +127,9 @@ type Engine struct {
 	leaving   atomic.Pointer[leaving]           // not nil after Shutdown was called
 	stop      chan struct{}                     // when closed, the engine ends at once
 	stopOnce  sync.Once
-	ended     chan struct{} // why the epoch ended; read only after ended is closed
+	ended     chan struct{} // when closed, the epoch is over and every operation has ended
 	released  chan struct{} // when closed, connections and goroutines are gone too
-	failure   error         // why the epoch ended; read only after ended is closed
+	failure   error         // why the epoch ended (nil after a shutdown); read only after ended is closed
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 
@@ -148,7 +148,7 @@ type Engine struct {
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
-	works       []*work // unused works, for later grants
+	works       []*work // work values that later grants can reuse
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event

@@ -68,7 +68,7 @@ type lane struct {
 	scratch        scratch
 	execution      execution
 
-	// voted finds submitted entries by their cache bits. Only the loop uses it.
+	// voted has submitted entries, indexed by their cache bits. Only the loop uses it.
 	voted votes
 
 	// mu guards the fields below. claimed and executing also say whether the loop or run owns scratch and
@@ -92,8 +92,8 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	return l, err
 }
 
-// votes has submitted entries by their cache bits. With it, the engine finds the entries of a grant of many
-// tensors without a search by name for each of them.
+// votes is a table of submitted entries, indexed by their cache bits. With it, the engine finds the entries
+// of a grant of many tensors without a search by name for each of them.
 type votes []*tensorqueue.Entry
 
 // add stores e under its cache bit. The caller has looked up e's request in the response cache, which set the
@@ -173,7 +173,7 @@ func (l *lane) end(err error) {
 }
 
 // next removes and returns the oldest work, together with the error that was passed to end. It blocks until
-// there is work. It returns nil if the lane has ended and no work is left.
+// there is work. If the lane has ended and no work is left, next returns nil.
 func (l *lane) next() (w *work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

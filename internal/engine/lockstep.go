@@ -107,7 +107,7 @@ func (n *lockstep) turn() error {
 // because a turn sends the heartbeats.
 const longTurn = 2 * time.Second
 
-// next implements negotiation.
+// next implements the interface negotiation.
 func (n *lockstep) next() time.Duration {
 	next := n.events.next()
 	switch {

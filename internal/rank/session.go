@@ -36,7 +36,7 @@ type SessionConfig struct {
 	Device       string
 	SharesDevice bool
 	// Capabilities says which further backends this rank can serve (rendezvous.Record). OpenSession adds the
-	// backends of this module.
+	// backends that this package knows.
 	Capabilities map[string]string
 	Log          *zap.Logger
 
