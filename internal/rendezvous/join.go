@@ -30,7 +30,7 @@ const (
 
 // Record is what a rank tells all other ranks about itself.
 type Record struct {
-	Addr   string // where the rank accepts data connections, host:port
+	Addr   string // address, host:port, on which the rank accepts data connections
 	Host   string // name of the rank's host, for people
 	HostID string // identity of the rank's host, equal for ranks that can share memory
 	PID    int
@@ -225,7 +225,7 @@ func (cfg *JoinConfig) check() error {
 }
 
 // checkTexts checks that the keys and values of texts are valid UTF-8, as protobuf requires, and that their
-// total length does not exceed the bound most.
+// total length does not exceed the limit most.
 func checkTexts(what string, texts map[string]string, most int) error {
 	n := 0
 	for name, text := range texts {

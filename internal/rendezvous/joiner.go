@@ -16,8 +16,8 @@ import (
 var errNewerRoot = errors.New("the store has a newer root")
 
 // joinRoot implements Join for every rank except 0. It asks the root in the store. If this root does not
-// accept this rank, joinRoot waits until the store has another root and asks that one, until a root accepts
-// this rank.
+// accept this rank, joinRoot waits until the store has another root and asks that root. It repeats this until
+// a root accepts this rank.
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (

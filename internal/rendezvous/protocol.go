@@ -127,7 +127,8 @@ func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 		Text: cut(e.Text, maxTextBytes)}
 }
 
-// cut shortens text so that it fits into a message: the result has at most as many bytes as the bound most.
+// cut shortens text so that it fits into a message: the parameter most is the maximum number of bytes of the
+// result.
 func cut(text string, most int) string {
 	text = strings.ToValidUTF8(text, "?")
 	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may have split a character

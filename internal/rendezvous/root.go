@@ -45,8 +45,8 @@ const (
 	failed
 )
 
-// root is rank 0's side of the rendezvous: a listener, a goroutine per connection, and the state of the
-// epoch.
+// root is rank 0's side of the rendezvous. It has a listener, a goroutine for each connection, and the state
+// of the epoch.
 type root struct {
 	cfg        *JoinConfig
 	log        *zap.Logger
@@ -60,22 +60,24 @@ type root struct {
 	refused    *zap.Logger
 
 	changed     chan struct{} // gets an element when all ranks have joined or the root has failed; capacity 1
-	allAnswered chan struct{} // closed when a failed root has answered every other rank
+	allAnswered chan struct{} // closed when a failed root has sent the failure to every other rank
 
 	start outcome // the result of the start: whether all ranks became ready once they had the table
 
-	mu        sync.Mutex
-	state     rootState
-	callers   map[*caller]struct{} // all open connections to the root
-	members   []*caller            // by rank, nil for missing ranks; element 0 is set once complete
+	mu      sync.Mutex
+	state   rootState
+	callers map[*caller]struct{} // all open connections to the root
+	// members has the connection of rank r at index r, or nil if rank r is missing. Element 0 is set once
+	// complete.
+	members   []*caller
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
 	epoch     uint64        // set once complete
 	records   []Record      // set once complete
-	own       net.Conn      // set once complete: rank 0's end of its own connection as a member
-	ring      bool          // set once complete: members get only the records of their neighbours
-	table     []byte        // set once complete, unless ring is set: the frames that all members get
+	own       net.Conn      // rank 0's end of its own connection as a member; set once complete
+	ring      bool          // whether members get only the records of their neighbours; set once complete
+	table     []byte        // the frames that all members get; set once complete, unless ring is set
 	failure   *RefusedError // set once failed
 	// answered has the nonces of processes. In a failed root, these processes have been sent the failure. In
 	// a complete root, these processes are latecomers that have been logged.
@@ -97,7 +99,7 @@ type caller struct {
 	// A caller gets at most maxAnswers answers, which is the capacity, so sending to out does not block.
 	out      chan []byte
 	finished bool  // guarded by root.mu
-	refused  bool  // whether the answer is the failure; guarded by root.mu
+	refused  bool  // whether the caller gets the failure as its answer; guarded by root.mu
 	left     error // why the caller left a forming root; guarded by root.mu
 }
 

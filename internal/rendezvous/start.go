@@ -28,7 +28,7 @@ type FailedError struct {
 	// Ranks has the ranks that failed, at least one. If one of two ranks failed but it is unknown which one,
 	// Ranks has both.
 	Ranks []topo.Rank
-	// Reason is what was observed, or what the failed rank reported.
+	// Reason describes the failure, as the root has observed it or as the failed rank has reported it.
 	Reason string
 }
 

@@ -39,8 +39,8 @@ func sentWith(rank, size int, ring bool) []int {
 // its lane of the mesh.
 //
 // If a rank dies, the error is a *transport.PeerError. Only the neighbours of the dead rank get this error by
-// themselves. They should call Fail: until they do, the calls of Gather at all other ranks wait, or until ctx
-// ends.
+// themselves. They should call Fail, because the calls of Gather at all other ranks wait until Fail is called
+// or ctx ends.
 func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 	if !s.ring {
 		return nil
