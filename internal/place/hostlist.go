@@ -79,7 +79,7 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 }
 
 // expandHost expands one item of a list. The brackets of the item must match. If the item has more names than
-// the bound most, expandHost returns an error.
+// the limit most, expandHost returns an error.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("got an empty name")
@@ -140,7 +140,7 @@ func notInNames(c rune) bool {
 
 func tooMany() error { return fmt.Errorf("got more than %d hosts", MaxHosts) }
 
-// expandNumbers expands the text inside a bracket. If there are more numbers than the bound most, it returns
+// expandNumbers expands the text inside a bracket. If there are more numbers than the limit most, it returns
 // an error.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
@@ -219,7 +219,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal parses a number of at least 0 and at most the bound most. It accepts only digits.
+// decimal parses a number from 0 to the limit most. It accepts only digits.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {

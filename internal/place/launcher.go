@@ -28,7 +28,8 @@ const (
 	Plain Kind = "plain environment"
 )
 
-// Env is the place of this process in its job, according to its launcher. Unknown numbers are -1.
+// Env has the rank, the size and the meeting place of this process, as its launcher says. Unknown numbers are
+// -1.
 type Env struct {
 	Kind       Kind
 	Rank, Size int
@@ -42,7 +43,7 @@ type Env struct {
 
 	met atomic.Bool
 
-	// Each kind of launcher sets only some of the following fields.
+	// Each kind of launcher sets only some of the fields from host to loopback.
 	host  string // host of the store, which rank 0 or the launcher serves
 	port  int    // port of that store, 0 if unknown
 	dir   string // directory of the job on this host; Open MPI only
@@ -55,7 +56,7 @@ type Env struct {
 	loopback bool
 }
 
-// Line is what Detect found about one kind of launcher.
+// Line says whether one kind of launcher has started this process, as Detect has found out.
 type Line struct {
 	Kind Kind
 	// Matched is set if Detect returns the Env of this kind. At most one Line has it set.
@@ -191,8 +192,8 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part returns the same as pair, for variables about a part of the job, such as the ranks of one host. It is
-// an error if the size of the part exceeds the size of the job.
+// part is like pair, but for variables about a part of the job, such as the ranks of one host. It is an error
+// if the part has more ranks than the job.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
@@ -354,7 +355,7 @@ func findPlain(v *variables) (*Env, string) {
 	return e, why
 }
 
-// firstSpecialStep is the first of the step numbers that Slurm uses for steps without tasks, such as batch
+// firstSpecialStep is the lowest of the step numbers that Slurm uses for steps without tasks, such as batch
 // scripts (slurm.h).
 const firstSpecialStep = 0xfffffff0
 

@@ -183,8 +183,8 @@ func (m *Meeting) placeByLauncher() error {
 	return err
 }
 
-// take copies rank, size, local rank, cross rank and so on from env to the settings. If the settings already
-// have local and cross ranks, take does not change them.
+// take copies ranks and sizes from env to the settings. If the settings have a local rank, local size, cross
+// rank or cross size already, take does not change it.
 func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size

@@ -391,7 +391,8 @@ func TestByIDRefused(t *testing.T) {
 func TestAgree(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		// The address at which each rank reaches the store; empty for the rank that serves the store.
+		// via has the address at which each rank reaches the store. It is empty for the rank that serves the
+		// store.
 		via  []string
 		want []string
 	}{
