@@ -222,8 +222,8 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions starts the operations that the client has submitted in the ring and whose index is less than
-// c.until. The result some says whether there were any.
+// submissions starts the operations that the client has submitted in the ring. It stops before the submission
+// with the index c.until. The result some says whether it has started any operation.
 func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
@@ -400,9 +400,9 @@ func (c *conn) notifyOverdue() {
 	}
 }
 
-// drive drives the engine until one of these happens: a frame or a submission arrives from the client, the
-// client stops waiting for completions, nothing happens for a while, or no operation is in flight. The result
-// came says whether something has arrived.
+// drive drives the engine while operations are in flight. It returns when no operation is in flight any more,
+// when a frame or a submission arrives from the client, when the client does not wait for completions, or
+// when nothing has happened for a while. The result came says whether something has arrived.
 func (c *conn) drive() (came bool, err error) {
 	run := c.server.running.Load()
 	if run == nil {

@@ -65,8 +65,8 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	return nil
 }
 
-// of returns the arena with the given number. It returns an error if owner has no such arena. The caller
-// holds mu.
+// of returns the arena that has the given number and belongs to owner. It returns an error if owner has no
+// such arena. The caller holds mu.
 func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
 	g := m.all[number]
 	switch {

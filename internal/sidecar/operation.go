@@ -196,7 +196,8 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			continue // input and output are the same memory, so only one of them is checked
+			// The place is empty, or it is an output in the memory of its input, and the input is checked.
+			continue
 		}
 		all = append(all, at)
 	}
@@ -251,8 +252,8 @@ type operation struct {
 	id   uint64
 	uses []*clientArena
 	set  *rank.Set
-	// entries has one entry for each tensor. For a grouped allreduce, which is one request, it has a single
-	// entry with Parts.
+	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
+	// whose Parts are the tensors.
 	entries []entry
 	left    atomic.Int64          // number of entries that are not done yet
 	failed  atomic.Pointer[error] // error of the first allocation of an output that failed

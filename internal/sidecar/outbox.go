@@ -20,7 +20,7 @@ var doorbell = []byte{0}
 // that, by a limit on unanswered requests or by calls of Room. The methods are safe for concurrent use.
 type outbox struct {
 	fd int
-	// wake tells Run that something is in the queue.
+	// wake gets an element when a frame was added to the queue, so that Run sends the frame.
 	wake chan struct{}
 
 	mu     sync.Mutex
@@ -84,8 +84,8 @@ func (o *outbox) SendDoorbell() {
 	if o.closed || len(o.queue) > 0 {
 		return
 	}
-	// The client still has to read earlier bytes. When it reads them, it also sees what was written to the
-	// ring before this call.
+	// The client still has to read earlier bytes. When it reads them, it also sees the completions that were
+	// written to the ring before this call.
 	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
 		return
 	}

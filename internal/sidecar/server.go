@@ -182,9 +182,10 @@ func (s *Server) Close(ctx context.Context) error {
 	return err
 }
 
-// ServeConn serves a client until the connection ends. It returns nil if the client has sent Bye. It takes
-// ownership of conn. path is true if the client has connected through a path in the file system. Other
-// processes can open such a path too, so the client must then prove that it knows the secret.
+// ServeConn serves a client until the connection ends. It returns nil if the client has sent Bye, or if the
+// connection has ended without Bye and this has not made the rank fail. It takes ownership of conn. path is
+// true if the client has connected through a path in the file system. Other processes can open such a path
+// too, so the client must then prove that it knows the secret.
 func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.mu.Lock()
 	if s.closed {
@@ -517,7 +518,7 @@ func (s *Server) setState(state string, r *rank.Rank) {
 	})
 }
 
-// ended tells all clients that the job is over.
+// ended notifies all clients that the job is over, and why.
 func (s *Server) ended(why error) {
 	ended := new(sidecarpb.Ended)
 	if why != nil {
