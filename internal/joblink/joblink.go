@@ -68,8 +68,8 @@ const (
 	keyReports   = "joblink/reports"   // a queue of reports
 )
 
-// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, no launcher
-// listens to a job that uses a store of the command hvdrun store.
+// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, nothing listens
+// to a job whose store is served by "hvdrun store".
 var ErrNoLauncher = errors.New("no launcher listens to this job")
 
 // Link is a rank's connection to its launcher.
