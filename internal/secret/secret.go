@@ -144,8 +144,9 @@ func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 }
 
 // Accept checks the proof of the client at the other end of conn, and proves to the client that this process
-// knows the secret. A server calls it where a client calls Dial. It reads only the bytes of the proof from
-// conn. Its error wraps io.EOF if the client closed the connection without sending anything.
+// knows the secret. It is called at the server if the client calls Dial. It does not read bytes of the
+// protocol that is used after the proof. Its error wraps io.EOF if the client closed the connection without
+// sending anything.
 func (s Secret) Accept(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Server)
 	if err != nil {

@@ -104,8 +104,8 @@ type encrypted struct{ *tls.Conn }
 
 func (c encrypted) Close() error { return c.NetConn().Close() }
 
-// opening is a connection during its TLS handshake. It bounds the bytes that the peer may send, and counts
-// them so that explain can tell whether the peer sent anything.
+// opening is a connection during its TLS handshake. It limits the number of bytes that the peer may send. It
+// also counts them, so that explain knows whether the peer has sent anything.
 type opening struct {
 	net.Conn
 	received int
@@ -125,7 +125,7 @@ func (o *opening) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// explain converts err, the error of a failed handshake, to one that says what is wrong with the peer.
+// explain converts err, the error of a failed handshake, to an error that describes the cause.
 func (o *opening) explain(err error) error {
 	record, notTLS := errors.AsType[tls.RecordHeaderError](err)
 	alert, isOp := errors.AsType[*net.OpError](err)

@@ -320,7 +320,7 @@ func TestHandshakeIsBounded(t *testing.T) {
 			}
 		}
 	})
-	// Limits the time of the write of the alert, which nobody reads.
+	// Nobody reads the alert from the pipe, so the deadline limits the time of its write.
 	b.SetDeadline(time.Now().Add(time.Second))
 	testnet.WantError(t, accept(s.Encrypted(), b, "p"), "more than 16384 bytes")
 	b.Close()
