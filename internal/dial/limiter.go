@@ -32,7 +32,7 @@ func (l *Limiter) Grow(most int) {
 	l.most = max(l.most, most)
 }
 
-// Slot counts one connection in a Limiter.
+// Slot is the place of one connection among the connections that a Limiter allows.
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
