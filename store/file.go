@@ -303,7 +303,7 @@ func (s *FileStore) Close() error {
 		}
 		return nil
 	})
-	// It is not an error if another process has removed the file.
+	// Another process may have removed the file, which is not an error.
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("store: close %s: %w", s.path, err)
 	}

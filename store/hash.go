@@ -21,9 +21,9 @@ type HashStore struct {
 	closed chan struct{}
 
 	mu sync.Mutex
-	// A value is replaced and never modified in place, because waiting calls share it.
+	// A value in the map is replaced and never modified in place, because waiting calls share it.
 	values map[string][]byte
-	queues map[string]*queue // has no empty queues
+	queues map[string]*queue // a queue is removed when it becomes empty
 	bytes  int64
 	waits  map[string]*wait
 	isDone bool // whether closed has been closed

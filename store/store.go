@@ -47,8 +47,8 @@ var (
 // may have a queue of values. For Wait and Check, a key is present if it has a value or if its queue is not
 // empty.
 //
-// The semantics are those of PyTorch's stores (c10d), with two exceptions: Add to a value that is not a
-// number is an error, and a nil value means that a key has no value, as distinct from an empty value.
+// The semantics are the same as those of PyTorch's stores (c10d), with two exceptions: Add to a value that is
+// not a number is an error, and a nil value means that a key has no value, as distinct from an empty value.
 type Store interface {
 	// Set sets the value of key. A nil value counts as the empty value.
 	Set(ctx context.Context, key string, value []byte) error

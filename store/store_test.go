@@ -299,7 +299,7 @@ func TestDialTCP(t *testing.T) {
 					first := make([]byte, 4)
 					io.ReadFull(conn, first)
 					if string(first) != "GET " && !refuses {
-						// Like Horovod's server, waits for the end of a request line.
+						// This server sends nothing. Like Horovod's, it waits for the end of a request line.
 						io.Copy(io.Discard, conn)
 						return
 					}

@@ -144,7 +144,7 @@ const hello = "00 ce f7 85 3c"
 func TestDialects(t *testing.T) {
 	for name, test := range map[string]struct {
 		hello, ping string
-		// Returns the version's number of the operation with the given modern number.
+		// n converts the modern number of an operation to the number that this version uses.
 		n      func(modern int) string
 		many   bool // whether the version has append and calls with many keys
 		queues bool
