@@ -20,7 +20,8 @@ const (
 	maxTriedRanks = 100
 )
 
-// errStopped ends a rank's try in Agree because another rank of the host has failed.
+// errStopped is the cause with which the context of a rank's try ends because another rank of the host has
+// failed.
 var errStopped = errors.New("another rank of this host has failed")
 
 // agreement is what the root has told a rank about the tries of its host in Agree.
@@ -34,7 +35,7 @@ func newAgreement() *agreement {
 	return &agreement{stopped: make(chan struct{}), done: make(chan struct{})}
 }
 
-// handle processes an answer of the root. Only one goroutine calls it.
+// handle processes an answer of the root about the tries: STOP or TRIED. Only one goroutine calls it.
 func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	to := a.stopped
 	if answer.GetKind() == rendezvouspb.Answer_TRIED {
@@ -119,7 +120,7 @@ func isConsequence(err error) bool {
 		err != nil && mayPass(err)
 }
 
-// noteTried records how the try of a rank has ended. At the first failure on a host, it tells the host's
+// noteTried records the result of the try of a rank. At the first failure on a host, it tells the host's
 // other ranks to stop. When all ranks of the host have reported, it sends them the result. r.mu is held, and
 // r is complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {

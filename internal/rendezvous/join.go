@@ -86,7 +86,7 @@ type JoinConfig struct {
 // Session is a rank's membership in an epoch.
 type Session struct {
 	Epoch uint64 // greater than the LastEpoch of every rank
-	// Records has the records of all ranks, indexed by rank and equal at all ranks. In a large job
+	// Records has the records of all ranks, indexed by rank. It is the same at all ranks. In a large job
 	// (JoinConfig.RingAbove), only this rank's record and those of its two neighbours are set until Gather
 	// has returned.
 	Records []Record
@@ -190,7 +190,8 @@ func join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	case outOfRange == nil:
 		return joinRoot(ctx, cfg)
 	}
-	// The other ranks would wait for the rank whose number is wrong, so this process tells the root.
+	// This process joins although its rank is wrong, so that the root reports the error to the other ranks,
+	// which would otherwise wait.
 	cfg.Log.Error("rendezvous: cannot join, telling rank 0", zap.Error(outOfRange))
 	_, err := joinRoot(ctx, cfg)
 	if refused, ok := errors.AsType[*RefusedError](err); ok && refused.Reason != Late {

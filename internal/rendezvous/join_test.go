@@ -471,7 +471,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	}
 }
 
-// If two processes join as rank 0 at the same time, both get an error that names both.
+// If two processes join as rank 0 at the same time, both get an error that names the two processes.
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
@@ -509,7 +509,7 @@ func TestRootIsReplaced(t *testing.T) {
 	testnet.WantError(t, err, "pid 0 ", "was replaced by pid 9", "127.0.0.1:9")
 }
 
-// publishRoot writes a root to the store. The test does not run that root.
+// publishRoot writes a root to the store. No process runs this root.
 func publishRoot(t *testing.T, kv store.Store, addr string, pid int64) {
 	t.Helper()
 	value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: newToken(), Addr: addr, Pid: pid})
@@ -603,8 +603,8 @@ func TestLateWhileAsking(t *testing.T) {
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
 }
 
-// If a replacement of a dead rank starts while the other ranks are still in the old epoch, it waits and takes
-// part in the new epoch.
+// If the replacement of a dead rank starts while the other ranks are still in the old epoch, it waits and
+// then takes part in the new epoch.
 func TestReplacementMeetsOldRoot(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {

@@ -28,12 +28,12 @@ const (
 	maxHandshakes    = 1024 // maximum number of connections that have not sent their request yet
 	handshakeTimeout = 10 * time.Second
 	answerTimeout    = 5 * time.Second
-	// suspicionTime is how long the root waits, after the first report of a failure, for the connection of a
-	// dead rank to end.
+	// suspicionTime is how long the root waits after the first report of a failure, because the connection of
+	// a dead rank may be about to end.
 	suspicionTime = 300 * time.Millisecond
 	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
 	windDown      = 2 * time.Second // how long a failed root still answers
-	maxAnswered   = 4096            // number of answered processes that the root remembers
+	maxAnswered   = 4096            // maximum number of answered processes that the root remembers
 	maxAnswers    = 4               // maximum number of answers that a caller gets
 )
 
@@ -220,7 +220,7 @@ func (r *root) form(ctx context.Context) error {
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
 			if failure.Reason == RootFailed {
-				return failure // the listener accepts no connections any more, so no rank can be answered
+				return failure // the listener has failed, so the root cannot answer ranks that arrive late
 			}
 			r.log.Error("rendezvous: root failed", zap.Error(failure))
 			t := time.NewTimer(windDown)
@@ -293,7 +293,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		return nil
 	}
 	var wait dial.Backoff
-	var late *completeError // the newest answer of a running root, nil before the first one
+	var late *completeError // the last answer of the running root, nil before the first answer
 	for {
 		pctx, cancel := context.WithTimeout(ctx, probeTimeout)
 		s, err := c.ask(pctx, pctx, old)
@@ -327,7 +327,8 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	}
 }
 
-// lateError returns the error of a rank 0 that has waited for the end of a running epoch.
+// lateError returns the error of a new rank 0 whose ctx has ended while it waited for the end of a running
+// epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
 	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
 		"epoch %d is complete, and its rank 0 is pid %d on host %q with its root at %s",
@@ -459,8 +460,8 @@ func (r *root) complete(epoch uint64) (bool, error) {
 	return true, nil
 }
 
-// admitSelf makes rank 0 a member of its own root, over a pipe. r.own is rank 0's end of the pipe. r.mu is
-// held, and r is complete.
+// admitSelf makes rank 0 a member of its own root. The connection is a pipe, and r.own becomes rank 0's end
+// of the pipe. r.mu is held, and r is complete.
 func (r *root) admitSelf() {
 	var conn net.Conn
 	r.own, conn = net.Pipe()

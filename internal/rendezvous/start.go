@@ -120,7 +120,7 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.wait(ctx)
 }
 
-// failWait bounds how long Fail waits for the root's answer.
+// failWait is how long Fail waits for the root's answer.
 const failWait = 2 * time.Second
 
 // Fail tells the other ranks that this rank cannot continue because of err, and returns the reason why the

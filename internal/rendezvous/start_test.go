@@ -156,7 +156,7 @@ func TestFailure(t *testing.T) {
 	peer := errors.New("no connection")
 	for _, test := range []struct {
 		name   string
-		fails  map[int][]topo.Rank // ranks that report a failure, with the ranks that they suspect
+		fails  map[int][]topo.Rank // maps each rank that reports a failure to the ranks that it suspects
 		ready  []int
 		ranks  []topo.Rank
 		reason string
