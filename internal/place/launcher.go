@@ -133,7 +133,7 @@ func (e *Env) place() string {
 	return s
 }
 
-// OneHost reports whether all ranks of the job are known to be on this host.
+// OneHost reports whether e shows that all ranks of the job are on this host.
 func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 
 // variables reads the environment for one kind of launcher, and keeps the first error.
@@ -202,7 +202,8 @@ func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	return rank, size
 }
 
-// newEnv returns an Env with a rank and a size. Everything else is unknown, except in a job of one rank.
+// newEnv returns an Env with the given rank and size. If the size is 1, it also sets the local and cross
+// ranks and sizes. All other fields are unknown.
 func newEnv(rank, size int) *Env {
 	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1,
 		node: -1}
@@ -312,7 +313,7 @@ func findTorchrun(v *variables) (*Env, string) {
 		run = "none" // torchrun's own name for a run without an id
 	}
 	e.JobID = run + "/" + strconv.Itoa(restarts)
-	// PyTorch compares the variable with exactly this text.
+	// The comparison is exact, as in PyTorch.
 	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
 	v.master(e)
 	return e, why
@@ -414,8 +415,8 @@ const (
 	slurmPortCount = 10000
 )
 
-// slurmPort returns a port for a step of a job. Steps of one job, and steps of jobs with similar numbers, get
-// different ports.
+// slurmPort returns a port for a step of a job. It returns different ports for different steps of a job, and
+// for jobs whose numbers are close to each other.
 func slurmPort(job, step uint64) int {
 	return slurmPortFirst + int((job%slurmPortCount*97+step)%slurmPortCount)
 }

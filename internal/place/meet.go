@@ -31,10 +31,11 @@ var ErrNoSecret = errors.New(
 	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
 
-// ErrMet is the error of a second call to Meet. What the launcher provides for meeting can be used only once.
+// ErrMet is the error of a second call to Meet. The launcher allows a process to meet the others only once.
 var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
 
-// MeetOptions says how the ranks meet. The zero value works if the launcher provides everything.
+// MeetOptions says how the ranks meet. The zero value works if the launcher provides a secret, or a private
+// channel for it, and the address where the ranks meet.
 type MeetOptions struct {
 	// Secret is the secret that the user gave, the same at all ranks. If it is zero and the launcher has a
 	// private channel, rank 0 makes a secret and passes it to the others.
@@ -50,9 +51,9 @@ type MeetOptions struct {
 	// unless the launcher provides one. With MPICH, rank 0 sends Host to the other ranks. With hvdrun, Host
 	// has no effect.
 	Host string
-	// Port is the port on which rank 0 serves its store. 0 means the launcher's port or the default. In a
-	// plain environment Port replaces MASTER_PORT. It has no effect on the port of torchrun's TCPStore and of
-	// hvdrun's store.
+	// Port is the port on which rank 0 serves its store. If it is 0, the launcher's port or the default is
+	// used. In a plain environment Port replaces MASTER_PORT. Port does not change the ports of torchrun's
+	// TCPStore and of hvdrun's store.
 	Port int
 	// Interfaces are the network interfaces that the user has chosen.
 	//
@@ -95,9 +96,9 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 		o.Port = e.port
 	}
 	if !o.Secret.IsZero() || o.Insecure {
-		// The user's choice permits ranks on other hosts, so a loopback name does not prove that there are
-		// none. Older versions of Kubeflow give rank 0 the name localhost, and give the other ranks the name
-		// of rank 0's host.
+		// The user has given a secret or permitted a job without a secret, so ranks may be on other hosts,
+		// even if the address is a loopback name here. Older versions of Kubeflow give rank 0 the name
+		// localhost, and give the other ranks the name of rank 0's host.
 		e.loopback = false
 	}
 	switch {
@@ -121,7 +122,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// single makes m the place of a job with one rank.
+// single makes m the place of a job that has only one rank.
 func (m *Place) single(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -232,8 +233,8 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) 
 
 const loopback = "127.0.0.1"
 
-// lookupTime bounds how long rank 0 retries the lookup of its own name, because the DNS name of a pod may
-// appear shortly after the pod starts. The other ranks retry until they succeed.
+// lookupTime is how long rank 0 retries the lookup of its own name, because the DNS name of a pod may appear
+// shortly after the pod has started. The other ranks retry until they succeed or ctx ends.
 const lookupTime = 2 * time.Second
 
 // listenHost returns the address on which rank 0 listens for ranks that dial host. An empty result means all
@@ -507,8 +508,8 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.adoptTorchSecret(o, m, string(word))
 }
 
-// adoptTorchSecret sets the secret at a rank other than 0. word is what rank 0 has announced: a word, or the
-// path of the file with the secret.
+// adoptTorchSecret sets the secret at a rank other than 0. word is the result of torchSecret at rank 0: a
+// word such as wordGiven, or the path of the file with the secret.
 func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error) {
 	if filepath.IsAbs(word) {
 		if !e.OneHost() {
@@ -528,8 +529,8 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 	return err
 }
 
-// torchSecret sets the secret at rank 0, and returns what rank 0 tells the others about it, for
-// adoptTorchSecret.
+// torchSecret sets the secret at rank 0. It returns the word that rank 0 publishes and that the other ranks
+// pass to adoptTorchSecret.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
@@ -554,7 +555,8 @@ const (
 	// masterClaim is the key of a counter in the same TCPStore. Each rank 0 that meets there increments it. A
 	// value above 1 means that a second job uses the same port.
 	masterClaim = "claim"
-	// masterFreeKey is the key that rank 0 sets in its own store once it has closed MASTER_PORT.
+	// masterFreeKey is the key that rank 0 sets in its own store when it has closed the server at
+	// MASTER_PORT.
 	masterFreeKey = "place/master-free"
 )
 

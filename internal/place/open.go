@@ -41,7 +41,7 @@ type Config struct {
 	Log *zap.Logger // may be nil
 }
 
-// ByID gives the unique ids by which the ranks meet, and the rank of this process.
+// ByID has the unique ids by which the ranks meet, and the rank and size of this process.
 type ByID struct {
 	IDs        []ID
 	Rank, Size int
@@ -53,8 +53,7 @@ type Meeting struct {
 	// Place has the store, which is nil in a job of one rank, and the secret. It has the secret even if the
 	// secret comes from the settings.
 	*Place
-	// Settings are the given settings, completed with the rank, size and job of this process. Size is at
-	// least 1.
+	// Settings are the given settings, with the rank, size and job of this process added. Size is at least 1.
 	Settings config.Config
 	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string
@@ -67,7 +66,8 @@ type Meeting struct {
 }
 
 // Open finds the place where the ranks meet and connects to it. It waits until the store is reachable, and
-// fails if ctx ends or if the inputs contradict each other. After an error nothing is left open.
+// fails if ctx ends or if the inputs contradict each other. After an error, Open has closed all that it
+// opened.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
 	if cfg.Log == nil {
@@ -375,7 +375,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 // counted is the value that the key nearKey/RANK gets when this rank is added to the count in nearKey.
 const counted = "counted"
 
-// Keys with which the ranks agree on the addresses to listen on.
+// The ranks use these keys to agree on the addresses on which they listen.
 const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
@@ -437,7 +437,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	if err != nil {
 		return err
 	}
-	// The other ranks reach this host through network address translation.
+	// The other ranks reach this host at an address that it does not have, because of network address
+	// translation.
 	if !own {
 		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
 			return err
@@ -502,7 +503,7 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	return nil, fmt.Errorf("%s did not connect: %w", text, err)
 }
 
-// maxJob bounds the length of the name of a job (HVD_JOB_ID).
+// maxJob is the maximum length of the name of a job (HVD_JOB_ID).
 const maxJob = 64
 
 // short returns the last maxJob bytes of the name of a job. Launchers put the part that differs between jobs

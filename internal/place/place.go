@@ -37,7 +37,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Place is where the ranks of a job meet, from the point of view of one rank.
+// Place describes to one rank where the ranks of its job meet.
 type Place struct {
 	// Store is where rank 0 publishes the address of its root, at which the ranks check in. All ranks use the
 	// same store, or they use several stores, in each of which rank 0 publishes that address.

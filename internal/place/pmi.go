@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxPMILine bounds the length of a line. With MPICH, a value in it has at most 1024 bytes.
+// maxPMILine is the maximum length of a line. MPICH allows at most 1024 bytes for a value in the line.
 const maxPMILine = 8 << 10
 
 // pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec. A request is one line of
@@ -25,7 +25,7 @@ type pmi struct {
 	in    *bufio.Reader
 	stop  func() bool
 	space string // the name of the job's key-value space
-	// maxKey and maxValue bound the length of a key and of a value.
+	// maxKey and maxValue are the launcher's bounds on the lengths of a key and of a value.
 	maxKey, maxValue int
 }
 

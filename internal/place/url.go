@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// MethodOptions are inputs of an init method besides its URL.
+// MethodOptions has the inputs of an init method other than its URL.
 type MethodOptions struct {
 	// Rank and Size are those of this process, or -1 if the URL or the environment has to give them.
 	Rank, Size int
@@ -164,7 +164,7 @@ func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	return p, nil
 }
 
-// meetAt serves a store at addr if rank is 0. Otherwise it connects to that store.
+// meetAt meets at addr: it serves a store there if rank is 0, and connects to this store otherwise.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
