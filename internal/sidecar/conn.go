@@ -69,7 +69,7 @@ type conn struct {
 	why       error               // why the connection was closed
 }
 
-// origin is a position in an arena of the sidecar.
+// origin is the position of a result in an arena of the sidecar.
 type origin struct {
 	arena  uint32
 	offset uint64
@@ -205,7 +205,8 @@ func (c *conn) frames() error {
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			// This frame is a doorbell. turn looks at the ring in any case.
+			// The frame is a doorbell. It needs no other handling, because turn looks at the ring after the
+			// frames in any case.
 			c.notifyOverdue()
 			continue
 		}

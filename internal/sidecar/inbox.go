@@ -158,7 +158,7 @@ func (i *inbox) Descriptor() (int, error) {
 	return fd, nil
 }
 
-// Spare returns an error if all bytes have been used and a descriptor is left that no frame has taken.
+// Spare returns an error if a descriptor is left that no frame has taken, although all bytes have been used.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
 		return fmt.Errorf("%w: a descriptor came with a frame that needs none", errFrame)

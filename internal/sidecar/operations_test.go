@@ -478,7 +478,7 @@ func TestGroups(t *testing.T) {
 }
 
 // In a group, tensors may have different types. Outside of a group, a tensor must have the type of the
-// operation. Unknown types, unaligned places and wrong shapes are errors.
+// operation. If a type is unknown, a place is unaligned or a shape is wrong, the client gets an error.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
@@ -649,7 +649,8 @@ func TestTypes(t *testing.T) {
 	})
 }
 
-// Compression rounds each value. With error feedback, the rounding error is added to the next value.
+// Compression rounds each value of an allreduce. With error feedback, the rounding error is added to the next
+// value, so the third sum is not 2.
 func TestCompression(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)

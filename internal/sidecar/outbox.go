@@ -89,8 +89,8 @@ func (o *outbox) SendDoorbell() {
 	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
 		return
 	}
-	// If the socket is full, the client has other bytes to read. If the socket is broken, the reader of the
-	// connection gets the error.
+	// The error is ignored. If the socket is full, the client has other bytes to read. If the socket is
+	// broken, the reader of the connection gets the error.
 	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 

@@ -173,7 +173,7 @@ func (r *ring) due() bool {
 	return true
 }
 
-// close unmaps the ring. The reader must have ended before.
+// close unmaps the ring. It must be called after the reader has ended.
 func (r *ring) close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -200,7 +200,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	if err != nil {
 		return err
 	}
-	// The descriptor is closed last, when nothing uses it any more.
+	// This deferred call runs last, when nothing uses the descriptor any more.
 	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
 	s.mu.Lock()

@@ -1,5 +1,5 @@
-// Package sidecartest implements a client of a sidecar for tests. It is written from docs/sidecar.md. It
-// shares no code with the sidecar except the messages.
+// Package sidecartest implements a client of a sidecar for tests. It implements the protocol as
+// docs/sidecar.md describes it, and shares no code with the sidecar except the messages.
 package sidecartest
 
 import (
@@ -283,7 +283,7 @@ func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 	return q.Id
 }
 
-// Reply waits for the answer to request id and returns it.
+// Reply waits for the answer to the request with the number id, and returns the answer.
 func (c *Client) Reply(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	r, err := c.TryReply(id)
