@@ -221,7 +221,7 @@ func unlessOver(ctx context.Context, err error) error {
 	return err
 }
 
-// Launcher is the launcher's end of the links of a job.
+// Launcher is the launcher's end of the links to the ranks of a job.
 type Launcher struct {
 	kv     *store.HashStore
 	ranks  int
@@ -237,7 +237,7 @@ type Launcher struct {
 	decided chan struct{} // closed when verdict is set
 }
 
-// inquiry is a question whose answers the launcher waits for.
+// inquiry is a question for whose answers the launcher waits.
 type inquiry struct {
 	question
 	pending map[int]bool // the ranks that have not answered yet
