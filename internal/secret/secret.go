@@ -227,7 +227,8 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 func (s Secret) proof(role, purpose string, client, server []byte) []byte {
 	h := hmac.New(sha256.New, s.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + role), []byte(purpose), client, server} {
-		// The length before each part ensures that different lists of parts give different bytes.
+		// The length of each part is written before the part, so that different lists of parts give different
+		// bytes.
 		h.Write([]byte{byte(len(part))})
 		h.Write(part)
 	}

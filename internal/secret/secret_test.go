@@ -218,8 +218,8 @@ func (t tap) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// A recorded proof of a client or of a server is refused when it is sent again. A client refuses its own
-// messages if they are sent back to it.
+// If a recorded proof of a client or a server is sent again, the other end refuses it. If a client's own
+// messages are sent back to it, the client refuses them.
 func TestReplay(t *testing.T) {
 	s, _ := secret.New()
 	var fromServer, fromClient bytes.Buffer
@@ -250,7 +250,7 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// A client without the secret cannot use the server's proof as its own.
+// If a client without the secret sends the server's proof back as its own, the server refuses it.
 func TestEcho(t *testing.T) {
 	s, _ := secret.New()
 	_, e := meet(t, func(conn net.Conn) error {

@@ -74,8 +74,8 @@ func (s Secret) mint() (*tls.Config, error) {
 			}
 			return nil
 		},
-		// Without session tickets, each connection has its own key exchange, and the server sends nothing
-		// after the handshake that a client might never read.
+		// Without session tickets, each connection has its own key exchange. The server also sends nothing
+		// after the handshake, which a client might never read.
 		SessionTicketsDisabled: true,
 		// crypto/tls would begin with small records. They would slow down tensors, which are sent in large
 		// pieces.
@@ -83,7 +83,8 @@ func (s Secret) mint() (*tls.Config, error) {
 	}, nil
 }
 
-// open starts TLS on conn if s encrypts. end is tls.Client or tls.Server.
+// open starts TLS on conn if s is encrypted, else it returns conn. The parameter end is tls.Client or
+// tls.Server.
 func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (net.Conn, error) {
 	if s.tls == nil {
 		return conn, nil
