@@ -65,7 +65,7 @@ func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
-// limitError is an error with the limit of file descriptors that caused it.
+// limitError adds the limit of file descriptors to an error that this limit has caused.
 type limitError struct {
 	err   error
 	limit uint64
@@ -132,7 +132,7 @@ func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 
 const greetingBytes = 8
 
-// Greeting returns the greeting to send. magic must be four bytes long.
+// Greeting returns the bytes of a greeting with the given magic, which must be four bytes long, and version.
 func Greeting(magic string, version uint32) []byte {
 	return binary.BigEndian.AppendUint32([]byte(magic), version)
 }
