@@ -31,8 +31,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// Addresses returns addresses of interfaces that are up. It returns no address of an interface that is down,
-// and no link-local address.
+// Addresses returns the addresses of interfaces that are up, except link-local addresses. It returns no
+// address of an interface that is down.
 func TestInterfaces(t *testing.T) {
 	host := testnet.NewHosts(t, 1)[0]
 	self, err := os.Executable()
