@@ -42,7 +42,7 @@ func Quiet(log *zap.Logger) *zap.Logger {
 	}))
 }
 
-// sampled is a sampler over a core of this package. Quiet recognizes its own loggers by this type.
+// sampled is zap's sampler over a core of this package. The type lets Quiet recognize its own loggers.
 type sampled struct{ zapcore.Core }
 
 // With implements zapcore.Core.
@@ -90,8 +90,8 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	return failed.err
 }
 
-// Sync writes a line with the number of dropped lines, if there are any that no line has reported yet. Then
-// it flushes the wrapped core.
+// Sync flushes the wrapped core. If lines were dropped and no line has reported their number yet, Sync first
+// writes a line with the number.
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {
