@@ -43,15 +43,15 @@ type Client struct {
 	mu        sync.Mutex
 	lastID    uint64
 	pending   map[uint64]chan<- reply
-	cancelled []uint64 // numbers of the requests for which a cancellation is to be sent
+	cancelled []uint64 // numbers of the requests whose cancellations have not been sent yet
 	err       error    // why the connection has ended
 }
 
 var _ Store = (*Client)(nil)
 
-// Dial connects to the server at addr, as host:port. If the server cannot be reached, Dial retries until ctx
-// ends. Then its error wraps ctx.Err() and the error of the last attempt. ctx bounds only Dial, not later
-// calls.
+// Dial connects to the server at addr, which has the form host:port. If the server cannot be reached, Dial
+// retries until ctx ends. Its error then wraps ctx.Err() and the error of the last attempt. The end of ctx
+// does not affect later calls.
 func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
 	return connect(ctx, addr, cfg, pingInterval, serverSilence)
 }

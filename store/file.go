@@ -55,7 +55,7 @@ const (
 	// filePeriod is the interval at which a waiting call reads the file, the same as in PyTorch. Waiting
 	// calls poll because NFS has no notifications.
 	filePeriod = 10 * time.Millisecond
-	// closeTime bounds how long Close waits for the lock of the file.
+	// closeTime is how long Close waits for the lock of the file.
 	closeTime = 5 * time.Second
 )
 
@@ -269,7 +269,7 @@ func (s *FileStore) QueueLen(_ context.Context, key string) (int64, error) {
 	return 0, s.failed("queue length", key, ErrUnsupported)
 }
 
-// Close implements Store. If this is the last store of the job, Close removes the file.
+// Close implements Store. If this is the last store of the job that is closed, Close removes the file.
 func (s *FileStore) Close() error {
 	s.mu.Lock()
 	done := ended(s.closed)

@@ -81,8 +81,8 @@ func (c *serverConn) end(err error) {
 	c.conn.Close()
 }
 
-// run serves requests until the connection ends, and returns the reason: io.EOF if the client closed the
-// connection between requests.
+// run serves requests until the connection ends, and returns the reason. The reason is io.EOF if the client
+// closed the connection between two requests.
 func (c *serverConn) run(s *Server) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
 	slot := s.unproven.Acquire(c.conn)

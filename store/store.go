@@ -23,7 +23,7 @@ import (
 const (
 	MaxKeyBytes   = 8 << 10
 	MaxValueBytes = 8 << 20
-	// MaxKeys bounds the number of keys in one call.
+	// MaxKeys is the maximum number of keys in one call.
 	MaxKeys = 128 << 10
 )
 
@@ -176,7 +176,8 @@ func CheckKeys(keys []string) error {
 	return nil
 }
 
-// CheckPairs returns an error if the arguments of MultiSet exceed a bound or have different lengths.
+// CheckPairs returns an error if the arguments of MultiSet exceed a limit, or if keys and values have
+// different lengths.
 func CheckPairs(keys []string, values [][]byte) error {
 	if len(keys) != len(values) {
 		return fmt.Errorf("got %d keys and %d values, want equal numbers", len(keys), len(values))

@@ -312,7 +312,7 @@ func TestWake(t *testing.T) {
 	}
 }
 
-// An old and a modern client connect to the same port and share the keys.
+// An old and a modern client connect to the same port, and each reads the values that the other has set.
 func TestFamiliesShare(t *testing.T) {
 	addr, _ := serve(t, c10d.Config{})
 	older, newer := dialRaw(t, addr, ""), dialRaw(t, addr, hello)

@@ -148,8 +148,8 @@ func (s *Store) probeDialect(ctx context.Context) error {
 type conn struct {
 	net.Conn
 	in reader
-	// first has bytes to send before the first request. They are sent in one write with that request, so that
-	// no server receives them without a request.
+	// first has the bytes that have to be sent before the first request. They are sent in the same write as
+	// that request, so that no server receives them without a request.
 	first []byte
 }
 
@@ -211,7 +211,7 @@ func (s *Store) number(op opcode) (byte, error) {
 	return 0, fmt.Errorf("%w: the server's PyTorch is too old for %v", store.ErrUnsupported, op)
 }
 
-// exchange is the use of a connection by one call.
+// exchange is a call's use of a connection.
 type exchange struct {
 	store *Store
 	*conn
@@ -338,8 +338,8 @@ func (s *Store) Set(ctx context.Context, key string, value []byte) error {
 	return s.failed("set", key, err)
 }
 
-// setAndConfirm sends a request that the server does not answer, and another request, whose answer shows that
-// the first was handled.
+// setAndConfirm sends a request that the server does not answer, and then another request. The answer to the
+// second request shows that the server has handled the first.
 func (s *Store) setAndConfirm(ctx context.Context, op opcode, args []byte) error {
 	return s.exchange(ctx, func(x *exchange) error {
 		if err := x.add(op, args); err != nil {
@@ -461,7 +461,7 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 	}
 	swapped = bytes.Equal(actual, desired)
 	if !swapped && bytes.Equal(actual, expected) {
-		// The server answers with expected if the key has no value.
+		// The server answers with expected if the key has no value, so there is no value.
 		actual = nil
 	}
 	return actual, swapped, nil

@@ -96,8 +96,8 @@ type session struct {
 	wait    uint64             // number of the last wait, counted from 1
 }
 
-// run serves requests until the connection ends, and returns the reason: io.EOF if the client closed the
-// connection between requests.
+// run serves requests until the connection ends, and returns the reason. The reason is io.EOF if the client
+// closed the connection between two requests.
 func (c *session) run() error {
 	if err := c.validate(); err != nil {
 		return err

@@ -239,7 +239,7 @@ func addConcurrently(t *testing.T, ctx context.Context, s store.Store) {
 	mustGet(t, ctx, s, "n", fmt.Sprint(callers*calls))
 }
 
-// swap is a call of CompareAndSet with the expected results.
+// swap has the arguments of a call of CompareAndSet and the expected results.
 type swap struct {
 	expected, desired []byte
 	swapped           bool
