@@ -8,7 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testcluster"
 )
 
-// changes has pairs of operations that differ in one parameter: base, and what change makes of base.
+// changes has pairs of operations that differ in one parameter. One is base. The other is the result of
+// applying the function change to base.
 var changes = []struct {
 	name   string
 	base   what
@@ -37,13 +38,13 @@ func movedOf(kind message.Kind) what {
 	return what{kind: kind, reduction: reduction{dt: tensor.Int16, pre: 1, post: 1}}
 }
 
-// Operations that differ in one parameter each give the reference's result. If they are ready together, they
-// must not be fused. If they have the same name one after the other, the cache must not take one for the
-// other.
+// Two operations differ in one parameter, and each gives the result of the reference. If they are ready at
+// the same time, they must not be fused. If they have the same name, one after the other, the cache must not
+// confuse them.
 func TestOneParameterChanges(t *testing.T) {
 	const ranks = 3
 	members := global(ranks)
-	// pair returns base operation i and its changed form.
+	// pair returns base operation i and the changed operation as two jobs.
 	pair := func(i int, names [2]string, seed uint64) []*job {
 		jobs := make([]*job, 2)
 		for k := range jobs {
@@ -55,10 +56,10 @@ func TestOneParameterChanges(t *testing.T) {
 	}
 	for _, l := range links {
 		t.Run(l.String(), func(t *testing.T) {
-			var steps [][]*job // the jobs of a step are submitted together
+			var steps [][]*job // the jobs of a step are submitted at the same time
 			for i, c := range changes {
 				steps = append(steps, pair(i, [2]string{c.name + " 0", c.name + " 1"}, 0))
-				for round := range 3 { // from the second round on the name is in the cache
+				for round := range 3 { // the name is in the cache from the second round on
 					for _, j := range pair(i, [2]string{c.name, c.name}, uint64(round)) {
 						steps = append(steps, []*job{j})
 					}
@@ -74,7 +75,7 @@ func TestOneParameterChanges(t *testing.T) {
 					}
 					r.Must(r.Submit(ops...))
 					for k, j := range jobs {
-						_ = r.Wait(ops[k]) // check reports the error
+						_ = r.Wait(ops[k]) // the error is ignored here, because check reports it
 						if err := j.check(r, ops[k]); err != nil {
 							r.Errorf("%v", err)
 						}

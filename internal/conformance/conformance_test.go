@@ -17,9 +17,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// These are the values of each parameter of a trial, except of its operation. With -full all values are
-// combined, with two exceptions: each trial has only one way of joining, and its inputs are either wild or
-// not.
+// These are the values of the parameters of a trial, other than its operation. With -full all values are
+// combined, with two exceptions: each trial has only one value of joining, and its inputs are either wild or
+// not wild.
 var (
 	rankCounts    = []int{1, 2, 3, 4, 5, 8}
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
@@ -31,7 +31,7 @@ var (
 	}
 )
 
-// mode is how the tensors of a trial are submitted.
+// mode is the way in which the tensors of a trial are submitted.
 type mode uint8
 
 const (
@@ -44,16 +44,16 @@ const (
 
 func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
 
-// joining says whether some ranks join before the others submit, and how the joined ranks then take part.
+// joining says whether some ranks join before the others submit, and what the joined ranks contribute.
 type joining uint8
 
 const (
 	nobody joining = iota
 	withoutData
-	withNothing // they submit empty contributions (Request.Empty)
+	withNothing // the joined ranks submit empty contributions (Request.Empty)
 )
 
-// link is a transport, and whether the job negotiates in lock-step.
+// link is a transport with a kind of negotiation: in lock-step or not.
 type link struct {
 	transport testcluster.Transport
 	lockstep  bool
@@ -66,9 +66,9 @@ func (l link) String() string {
 	return l.transport.String() + "/event"
 }
 
-// sensible reports whether an operation exists. Bools have only minimum and maximum, no arithmetic. Adasum is
-// an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to a 16-bit float. A
-// scale must not be NaN.
+// sensible reports whether the operation is a valid one. Bools have minimum and maximum, but no arithmetic.
+// Adasum is an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to a 16-bit
+// float. A scale must not be NaN.
 func sensible(w what) bool {
 	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
 	isHalf := func(dt tensor.DType) bool { return dt == tensor.Float16 || dt == tensor.BFloat16 }
@@ -88,11 +88,11 @@ func sensible(w what) bool {
 	return true
 }
 
-// factors has pairs of prescale and postscale factors.
+// factors has pairs of a prescale and a postscale factor.
 var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
 
-// reductions returns all combinations of the parameters of a reduction, including operations that do not
-// exist.
+// reductions returns all combinations of the parameters of a reduction. Some of these operations are not
+// valid.
 func reductions(factors [][2]float64) iter.Seq[what] {
 	return func(yield func(what) bool) {
 		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
@@ -111,7 +111,7 @@ func reductions(factors [][2]float64) iter.Seq[what] {
 	}
 }
 
-// operations returns all operations that exist.
+// operations returns all valid operations.
 func operations() []what {
 	var all []what
 	for w := range reductions(factors) {
@@ -127,7 +127,7 @@ func operations() []what {
 	return append(all, what{kind: message.Barrier}, what{kind: message.Join})
 }
 
-// trial is one case of the test: an operation with a value for each parameter.
+// trial is one case of the test: an operation, and a value for each parameter.
 type trial struct {
 	what
 	number   int
@@ -144,15 +144,16 @@ func (c *trial) String() string {
 		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
 }
 
-// script is a trial with the jobs that all its ranks run.
+// script is a trial with its jobs, in the form in which the ranks run them.
 type script struct {
 	trial
 	set     topo.ProcessSetID
 	members []topo.Rank
-	// rounds has the jobs of each round. The jobs of a round are submitted together. The rounds run one after
-	// the other.
+	// rounds has the jobs of each round. The jobs of a round are submitted at the same time. The rounds run
+	// one after the other.
 	rounds [][]*job
-	// joined has the members that join before round number join: bit i is member i.
+	// joined has the members that join before the round with the number in the field join. Bit i stands for
+	// member i.
 	joined uint
 	join   int
 	last   agreement
@@ -166,8 +167,8 @@ func global(ranks int) (all []topo.Rank) {
 	return all
 }
 
-// sets returns the additional process sets of a job: all ranks but the first, and every other rank. In a job
-// with one rank, both sets have this rank.
+// sets returns the additional process sets of a job. One has all ranks but the first, and the other has every
+// second rank. In a job with one rank, both sets have this rank.
 func sets(ranks int) [][]topo.Rank {
 	all := global(ranks)
 	if ranks == 1 {
@@ -192,7 +193,7 @@ func (c trial) script() *script {
 	rounds, together := 1, 1
 	switch {
 	case c.mode == cached:
-		rounds, s.join = 3, 1 // ranks join when the request is in the cache
+		rounds, s.join = 3, 1 // when ranks join, the request is in the cache
 	case (c.mode == fused || c.mode == grouped) && c.kind != message.Join:
 		together = 3
 	}
@@ -202,7 +203,7 @@ func (c trial) script() *script {
 	return s
 }
 
-// jobs returns the jobs of a round. The second job has another size than the others.
+// jobs returns the jobs of a round. The second job has another number of elements than the others.
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
@@ -221,7 +222,7 @@ func (s *script) jobs(round, together int) (jobs []*job) {
 	return jobs
 }
 
-// run runs r's part of the script. If r is not a member of the set, it does nothing.
+// run runs the part of the script that rank r has. If r is not a member of the process set, run does nothing.
 func (s *script) run(r *testcluster.Rank, heard *frames) {
 	m := slices.Index(s.members, r.Rank)
 	if m < 0 {
@@ -255,7 +256,7 @@ func (s *script) runRound(r *testcluster.Rank, k int, jobs []*job) {
 		r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 	}
 	for i, j := range jobs {
-		_ = r.Wait(ops[i]) // check decides whether an error is the right result
+		_ = r.Wait(ops[i]) // the error is ignored here, because check decides whether an error is right
 		if err := j.check(r, ops[i]); err != nil {
 			r.Fatalf("%v: round %d: %v", &s.trial, k, err)
 		}
@@ -274,8 +275,8 @@ func (s *script) runJoin(r *testcluster.Rank) {
 	}
 }
 
-// checkFrames checks by the frames that the cache was hit in mode cached and that tensors were fused in modes
-// fused and grouped. The frames do not show this for rank 0.
+// checkFrames checks that the cache was hit in mode cached, and that tensors were fused in the modes fused
+// and grouped. The frames show this for all ranks except rank 0.
 func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	requests, granted := heard.take(r.Rank, j.name)
 	if r.Rank == 0 {
@@ -291,7 +292,8 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	}
 }
 
-// pairwise returns trials by link. For any two parameters, each pair of their values is in some trial.
+// pairwise returns trials for each link. For any two parameters, some trial has any given pair of their
+// values.
 func pairwise() map[link][]trial {
 	what := operations()
 	all := make(map[link][]trial)
@@ -312,8 +314,8 @@ func pairwise() map[link][]trial {
 	return all
 }
 
-// everything returns all trials with the given number of ranks. Trials with the same result are adjacent, so
-// that the reference result is computed only once for them.
+// everything returns all trials with the given number of ranks. Trials with the same reference result are
+// adjacent, so that the reference computes it only once for them.
 func everything(ranks int) []trial {
 	var all []trial
 	for _, w := range operations() {
@@ -333,10 +335,10 @@ func everything(ranks int) []trial {
 	return all
 }
 
-// clusterTime limits how long one cluster may take for its trials, to detect a hang.
+// clusterTime limits the time of all trials on one cluster. If they take longer, they hang.
 const clusterTime = 2 * time.Minute
 
-// runTrials runs trials on one cluster. All trials must have the same number of ranks.
+// runTrials runs trials on one cluster. The trials must have the same number of ranks.
 func runTrials(t *testing.T, l link, trials []trial) {
 	if len(trials) == 0 {
 		return
@@ -351,7 +353,7 @@ func runTrials(t *testing.T, l link, trials []trial) {
 		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {
-				cfg.CycleTime = 20 * time.Microsecond // with the default, thousands of trials take too long
+				cfg.CycleTime = 20 * time.Microsecond // the default is too slow for thousands of trials
 			}
 		},
 	}, func(r *testcluster.Rank) {
@@ -361,7 +363,7 @@ func runTrials(t *testing.T, l link, trials []trial) {
 	})
 }
 
-// Every operation gives the reference's result in every mode and on every link.
+// Every operation gives the result of the reference, in every mode and on every link.
 func TestConformance(t *testing.T) {
 	if *full {
 		testEverything(t)
@@ -383,7 +385,8 @@ func TestConformance(t *testing.T) {
 	t.Logf("%d cases", count.Load())
 }
 
-// chunks cuts s into parts, at each pair of neighbours for which alike returns false.
+// chunks cuts s into parts. A new part begins between two neighbours for which the function alike returns
+// false.
 func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	return func(yield func([]T) bool) {
 		for len(s) > 0 {
@@ -399,7 +402,7 @@ func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	}
 }
 
-// testEverything runs all combinations. It runs 500 trials at a time, on all links in parallel.
+// testEverything runs all combinations, in groups of 500 trials. A group runs on all links in parallel.
 func testEverything(t *testing.T) {
 	const atOnce = 500
 	began, count := time.Now(), 0
@@ -427,7 +430,7 @@ func testEverything(t *testing.T) {
 	t.Logf("%d cases", count)
 }
 
-// If a rank submits an operation that does not exist, the rank itself refuses it without negotiation.
+// A rank submits an operation that is not valid. The rank refuses it by itself, without negotiation.
 func TestRefusals(t *testing.T) {
 	refused := 0
 	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {

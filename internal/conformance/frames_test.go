@@ -8,18 +8,19 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// frames counts what ranks other than 0 send and receive in the negotiation. The frames show whether a tensor
-// came from the cache and whether it was fused. The result of the operation does not show this.
+// frames counts the requests and grants in the frames that ranks other than 0 send and receive. The frames
+// show whether a tensor came from the cache and whether it was fused, and the result of the operation does
+// not show this.
 type frames struct {
 	mu       sync.Mutex
-	requests map[said]int // how often the rank sent the request in full
-	grants   map[said]int // number of tensors in the grant that described this tensor in full
-	// log, if it is not nil, has for each rank the received grants that describe responses in full. They are
-	// in order, each in brackets.
+	requests map[said]int // how often the rank sent the request for this tensor in full
+	grants   map[said]int // the number of tensors in the grant that described this tensor in full
+	// log has, for each rank, the received grants that describe responses in full. The grants are in the
+	// order of arrival, each in brackets. If log is nil, no grants are logged.
 	log map[topo.Rank]string
 }
 
-// said identifies a tensor at a rank.
+// said identifies a tensor in the frames of one rank.
 type said struct {
 	rank topo.Rank
 	name string
@@ -29,7 +30,7 @@ func newFrames() *frames {
 	return &frames{requests: make(map[said]int), grants: make(map[said]int)}
 }
 
-// hear counts a frame. It is the testcluster.Options.OnFrame of a cluster.
+// hear counts the requests and grants in a frame. It is the value of testcluster.Options.OnFrame.
 func (f *frames) hear(from, to topo.Rank, frame []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -69,7 +70,7 @@ func (f *frames) hearDown(to topo.Rank, frame []byte) {
 	}
 }
 
-// grantText returns the names of the tensors that a grant describes in full.
+// grantText returns the names of the tensors that a grant describes in full, in brackets.
 func grantText(g message.Grant) string {
 	var names []string
 	for _, r := range g.Full {
@@ -78,7 +79,7 @@ func grantText(g message.Grant) string {
 	return fmt.Sprint(names)
 }
 
-// take returns the counts for a tensor at a rank and resets them to 0.
+// take returns the counts for a tensor at a rank and sets them to 0.
 func (f *frames) take(rank topo.Rank, name string) (requests, granted int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -16,8 +16,9 @@ import (
 )
 
 // The operations of a process set take exactly the same time whether another set is idle, works, or waits for
-// a rank. Two ranks are in both sets, and one of them is the lowest rank of the second set. The coordinator
-// is in neither set or in both. (This does not hold in lock-step, because all ranks take part in its cycles.)
+// a rank. Two ranks are members of both sets, and one of them is the lowest rank of the second set. The
+// coordinator is a member of neither set or of both. (In lock-step the times would differ, because all ranks
+// take part in each cycle.)
 func TestProcessSetsAreIndependent(t *testing.T) {
 	for _, sets := range [][][]topo.Rank{
 		{{1, 2, 3}, {2, 3, 4}},
@@ -42,8 +43,8 @@ func TestProcessSetsAreIndependent(t *testing.T) {
 	}
 }
 
-// fixedSequence returns operations of every kind. Names repeat, so that some of the requests are in the
-// cache.
+// fixedSequence returns operations of every kind. Names occur more than once, so that some requests are in
+// the cache.
 func fixedSequence() []*job {
 	var jobs []*job
 	for i := range 12 {
@@ -60,19 +61,19 @@ func fixedSequence() []*job {
 	return jobs
 }
 
-// timesOf runs the fixed sequence on set 1 and other on set 2, over links with a latency of 1 ms. It returns,
-// rank by rank, when the operations of set 1 ended, measured from the beginning. If other ends before the
-// sequence does, it fails the test.
+// timesOf runs the fixed sequence on set 1 and the function other on set 2. Connections have a latency of 1
+// ms. It returns the times from the beginning to the ends of the operations of set 1, rank by rank. If other
+// ends before the sequence, the test fails.
 func timesOf(t *testing.T, sets [][]topo.Rank,
 	other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
 	const ranks = 5
 	var (
 		times [ranks][]time.Duration
-		ended [ranks]time.Duration // when the ranks of the other set were done
+		ended [ranks]time.Duration // the times at which the ranks of the other set ended
 	)
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
-		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // fake time
+		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // waits in fake time
 		jobs := fixedSequence()
 		for _, j := range jobs {
 			j.set, j.members = 1, sets[0]
@@ -82,7 +83,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 		left.Store(int64(len(sets[0])))
 		testcluster.Run(t, testcluster.Options{Ranks: ranks, Latency: time.Millisecond, Sets: sets},
 			func(r *testcluster.Rank) {
-				at(100 * time.Millisecond) // by now all ranks are connected
+				at(100 * time.Millisecond) // all ranks are connected by this time
 				var work sync.WaitGroup
 				if other != nil && slices.Contains(sets[1], r.Rank) {
 					work.Go(func() {
@@ -99,7 +100,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 						close(stop)
 					}
 				}()
-				at(120 * time.Millisecond) // by now the other set is working
+				at(120 * time.Millisecond) // the other set is working by this time
 				for _, j := range jobs {
 					op := j.submission(r)
 					r.Do(op)
@@ -116,7 +117,7 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 	return all
 }
 
-// busy runs one allreduce after the other.
+// busy runs allreduces one after the other.
 func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	for i := range 100 {
 		op := testcluster.Allreduce(fmt.Sprint("x", i%7), tensor.Int64, tensor.Shape{10}, tensor.Sum,
@@ -125,7 +126,7 @@ func busy(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// manyGrants submits many alltoalls at the same time. They cannot be fused, so many of their grants are
+// manyGrants submits many alltoalls at the same time. Because alltoalls cannot be fused, many grants are
 // unfinished at the same time.
 func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	rows := int64(100 * len(r.Members(2)))
@@ -140,8 +141,8 @@ func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// stuck waits at a barrier for the last rank of the set. This rank enters the barrier only when the other set
-// is done.
+// stuck waits at a barrier for the last rank of the set, which enters the barrier only when the other set has
+// ended.
 func stuck(r *testcluster.Rank, stop <-chan struct{}) {
 	if members := r.Members(2); r.Rank == members[len(members)-1] {
 		<-stop

@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// hash mixes numbers to 64 pseudorandom bits. It applies the finalizer of splitmix64 after each number.
+// hash mixes numbers into 64 pseudorandom bits, by the finalizer of splitmix64 after each number.
 func hash(numbers ...uint64) uint64 {
 	h := uint64(0x9e3779b97f4a7c15)
 	for _, n := range numbers {
@@ -18,19 +18,21 @@ func hash(numbers ...uint64) uint64 {
 	return h
 }
 
-// fraction maps h to a number in [0, 1), with as many bits as the significand of a float64 has.
+// fraction maps h to a number in [0, 1) with 53 random bits, as many as the significand of a float64 has.
 func fraction(h uint64) float64 { return float64(h>>11) / (1 << 53) }
 
-// source determines the inputs of all members: element i of member m is a function of the source, m and i.
+// source determines the inputs of all members. Element i of member m is a function of the source, m and i.
 type source struct {
 	dt   tensor.DType
-	op   tensor.ReduceOp // NoReduce if elements are only moved
+	op   tensor.ReduceOp // NoReduce if elements are moved and not reduced
 	seed uint64
-	// wild adds extreme numbers: the largest and the smallest, infinities, NaNs, and zeros of both signs.
+	// wild adds extreme numbers to the inputs: the largest and the smallest number, infinities, NaNs, and
+	// zeros of both signs.
 	wild bool
 }
 
-// normal returns s with op replaced by one representative of all reductions that use the same inputs.
+// normal returns s with the same op for all reductions that use the same inputs, so that these inputs are
+// computed only once.
 func (s source) normal() source {
 	if s.op != tensor.NoReduce && s.op != tensor.Product && s.op != tensor.Adasum ||
 		s.op != tensor.NoReduce && !s.dt.IsFloat() {
@@ -61,7 +63,7 @@ func (s source) bytes(m, elements int) []byte {
 	}
 }
 
-// raw returns n pseudorandom bytes. Bools are 0 or 1.
+// raw returns n pseudorandom bytes. For bools, each byte is 0 or 1.
 func (s source) raw(m, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -73,15 +75,15 @@ func (s source) raw(m, n int) []byte {
 	return b
 }
 
-// int returns a small number. If s is wild, it returns any number of the type. Then one number in eight is
-// the smallest and one in eight is the largest.
+// int returns a small number. If s is wild, one number in eight is the smallest of the type, one in eight is
+// the largest, and the others are any numbers of the type.
 func (s source) int(m, i int) int64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	lo, hi := limits(s.dt)
 	switch {
 	case s.dt == tensor.Bool:
-		// One member in four gets the opposite value. With independent random bools the minimum would nearly
-		// always be false and the maximum true.
+		// One member in four gets the opposite value. If the bools were random and independent, the minimum
+		// would nearly always be false and the maximum nearly always true.
 		x := int64(i & 1)
 		if h%4 == 0 {
 			x = 1 - x
@@ -98,9 +100,9 @@ func (s source) int(m, i int) int64 {
 	}
 }
 
-// float returns a number of ordinary size that is not yet rounded to the type. It is below 8 for sums and
-// near 1 for products, so that these neither overflow nor underflow. For Adasum the vectors have a common
-// part, because otherwise all factors of Adasum would be near 1.
+// float returns a number of ordinary size that is not yet rounded to the type. For sums it is below 8, and
+// for products it is near 1, so that results neither overflow nor underflow. For Adasum the vectors have a
+// common part, because otherwise all factors of Adasum would be near 1.
 func (s source) float(m, i int) float64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	sign := float64(int(h&1)*2 - 1)
@@ -118,12 +120,12 @@ func (s source) float(m, i int) float64 {
 	}
 }
 
-// edge returns a number with which implementations easily get a wrong result. The numbers are chosen so that
-// the result does not depend on the order of additions, even if sums overflow or infinities of both signs
-// meet.
+// edge returns a number for which an implementation is likely to be wrong. The numbers are chosen so that the
+// result does not depend on the order of additions, even if sums overflow or if there are infinities of both
+// signs.
 func (s source) edge(m, i int) float64 {
 	f := formats[s.dt]
-	special := uint64(m) == hash(s.seed, uint64(i))%4 // for at most one member, one of the first four
+	special := uint64(m) == hash(s.seed, uint64(i))%4 // true for at most one member, among the first four
 	pick := func(x, others float64) float64 {
 		if special {
 			return x

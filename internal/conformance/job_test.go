@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// what describes an operation without its data.
+// what has the parameters of an operation that do not depend on its data.
 type what struct {
 	kind message.Kind
-	// uneven is set for an alltoall that gives each member a different number of rows.
+	// uneven is set for an alltoall in which the number of rows differs from member to member.
 	uneven bool
 	reduction
 }
@@ -39,24 +39,23 @@ func (w what) String() string {
 	return s
 }
 
-// job is one operation of all members of a process set. It has the input of each member and computes the
-// right result.
+// job is one operation of a process set. It has the input of each member and computes the right result.
 type job struct {
 	what
 	name     string
 	set      topo.ProcessSetID
 	members  []topo.Rank
-	elements int // the approximate number of elements of each member
+	elements int // the approximate number of elements per member
 	seed     uint64
-	lead     uint64 // chooses the root
+	lead     uint64 // determines the root
 	wild     bool
 	inPlace  bool
-	// joined has the members that have joined before: bit i is member i. If empty is set, they contribute
-	// empty tensors.
+	// joined has the members that joined before the operation. Bit i stands for member i. If empty is set,
+	// they submit empty tensors.
 	joined uint
 	empty  bool
 
-	same agreement // compares results that must be the same for all members
+	same agreement // checks that results are the same for all members
 }
 
 func (j *job) String() string {
@@ -64,8 +63,8 @@ func (j *job) String() string {
 		j.what, j.name, j.elements, j.members, j.inPlace, j.wild, j.joined, j.empty, j.seed)
 }
 
-// agreement checks that all members have the same bytes. It compares with the bytes of the first call of
-// check.
+// agreement checks that all members have the same bytes. The first call of check sets the bytes, and later
+// calls compare with them.
 type agreement struct {
 	mu    sync.Mutex
 	first []byte
@@ -86,7 +85,7 @@ func (a *agreement) check(b []byte) error {
 
 func (j *job) absent(m int) bool { return j.joined>>m&1 == 1 }
 
-// active returns the positions of the members that take part.
+// active returns the positions of the members that have not joined.
 func (j *job) active() (all []int) {
 	for m := range j.members {
 		if !j.absent(m) {
@@ -96,7 +95,7 @@ func (j *job) active() (all []int) {
 	return all
 }
 
-// root returns the position of a member that takes part, to be the root of the operation.
+// root returns the position of the root of the operation, which is a member that has not joined.
 func (j *job) root() int {
 	all := j.active()
 	return all[j.lead%uint64(len(all))]
@@ -106,7 +105,7 @@ func (j *job) root() int {
 func (j *job) width() int {
 	switch {
 	case j.elements == 0 && j.uneven:
-		return 0 // the rows have no elements, and only their number matters
+		return 0 // no row has an element, so only the number of rows matters
 	case j.elements%4 == 0:
 		return 4
 	default:
@@ -133,14 +132,14 @@ func (j *job) rows(m int) int {
 
 func (j *job) shape(m int) tensor.Shape { return tensor.Shape{int64(j.rows(m)), int64(j.width())} }
 
-// input returns what member m submits. The caller must not change it.
+// input returns the input of member m. The caller must not change the bytes.
 func (j *job) input(m int) []byte {
 	elements := j.rows(m) * j.width()
 	s := source{dt: j.dt, op: j.op, seed: j.seed, wild: j.wild}.normal()
 	return inputs.get(inputKey{s, m, elements}, func() []byte { return s.bytes(m, elements) })
 }
 
-// splits returns how many rows member m sends to each member in an alltoall.
+// splits returns the number of rows that member m sends to each member in an alltoall.
 func (j *job) splits(m int) []int {
 	n, left := len(j.members), j.rows(m)
 	each, more := left/n, left%n
@@ -152,7 +151,7 @@ func (j *job) splits(m int) []int {
 		switch k := (m + i) % n; {
 		case !j.uneven:
 			splits[i] = each
-		case !j.inPlace: // some rows are not sent
+		case !j.inPlace: // some rows are not sent to any member
 			splits[i] = int(hash(j.seed, uint64(m), uint64(i)) % uint64(left/2+1))
 			left -= splits[i]
 		case k == 0: // in place, every member must receive as many rows as it sends
@@ -166,7 +165,7 @@ func (j *job) splits(m int) []int {
 	return splits
 }
 
-// submission returns the operation that r submits for the job. r must be a member that takes part.
+// submission returns the operation that r submits for the job. r must be a member that has not joined.
 func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	m := slices.Index(j.members, r.Rank)
 	input := bytes.Clone(j.input(m))
@@ -204,7 +203,7 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	return op
 }
 
-// check compares the result of op, r's operation, with the reference.
+// check compares the result of op with the reference. op is the operation that r has submitted.
 func (j *job) check(r *testcluster.Rank, op *testcluster.Op) error {
 	if err := j.checkResult(slices.Index(j.members, r.Rank), op); err != nil {
 		return fmt.Errorf("%v: %w", j, err)
@@ -238,7 +237,7 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 	return j.checkReduced(m, op.Output)
 }
 
-// refusal returns the reason why member m must get an error, or "" if it must get none.
+// refusal returns the reason for the error that member m must get, or "" if it must not get an error.
 func (j *job) refusal(m int) string {
 	if j.joined != 0 && !j.empty && j.kind.MovesData() && j.kind != message.Allreduce {
 		return "members have joined"
@@ -262,8 +261,8 @@ func (j *job) checkLast(op *testcluster.Op) error {
 	return j.same.check([]byte(fmt.Sprint(op.Last())))
 }
 
-// moved returns the right result of member m for an operation that only moves elements. For an alltoall it
-// also returns the number of rows from each member.
+// moved returns the right result of member m for an operation that moves elements without reducing them. For
+// an alltoall it also returns the number of rows from each member.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:
@@ -304,7 +303,7 @@ func (j *job) checkMoved(m int, op *testcluster.Op) error {
 	return nil
 }
 
-// reduced is the reference result of a reduction, of either integers or floats.
+// reduced is the reference result of a reduction. Only one of the fields for integers and floats is set.
 type reduced struct {
 	ints   []int64
 	floats []interval
@@ -335,8 +334,8 @@ func (j *job) checkReduced(m int, out []byte) error {
 	return nil
 }
 
-// part returns the range of elements that member m gets from a reducescatter. Each member gets the same
-// number of rows. If the rows do not divide evenly, the first members get one row more.
+// part returns the range of elements that member m gets from a reducescatter. If the rows do not divide
+// evenly, each of the first members gets one row more.
 func (j *job) part(m int) (from, to int) {
 	n, rows := len(j.members), j.rows(m)
 	for i := range m + 1 {
@@ -349,7 +348,7 @@ func (j *job) part(m int) (from, to int) {
 	return from * j.width(), to * j.width()
 }
 
-// reduce computes the reference result of all elements.
+// reduce computes the reference result for all elements.
 func (j *job) reduce() reduced {
 	n := len(j.members)
 	elements := j.rows(0) * j.width()
@@ -375,19 +374,20 @@ func (j *job) reduce() reduced {
 	}
 }
 
-// The most recent inputs and results of reductions are cached, because many jobs differ only in how they run.
+// These caches have recent inputs and results of reductions, because many jobs have the same data and differ
+// only in how they run.
 var (
 	inputs  memo[inputKey, []byte]
 	results memo[resultKey, reduced]
 )
 
-// inputKey has all that the input of a member depends on.
+// inputKey has the parameters that determine the input of a member.
 type inputKey struct {
 	source
 	member, elements int
 }
 
-// resultKey has all that the result of a reduction depends on.
+// resultKey has the parameters that determine the result of a reduction.
 type resultKey struct {
 	reduction
 	elements, members int
@@ -396,14 +396,14 @@ type resultKey struct {
 	wild              bool
 }
 
-// result returns the reference result of the reduction from the cache, or computes it.
+// result returns the reference result of the reduction, which it computes only if the cache does not have it.
 func (j *job) result() reduced {
 	key := resultKey{j.reduction, j.rows(0) * j.width(), len(j.members), j.joined, j.seed, j.wild}
 	return results.get(key, j.reduce)
 }
 
-// memo caches up to 100 computed values. If several goroutines want the same value, one of them computes it
-// and the others wait.
+// memo caches up to 100 computed values. If several goroutines need the same value, one of them computes it
+// and the others wait for it.
 type memo[K comparable, V any] struct {
 	mu  sync.Mutex
 	all map[K]func() V
@@ -424,8 +424,8 @@ func (m *memo[K, V]) get(key K, compute func() V) V {
 	return known()
 }
 
-// joiners returns the members that join, as bits. It never returns all members: it returns the first or the
-// last member and, if there are more than three, also the second.
+// joiners returns the members that join, as bits. They are the first or the last member and, if there are
+// more than three members, also the second. In a set with one member none joins.
 func joiners(members int, which uint64) uint {
 	if members == 1 {
 		return 0

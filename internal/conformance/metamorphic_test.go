@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// configuration is the configuration of a job. It must not change any result, except that floats may be added
-// in another order.
+// configuration is the configuration of a job. The results must not depend on it, except that floats may be
+// added in another order.
 type configuration struct {
 	link               link
 	cacheCapacity      int
@@ -39,8 +39,9 @@ func (c configuration) apply(cfg *engine.Config) {
 	}
 }
 
-// configurations returns one configuration for each row that rows returns. With product these are all
-// configurations. With pairs these are fewer, in which every pair of values of any two settings occurs.
+// configurations returns one configuration for each row that the function rows returns. If rows is product,
+// these are all configurations. If rows is pairs, they are fewer, and for any two settings some configuration
+// has any given pair of values.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
@@ -50,7 +51,7 @@ func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	return all
 }
 
-// product returns all rows of a table in which column a has values from 0 to sizes[a]-1.
+// product returns all rows of a table whose column a has values from 0 to sizes[a]-1.
 func product(sizes []int) [][]int {
 	rows := [][]int{nil}
 	for _, n := range sizes {
@@ -65,9 +66,8 @@ func product(sizes []int) [][]int {
 	return rows
 }
 
-// A random program gives the reference's results in every configuration, and the same bits in all
-// deterministic configurations. Each program runs in some of the configurations. With -full one program runs
-// in all of them.
+// A random program runs in several configurations. It gives the results of the reference in each, and the
+// same bits in all deterministic configurations. With -full, one program runs in all configurations.
 func TestSameAnswersInEveryConfiguration(t *testing.T) {
 	seed := pickSeed(t)
 	if *full {
@@ -83,9 +83,9 @@ func TestSameAnswersInEveryConfiguration(t *testing.T) {
 }
 
 func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
-	// The results of deterministic configurations are compared with those of the first one. The results of
-	// Adasum are compared only between equal segment sizes, because the order in which Adasum adds products
-	// depends on the segment size.
+	// The results of deterministic configurations are compared with the results of the first one. The results
+	// of Adasum are compared only between configurations with the same segment size, because the order in
+	// which Adasum adds products depends on the segment size.
 	var first answers
 	bySegments := make(map[int]answers)
 	for i, c := range configurations {
@@ -111,8 +111,8 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 	}
 }
 
-// In deterministic mode, requests arrive in different orders, so that fusion and the number of cycles differ.
-// The results have the same bits each time.
+// In deterministic mode, a program runs several times with requests that arrive in different orders, so that
+// fusion and the number of cycles differ. The results have the same bits each time.
 func TestDeterministicWhateverArrivesWhen(t *testing.T) {
 	seed := pickSeed(t)
 	for name, fit := range map[string]func(w what) bool{

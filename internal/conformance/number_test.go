@@ -8,10 +8,10 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// format is a binary floating-point format. All its numbers are also float64 numbers.
+// format is a binary floating-point format whose numbers are all float64 numbers too.
 type format struct {
-	precision int // bits of the significand, including the one before the point
-	least     int // the smallest positive number is 2^least
+	precision int // the number of bits of the significand, including the bit before the point
+	least     int // an exponent: the smallest positive number is 2^least
 	largest   float64
 }
 
@@ -22,14 +22,14 @@ var formats = [...]format{
 	tensor.Float64:  {precision: 53, least: -1074, largest: 0x1.fffffffffffffp1023},
 }
 
-// unit returns the unit roundoff: the largest relative error of rounding to f.
+// unit returns the unit roundoff, which is the largest relative error of rounding to f.
 func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
 
 // tiny returns the smallest positive number of f.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
-// round returns x rounded to the nearest number of f, ties to even. It scales x so that the last place of f
-// becomes 1, and then rounds to an integer.
+// round returns the number of f that is nearest to x. A tie is rounded to even. It scales x so that the last
+// place of f becomes 1, rounds to an integer, and scales back.
 func (f format) round(x float64) float64 {
 	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return x
@@ -43,7 +43,7 @@ func (f format) round(x float64) float64 {
 	return r
 }
 
-// bits16 returns the encoding of x in a 16-bit format.
+// bits16 returns the encoding of x, for a format with 16 bits.
 func (f format) bits16(x float64) uint16 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1 // the exponent of infinities and NaNs
@@ -57,8 +57,8 @@ func (f format) bits16(x float64) uint16 {
 	case math.IsInf(x, 0):
 		return sign | special<<fraction
 	}
-	// If a subnormal number is divided by the smallest positive number, the quotient is its encoding. Each
-	// further power of two adds one to the exponent.
+	// The encoding of a subnormal number is the number divided by the smallest positive number. Each further
+	// power of two adds one to the exponent.
 	units, exponent := math.Ldexp(x, -f.least), 0
 	if _, exp := math.Frexp(units); exp > f.precision {
 		exponent = exp - f.precision
@@ -67,7 +67,7 @@ func (f format) bits16(x float64) uint16 {
 	return sign | (uint16(exponent)<<fraction + uint16(units))
 }
 
-// from16 returns the number that bits encodes in a 16-bit format.
+// from16 returns the number with the encoding bits, for a format with 16 bits.
 func (f format) from16(bits uint16) float64 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1
@@ -89,7 +89,7 @@ func (f format) from16(bits uint16) float64 {
 	return x
 }
 
-// encodeFloats returns the bytes of the numbers v in type dt.
+// encodeFloats returns the encoding of the numbers in v as elements of type dt.
 func encodeFloats(dt tensor.DType, v []float64) []byte {
 	b := make([]byte, 0, len(v)*dt.Size())
 	for _, x := range v {
@@ -105,7 +105,7 @@ func encodeFloats(dt tensor.DType, v []float64) []byte {
 	return b
 }
 
-// decodeFloats is the inverse of encodeFloats.
+// decodeFloats returns the numbers that the bytes encode. It is the inverse of encodeFloats.
 func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	v := make([]float64, len(b)/dt.Size())
 	for i := range v {
@@ -121,8 +121,8 @@ func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// widths has the width of each integer type in bits, and whether the type is signed. A bool is an integer 0
-// or 1.
+// widths has the number of bits of each integer type, and whether the type is signed. Bool counts as an
+// integer type with the values 0 and 1.
 var widths = [...]struct {
 	bits   int
 	signed bool
@@ -136,7 +136,7 @@ var widths = [...]struct {
 	tensor.Bool:   {8, false},
 }
 
-// limits returns the smallest and the largest number of type dt.
+// limits returns the smallest and the largest number of an integer type.
 func limits(dt tensor.DType) (lo, hi int64) {
 	w := widths[dt]
 	if w.signed {
@@ -145,7 +145,7 @@ func limits(dt tensor.DType) (lo, hi int64) {
 	return 0, 1<<w.bits - 1
 }
 
-// wrap returns x modulo 2^n as a number of dt, where n is the number of bits of dt.
+// wrap returns the number of type dt that equals x modulo 2^n, where n is the number of bits of dt.
 func wrap(dt tensor.DType, x int64) int64 {
 	w := widths[dt]
 	if w.signed {
@@ -188,8 +188,8 @@ func decodeInts(dt tensor.DType, b []byte) []int64 {
 	return v
 }
 
-// The reference's formats encode known numbers, ties and limits as IEEE 754 does. Every pattern of 16 bits is
-// unchanged after decoding and encoding.
+// The formats of the reference encode known numbers, ties and limits as IEEE 754 does. Decoding and then
+// encoding any 16 bits returns the same bits.
 func TestFormats(t *testing.T) {
 	for _, c := range []struct {
 		dt   tensor.DType

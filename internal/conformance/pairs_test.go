@@ -5,9 +5,10 @@ import (
 	"testing"
 )
 
-// pairs returns rows of a table with row[a] from 0 to sizes[a]-1. For any two columns, every pair of values
-// occurs in some row (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise testing",
-// 1998). If the largest size is first, there are few more rows than the product of the two largest sizes.
+// pairs returns rows of a table, where row[a] is from 0 to sizes[a]-1. For any two columns, some row has any
+// given pair of values (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise testing",
+// 1998). If the largest size is first, the number of rows is not much greater than the product of the two
+// largest sizes.
 func pairs(sizes []int) [][]int {
 	var rows [][]int
 	for a := range sizes[0] {
@@ -17,8 +18,8 @@ func pairs(sizes []int) [][]int {
 	}
 	for column := 2; column < len(sizes); column++ {
 		missing := newPairSet(sizes, column)
-		// First each row gets the value that covers most missing pairs. A hash decides between equally good
-		// values, because taking them in turn would correlate this column with others.
+		// First, each row gets the value that covers most missing pairs. If several values are equally good,
+		// a hash chooses one. Taking such values in turn would correlate this column with others.
 		for i, row := range rows {
 			best, most := 0, -1
 			first := int(hash(uint64(i), uint64(column)) % uint64(sizes[column]))
@@ -36,11 +37,11 @@ func pairs(sizes []int) [][]int {
 	return rows
 }
 
-// pairSet has the pairs of values of one column and an earlier column that no row has yet.
+// pairSet has the pairs of values that are still missing for one column and each earlier column.
 type pairSet struct {
 	sizes   []int
 	column  int
-	missing [][][]bool // indexed by the earlier column, its value, and the value of column
+	missing [][][]bool // the indexes are the earlier column, its value, and the value of the column
 }
 
 func newPairSet(sizes []int, column int) *pairSet {
@@ -57,7 +58,7 @@ func newPairSet(sizes []int, column int) *pairSet {
 	return s
 }
 
-// count returns how many missing pairs row would have if its value in the column were v.
+// count returns how many missing pairs a row would cover if its value in the column were v.
 func (s *pairSet) count(row []int, v int) (n int) {
 	for c := range s.column {
 		if s.missing[c][row[c]][v] {
@@ -73,7 +74,7 @@ func (s *pairSet) cover(row []int, v int) {
 	}
 }
 
-// complete appends rows until no pair is missing. Each new row covers as many missing pairs as fit.
+// complete appends rows until no pair is missing. Each new row covers as many missing pairs as it can.
 func (s *pairSet) complete(rows [][]int) [][]int {
 	for v := range s.sizes[s.column] {
 		for row := s.row(v); row != nil; row = s.row(v) {
@@ -84,8 +85,8 @@ func (s *pairSet) complete(rows [][]int) [][]int {
 	return rows
 }
 
-// row returns a row with v in the column that covers missing pairs: in each earlier column that still has a
-// missing pair with v, it has the value of such a pair. It returns nil if no pair with v is missing.
+// row returns a row with value v in the column. In each earlier column that has a missing pair with v, it has
+// the value of such a pair. It returns nil if no pair with v is missing.
 func (s *pairSet) row(v int) []int {
 	row, found := make([]int, s.column+1, len(s.sizes)), false
 	row[s.column] = v

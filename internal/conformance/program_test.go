@@ -16,27 +16,27 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// program is a random sequence of operations for all ranks. In each round a rank submits its part in its own
-// random order, and then waits for all of it. Ranks do not wait for each other between rounds.
+// program is a random sequence of operations for all ranks. In each round, a rank submits its part in a
+// random order of its own and then waits for the whole part. Ranks do not wait for each other between rounds.
 type program struct {
 	ranks  int
-	sets   [][]topo.Rank // the members of sets 0, 1, 2 ...
+	sets   [][]topo.Rank // the members of sets 0, 1, 2 and so on
 	rounds [][]*unit
 	jobs   int
 }
 
 // unit is what a rank submits by one call: one tensor, a group of tensors, or a join. group is empty unless
-// it is a group.
+// the unit is a group.
 type unit struct {
 	set   topo.ProcessSetID
 	jobs  []*job
-	first int // the number of its first job
+	first int // the number of the unit's first job
 	group string
 	join  *joint
 }
 
-// joint is a join of a process set. The members in joined join without taking part in the round: bit i is
-// member i.
+// joint is a join of a process set. Bit i of joined is set if member i joins without taking part in the
+// round.
 type joint struct {
 	joined uint
 	empty  bool
@@ -47,25 +47,25 @@ type joint struct {
 type author struct {
 	*rand.Rand
 	p *program
-	// kinds has the operations of the program. They are few, so that many tensors can be fused. Some differ
-	// from each other in only one parameter and must not be fused.
+	// kinds has the operations of the program. There are few of them, so that many tensors can be fused. Some
+	// operations differ from others in only one parameter and must not be fused with them.
 	kinds []kin
-	// fresh is set if every tensor gets a new name.
+	// fresh is set if each tensor gets a new name.
 	fresh bool
-	// names has the last operation of each name. Most operations repeat the last one of their name, so that
-	// the cache is used.
+	// names has the last operation of each name. Most operations repeat the last operation of their name, so
+	// that requests are in the cache.
 	names map[string]habit
 }
 
-// habit is the operation that was last submitted under a name.
+// habit is the operation that was submitted last with a name.
 type habit struct {
 	kin
 	elements int
 	inPlace  bool
 }
 
-// kin is an operation with a sibling: an operation that differs from it in one parameter. If there is no such
-// operation, sibling is the operation itself.
+// kin is an operation and its sibling, which differs from it in one parameter. If there is no such operation,
+// sibling is the operation itself.
 type kin struct {
 	what
 	sibling what
@@ -80,8 +80,9 @@ func kinship(a, b what) int {
 
 const programRanks = 5
 
-// write returns a program with at least the given number of operations. It draws the given number of kinds
-// from choices, and uses these and the sibling of each. The same seed gives the same program.
+// write returns a program with at least the given number of operations. It draws as many kinds of operations
+// from choices as the argument kinds says, and uses these and the sibling of each. The same seed gives the
+// same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
 	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)
@@ -101,7 +102,7 @@ func write(seed uint64, operations, kinds int, choices []what, fresh bool) *prog
 	return p
 }
 
-// round returns up to 30 units, including joins. Within a set each name occurs at most once.
+// round returns up to 30 units, including joins. Each name occurs at most once in a process set.
 func (a *author) round() []*unit {
 	var units []*unit
 	joints := make([]*joint, len(a.p.sets))
@@ -127,7 +128,8 @@ func (a *author) round() []*unit {
 	return units
 }
 
-// unit returns a unit with a single tensor or a group. If its name is in use, it returns nil.
+// unit returns a unit with a single tensor or a group. It returns nil if the name that it has drawn is in
+// use.
 func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) *unit {
 	u, count := &unit{set: set}, 1
 	name := fmt.Sprintf("t%d", a.IntN(20))
@@ -175,7 +177,8 @@ func (a *author) unit(set topo.ProcessSetID, used map[string]bool, join *joint) 
 	return u
 }
 
-// answers has results, indexed by job number and rank. An element is nil if there is no result.
+// answers has the results of a program, indexed by job number and rank. An element is nil if there is no
+// result.
 type answers [][][]byte
 
 func (p *program) newAnswers() answers {
@@ -186,8 +189,9 @@ func (p *program) newAnswers() answers {
 	return all
 }
 
-// run runs r's part of the program, checks each result against the reference, and stores it in got. The order
-// of submissions depends on order and on the rank. At random times between submissions run calls pause.
+// run runs the part of the program that rank r has. It checks each result against the reference and stores it
+// in got. The argument order is a seed for the order in which the rank submits. At random times between
+// submissions, run calls the function pause.
 func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func(random *rand.Rand)) {
 	random := rand.New(rand.NewPCG(order, uint64(r.Rank)))
 	for _, units := range p.rounds {
@@ -197,8 +201,8 @@ func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func
 				mine = append(mine, u)
 			}
 		}
-		// A rank submits the join of a set last, because after it the rank cannot submit anything else to
-		// this set in the round.
+		// A rank submits the join of a set last, because after the join it cannot submit anything else to the
+		// set in this round.
 		random.Shuffle(len(mine), func(i, k int) { mine[i], mine[k] = mine[k], mine[i] })
 		slices.SortStableFunc(mine, func(a, b *unit) int {
 			return boolInt(a.join != nil) - boolInt(b.join != nil)
@@ -233,7 +237,7 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 			continue
 		}
 		for k, op := range submitted[i] {
-			_ = r.Wait(op) // check decides whether an error is the right result
+			_ = r.Wait(op) // the error is ignored here, because check decides whether an error is right
 			r.Must(u.jobs[k].check(r, op))
 			if op.Err == nil {
 				got[u.first+k][r.Rank] = op.Output
@@ -242,7 +246,8 @@ func (p *program) runRound(r *testcluster.Rank, units []*unit, random *rand.Rand
 	}
 }
 
-// ops returns the operations that r submits for u, without the operations for which r has already joined.
+// ops returns the operations that rank r submits for the unit. It leaves out operations for which r has
+// already joined.
 func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	if u.join != nil {
 		op := testcluster.Over(u.set, testcluster.Join("join"))
@@ -261,14 +266,14 @@ func (u *unit) ops(r *testcluster.Rank) []*testcluster.Op {
 	return ops
 }
 
-// yield lets other goroutines run.
+// yield is a pause that lets other goroutines run.
 func yield(*rand.Rand) { runtime.Gosched() }
 
-// sleep sleeps up to 3 ms in the fake time of synctest, which takes no real time.
+// sleep is a pause of up to 3 ms in the fake time of synctest, which takes no real time.
 func sleep(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond) }
 
-// sameBits fails the test if a and b have different results of a job for which compare returns true. NaNs may
-// have different bits.
+// sameBits fails the test if a and b have different results for a job for which the function compare returns
+// true. The bits of NaNs may be different.
 func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool) {
 	for _, units := range p.rounds {
 		for _, u := range units {
@@ -290,7 +295,7 @@ func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool
 
 func clip(b []byte) []byte { return b[:min(len(b), 64)] }
 
-// sameButNaNs reports whether a and b are equal except for the bits of NaNs.
+// sameButNaNs reports whether a and b are equal, apart from the bits of NaNs.
 func sameButNaNs(dt tensor.DType, a, b []byte) bool {
 	if !dt.IsFloat() || len(a) != len(b) {
 		return false
@@ -304,12 +309,12 @@ func sameButNaNs(dt tensor.DType, a, b []byte) bool {
 	return true
 }
 
-// choices returns the operations other than join for which fit returns true.
+// choices returns the operations for which the function fit returns true, except join.
 func choices(fit func(w what) bool) []what {
 	return slices.DeleteFunc(operations(), func(w what) bool { return w.kind == message.Join || !fit(w) })
 }
 
-// pickSeed returns the seed that the flag -seed sets, or else a new one. It logs the seed.
+// pickSeed returns the value of the flag -seed, or a new seed if the flag is not set. It logs the seed.
 func pickSeed(t *testing.T) uint64 {
 	s := *seed
 	if s == 0 {

@@ -9,16 +9,16 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// reduction describes what an allreduce or reducescatter computes.
+// reduction has the parameters of what an allreduce or reducescatter computes.
 type reduction struct {
 	dt        tensor.DType
 	op        tensor.ReduceOp
 	pre, post float64
-	wire      tensor.DType // the type to which contributions are compressed, or Invalid
+	wire      tensor.DType // the type to which contributions are compressed; Invalid if they are not
 }
 
-// divisor returns the number by which an average divides. For other reductions it returns 1. size is the
-// number of members of the set, and active the number of those that have contributed.
+// divisor returns the number by which an average divides the sum. For other reductions it returns 1. size is
+// the number of members of the set, and active is the number of members that have contributed.
 func (r reduction) divisor(size, active int) float64 {
 	switch r.op {
 	case tensor.Average:
@@ -29,8 +29,8 @@ func (r reduction) divisor(size, active int) float64 {
 	return 1
 }
 
-// ints returns the exact reduction of integers or bools. in has the inputs of the members that contribute.
-// size is the number of all members.
+// ints returns the exact result of reducing integers or bools. The argument in has the inputs of the members
+// that contribute. size is the number of all members.
 func (r reduction) ints(in [][]int64, size int) []int64 {
 	out := make([]int64, len(in[0]))
 	divisor := r.divisor(size, len(in))
@@ -44,7 +44,7 @@ func (r reduction) ints(in [][]int64, size int) []int64 {
 			case tensor.Max:
 				acc = max(acc, x)
 			case tensor.Product:
-				acc *= x // modulo 2^64; wrap reduces the product to the type
+				acc *= x // the product is modulo 2^64, and wrap reduces it to the type
 			default:
 				acc += x
 			}
@@ -59,8 +59,8 @@ func (r reduction) ints(in [][]int64, size int) []int64 {
 	return out
 }
 
-// scaleInt returns x*f, computed in float64 and truncated toward zero. If this is beyond the limits of dt, it
-// returns the nearest number of dt.
+// scaleInt returns x*f, computed in float64 and truncated toward zero. If the result exceeds the limits of
+// dt, scaleInt returns the limit.
 func scaleInt(dt tensor.DType, x int64, f float64) int64 {
 	if f == 1 {
 		return x
@@ -76,13 +76,14 @@ func scaleInt(dt tensor.DType, x int64, f float64) int64 {
 	}
 }
 
-// interval is the set of right results for one element. If both ends are NaN, the result must be NaN. If both
-// ends have the same bits, the result must have these bits.
+// interval is the set of right results for one element, which has the numbers from lo to hi. If both are NaN,
+// the result must be NaN. If both have the same bits, the result must have these bits.
 type interval struct{ lo, hi float64 }
 
 func exactly(x float64) interval { return interval{x, x} }
 
-// around returns the interval from x-d to x+d. If x is not finite or d is 0, the interval has only x.
+// around returns the interval from x-d to x+d. If x is not finite or d is 0, the interval has only the number
+// x.
 func around(x, d float64) interval {
 	if d == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return exactly(x)
@@ -101,36 +102,37 @@ func (v interval) has(x float64) bool {
 	}
 }
 
-// round returns v with both ends rounded to f. Rounding is monotone, so a number in v is in the result after
-// rounding.
+// round returns the interval whose ends are the ends of v rounded to f. Because rounding is monotone, it
+// contains the rounded value of each number in v.
 func (v interval) round(f format) interval { return interval{f.round(v.lo), f.round(v.hi)} }
 
 func (v interval) String() string { return fmt.Sprintf("%v to %v", v.lo, v.hi) }
 
-// floats returns the right results of reducing floats. in has the inputs of the members that contribute. size
-// is the number of all members. floats overwrites in.
+// floats returns the right results of reducing floats. The argument in has the inputs of the members that
+// contribute, and floats overwrites them. size is the number of all members.
 //
-// The contribution of a member is known exactly. It is the member's input times the prescale factor, which is
-// rounded to float32 unless the type is float64. This product is rounded to float32, then to the element
-// type, and then to the wire type if there is one.
+// The contribution of a member is known exactly. The prescale factor is rounded to float32 unless the type is
+// float64. The contribution is the product of this factor and the member's input. This product is rounded to
+// float32, then to the element type, and then to the wire type if there is one.
 //
 // The order of additions is not known, and every order is right. Let k members contribute y_1 ... y_k. Let S
-// be the exact sum, T the sum of |y_i|, and a the unit roundoff of the type in which sums are formed: float32
-// for the 16-bit floats, else the type itself. Each of the k-1 additions multiplies by 1+e with |e| <= a. So
-// the result is the sum of y_i (1+e_1)...(1+e_{k-1}) with different e's for each i. It differs from S by at
-// most ((1+a)^(k-1) - 1) T, which is less than 1.001 (k-1) a T for k below 1000 (Higham, Accuracy and
-// Stability of Numerical Algorithms, section 4.2). Additions do not underflow. The reference adds in float64,
-// and its error follows the same formula with the unit roundoff of float64. The formula also holds for a
-// product P, with |P| in place of T. Each product that may underflow adds the smallest number of the type to
-// the error, because the other factors are then below 2^8. Minima and maxima are exact. At the end a 16-bit
-// result is rounded once.
+// be the exact sum, let T be the sum of |y_i|, and let a be the unit roundoff of the type in which sums are
+// formed. This is float32 for the 16-bit floats, and otherwise the type itself. Each of the k-1 additions
+// multiplies its result by 1+e with |e| <= a. So the result is the sum of y_i (1+e_1)...(1+e_{k-1}) with
+// different e's for each i. It differs from S by at most ((1+a)^(k-1) - 1) T, which is less than 1.001 (k-1)
+// a T for k below 1000 (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). Additions do
+// not underflow. The reference adds in float64, and its error follows the same formula with the unit roundoff
+// of float64. The formula also holds for a product P, with |P| in place of T. Each product that may underflow
+// adds the smallest number of the type to the error, because the other factors are then below 2^8. Minima and
+// maxima are exact. At the end a 16-bit result is rounded once.
 //
-// After the reduction the result is multiplied by one factor, post or post/divisor. This factor has been
-// rounded once or twice, depending on how it was computed, and the product is rounded once. The same holds
-// for the reference. Together these are at most 5 units: units of float64 for float64, and of float32 for all
-// other types. The product is then rounded to the element type.
+// After the reduction the result is multiplied by one factor, which is post or post/divisor. This factor has
+// been rounded once or twice, depending on how it was computed, and the product is rounded once. The same
+// holds for the reference. Together these errors are at most 5 units: units of float64 for float64, and units
+// of float32 for all other types. The product is then rounded to the element type.
 //
-// The inputs must be such that either every order of additions overflows or none does (see input_test.go).
+// The inputs must be such that either every order of additions overflows or no order does (see
+// input_test.go).
 func (r reduction) floats(in [][]float64, size int) []interval {
 	carried := formats[r.carried()]
 	for _, v := range in {
@@ -148,7 +150,7 @@ func (r reduction) floats(in [][]float64, size int) []interval {
 	return out
 }
 
-// carried returns the type in which contributions are sent.
+// carried returns the type in which contributions are sent between ranks.
 func (r reduction) carried() tensor.DType {
 	if r.wire.Valid() {
 		return r.wire
@@ -156,7 +158,7 @@ func (r reduction) carried() tensor.DType {
 	return r.dt
 }
 
-// arithmetic returns the format in which elements of dt are computed.
+// arithmetic returns the format in which the engine computes with elements of type dt.
 func arithmetic(dt tensor.DType) format {
 	if dt == tensor.Float64 {
 		return formats[dt]
@@ -164,7 +166,7 @@ func arithmetic(dt tensor.DType) format {
 	return formats[tensor.Float32]
 }
 
-// contribute replaces the input of a member by the member's contribution to the reduction.
+// contribute replaces the input of a member by the contribution that the member sends.
 func (r reduction) contribute(v []float64) {
 	a, own, carried := arithmetic(r.dt), formats[r.dt], formats[r.carried()]
 	factor := a.round(r.pre)
@@ -179,8 +181,8 @@ func (r reduction) contribute(v []float64) {
 	}
 }
 
-// combined returns the reduction of the contributions before it is rounded to the type in which results are
-// sent.
+// combined returns the reduction of the contributions, before the result is rounded to the type in which
+// results are sent.
 func (r reduction) combined(y []float64) interval {
 	a := arithmetic(r.carried())
 	acc, total := y[0], math.Abs(y[0])
@@ -228,7 +230,7 @@ func someZero(y []float64) bool {
 	return false
 }
 
-// scaled returns v*f with the error that the computation after the reduction may have.
+// scaled returns v*f, widened by the error that the multiplication after the reduction may have.
 func (r reduction) scaled(v interval, f float64) interval {
 	if f == 1 {
 		return v
@@ -247,13 +249,13 @@ func (r reduction) scaled(v interval, f float64) interval {
 	return interval{around(lo, slack(lo)).lo, around(hi, slack(hi)).hi}.round(formats[r.dt])
 }
 
-// approx is a vector v with bounds of its errors: element i may be wrong by up to d[i].
+// approx is a vector v with an error bound for each element: element i may be wrong by up to d[i].
 type approx struct{ v, d []float64 }
 
 // adasum combines the vectors of all members. A nil vector stands for the zeros of a member that has joined.
-// The order is the tree that the package comment of ops/tcp describes. Let p be the largest power of two up
-// to n, the number of members. The last n-p members are added to the first n-p. Then neighbours combine at
-// distances 1, 2, 4 ... p/2.
+// The order is the tree that the package comment of ops/tcp describes. Let n be the number of members, and
+// let p be the largest power of two up to n. The last n-p members are added to the first n-p. Then neighbours
+// at distances 1, 2, 4 ... p/2 are combined.
 func (r reduction) adasum(in [][]float64, elements int) []interval {
 	vectors := make([]approx, len(in))
 	for m, v := range in {
@@ -282,15 +284,15 @@ func (r reduction) adasum(in [][]float64, elements int) []interval {
 	return out
 }
 
-// adaptiveSum returns (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b. A factor is 1 if its square, a·a or b·b, is
-// below 2^-511.
+// adaptiveSum returns (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b. A factor is 1 if its a·a or b·b is below
+// 2^-511.
 //
-// Let da and db be the errors of a and b. To first order, the errors of the dot products are at most: for
+// Let da and db be the errors of a and b. To first order, the dot products have at most these errors: for
 // |a·b| the sum of |a| db + |b| da + da db, and for a·a the sum of 2 |a| da + da². The engine and the
 // reference sum in float64, which adds 2 N units of float64, relative to the sum of |a b|. A quotient q =
 // x/(2y) has an error of at most (dx + |x|/y dy) / (2 (y - dy)). An element ca a + cb b has the error |ca| da
-// + dca (|a| + da), the same for b, and the error of rounding to f: one unit of the result, or half of the
-// smallest number.
+// + dca (|a| + da), the same for b, and the error of rounding to f. The rounding error is one unit of the
+// result, or half of the smallest number.
 func adaptiveSum(a, b approx, f format) approx {
 	const u = 0x1p-53
 	var ab, aa, bb, dab, daa, dbb, sizes float64
