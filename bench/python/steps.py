@@ -26,7 +26,8 @@ import gohvd.torch as hvd
 
 STEPS = 8
 BUCKET_BYTES = 25 << 20
-# Each line has the name, the number of elements and the shape of a gradient, as for hvdbench --workload resnet50.
+# Each line of this file has the name, the number of elements and the shape of a gradient. hvdbench --workload resnet50
+# uses it too.
 SHAPES = pathlib.Path(__file__).parent.parent.parent / "cmd" / "hvdbench" / "shapes" / "resnet50.txt"
 
 
@@ -36,7 +37,7 @@ def sizes():
 
 
 def backward(params):
-    """Runs the backward pass of a loss whose gradients are all ones. Returns the time at which it began."""
+    """Runs the backward pass of a loss whose gradients are all 1. Returns the time at which the pass began."""
     loss = torch.stack([p.sum() for p in params]).sum()
     hvd.barrier()
     begun = time.perf_counter()
@@ -59,7 +60,7 @@ class Ours:
 
 
 class Sums(torch.nn.Module):
-    """A model that has the sum of all its parameters as output."""
+    """A model whose output is the sum of all its parameters."""
 
     def __init__(self, numels):
         super().__init__()
@@ -79,7 +80,7 @@ class Parallel:
         loss = self.model()
         hvd.barrier()
         begun = time.perf_counter()
-        loss.backward()  # returns when all gradients are reduced
+        loss.backward()  # returns when all gradients have been reduced
         return time.perf_counter() - begun
 
 
@@ -122,7 +123,7 @@ class Alone:
 
 
 def each(call, times):
-    """Runs call the given number of times and returns the median time in seconds."""
+    """Calls a function the given number of times and returns the median time of a call in seconds."""
     taken = []
     for _ in range(times):
         begun = time.perf_counter()
@@ -132,7 +133,7 @@ def each(call, times):
 
 
 def many(tensors):
-    """Reduces all tensors by asynchronous allreduces and waits for the results."""
+    """Reduces all tensors by asynchronous allreduces, and waits for the results."""
     for handle in [hvd.allreduce_async_(t, name=f"many.{i}") for i, t in enumerate(tensors)]:
         hvd.synchronize(handle)
 
@@ -176,7 +177,7 @@ def main():
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, torch {torch.__version__}, {len(numels)} gradients of {4 * sum(numels) / 1e6:.0f} MB, {rounds} rounds")
         for what, taken in times.items():
-            taken = [1e3 * t for t in taken[1:]]  # the first round only warms up
+            taken = [1e3 * t for t in taken[1:]]  # the first round is only a warm-up
             print(f"{what:20} {statistics.median(taken):9.3f} ms   ({min(taken):.3f} to {max(taken):.3f})")
     hvd.shutdown()
 

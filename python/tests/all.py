@@ -1,9 +1,9 @@
 """Runs all tests with each INTERPRETER at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``.
 
-If an interpreter does not have torch, the tests that need torch are left out. All tests at one number of ranks
-run in one program, because importing torch takes longer than most tests. The variable HVD_RUN must have the path
-of hvdrun, and HVD_SIDECAR_BINARY the path of hvdd. all.py writes a page to FILE that says which versions have
-passed. It exits with status 1 if a test fails.
+If an interpreter does not have torch, the tests that need torch are left out. All tests for one number of ranks run in
+one program, because importing torch takes longer than most tests. The variable HVD_RUN must be the path of hvdrun, and
+HVD_SIDECAR_BINARY the path of hvdd. all.py writes a page to FILE that says with which versions the tests pass. It exits
+with status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ for name in ("torch", "numpy"):
         versions.append("none")
 print(*versions)
 """
-# These tests import torch.
+# The tests that import torch.
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 
@@ -57,7 +57,7 @@ def run(interpreter: str, ranks: int, torch: bool) -> Outcome:
         for path in sorted(TESTS.glob("test_*.py"))
         if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
     ]
-    # The start timeout is long, because a rank may wait in init for another rank that has tests to run first.
+    # The start timeout is long, because a rank may wait in init for another rank that still has other tests to run.
     start_timeout = f"--start-timeout={_LIMIT_SECONDS}"
     command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", *modules]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}

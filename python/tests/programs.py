@@ -11,13 +11,14 @@ from typing import Dict, Sequence
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
 
-# Tests that need no other ranks run only in the job of one rank. In a larger job each rank would repeat them.
+# Whether the job has one rank. Tests that need no other ranks run only in this case. In a larger job each rank would
+# repeat them.
 alone = os.environ.get("HOROVOD_SIZE", "1") == "1"
 
 
 def environment(**env: str) -> Dict[str, str]:
-    """Returns the environment of this process without the launcher's variables, and with env. With the launcher's
-    variables a program would become a rank of the launcher's job.
+    """Returns the environment of this process with the variables in env, and without the variables of the launcher.
+    With the launcher's variables, a program would become a rank of the launcher's job.
     """
     out = {
         k: v
@@ -29,7 +30,7 @@ def environment(**env: str) -> Dict[str, str]:
 
 
 def run(script: str, *args: str, interpreter: Sequence[str] = (sys.executable, "-X", "faulthandler"), **env: str):
-    """Runs a script with a time limit of a minute, and returns its exit status and output."""
+    """Runs a script for at most a minute, and returns the finished process with its exit status and output."""
     return subprocess.run(
         [*interpreter, "-c", textwrap.dedent(script), *args],
         env=environment(**env),

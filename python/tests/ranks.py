@@ -22,13 +22,13 @@ INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (0,), (17,), (3, 4), (2, 3, 5), (1000,)]
 
-# The time limit of a test. A test that exceeds it, for example because a rank has failed, ends and prints where each
-# thread waits.
+# The time limit of a test in seconds. If a test takes longer, for example because a rank has failed, it ends and prints
+# where each thread waits.
 _LIMIT_SECONDS = 100
 
 
 class RanksTest(unittest.TestCase):
-    """A test case that every rank of a job runs."""
+    """A test case. All ranks of the job run it together."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -42,20 +42,20 @@ class RanksTest(unittest.TestCase):
         torch.manual_seed(1)
 
     def equal(self, got: torch.Tensor, want: torch.Tensor, message: str = "") -> None:
-        """Asserts that two tensors are equal in type, shape and every element."""
+        """Asserts that two tensors have the same type, shape and elements."""
         self.assertEqual(got.dtype, want.dtype, message)
         self.assertEqual(tuple(got.shape), tuple(want.shape), message)
         self.assertTrue(torch.equal(got, want), f"{message} got {got}, want {want}")
 
     def close(self, got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-10) -> None:
-        """Asserts that two tensors differ by at most tolerance, relatively and absolutely."""
+        """Asserts that the difference of two tensors is at most tolerance, both relatively and absolutely."""
         self.assertEqual(tuple(got.shape), tuple(want.shape))
         self.assertTrue(torch.allclose(got, want, rtol=tolerance, atol=tolerance), f"got {got}, want {want}")
 
 
 def sample(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns small integers that differ between ranks. Their sums and products over three ranks are exact in every
-    type.
+    """Returns a tensor of small integers that differ between ranks. Sums and products of the tensors of three ranks are
+    exact in every type.
     """
     count = 1
     for n in shape:
@@ -68,7 +68,7 @@ def samples(size: int, shape: Sequence[int], dtype: torch.dtype) -> List[torch.T
 
 
 def adasum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the Adasum of tensors as docs/operations.md defines it."""
+    """Returns the Adasum of the tensors, by the definition in docs/operations.md."""
     parts = list(tensors)
     p = 1
     while p * 2 <= len(parts):

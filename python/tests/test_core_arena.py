@@ -1,4 +1,4 @@
-"""Tests, without a sidecar, the allocator of memory that a sidecar can map."""
+"""Tests the allocator of memory that a sidecar can map. The tests need no sidecar."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Allocator(unittest.TestCase):
         self.arena = Arena(self.dropped.append)
 
     def test_blocks_are_apart(self) -> None:
-        """take and give are called in random order. Blocks in use do not overlap and keep their content, and freed
-        memory is used again.
+        """take and give are called in random order. Blocks in use do not overlap and keep their content. Freed memory
+        is used again.
         """
         rnd = random.Random(3)
         living: Dict[int, Extent] = {}

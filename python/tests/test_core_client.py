@@ -1,5 +1,5 @@
-"""Tests the connection to the sidecar: connecting, closing, threads, signals, forks, and sidecars that die or violate
-the protocol.
+"""Tests the connection to the sidecar: connecting, closing, threads, signals and forks. Other tests are about sidecars
+that die or violate the protocol.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Bounded(unittest.TestCase):
 
 
 class InTheJob(Bounded):
-    """Tests in which all ranks of the job take part."""
+    """Tests that all ranks of the job run together."""
 
     def test_again_and_again(self) -> None:
-        """A process calls init, operations and shutdown 120 times. It starts only one sidecar, and its numbers of
-        descriptors and memory maps do not grow.
+        """A process joins a job, runs operations and leaves the job 120 times. It starts only one sidecar, and its
+        numbers of descriptors and memory maps do not grow.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -81,7 +81,9 @@ class InTheJob(Bounded):
             hvd.add_process_set([0])
 
     def test_threads(self) -> None:
-        """Several threads wait for operations at the same time. One of them reads from the socket for all."""
+        """Several threads wait for operations at the same time. One of them reads from the socket for all, and each
+        gets its result.
+        """
         hvd.init()
         failures: List[BaseException] = []
 
@@ -101,7 +103,9 @@ class InTheJob(Bounded):
         self.assertEqual(failures, [])
 
     def test_the_next_reads(self) -> None:
-        """The operation for which the reader waits is done first. Then another waiting thread becomes the reader."""
+        """The operation of the reader is done before those of the other waiting threads. Then another waiting thread
+        becomes the reader.
+        """
         hvd.init()
         client = hvd._engine.engine.client()
         for _ in range(20):
@@ -112,7 +116,7 @@ class InTheJob(Bounded):
             while not client._waiting:
                 os.sched_yield()
             with client._mutex:
-                pass  # from here on the thread waits or checks again before it waits
+                pass  # from here on the thread waits, or checks once more before it waits
             client._leave_reader()
             while client._enter_reader():
                 client._leave_reader()
@@ -123,8 +127,8 @@ class InTheJob(Bounded):
             self.assertFalse(waiting.is_alive())
 
     def test_interrupted_readers(self) -> None:
-        """A signal handler raises an exception at various points of a wait. Afterwards other threads can still become
-        the reader.
+        """A signal handler raises an exception at several points of a wait. Other threads can still become the reader
+        afterwards.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -133,7 +137,7 @@ class InTheJob(Bounded):
             pass
 
         def interrupted(name: str, after: bool, call: int = 1, at: Callable[[], object] = lambda: None) -> None:
-            """Waits for an answer, and raises Signal before or after the given call of a method."""
+            """Waits for an answer. Raises Signal before or after the given call of a method."""
             method, calls = getattr(client, name), 0
 
             def play(*args):
@@ -163,7 +167,7 @@ class InTheJob(Bounded):
         for name in ("_enter_reader", "_may_sleep", "_read", "_leave_reader", "_release_reader"):
             for after in (False, True):
                 interrupted(name, after)
-        # Here this thread waits while another one is the reader, and that one stops reading.
+        # In these cases this thread waits while another thread is the reader, and the other thread stops reading.
         for name, call in (("_enter_reader", 2), ("_release_reader", 1)):
             for after in (False, True):
                 reading, end = threading.Event(), threading.Event()
@@ -175,8 +179,8 @@ class InTheJob(Bounded):
                 interrupted(name, after, call, lambda: (end.set(), reader.join(20)))
 
     def test_taken_twice(self) -> None:
-        """A signal handler raises an exception between taking an answer from the ring and recording that it was taken.
-        The answer is taken once more, without an error.
+        """A signal handler raises an exception after an answer was taken from the ring and before this was recorded.
+        The answer is taken once more, and this is not an error.
         """
         hvd.init()
         client = hvd._engine.engine.client()
@@ -194,7 +198,7 @@ class InTheJob(Bounded):
 
     def test_many_in_flight(self) -> None:
         """More operations are in flight than the ring has entries. The ranks submit them in different orders and wait
-        for them in yet another order.
+        for them in yet another order. All results are right.
         """
         hvd.init()
         for turn in range(3):
@@ -204,8 +208,8 @@ class InTheJob(Bounded):
                 self.assertEqual(handles[i].wait()[0], i * hvd.size())
 
     def test_names_in_use(self) -> None:
-        """A name stays in use until the program has learned that its operation is done, even if the operation is done
-        long before.
+        """A name stays in use until the program has learned that its operation is done. This is so even if the
+        operation was done long before.
         """
         hvd.init()
         if hvd.size() > 1:
@@ -223,7 +227,7 @@ class InTheJob(Bounded):
         for see in (lambda h: h.wait(), lambda h: [None for _ in iter(h.done, True)]):
             for turn in range(3):
                 first = hvd.allreduce_async([1.0], name="seen")
-                hvd.barrier()  # the operation above is done
+                hvd.barrier()  # after this barrier, the operation is done
                 client.poll_all()
                 with self.assertRaisesRegex(ValueError, "seen"):
                     hvd.allreduce_async([1.0], name="seen")
@@ -231,13 +235,14 @@ class InTheJob(Bounded):
                     hvd.allreduce([1.0], name="seen")
                 see(first)
                 second = hvd.allreduce_async([1.0], name="seen")
-                first.wait()  # a second wait does not free the name, which is in use again
+                first.wait()  # a second wait does not free the name, which another operation uses now
                 with self.assertRaisesRegex(ValueError, "seen"):
                     hvd.allreduce_async([1.0], name="seen")
                 see(second)
 
     def test_names_of_an_earlier_job(self) -> None:
-        """The program does not wait for an operation. Its name is in use until shutdown, and free in the next job."""
+        """The program does not wait for an operation. The name is in use until shutdown, and is free in the next job.
+        """
         hvd.init()
         hvd.allreduce_async([1.0], name="left")
         hvd.shutdown()
@@ -245,7 +250,7 @@ class InTheJob(Bounded):
         self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
 
     def test_names_of_no_use(self) -> None:
-        """Unnamed operations for which the program does not wait occupy no names. The client forgets names that are
+        """Unnamed operations for which the program does not wait do not occupy names. The client drops names that are
         not in use.
         """
         hvd.init()
@@ -262,8 +267,8 @@ class InTheJob(Bounded):
         unseen.wait()
 
     def test_two_clients_know_the_same_sets(self) -> None:
-        """Two clients use the same sidecar. The second one finds the process sets that the first has added, and cannot
-        use a set that was removed.
+        """Two clients use the same sidecar. The second client finds the process sets that the first has added. It
+        cannot use a set that was removed.
         """
         if not programs.alone:
             return
@@ -341,10 +346,10 @@ class InTheJob(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Alone(Bounded):
-    """Tests that run programs of one rank, each in a new process."""
+    """Tests that run programs of one rank. Each program is a new process."""
 
     def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
-        """Runs a program, checks its exit status and returns its output."""
+        """Runs a program, checks its exit status, and returns what it has printed."""
         got = programs.run(script, *args, **env)
         self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
         return got.stdout + got.stderr
@@ -537,7 +542,7 @@ class Alone(Bounded):
             out += job.stdout.read()
             self.assertEqual(job.wait(30), 0, out)
             self.assertEqual(out.count("as before: True"), 2, out)
-            # If a rank had got a signal twice, there would be a second timeline.
+            # If a rank received a signal twice, there would be a second timeline.
             self.assertEqual(sorted(os.listdir(top)), ["hvd-timeline.json", "hvd-timeline.rank1.json", "stop"])
 
     def test_handler_of_the_timeline_signal(self) -> None:
@@ -625,7 +630,7 @@ class Alone(Bounded):
             self.assertFalse(os.path.exists(f"/proc/{pid}"), f"sidecar {pid} lives after {end!r}\n{got.stderr}")
 
     def test_interrupt(self) -> None:
-        """Ctrl-C ends a wait at any time. Afterwards the connection can still be used."""
+        """Ctrl-C ends a wait at any point. The connection is still usable afterwards."""
         out = self.run_program(
             """
             import os, signal, threading, time
@@ -684,8 +689,8 @@ class Alone(Bounded):
         self.assertIn("after 5.0", out)
 
     def test_fork(self) -> None:
-        """A forked process can query rank and size, but its operations raise an error. It does not disturb its parent,
-        whichever way it ends.
+        """A forked process can query rank and size, and its operations raise an error. It does not disturb its parent,
+        however it ends.
         """
         out = self.run_program(
             """
@@ -754,8 +759,8 @@ class Alone(Bounded):
         self.assertEqual(out.count(f"total {float(sum(i * i for i in range(64)))}"), 2, out)
 
     def test_a_sidecar_of_others(self) -> None:
-        """A sidecar listens at a path and requires the job's secret. Two clients with the secret can use it, and one
-        without it is refused.
+        """A sidecar listens at a path and requires the job's secret. Clients with the secret can use it, and clients
+        without it are refused.
         """
         with tempfile.TemporaryDirectory() as top:
             path = os.path.join(top, "s")
@@ -794,7 +799,7 @@ class Alone(Bounded):
 
 
 class Fake:
-    """A fake sidecar in this process. It exchanges greetings, maps the ring and then runs script."""
+    """A fake sidecar in this process. It exchanges greetings, maps the ring and then calls script."""
 
     def __init__(self, top: str, script: Callable[["Fake"], None], greet: bytes = b"GHVD\0\0\0\2") -> None:
         self.path = os.path.join(top, "fake")
@@ -862,10 +867,10 @@ class WithFake(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
-    """Tests when the client sends doorbells, and for which completions it asks the sidecar for one."""
+    """Tests when the client sends doorbells, and after which completion it wants a doorbell from the sidecar."""
 
     class Sidecar:
-        """The sidecar's end of the ring."""
+        """The end of the ring that belongs to the sidecar."""
 
         def __init__(self, fake: Fake) -> None:
             self.fake = fake
@@ -880,19 +885,19 @@ class Ring(WithFake):
             self.words[_client._COMPLETED] = self.completed
 
         def notify(self) -> None:
-            # A client that polls the ring may have seen the completion already and closed the connection.
+            # A client that polls the ring may have seen the completion and closed the connection before this doorbell.
             with contextlib.suppress(BrokenPipeError):
                 self.fake.sock.sendall(b"\0")
 
         def until(self, word: int, *values: int) -> None:
-            """Waits until the client has set a word of the ring to one of these values."""
+            """Waits until a word of the ring has one of the given values, which the client sets."""
             end = time.monotonic() + 20
             while self.words[word] not in values:
                 assert time.monotonic() < end, (word, self.words[word], values)
                 os.sched_yield()
 
         def doorbell_came(self) -> bool:
-            """Returns whether the client has sent a doorbell that has not been read yet."""
+            """Returns whether the client has sent a doorbell that the fake sidecar has not read."""
             return bool(select.select([self.fake.sock], [], [], 0)[0])
 
         def expect_doorbell(self, often: bool = False) -> None:
@@ -914,7 +919,7 @@ class Ring(WithFake):
         return op
 
     def five(self, client: _client.Client) -> Tuple[List[_client.Pending], threading.Thread]:
-        """Submits five operations, and starts a thread that waits for the first one and then for the others."""
+        """Submits five operations. Starts a thread that waits for the first operation and then for the others."""
         every = [client.submit(self.operation(i), later=True) for i in range(5)]
         first = threading.Thread(target=client.wait, args=(every[0], every[1:]))
         first.start()
@@ -927,13 +932,13 @@ class Ring(WithFake):
             step.wait()  # the client has made three submissions and deferred the notification
             assert s.words[_client._SUBMITTED] == 3 and not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # two calls of notify_now send one doorbell
+            s.expect_doorbell()  # two calls of notify_now send one doorbell in total
             step.wait()  # the client has made one more submission and deferred the notification
             assert not s.doorbell_came()
             step.wait()
-            s.expect_doorbell()  # for a submission without deferring
+            s.expect_doorbell()  # for a submission whose notification is not deferred
             step.wait()
-            s.expect_doorbell()  # a wait sends the doorbell for one more submission
+            s.expect_doorbell()  # a wait sends the doorbell for a deferred submission
             s.complete(2, 3, 4, 5, 6, 7)
             s.notify()
             step.wait()  # a signal has interrupted the submission before the doorbell
@@ -976,7 +981,9 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_doorbell_after_a_frame(self) -> None:
-        """A signal has left a frame in the outbox that was sent already. The client still sends the doorbell."""
+        """A signal has interrupted the client after it sent a frame, and the frame is still in the outbox. The client
+        sends the doorbell nevertheless.
+        """
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -1011,15 +1018,15 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_one_doorbell_until_it_wakes(self) -> None:
-        """A sleeping sidecar gets no second doorbell before it has taken a submission."""
+        """A sleeping sidecar has got a doorbell. It gets no second one before it has taken a submission."""
         step = threading.Barrier(2, timeout=20)
 
         def script(s: Ring.Sidecar) -> None:
             step.wait()
-            s.expect_doorbell()  # one doorbell for three submissions
+            s.expect_doorbell()  # three submissions send one doorbell
             step.wait()
             step.wait()
-            s.expect_doorbell()  # a doorbell for one more submission
+            s.expect_doorbell()  # one more submission sends a doorbell
             step.wait()
 
         def use(client: _client.Client) -> None:
@@ -1035,7 +1042,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_wait_for_what_is_done(self) -> None:
-        """The client waits for an operation that is done already. Afterwards the ring says that no thread waits."""
+        """The client waits for an operation that is already done. Afterwards the ring says that no thread waits."""
 
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
@@ -1051,7 +1058,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_sidecar_that_looks_soon(self) -> None:
-        """The sidecar polls the ring every millisecond. It gets a doorbell only for a wait, and only if it has not
+        """The sidecar looks at the ring every millisecond. It gets a doorbell only for a wait, and only if it has not
         taken all submissions.
         """
         step = threading.Barrier(2, timeout=20)
@@ -1063,7 +1070,7 @@ class Ring(WithFake):
             assert not s.doorbell_came()
             s.words[_client._TAKEN] = 1
             step.wait()
-            step.wait()  # after notify_now
+            step.wait()  # the client has called notify_now
             assert not s.doorbell_came()
             step.wait()
             s.expect_doorbell()
@@ -1086,23 +1093,23 @@ class Ring(WithFake):
     def test_sleeps_until_half_is_done(self) -> None:
         def script(s: Ring.Sidecar) -> None:
             s.expect_doorbell()
-            s.until(_client._WANTED, 5)  # the client waits for the first operation and half of the eight others
-            s.complete(3, 4, 5, 6)  # without a doorbell
-            time.sleep(0.05)  # a client that polled the ring would see the completions
+            s.until(_client._WANTED, 5)  # the client waits for the first operation and for half of the other eight
+            s.complete(3, 4, 5, 6)  # these completions send no doorbell
+            time.sleep(0.05)  # long enough for a client that polls the ring to see the completions
             assert s.words[_client._SEEN] == 0, s.words[_client._SEEN]
             s.complete(7)
             s.notify()
             s.until(_client._SEEN, 5)
-            s.until(_client._WANTED, 6)  # the first operation was not among them
+            s.until(_client._WANTED, 6)  # the first operation is not among the completed ones
             s.complete(2)
             s.notify()
-            s.until(_client._WANTED, 8)  # the next operation and half of the two others that are not done
+            s.until(_client._WANTED, 8)  # the next operation and half of the other two that are not done
             s.complete(8, 9, 10)
             s.notify()
 
         def use(client: _client.Client) -> None:
             every = [client.submit(self.operation(i), later=True) for i in range(9)]
-            frames = [_client.Pending(), _client.Pending()]  # these are answered by frames, not by the ring
+            frames = [_client.Pending(), _client.Pending()]  # frames answer these requests, not the ring
             client.wait(every[0], [*every[1:], *frames])
             self.assertEqual([p.done for p in every], 6 * [True] + 3 * [False])
             client.wait(every[6], every[7:])
@@ -1112,8 +1119,8 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_two_that_wait(self) -> None:
-        """A second thread waits while another one is the reader. The reader then wakes for each completion, so that the
-        second thread learns of its own at once.
+        """One thread is the reader, and a second thread waits too. The reader then wakes up for each completion, so
+        that the second thread learns of its own completion immediately.
         """
         both = threading.Event()
 
@@ -1125,7 +1132,7 @@ class Ring(WithFake):
             s.expect_doorbell()  # the wait of the second thread sends a doorbell
             s.notify()
             s.until(_client._SEEN, 1)
-            s.until(_client._WANTED, 2)  # without the second thread the first would ask for more completions
+            s.until(_client._WANTED, 2)  # without the second thread, the first thread would wait for more completions
             s.complete(6)
             s.notify()
             s.until(_client._SEEN, 2)
@@ -1142,8 +1149,8 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_another_reads_first(self) -> None:
-        """An operation completes after the thread has counted the completions to wait for and before it sleeps. The
-        thread does not wait for one more completion.
+        """A thread counts the completions to wait for. Before it sleeps, an operation completes. The thread does not
+        wait for one completion too many.
         """
         step = threading.Barrier(2, timeout=20)
 
@@ -1202,7 +1209,7 @@ class Ring(WithFake):
         self.meet_ring(script, use)
 
     def test_what_a_signal_left(self) -> None:
-        """A signal has left messages that were read but not handled. The next wait handles them first."""
+        """Because of a signal, messages were read and not handled. The next wait handles them first."""
 
         def use(client: _client.Client) -> None:
             whole = wire.frame(b"\x08" + wire.varint(77))
@@ -1222,8 +1229,8 @@ class Ring(WithFake):
         self.meet_ring(lambda s: None, use)
 
     def test_polling(self) -> None:
-        """A thread that waits for the only operation in flight polls the ring for a while. During this time it asks for
-        no doorbell.
+        """A thread waits for the only operation in flight. It polls the ring for a while, and asks for no doorbell
+        during this time.
         """
 
         def script(s: Ring.Sidecar) -> None:
@@ -1250,7 +1257,7 @@ class Ring(WithFake):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Nonsense(WithFake):
-    """Tests of sidecars that violate the protocol. The client raises an error and does not wait forever."""
+    """Tests with sidecars that violate the protocol. The client raises an error instead of waiting forever."""
 
     def refuses(self, text: str, script: Callable[[Fake], None]) -> None:
         def use(client: _client.Client) -> None:
@@ -1289,8 +1296,8 @@ class Nonsense(WithFake):
         self.refuses("arena 7 of 4096", lambda f: socket.send_fds(f.sock, [news(7, 4096)], [fd]))
         self.refuses("arena 2147483648 of 5", lambda f: socket.send_fds(f.sock, [news(1 << 31, 5)], [fd]))
 
-        # The sidecar announces two valid arenas, the first one byte by byte. Then it sends places of results within the
-        # arenas and beyond their ends.
+        # The sidecar announces two valid arenas, and sends the first announcement byte by byte. Then it sends places of
+        # results, some within the arenas and some beyond their ends.
         def good(f: Fake) -> None:
             frame = news(1 << 31, 4096)
             socket.send_fds(f.sock, [frame[:1]], [fd])
@@ -1312,7 +1319,7 @@ class Nonsense(WithFake):
             for place in ((1 << 31, 4095, 2), (1 << 31, 5000, 1), ((1 << 31) + 2, 0, 1)):
                 with self.assertRaises(SidecarError):
                     client.result(place)
-            client.call(wire.status)  # before the answer the sidecar drops the first arena
+            client.call(wire.status)  # the sidecar drops the first arena before it answers
             with self.assertRaises(SidecarError):
                 client.result((1 << 31, 100, 5))
 
@@ -1332,8 +1339,8 @@ class Nonsense(WithFake):
         self.refuses("operation 99, which is not in flight", lambda f: complete(f, 1, 99))
         self.refuses("got completion counter 70000, want 0 to 65536", lambda f: complete(f, 70000, 2))
 
-        # A completion in the ring says that its answer is in a frame, and the frame has not arrived yet. The client
-        # waits for the frame.
+        # A completion in the ring says that its answer is in a frame. The frame arrives later, and the client waits for
+        # it.
         def script(f: Fake) -> None:
             f.sock.recv(100)
             complete(f, 1, 2, status=1)
@@ -1354,13 +1361,13 @@ class Nonsense(WithFake):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
     def test_one_that_does_not_read(self) -> None:
-        """The sidecar writes all its answers before it reads again. The client keeps reading while it waits to send, so
-        that both go on.
+        """The sidecar writes all its answers before it reads again. The client reads while it waits for room to send,
+        so that neither blocks forever.
         """
 
         def script(f: Fake) -> None:
             f.sock.recv(1)
-            # The sidecar sends more answers than fit in a socket, and only then reads the rest.
+            # The sidecar sends more answers than a socket holds, and only then reads the rest.
             text = b"\x12" + wire.varint(4000) + bytes(4000)
             for i in range(2, 202):
                 body = b"\x08" + wire.varint(i) + b"\x12" + wire.varint(len(text) + 2) + b"\x08\x03" + text
@@ -1377,11 +1384,11 @@ class Nonsense(WithFake):
                 with self.assertRaises(HorovodInternalError):
                     client.wait(p)
 
-        # The sidecar reads again only after it has written all answers.
+        # The sidecar does not read again before it has written all answers.
         self.meet(script, use)
 
     def test_proof(self) -> None:
-        """The proof of the secret equals one that the test computes with hashlib and hmac."""
+        """The proof of the secret equals a proof that the test computes by hashlib and hmac."""
         import hashlib
         import hmac
 

@@ -1,4 +1,4 @@
-"""Tests the reason that a process sends and the traceback that it prints when it exits."""
+"""Tests what a process sends as its reason and prints as its traceback when it exits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ INSIDE = os.path.join(os.path.dirname(_exit.__file__), "inside.py")
 
 
 def fail_inside(frames: int) -> None:
-    """Raises a PeerError while it handles another exception. The traceback ends with the given number of frames of the
-    package.
+    """Raises a PeerError while it handles another exception. The last frames of the traceback are frames of the
+    package, and frames is their number.
     """
     body = "def f(n):\n  if n > 1: f(n - 1)\n  try: {}[0]\n  except KeyError: raise error\n"
     space: dict = {"error": PeerError("rank 1 failed", [1])}
@@ -47,7 +47,7 @@ class Tracebacks(unittest.TestCase):
         self.assertEqual(lines[0], "Traceback (most recent call last):")
         self.assertEqual(lines[-1], "gohvd.exceptions.PeerError: rank 1 failed")
         files = [line for line in lines if line.startswith("  File ")]
-        self.assertEqual(len(files), 2, lines)  # only the frames of this test and of fail_inside are left
+        self.assertEqual(len(files), 2, lines)  # only the frame of this test and the frame of fail_inside are left
         self.assertIn("in fail_inside", files[-1])
 
     def test_other_errors_are_whole(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests the wheels of the package, with and without the sidecar in them."""
+"""Tests wheels of the package that contain the sidecar, and wheels that do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _can_build() -> bool:
-    """Returns whether this Python can build wheels. It needs setuptools 70.1 or newer, or the package wheel."""
+    """Returns whether this Python can build wheels, which requires setuptools 70.1 or newer, or the package wheel."""
     try:
         return any(importlib.util.find_spec(name) for name in ("setuptools.command.bdist_wheel", "wheel.bdist_wheel"))
     except ModuleNotFoundError:
@@ -32,7 +32,7 @@ def _can_build() -> bool:
 @unittest.skipUnless(_can_build(), "this Python cannot build wheels")
 class Wheels(unittest.TestCase):
     def build(self, hvdd: Optional[bytes]) -> subprocess.CompletedProcess:
-        """Builds a wheel in self.top. If hvdd is not None, it is the content of the sidecar file in the wheel."""
+        """Builds a wheel in self.top. If hvdd is not None, the wheel has a sidecar file with this content."""
         self.top = pathlib.Path(tempfile.mkdtemp())
         self.addCleanup(shutil.rmtree, self.top)
         source = self.top / "source"

@@ -1,4 +1,4 @@
-"""Tests the encoding and decoding of messages, without a sidecar."""
+"""Tests the encoding and decoding of messages. The tests need no sidecar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Encoding(unittest.TestCase):
             self.assertEqual(got.hex(), want)
             self.assertEqual(wire.take_varint(got, 0, len(got)), (n, len(got)))
 
-    # The text of an exception has surrogates, which cannot be encoded. The text for the other ranks has them escaped.
+    # The text of an exception has surrogates, which cannot be encoded in a message. In the text for the other ranks
+    # they are escaped.
     def test_reason(self) -> None:
         try:
             raise ValueError("no file 'x\udcff'")
@@ -28,7 +29,8 @@ class Encoding(unittest.TestCase):
             reason, failed = _exit.of_shutdown()
         self.assertIn(b"ValueError: no file 'x\\udcff'", wire.shutdown(1, reason, failed))
 
-    # Each request is encoded as protoc encodes the text in the comment above it.
+    # The comment above each request is the request in protobuf's text format. The request is encoded as protoc encodes
+    # this text.
     def test_requests(self) -> None:
         for got, want in [
             # id: 1 init { settings { key: "A" value: "b" } process_sets { ranks: 0 ranks: 300 } }
@@ -123,12 +125,12 @@ class Decoding(unittest.TestCase):
 
     def test_garbage(self) -> None:
         bad = [
-            b"\x08",  # the message ends within a field
+            b"\x08",  # a message that ends within a field
             b"\x80",
             b"\x08" + b"\xff" * 10 + b"\x01",  # a number of more than ten bytes
             b"\x08" + b"\xff" * 9 + b"\x02",  # a number of more than 64 bits
             b"\x12\x05ab",  # a field that is longer than the message
-            b"\x0b",  # a group
+            b"\x0b",  # a group, which is an obsolete wire type
             _field(4, _field(1, _field(2, wire.varint((1 << 64) - 1)))),  # a negative dimension
             _field(4, _field(2, b"\x80")),
             _field(5, b"\x15" + bytes(4)),  # ranks encoded as 32-bit numbers

@@ -1,4 +1,4 @@
-"""Tests gohvd.numpy at 1, 2 and 3 ranks. The expected results are computed by numpy."""
+"""Tests gohvd.numpy at 1, 2 and 3 ranks. numpy computes the expected results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHAPES = [(), (1,), (0,), (17,), (3, 4), (0, 3), (2, 3, 5), (100000,)]
 
 
 def sample(rank: int, shape, dtype: str) -> np.ndarray:
-    """Returns small integers that differ between ranks. Their sums and products over three ranks are exact in every
-    type.
+    """Returns an array of small integers that differ between ranks. Sums and products of the arrays of three ranks are
+    exact in every type.
     """
     return (np.arange(int(np.prod(shape))) % 3 + rank + 1).reshape(shape).astype(dtype)
 
@@ -74,7 +74,7 @@ class Numpy(unittest.TestCase):
         for x in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.zeros(2, ">f4")):
             with self.assertRaisesRegex(ValueError, "are not supported"):
                 hvd.allreduce(x)
-        # The type has the name that ml_dtypes gives its bfloat16.
+        # The fake type has the same name as bfloat16 of the package ml_dtypes.
         fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
         with self.assertRaisesRegex(ValueError, "bfloat16.*gohvd.torch"):
             hvd._code(fake)
@@ -109,8 +109,8 @@ class Numpy(unittest.TestCase):
         self.equal(out, np.full((3, 4), float(self.size)))
 
     def test_repeated_names(self) -> None:
-        """An operation is repeated under the same name with other values, with arrays at other addresses and, in
-        between, with another shape. Each result is right.
+        """An operation with the same name runs repeatedly: with other values, with arrays at other addresses and, at times,
+        with another shape. Each result is right.
         """
         a, b = np.zeros(5), np.zeros(5)
         for i in range(30):
@@ -121,8 +121,8 @@ class Numpy(unittest.TestCase):
                 self.equal(hvd.allreduce(np.ones(3), op=hvd.Sum, name="repeated"), np.full(3, float(self.size)))
 
     def test_unnamed_in_flight(self) -> None:
-        """Several unnamed operations that differ only in their values are in flight at the same time. Each gets its own
-        result, also when this is repeated.
+        """Several unnamed operations with different values are in flight at the same time. Each gets its own result.
+        Repeating this gives the right results again.
         """
         for turn in range(3):
             handles = [hvd.allreduce_async(np.full(2, float(turn + i)), op=hvd.Sum) for i in range(10)]
@@ -131,7 +131,7 @@ class Numpy(unittest.TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
     def test_with_torch(self) -> None:
-        """gohvd.numpy and gohvd.torch use the same name in turn."""
+        """gohvd.numpy and gohvd.torch use the same name in turn. Both get right results."""
         import torch
 
         import gohvd.torch
@@ -142,8 +142,8 @@ class Numpy(unittest.TestCase):
             self.equal(got.numpy(), np.full(3, float(self.size)))
 
     def test_result_not_taken(self) -> None:
-        """The program has not taken the result of an operation when it runs another one with the same name. The second
-        operation does not overwrite the first result.
+        """The program has not taken the result of an operation when it runs another operation with the same name. The
+        second operation does not overwrite the result of the first.
         """
         for place in ("ordinary", "arena"):
             first = hvd.allreduce_async(np.full(3, 1.0), op=hvd.Sum, name=place)
@@ -163,7 +163,7 @@ class Numpy(unittest.TestCase):
             self.assertIs(got, x)
             want = np.full((4, 5), sum(range(self.size)) + i * self.size, np.float32)
             self.equal(x, want)
-            # Without out, the array itself does not change.
+            # Without the argument out, the array itself keeps its values.
             self.equal(hvd.allreduce(x, op=hvd.Sum), want * self.size)
             self.equal(x, want)
             self.equal(hvd.allreduce(x[1:3], op=hvd.Max, out=x[1:3]), want[1:3])
@@ -173,7 +173,7 @@ class Numpy(unittest.TestCase):
         view[:] = self.rank
         hvd.allreduce(view, op=hvd.Sum, out=view)
         self.equal(view, np.full(2, sum(range(self.size))))
-        # This array is at an offset that is not a multiple of the element size.
+        # The offset of this array is not a multiple of the element size.
         odd = np.frombuffer(gohvd.alloc(20).view[1:17], dtype=np.float64)
         odd[:] = 1
         self.equal(hvd.allreduce(odd, op=hvd.Sum, out=odd), np.full(2, float(self.size)))
@@ -190,7 +190,7 @@ class Numpy(unittest.TestCase):
         hvd.allreduce(np.ones(1))
         gc.collect()
         arena.collect()
-        # The arena has room for 50 arrays and for the staging of results that were not taken.
+        # The arena has memory for 50 arrays and for the staging blocks of results that were not taken.
         self.assertLessEqual(sum(c.live for c in arena._chunks), before + 2)
 
     def test_allgather(self) -> None:
@@ -204,7 +204,7 @@ class Numpy(unittest.TestCase):
         self.equal(got[1], np.repeat(np.arange(self.size), 4).reshape(-1, 2))
 
     def test_empty_results_again_and_again(self) -> None:
-        # The operation goes through the ring from the third call on.
+        # From the third call on, the operation goes through the ring.
         for _ in range(5):
             empty = np.empty((0, 6), np.float32)
             self.equal(hvd.allgather(empty), empty)
@@ -214,19 +214,19 @@ class Numpy(unittest.TestCase):
             self.equal(hvd.allgather_async(empty).wait(), empty)
 
     def test_large_allgather(self) -> None:
-        """Results are larger than a chunk of the sidecar's memory. When they are freed, their memory is freed too."""
+        """Results are larger than a chunk of the sidecar's memory. When a result is freed, its memory is freed too."""
         client = hvd._engine.engine.client()
         for i in range(8):
             got = hvd.allgather(np.full(3 << 20, self.rank + i, np.float64))
             self.assertEqual((got[0], got[-1], len(got)), (i, self.size - 1 + i, (3 << 20) * self.size))
-            # The result of this operation is not taken.
+            # The program does not take the result of this operation.
             hvd.allgather_async(np.ones(1 << 20))
         hvd.barrier()
         self.assertLessEqual(len(client._maps), 4)
 
     def test_arrays_of_operations_without_a_wait(self) -> None:
         """The program drops an array and the handle of its operation without waiting. The memory of the array is not
-        reused before the operation is done.
+        reused until the operation is done.
         """
         for i in range(20):
             if self.rank == 0:
@@ -254,7 +254,7 @@ class Numpy(unittest.TestCase):
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
         self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))
         self.assertEqual(received, [2] * self.size)
-        # Each rank sends i rows to rank i. One row is left over.
+        # Each rank sends i rows to rank i and has one row that it does not send.
         rows = sum(range(self.size)) + 1
         got, received = hvd.alltoall(np.full((rows, 2), self.rank), list(range(self.size)))
         self.equal(got, np.repeat(np.arange(self.size), self.rank * 2).reshape(-1, 2))
@@ -309,8 +309,8 @@ class Numpy(unittest.TestCase):
             hvd.grouped_allreduce(xs, op=hvd.Sum, name="types", out=xs)
             for x, want in zip(xs, wants):
                 self.equal(x, want)
-        # The second array is in the arena. Its address is not aligned for its own type, but would be aligned for the
-        # type of the first array.
+        # The second array is in the arena. Its address is not aligned for its own type, but is aligned for the type of
+        # the first array.
         view = gohvd.alloc(40).view
         first, second = np.frombuffer(view[:4], np.float32), np.frombuffer(view[4:36], np.int64)
         first[:], second[:] = 0.5, self.rank
@@ -341,7 +341,7 @@ class Numpy(unittest.TestCase):
         else:
             with self.assertRaisesRegex(ValueError, "not a member"):
                 hvd.allreduce(np.ones(1), process_set=alone)
-        # Unnamed operations are counted for each process set. So the operations in the other set do not change the
+        # Each process set counts its unnamed operations by itself. So the operations in the other set do not change the
         # names here.
         self.equal(hvd.allreduce(np.ones(1), op=hvd.Sum), np.full(1, float(self.size)))
         with self.assertRaisesRegex(ValueError, "registered already"):
@@ -370,10 +370,11 @@ class Numpy(unittest.TestCase):
         hvd.init()
 
     def test_sets_of_several_jobs(self) -> None:
-        """A process set of a later job gets the same number as a set of an earlier job. Operations use the new members.
+        """A process set of a later job has the same number as a set of an earlier job. Operations use the members of
+        the later job.
         """
         if self.size < 3:
-            return  # there are not enough ranks for two sets of different sizes
+            return  # two sets of different sizes need more ranks
         for members in ([0], [0, 1]):
             hvd.shutdown()
             s = hvd.ProcessSet(members)
@@ -387,7 +388,8 @@ class Numpy(unittest.TestCase):
 
     def test_join(self) -> None:
         for turn in range(2):
-            # The operations have no names, and the ranks run different numbers of them. The join resets the counts.
+            # The operations have no names, and the ranks run different numbers of them. The join sets the counts of all
+            # ranks to the same value.
             for step in range(self.rank + 1):
                 got = hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait()
                 self.equal(got, np.full(2, float(self.size - step)))
@@ -395,8 +397,8 @@ class Numpy(unittest.TestCase):
         self.equal(hvd.allreduce_async(np.ones(2), op=hvd.Sum).wait(), np.full(2, float(self.size)))
 
     def test_blocking_forms_begin_without_a_doorbell(self) -> None:
-        """A blocking call sends no doorbell when it begins its operation, because its wait notifies the sidecar. An
-        asynchronous call sends one.
+        """A blocking call sends no doorbell when it begins its operation, because its wait will notify the sidecar. An
+        asynchronous call sends a doorbell.
         """
         client = _engine.engine._client
         submit, later = client.submit, []

@@ -1,4 +1,4 @@
-"""Tests the horovod package on top of gohvd: its modules, a program written for Horovod, and horovod.run."""
+"""Tests the horovod package that is built on gohvd: its modules, a program written for Horovod, and horovod.run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 from ranks import RanksTest, hvd
 
-# The example program in Horovod's documentation, changed only to make its own data.
+# The example program from Horovod's documentation, changed only to generate its data.
 PROGRAM = '''
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 
 def place(offset: int, factor: int = 1):
-    """Returns a value that depends on the rank and the arguments. horovod.run runs this function at each rank."""
+    """Returns a value that depends on the rank and the arguments. horovod.run calls this function at each rank."""
     import horovod.torch as ranks_hvd
 
     ranks_hvd.init()
@@ -150,9 +150,9 @@ class Modules(RanksTest):
             ("ray", "on Ray: start the ranks with hvdrun"),
             ("data", "docs/migration.md"),
         ):
-            # As with a Horovod that was built without this framework, the module can be found but not imported.
+            # As with a Horovod that was built without this framework, the module is found but cannot be imported.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))
-            # Code that handles a missing package also handles this error.
+            # Code that handles a missing package handles this error too.
             with self.assertRaisesRegex(ModuleNotFoundError, f"no module horovod.{name}: .*{want}"):
                 importlib.import_module("horovod." + name)
             with self.assertRaisesRegex(ImportError, f"no module horovod.{name}: .*{want}"):
@@ -239,7 +239,7 @@ class Modules(RanksTest):
 
 
 class Run(RanksTest):
-    """Tests that start jobs. They run only in the job of one rank, because they need no other ranks."""
+    """Tests that start jobs. They run only in the job with one rank, because they need no other ranks."""
 
     def setUp(self) -> None:
         super().setUp()

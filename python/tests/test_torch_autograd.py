@@ -1,5 +1,5 @@
-"""Tests the gradients of every collective against closed formulas. The gradient that rank r passes to backward is
-scaled by r+1.
+"""Tests the gradients of every collective against closed formulas. Rank r scales the gradient that it passes to
+backward by r+1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Autograd(RanksTest):
         self.mean = self.total / self.size
 
     def back(self, output: torch.Tensor) -> torch.Tensor:
-        """Runs backward. At rank r the gradients are 0, 1, 2 and so on, times r+1. Returns the gradients of rank 0."""
+        """Runs backward. The gradients at rank r are 0, 1, 2 and so on, times r+1. Returns the gradients of rank 0."""
         self.assertTrue(output.requires_grad)
         ramp = torch.arange(output.numel(), dtype=torch.float64).reshape(output.shape)
         output.backward(ramp * self.mine)
@@ -88,7 +88,7 @@ class Autograd(RanksTest):
             self.close(x.grad, ramp * self.mean if self.rank == root else torch.zeros(3, dtype=torch.float64))
 
     def test_alltoall(self) -> None:
-        # Rank r sends i+1 rows to rank i, so it receives r+1 rows from each rank.
+        # Rank r sends i+1 rows to rank i. So it receives r+1 rows from each rank.
         splits = torch.tensor([i + 1 for i in range(self.size)], dtype=torch.int32)
         x = leaf(int(splits.sum()), 2)
         output, _ = hvd.alltoall(x, splits=splits)

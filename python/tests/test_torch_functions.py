@@ -40,7 +40,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, n: int) -> N
 
 
 def flat(tree, out=None) -> list:
-    """Returns the leaves of an optimizer's state dictionary, each with its keys."""
+    """Returns the leaves of an optimizer's state dictionary. Each leaf comes with the keys that lead to it."""
     out = [] if out is None else out
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -113,7 +113,7 @@ class OptimizerState(RanksTest):
         for name in OPTIMIZERS:
             for root in {0, self.size - 1}:
                 for distributed in (False, True):
-                    # want is the state that the root has after two steps.
+                    # The variable want is the state of the root after two steps.
                     torch.manual_seed(0)
                     model = torch.nn.Linear(3, 2)
                     want = make(name, model)
@@ -177,7 +177,7 @@ class OptimizerState(RanksTest):
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
         held = list(optimizer.param_groups)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        # Code that holds a reference to a parameter group sees the new values in it.
+        # Code that holds a reference to a parameter group finds the new values in this group.
         self.assertEqual([g["lr"] for g in held], [0.1, 0.2])
         self.assertEqual([g["lr"] for g in optimizer.param_groups], [0.1, 0.2])
 
@@ -203,7 +203,7 @@ class Objects(RanksTest):
 
 
 class Elastic(RanksTest):
-    """Tests that scripts for elastic training run in a job of fixed size."""
+    """Tests scripts for elastic training, which run in a job of fixed size."""
 
     def state(self):
         model = torch.nn.Linear(3, 2)
@@ -235,7 +235,7 @@ class Elastic(RanksTest):
         self.assertEqual(train.__name__, "train")
         for other in hvd.allgather(state.model.weight.detach().unsqueeze(0)):
             self.equal(state.model.weight.detach(), other)
-        # restore undoes changes that were not committed.
+        # restore undoes the changes since the last commit.
         want = state.model.weight.detach().clone()
         with torch.no_grad():
             state.model.weight.zero_()

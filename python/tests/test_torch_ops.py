@@ -1,4 +1,4 @@
-"""Tests every collective of gohvd.torch with every type."""
+"""Tests all collectives of gohvd.torch with all types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Allreduce(RanksTest):
         for dtype in FLOATS:
             want = torch.stack(samples(self.size, (17,), torch.float64)).sum(0)
             got = hvd.allreduce(sample(self.rank, (17,), dtype))
-            # An average is the sum multiplied by 1/size, not divided by size.
+            # An average is the sum multiplied by 1/size. It is not divided by size, which may round differently.
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             self.equal(got, (want.to(wide) * torch.tensor(1.0 / self.size, dtype=wide)).to(dtype), str(dtype))
         for dtype in INTS:
@@ -74,7 +74,7 @@ class Allreduce(RanksTest):
 
     def test_handles(self) -> None:
         tensors = [sample(self.rank, (n,), torch.float32) for n in range(1, 60)]
-        # Each rank submits in a different order.
+        # The ranks submit in different orders.
         order = list(range(len(tensors)))
         order = order[self.rank :] + order[: self.rank]
         handles = {i: hvd.allreduce_async(tensors[i], name=f"handles.{i}", op=hvd.Sum) for i in order}
@@ -164,8 +164,8 @@ class Allreduce(RanksTest):
                 self.equal(got, torch.tensor_split(want * self.size, self.size)[self.rank])
 
     def test_a_group_of_types_again(self) -> None:
-        """Groups with the same name and shapes but different types follow each other. Each group gets results of its
-        own types.
+        """Groups with the same name and shapes and different types run one after the other. The results of each group
+        have its own types.
         """
         kinds = [
             [torch.float32, torch.int64, torch.float16],
@@ -191,7 +191,7 @@ class Allreduce(RanksTest):
                         self.equal(x, want, f"{what}, in place")
 
     def test_groups_of_types_are_as_their_tensors(self) -> None:
-        """A group with several types gives the same results as single operations on its tensors."""
+        """A group with several types runs, and then its tensors run as single operations. The results are the same."""
         dtypes = [torch.float32, torch.int64, torch.float16, torch.uint8, torch.float64]
         tensors = [sample(self.rank, (i + 3,), d) for i, d in enumerate(dtypes)]
         real = [x for x in tensors if x.dtype.is_floating_point]
@@ -212,7 +212,7 @@ class Allreduce(RanksTest):
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Average)),
             ([torch.ones(2), torch.ones(2, dtype=torch.bool)], dict(op=hvd.Max, prescale_factor=2.0)),
         ):
-            # The group is refused because one of its tensors would be refused by itself.
+            # The group is refused, because one of its tensors would be refused as a single operation.
             with self.assertRaisesRegex(ValueError, "grouped_allreduce.refused"):
                 hvd.grouped_allreduce(xs, name="refused", **how)
         got = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="refused")
@@ -233,7 +233,7 @@ class Allreduce(RanksTest):
             got = hvd.allreduce(parts[self.rank], op=hvd.Adasum)
             self.assertEqual(got.dtype, dtype)
             self.close(got.double(), adasum(parts).double(), tolerance)
-        # Adasum adds orthogonal vectors and averages parallel ones.
+        # Adasum adds orthogonal vectors, and it averages parallel vectors.
         unit = torch.zeros(4)
         unit[self.rank] = 1.0
         want = torch.zeros(4)
@@ -295,7 +295,7 @@ class OtherOperations(RanksTest):
             self.equal(got, want)
 
     def test_empty_results_again_and_again(self) -> None:
-        # The operation goes through the ring from the third call on.
+        # From the third call on, the operation goes through the ring.
         for _ in range(5):
             empty = torch.empty(0, 6)
             self.equal(hvd.allgather(empty), empty)
@@ -303,7 +303,7 @@ class OtherOperations(RanksTest):
             self.equal(hvd.allgather(torch.empty(2, 0)), torch.empty(2 * self.size, 0))
             for got in hvd.grouped_allgather([empty, empty]):
                 self.equal(got, empty)
-            # One tensor of the group is not empty.
+            # In this group, one tensor is not empty.
             got = hvd.grouped_allgather([empty, torch.tensor([self.rank])], name="half")
             self.equal(got[0], empty)
             self.equal(got[1], torch.arange(self.size))
@@ -430,8 +430,8 @@ class OtherOperations(RanksTest):
 
 class Names(RanksTest):
     def test_same_name_twice(self) -> None:
-        """A second operation with the same name is refused at every rank until the first one is synchronized, even if
-        the first one is done already.
+        """A second operation with the same name is refused at every rank until the first operation is synchronized.
+        This is so even if the first operation is already done.
         """
         x = torch.ones(self.size)
         rows = torch.ones(self.size, dtype=torch.float64)
@@ -452,7 +452,7 @@ class Names(RanksTest):
             for turn in range(10):
                 handle = start("twice")
                 if turn % 3 == 0:
-                    hvd.barrier()  # the operation is done when the barrier is
+                    hvd.barrier()  # when the barrier is done, the operation is done too
                 for _ in range(random.choice((0, 0, 50))):
                     os.sched_yield()
                 with self.assertRaisesRegex(ValueError, "twice.*same name.*not synchronized", msg=what):
@@ -464,7 +464,7 @@ class Names(RanksTest):
                 hvd.synchronize(handle)
 
     def test_name_of_a_failure(self) -> None:
-        """The name of a failed operation also stays in use until the operation is synchronized."""
+        """The name of a failed operation stays in use too, until the operation is synchronized."""
         if self.size == 1:
             return
         for begin in (

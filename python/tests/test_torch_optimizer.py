@@ -1,4 +1,4 @@
-"""Tests DistributedOptimizer. The reference is training in one process on the concatenated batches of all ranks."""
+"""Tests DistributedOptimizer. The reference trains in one process on the concatenated batches of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gohvd import _engine
 from gohvd.torch import optimizer as module
 
 ROWS = 4  # the number of rows in a rank's batch
-# Each entry has a convolution, the memory format of its weights and the spatial dimensions of its input.
+# Each entry has a convolution, the memory format of its weights, and the number of spatial dimensions of its input.
 LAYOUTS = (
     (torch.nn.Conv2d, torch.channels_last, (4, 4)),
     (torch.nn.Conv3d, torch.channels_last_3d, (3, 3, 3)),
@@ -45,7 +45,8 @@ class OptimizerTest(RanksTest):
         return torch.cat([batch(step, r) for r in range(self.size)])
 
     def reference(self, make, steps: int, passes: int = 1, factor: float = 1.0, model=None) -> torch.nn.Module:
-        """Trains a model on the concatenated batches of all ranks and returns it. Gradients are multiplied by factor.
+        """Trains a model on the concatenated batches of all ranks and returns the model. Multiplies the gradients by
+        factor.
         """
         model = network() if model is None else model
         optimizer = make(model.parameters())
@@ -135,7 +136,7 @@ class Training(OptimizerTest):
                 for p in got.parameters():
                     self.assertEqual(p.grad.dtype, torch.float64)
                 if self.size > 1:
-                    # Each gradient has a value that 16 bits can represent, which shows that it was sent in 16 bits.
+                    # Each gradient is a value that 16 bits can represent, because it was sent in 16 bits.
                     p = got[0].weight.grad / (0.5 if self.size == 2 else 1.0)
                     wire = torch.float16 if compression is hvd.Compression.fp16 else torch.bfloat16
                     self.equal(p.to(wire).double(), p)
@@ -180,7 +181,8 @@ class Training(OptimizerTest):
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, batch(step, self.rank)).backward()
-            # All reductions have begun: one for each of the two groups, and one for the parameter that is in no group.
+            # All reductions have begun. There is one for each of the two groups, and one for the parameter that is in
+            # no group.
             self.assertEqual(len(optimizer._handles), 3 if self.size > 1 else 0)
             optimizer.step()
         self.same_weights(model, self.reference(sgd, 3))
@@ -198,7 +200,7 @@ class Training(OptimizerTest):
             self.close(b.detach(), torch.full((2,), -1.0 if step % 2 == 0 else 1.0, dtype=torch.float64))
 
     def test_groups_in_another_order_of_parameters(self) -> None:
-        # Each rank lists the parameters in a different order. The groups are those of rank 0.
+        # Each rank lists the parameters in a different order. All ranks use the groups of rank 0.
         params = {name: torch.nn.Parameter(torch.ones(i + 1)) for i, name in enumerate("abcdef")}
         order = sorted(params)[self.rank :] + sorted(params)[: self.rank]
         optimizer = torch.optim.SGD([params[name] for name in order], lr=1.0)
@@ -261,7 +263,7 @@ class Training(OptimizerTest):
                 optimizer = hvd.DistributedOptimizer(optimizer, layers.named_parameters(), **options)
                 for _ in range(2):
                     optimizer.zero_grad(set_to_none=none)
-                    # Rank r uses layer r; no rank uses the last layer.
+                    # Rank r uses layer r. No rank uses the last layer.
                     layers[self.rank](torch.ones(1, 2)).sum().backward()
                     optimizer.step()
                 for layer, weight in zip(layers[:-1], before):
@@ -328,7 +330,7 @@ class Training(OptimizerTest):
                 model, want = net(), net()
                 optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
                 reference = sgd(want.parameters())
-                # Adasum of equal steps is one such step, so all ranks train on the same batch.
+                # Adasum of equal steps is the same step. So with Adasum all ranks train on the same batch.
                 same = "op" in options
                 parts = [torch.randn(2, 3, *tail).double().contiguous(memory_format=layout) for _ in range(self.size)]
                 whole = torch.cat(parts[:1] if same else parts)
@@ -340,7 +342,7 @@ class Training(OptimizerTest):
                             o.zero_grad(set_to_none=step == 1)
                             m(x).pow(2).mean().backward()
                             if step == 2 and m is model:
-                                # The gradient gets a layout other than the one in which it is sent.
+                                # The layout of the gradient becomes another one than the layout in which it is sent.
                                 m.weight.grad = m.weight.grad.clone(memory_format=torch.contiguous_format)
                             o.step()
                 self.same_weights(model, want, 1e-2 if "compression" in options else 1e-8)
@@ -363,14 +365,16 @@ class Training(OptimizerTest):
                 total = torch.zeros_like(start)
                 for step in range(6):
                     optimizer.zero_grad(set_to_none=True)
-                    # The elements of the gradient are distinct integers, so that an element in a wrong place is found.
+                    # The elements of the gradient are different integers, so that the test finds an element in a wrong
+                    # place.
                     by = torch.arange(float(start.numel())).reshape(start.shape) % 61 * (step + 1)
-                    # Whether each rank has a gradient: in some steps all ranks have one, in others none or some.
+                    # The list says for each rank whether it has a gradient. In some steps all ranks have one, in others
+                    # none or some.
                     has = [step in (0, 4) or step == 2 and r == 0 or step == 5 and r > 0 for r in range(self.size)]
                     if has[self.rank]:
                         (model.weight * by).sum().backward()
                         if step == 4 and self.rank == 0:
-                            # The program replaces the gradient by one with another layout.
+                            # The program replaces the gradient by a copy with another layout.
                             model.weight.grad = by.clone(memory_format=torch.contiguous_format)
                             self.assertFalse(model.weight.grad.is_contiguous(memory_format=layout))
                     optimizer.step()
@@ -381,8 +385,8 @@ class Training(OptimizerTest):
                     self.assertEqual(model.weight.grad.stride(), model.weight.stride())
 
     def test_a_gradient_in_another_layout(self) -> None:
-        """This rank's gradient has another layout than the weight. It is sent in the layout of the weight, so that the
-        sum over the ranks is right.
+        """This rank's gradient has another layout than its weight. It is sent in the layout of the weight, so that the
+        sum over all ranks is right.
         """
         layouts = (torch.channels_last, torch.contiguous_format)
         for views in (True, False):
@@ -392,11 +396,11 @@ class Training(OptimizerTest):
                     torch.optim.SGD([p], lr=1.0), [("p", p)], gradient_as_arena_view=views
                 )
                 by = torch.arange(120.0).reshape(p.shape)
-                # Backward adds to an existing gradient and keeps its layout.
+                # Backward adds to an existing gradient without changing its layout.
                 if self.rank == 0:
                     p.grad = torch.zeros_like(p).contiguous(memory_format=theirs)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch warns about the layout
+                    warnings.simplefilter("ignore")  # torch warns about the layout of the gradient
                     (p * by * (self.rank + 1)).sum().backward()
                 optimizer.step()
                 self.close(p.detach(), -by * (self.size + 1) / 2, 1e-5)
@@ -437,7 +441,8 @@ class Training(OptimizerTest):
             a, b = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), [("a", a), ("b", b)], **options)
             passes = options.get("backward_passes_per_step", 1)
-            # In the first step b has a gradient at all ranks, in the second only at rank 0, and in the third at none.
+            # b has a gradient at all ranks in the first step, only at rank 0 in the second, and at no rank in the
+            # third.
             for gives in (True, self.rank == 0, False):
                 optimizer.zero_grad(set_to_none=True)
                 for i in range(passes):
@@ -468,7 +473,8 @@ class Training(OptimizerTest):
                     if m is model:
                         mine = float(loss.detach())
             self.assertAlmostEqual(mine, float(loss.detach()), places=6)
-            # The tolerance is larger for LBFGS, because it depends on the last bits of the average, which differ.
+            # The tolerance for LBFGS is larger, because its result depends on the last bits of the average, which are
+            # different here.
             self.same_weights(model, want, 1e-6 if again else 1e-10)
 
     def test_closure_after_backward(self) -> None:
@@ -620,7 +626,7 @@ class Synchronizing(OptimizerTest):
                 loss_of(want, self.whole(step)).backward()
                 self.close(norm, torch.nn.utils.clip_grad_norm_(want.parameters(), 0.01))
                 reference.step()
-            # In the next step, step() synchronizes again.
+            # In the next step, step() synchronizes by itself again.
             for m, o, x in ((model, optimizer, batch(3, self.rank)), (want, reference, self.whole(3))):
                 o.zero_grad()
                 loss_of(m, x).backward()
@@ -639,7 +645,8 @@ class Synchronizing(OptimizerTest):
             texts = [str(w.message) for w in caught]
             self.assertEqual(len(texts), 1, texts)
             self.assertIn("optimizer.step() called without optimizer.skip_synchronize()", texts[0])
-        # The gradients were averaged twice, which changes nothing: the average of equal gradients is the same gradient.
+        # The gradients were averaged twice. This changes nothing, because the average of equal gradients is the same
+        # gradient.
         self.same_weights(model, self.reference(sgd, 2), 1e-8)
 
     def test_zero_grad_too_early(self) -> None:
@@ -664,7 +671,8 @@ class Synchronizing(OptimizerTest):
         self.assertFalse(few(8, 8, 4, 4))
         self.assertTrue(few(8, 1, 4, 4))  # each rank may use only one processor
         self.assertFalse(few(8, 2, 4, 4))
-        # There are ranks on other hosts: communication with them waits for the network, so it can overlap.
+        # Other ranks are on other hosts. Communication with them waits for the network, so it can overlap with the
+        # computation.
         self.assertFalse(few(2, 2, 4, 2))
 
     def test_gradients_are_notified_together(self) -> None:
@@ -686,8 +694,8 @@ class Synchronizing(OptimizerTest):
         self.same_at_all_ranks(model)
 
     def test_interrupted(self) -> None:
-        """A signal handler raises an exception during synchronize. synchronize raises it, and each parameter still gets
-        its own gradient.
+        """A signal handler raises an exception during synchronize. synchronize passes the exception on, and each
+        parameter still gets its own gradient.
         """
         if self.size == 1:
             return
@@ -772,8 +780,8 @@ class Synchronizing(OptimizerTest):
                         self.assertIs(h, p.grad)
                         self.close(h, w.grad)
                     if none:
-                        # The program keeps a gradient or a view of a part of it. After zero_grad these belong to the
-                        # program, so their values must not change.
+                        # The program keeps a gradient, or a view of a part of it. After zero_grad the gradient belongs
+                        # to the program, so its values must not change.
                         kept.append((step, held if step else [h.view(-1)[:2] for h in held]))
                         del held
                         gc.collect()
@@ -784,7 +792,7 @@ class Synchronizing(OptimizerTest):
                         self.close(g, w.grad if step else w.grad.view(-1)[:2])
 
     def test_a_gradient_of_the_program(self) -> None:
-        # The program replaces the gradients after their reduction has begun. The results are written to the new
+        # The program replaces the gradients after their reduction has begun. The results must be written to the new
         # gradients.
         model, optimizer = self.start()
         loss_of(model, batch(0, self.rank)).backward()
@@ -792,7 +800,7 @@ class Synchronizing(OptimizerTest):
             p.grad = p.grad.clone() if self.size > 1 else p.grad
         optimizer.step()
         self.same_weights(model, self.reference(sgd, 1))
-        # Here the program sets the gradient without a backward pass.
+        # In this part, the program sets the gradient without a backward pass.
         x = torch.nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), [("x", x)])
         x.grad = torch.full((3,), float(self.rank))
@@ -842,7 +850,7 @@ class TheOptimizerItself(OptimizerTest):
             loss_of(m, x).backward()
             o.step()
         self.same_weights(model, want)
-        # A checkpoint saves and restores the state.
+        # A checkpoint is saved and restored, with the state of the optimizer.
         copy = network()
         copy.load_state_dict(model.state_dict())
         again = hvd.DistributedOptimizer(sgd(copy.parameters()), copy.named_parameters())
@@ -859,7 +867,7 @@ class TheOptimizerItself(OptimizerTest):
         loss_of(model, batch(0, self.rank)).backward()
         with optimizer.skip_synchronize():
             optimizer.load_state_dict(optimizer.state_dict())
-            # After this barrier all operations have ended, so their names can be used again.
+            # After this barrier all operations are done, so that their names can be used again.
             hvd.barrier()
             hvd.allreduce(torch.ones(1), name="after")
             for step in range(2):
@@ -905,7 +913,7 @@ class TheOptimizerItself(OptimizerTest):
 
         def load(optimizer: torch.optim.Optimizer) -> None:
             state = hvd.broadcast_object(optimizer.state_dict(), 0, "state")
-            # All ranks load the state, because torch replaces the parameter groups when it loads.
+            # All ranks load the state, because torch replaces the parameter groups during loading.
             optimizer.load_state_dict(state)
 
         for take in (broadcast, load):
@@ -935,7 +943,8 @@ class TheOptimizerItself(OptimizerTest):
                     self.assertIs(mine, other)
                 self.assertIs(optimizer.state, state)
                 self.assertIs(plain.state, state)
-                # The momentum is first 1, then 1.5 and then 1.75 times the gradient.
+                # The momentum is 1 times the gradient in the first step, then 1.5 times and then 1.75 times the
+                # gradient.
                 mean = (self.size + 1) / 2
                 want = -(1 + 1.5 * 0.5 + 1.75 * 0.25) * mean
                 self.close(torch.cat([x, y]).detach(), torch.tensor([want, 2 * want]), 1e-6)
@@ -956,7 +965,7 @@ class TheOptimizerItself(OptimizerTest):
         loss_of(model, batch(0, self.rank)).backward()
         first.step()
         first.zero_grad()
-        # The optimizer is not part of a reference cycle, so it is deleted at once.
+        # The optimizer is not part of a reference cycle, so it is deleted immediately, without the garbage collector.
         gc.disable()
         self.addCleanup(gc.enable)
         del first
@@ -970,12 +979,13 @@ class TheOptimizerItself(OptimizerTest):
         self.same_weights(model, self.reference(sgd, 2))
 
     def test_one_that_is_gone_in_the_middle_of_a_step(self) -> None:
-        """An optimizer is deleted in the middle of a step. Another optimizer can use the names of its gradients."""
+        """An optimizer is deleted in the middle of a step. Another optimizer can then use the names of its gradients.
+        """
         for _ in range(3):
             model = network()
             optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
             loss_of(model, batch(0, self.rank)).backward()
-            hvd.barrier()  # now the gradients are reduced, but not synchronized
+            hvd.barrier()  # after this barrier the gradients are reduced, but not synchronized
             del optimizer
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
         optimizer.zero_grad()
@@ -1034,7 +1044,7 @@ class AdasumOptimizer(OptimizerTest):
             optimizer = hvd.DistributedOptimizer(
                 sgd(model.parameters()), model.named_parameters(), op=hvd.Adasum, **options
             )
-            # Each reference makes the step of one rank, all from the same weights. Then the steps are combined.
+            # Each reference makes the step of one rank. All begin with the same weights. Then the steps are combined.
             others = [network() for _ in range(self.size)]
             references = [sgd(m.parameters()) for m in others]
             for step in range(3):

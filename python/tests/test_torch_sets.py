@@ -17,12 +17,14 @@ from gohvd.process_sets import get_process_set_ids_and_ranks
 
 class SetsTest(RanksTest):
     def together(self) -> None:
-        """Waits for all ranks before a shutdown, which would end operations that other ranks are still running."""
+        """Waits for all ranks. It is called before a shutdown, which would end the operations that other ranks still
+        run.
+        """
         hvd.allreduce(torch.ones(1), name="together")
 
     def restart_count(self) -> None:
-        """Restarts the job, so that all ranks count unnamed operations from 0 again. Otherwise their counts differ
-        after calls that only some ranks have made.
+        """Restarts the job, so that all ranks count unnamed operations from 0 again. Otherwise the counts differ after
+        calls that only some ranks have made.
         """
         self.together()
         hvd.shutdown()
@@ -31,7 +33,7 @@ class SetsTest(RanksTest):
 
 class Errors(SetsTest):
     def tearDown(self) -> None:
-        # The job must go on after each error.
+        # After each error the job must go on.
         self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(self.size)))
 
     def mismatch(self, call, *parts: str) -> None:
@@ -69,8 +71,8 @@ class Errors(SetsTest):
         self.mismatch(lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + self.rank))
 
     def test_names_in_use(self) -> None:
-        # The last rank submits late, so the first tensor is in flight when the second one with the same name
-        # is submitted.
+        # The last rank submits late. So the first tensor is in flight when the second tensor with the same name is
+        # submitted.
         late = self.rank == self.size - 1 and self.size > 1
         if late:
             hvd.barrier()
@@ -86,7 +88,8 @@ class Errors(SetsTest):
         self.restart_count()
 
     def test_types_in_groups(self) -> None:
-        """The tensors of a group have one type at some ranks and several types at others. All ranks get an error."""
+        """The tensors of a group have one type at some ranks and several types at other ranks. All ranks get an error.
+        """
         for name in ("types", None):
             for call in (hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter):
                 second = torch.ones(3, dtype=torch.float64 if self.rank == self.size - 1 else torch.float32)
@@ -99,8 +102,8 @@ class Errors(SetsTest):
                     self.equal(second, torch.ones_like(second))
 
     def test_other_types_in_a_group_of_types(self) -> None:
-        """The last rank changes a type in a group that all ranks have reduced before. All ranks get an error
-        with the group's name.
+        """The last rank changes a type in a group that all ranks have reduced before. All ranks get an error that has
+        the name of the group.
         """
         last = self.rank == self.size - 1
         dtypes = [torch.float32, torch.int64, torch.float16]
@@ -153,10 +156,10 @@ class Errors(SetsTest):
                     begin([one, two, bad], name="whole")
                 self.assertEqual(len(client._pending), before, "some were begun")
         if self.rank > 0:
-            hvd.barrier()  # before this the other ranks submit nothing, so rank 0's operations cannot complete
+            hvd.barrier()  # the other ranks submit nothing before it, so rank 0's operations cannot complete
         of_this_name = [
             hvd.grouped_allreduce_async([two], name="whole"),
-            hvd.grouped_allreduce_async([two], name="whole_2of2"),  # no tensor of the group has this name
+            hvd.grouped_allreduce_async([two], name="whole_2of2"),  # not the name of a tensor of the group
             hvd.grouped_allgather_async([two], name="whole"),
         ]
         if self.rank == 0 and self.size > 1:
@@ -183,8 +186,8 @@ class Errors(SetsTest):
         self.assertEqual([float(x.sum()) for x in hvd.synchronize(under_way)], [3.0 * self.size, 2.0 * self.size])
 
     def test_names_of_operations_are_apart(self) -> None:
-        # An allreduce, an allgather and a broadcast with the same name are different operations and can be in flight at
-        # the same time.
+        # An allreduce, an allgather and a broadcast with the same name are different operations, so they can be in
+        # flight at the same time.
         a = hvd.allreduce_async(torch.ones(2), name="apart", op=hvd.Sum)
         b = hvd.allgather_async(torch.ones(1), name="apart")
         c = hvd.broadcast_async(torch.ones(1), 0, name="apart")

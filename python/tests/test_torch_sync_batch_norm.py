@@ -16,8 +16,8 @@ KINDS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm
 
 class SyncBatchNorm(RanksTest):
     def compare(self, rows, tail, channels_last=False, dtype=torch.float64, tolerance=1e-10, **options) -> None:
-        """Trains both layers on two batches, evaluates them on one, and compares the results. rows(r) is the number of
-        rows that rank r has.
+        """Trains both layers on two batches, evaluates them on one batch, and compares the results. rows(r) is the
+        number of rows of rank r.
         """
         ours = hvd.SyncBatchNorm(4, **options).to(dtype)
         torchs = KINDS[2 + len(tail)](4, **options).to(dtype)
@@ -27,7 +27,7 @@ class SyncBatchNorm(RanksTest):
                 layer.weight.data.copy_(weight)
                 layer.bias.data.copy_(bias)
         for turn in range(2):
-            # The mean is large, so that a formula that subtracts large sums would show its error.
+            # The mean is large, so that a formula that subtracts large sums would have a visible error.
             parts = [torch.randn(rows(r), 4, *tail).to(dtype) * (r + 1) + 100 for r in range(self.size)]
             weights = [torch.randn(rows(r), 4, *tail).to(dtype) for r in range(self.size)]
             mine = parts[self.rank].clone()
@@ -46,7 +46,8 @@ class SyncBatchNorm(RanksTest):
             (want * torch.cat(weights)).sum().backward()
             self.close(mine.grad, whole.grad[begin:end], tolerance)
             if ours.affine:
-                # The gradients are those of this rank's batch. Their sum over the ranks is the gradient of all batches.
+                # The gradients are for this rank's batch. Their sum over all ranks is the gradient for the concatenated
+                # batches.
                 self.close(hvd.allreduce(ours.weight.grad, op=hvd.Sum), torchs.weight.grad, tolerance * 10)
                 self.close(hvd.allreduce(ours.bias.grad, op=hvd.Sum), torchs.bias.grad, tolerance * 10)
             if ours.track_running_stats:
@@ -78,8 +79,8 @@ class SyncBatchNorm(RanksTest):
         self.compare(lambda r: 4, (5,), dtype=torch.float32, tolerance=2e-3)
 
     def test_halves_are_summed_wide(self) -> None:
-        # In bfloat16, the sum of 4096 values of 10 and 12 is not exact. The count is not exact either: the next number
-        # after 4080 is 4096.
+        # In bfloat16, the sum of 4096 values of 10 and 12 is not exact. The count of the values is not exact either,
+        # because the next number after 4080 is 4096.
         x = torch.full((4096, 1), 10.0, dtype=torch.bfloat16)
         x[::2] = 12.0
         x[0] = 100.0

@@ -1,4 +1,4 @@
-"""Tests start_timeline and stop_timeline, which go through the sidecars of the ranks."""
+"""Tests start_timeline and stop_timeline. The sidecars of the ranks write the timelines."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Timeline(RanksTest):
         self.assertIn("NEGOTIATE_ALLREDUCE", text)
         if self.rank == 0:
             self.assertIn("CYCLE_START", text)
-        hvd.stop_timeline()  # does nothing if no timeline is being written
+        hvd.stop_timeline()  # has no effect, because no timeline is being written
 
     def test_another_file(self) -> None:
-        """A relative path is relative to the working directory of this process, not to the sidecar's."""
+        """A relative path is relative to the working directory of this process, not to that of the sidecar."""
         here = os.getcwd()
         self.addCleanup(os.chdir, here)
         os.chdir(self.folder)
