@@ -116,5 +116,5 @@ func have(ranks []topo.Rank) string {
 	return topo.FormatRanks(ranks) + " have"
 }
 
-// seconds formats a duration for messages, as "60s" or "0.5s".
+// seconds formats a duration for messages, such as "60s" or "0.5s".
 func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }

@@ -17,7 +17,7 @@ type CoordinatorConfig struct {
 	Sets []Set
 	// CacheCapacity is the maximum number of responses in the cache of each set.
 	CacheCapacity int
-	// FusionThresholdBytes is the maximum size of a fused response.
+	// FusionThresholdBytes is the maximum number of bytes of a fused response.
 	FusionThresholdBytes int64
 	// DisableGroupFusion says that the tensors of a group are not fused with other tensors.
 	DisableGroupFusion bool
@@ -381,7 +381,7 @@ func (c *Coordinator) decideSuspicion(s *suspicion) {
 // fail gives the verdict. It is called at most once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// Drop the decisions of this turn, but still tell ranks that have left that they may close.
+	// Drop the decisions of this turn. Keep the frames that tell ranks that have left that they may close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())
@@ -584,7 +584,7 @@ func (c *Coordinator) Next() time.Duration {
 
 // Digest returns a digest of the coordinator's cache of a set. Right after Ready, it equals the digest of
 // every member that has applied the last cycle. Later it may differ, because the coordinator erases entries
-// at once and the members learn of it with the next cycle of the set.
+// at once, and the members learn of the erasures with the next cycle of the set.
 func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Digest()

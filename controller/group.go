@@ -7,7 +7,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// groupKey identifies a group of tensors that are granted together.
+// groupKey identifies a group of tensors by its name and size.
 type groupKey struct {
 	name string
 	size int32
@@ -34,7 +34,7 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 	return keys
 }
 
-// group is a group of tensors that are granted together.
+// group is the state of a group of tensors that are granted together.
 type group struct {
 	groupKey
 	items []readyItem // the complete tensors that wait for the others, in the order of completion
@@ -52,7 +52,7 @@ type group struct {
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
-		// Choose the first by name, so that the text does not depend on the order of arrival.
+		// Choose the first error by name, so that the text does not depend on the order of arrival.
 		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil ||
 			r.Name < failed.Name) {
 			failed = r

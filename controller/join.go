@@ -89,7 +89,7 @@ func (s *setState) joinAll() {
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
 // needsAll reports whether operations of kind k need the data of members that have joined, unless these
-// members agreed to contribute nothing.
+// members have joined with empty contributions.
 func needsAll(k message.Kind) bool {
 	switch k {
 	case message.Allreduce, message.Barrier:

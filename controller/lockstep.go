@@ -38,7 +38,7 @@ func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
 	return l
 }
 
-// voteState has the unanswered votes of a member in a process set, in lock-step.
+// voteState has the unanswered votes of a member in a process set. It is used only in lock-step.
 type voteState struct {
 	votes     message.Bits
 	presented message.Bits // votes that were in the vectors of an earlier cycle

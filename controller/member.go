@@ -90,7 +90,7 @@ type memberSet struct {
 
 func newMemberSet(s Set, r topo.Rank) *memberSet { return &memberSet{Set: s, me: s.index(r)} }
 
-// admit returns an error if this rank must not make request q now, else nil.
+// admit returns an error if this rank must not make the request q now. Otherwise it returns nil.
 func (s *memberSet) admit(q *message.Request) error {
 	switch {
 	case s.join != "":

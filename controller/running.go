@@ -11,7 +11,7 @@ type grantList struct {
 	oldest, newest *Grant
 }
 
-// add appends a grant that has arrived at now.
+// add appends a grant that has arrived at the time now.
 func (l *grantList) add(g *Grant, now time.Duration) {
 	g.since, g.older, g.newer = now, l.newest, nil
 	if l.newest != nil {

@@ -78,7 +78,7 @@ func (i *readyItem) kind() message.Kind {
 	return i.response.Kind
 }
 
-// fail turns an item into an error.
+// fail turns an item into an error with the given reason.
 func (i *readyItem) fail(reason string) {
 	r := i.response
 	i.response = &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind,

@@ -36,7 +36,7 @@ type Primary struct {
 	evicted       bool // whether an entry was ever erased to free its bit for another entry
 }
 
-// slot is what a Primary knows about a bit, except its response.
+// slot has the data of a bit apart from its response.
 type slot struct {
 	put          uint64 // the cycle in which the bit got its current entry
 	votes        int32

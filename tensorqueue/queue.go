@@ -31,7 +31,7 @@ func (e *DuplicateNameError) Error() string {
 		"call Wait, or Poll until it returns true, or choose another name", e.Kind, e.Name)
 }
 
-// Entry is a submitted tensor.
+// Entry is a submitted operation on a tensor, or on a group that is one request.
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
@@ -121,7 +121,7 @@ func (n *Name) Release() {
 // free reports whether a tensor may be submitted under the name.
 func (n *Name) free() bool { return n.entry == nil && n.released.Load() == n.holds }
 
-// Queue has the entries of one process set. New returns one.
+// Queue has the entries of one process set. Create it with New.
 type Queue struct {
 	mu       sync.Mutex
 	names    map[string]*Name

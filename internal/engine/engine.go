@@ -10,8 +10,8 @@
 //
 // A turn executes work that does not wait: a barrier, or steps of an allreduce of few bytes. A caller that
 // drives the loop while it waits also executes steps of larger operations in its turns. If a step has to wait
-// for long, the operation moves to its lane. Otherwise a blocking call neither leaves the caller's thread nor
-// wakes another thread.
+// for long, the operation moves to its lane. If no step has to, a blocking call neither leaves the caller's
+// thread nor wakes another thread.
 package engine
 
 import (
@@ -391,9 +391,9 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 	e.Close()
 }
 
-// Close ends this rank at once and waits until its connections and goroutines are gone. The other ranks
-// cannot tell Close from the death of the process, unless the epoch is over. Close may be called more than
-// once.
+// Close ends this rank at once and waits until its connections and goroutines are gone. Unless the epoch is
+// over, the other ranks cannot distinguish a call of Close from the death of the process. Close may be called
+// more than once.
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)

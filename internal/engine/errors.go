@@ -51,10 +51,10 @@ func (e *UsageError) Error() string {
 func (e *UsageError) Unwrap() error { return e.Err }
 
 // MismatchError is the error of a tensor if the requests of the ranks contradict each other or together ask
-// for something impossible. It comes from the coordinator, or from this rank if the output has no room for
-// the result. The job continues, because the program is at fault and not a machine.
+// for something impossible. It comes from the coordinator. If the output has no room for the result, it comes
+// from this rank. The job continues, because the program is at fault, not a machine.
 type MismatchError struct {
-	// Tensor is the name that the requests have in common.
+	// Tensor is the name of the tensor, which is equal in all requests.
 	Tensor string
 	// Text names the operation and the tensor, and says what each rank sent.
 	Text string

@@ -15,7 +15,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// work is a grant with this rank's tensors for it. The tensors are in the order of the grant's responses.
+// work is a grant together with this rank's tensors for the grant. The tensors are in the order of the
+// grant's responses.
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry

@@ -114,7 +114,8 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	return names
 }()
 
-// name returns the name of a for timelines. If Horovod has a name for the activity, name returns that name.
+// name returns the name of the activity for timelines. If Horovod has a name for the activity, it is the
+// same.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:

@@ -58,7 +58,7 @@ func (e *Engine) drain(connected *sync.WaitGroup) {
 }
 
 // framesPerTurn is the maximum number of frames that a turn applies from one peer, so that one peer cannot
-// keep the loop from the others.
+// keep the loop from serving the other peers.
 const framesPerTurn = 64
 
 // frames splits the bytes that are received on a control connection into frames, without blocking.

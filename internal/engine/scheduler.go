@@ -60,7 +60,7 @@ type scheduler struct {
 	wanted     atomic.Bool // whether a driver waits for mu while BackgroundThreadLoop holds it
 	missed     atomic.Bool // whether BackgroundThreadLoop was woken while a driver held mu
 
-	// Owned by the goroutine that holds mu.
+	// The fields below are owned by the goroutine that holds mu.
 	now        time.Duration // the time at which the turn began, or about the time of the last poll
 	budget     time.Duration // the poll budget of the goroutine that holds mu
 	busyUntil  time.Duration // the time at which polling ends
@@ -387,7 +387,8 @@ func (s *scheduler) turn() (next time.Duration) {
 // something to do or quit returns true.
 func (s *scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
-		// Yield so that the lane runs next on this processor. Another thread would run it later.
+		// Yield, so that the lane runs next on this processor. If another thread had to run it, it would run
+		// later.
 		runtime.Gosched()
 	}
 	s.dispatched = false

@@ -50,7 +50,7 @@ const (
 	stallWindow         = time.Second
 )
 
-// stallLog counts the stalls of a window. The first stall opens the window.
+// stallLog counts the stalls of a window. A window begins with its first stall.
 type stallLog struct {
 	named, unnamed int           // number of stalls with and without a line in the log
 	end            time.Duration // the end of the window; meaningless if named is 0

@@ -147,7 +147,7 @@ type DownSet struct {
 	Grants []Grant
 	// Erase are the cache bits whose entries are erased.
 	Erase []uint32
-	// Puts are the responses in Grants that are put into the cache.
+	// Puts assign cache bits to responses in Grants, which are then in the cache.
 	Puts []Put
 }
 

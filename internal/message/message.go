@@ -1,9 +1,9 @@
 // Package message defines the frames that ranks exchange while they negotiate, and their encoding.
 //
 // Ranks send Up frames to the coordinator, and the coordinator sends Down frames to ranks
-// (docs/negotiation.md, Frames). Votes for cached tensors are bit vectors in a fixed binary layout. Requests
-// and responses are protobuf messages in that layout. A decoder checks every length against the number of
-// received bytes before it allocates memory.
+// (docs/negotiation.md, Frames). Frames have a fixed binary layout. Votes for cached tensors are bit vectors
+// in it. Requests and responses are protobuf messages that are embedded in it. A decoder checks every length
+// against the number of received bytes before it allocates memory.
 package message
 
 import (

@@ -31,7 +31,7 @@ type timelines struct {
 	past    uint64             // number of operations that earlier timelines have dropped
 }
 
-// dropped returns how many operations all timelines of the rank have dropped.
+// dropped returns how many operations the timelines of the rank have dropped in total.
 func (t *timelines) dropped() uint64 {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
