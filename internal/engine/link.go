@@ -19,7 +19,8 @@ const (
 	// headerBytes is the size of a frame's header: the length of the frame (u32), then the number of the
 	// frame on its connection (u32).
 	headerBytes = 8
-	// readStep is the maximum number of bytes of memory that are allocated ahead of the bytes of a frame.
+	// readStep is the maximum number of bytes of memory that are allocated for the part of a frame that has
+	// not arrived yet.
 	readStep = 64 << 10
 	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the
 	// maximum number of such buffers.

@@ -219,9 +219,9 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor records the reason why the job stops if this rank has not asked for the stop, and returns the
-// reason as an error. If ranks is not empty, the job stops because these ranks have shut down. If ranks is
-// empty, it stops because a tensor has stalled.
+// stopFor is called when the job stops although this rank has not asked for the stop. It records the reason
+// and returns it as an error. If ranks is not empty, the job stops because these ranks have shut down. If
+// ranks is empty, it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
 		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})

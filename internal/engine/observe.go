@@ -114,8 +114,8 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	return names
 }()
 
-// name returns the name of the activity for timelines. If Horovod has a name for the activity, it is the
-// same.
+// name returns the name of the activity for timelines. If Horovod has a name for the activity, name returns
+// that name.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:
@@ -375,7 +375,7 @@ func (e *Engine) Stats() trace.Stats {
 const publishPeriod = 100 * time.Millisecond
 
 // publish copies the coordinator's counters for Stats, because Stats may be called during a turn. If atOnce
-// is set, it copies them now, otherwise only once in each publishPeriod.
+// is set, publish copies them now. Otherwise it copies them at most once in each publishPeriod.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return
