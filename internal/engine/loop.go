@@ -219,7 +219,7 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor is called when the job stops although this rank has not asked for the stop. It records the reason
+// stopFor is called when the job stops and this rank has not asked for the stop. It records the reason
 // and returns it as an error. If ranks is not empty, the job stops because these ranks have shut down. If
 // ranks is empty, it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
