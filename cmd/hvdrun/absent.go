@@ -13,7 +13,7 @@ import (
 )
 
 // absentFlag is the value of a flag of horovodrun that has no effect in hvdrun. If the flag only turns off a
-// feature that hvdrun lacks, absentFlag accepts it. Otherwise it rejects every value.
+// feature that hvdrun lacks, Set accepts every value. Otherwise Set rejects every value.
 type absentFlag struct {
 	name, reason string
 	without      bool // the flag only turns off a feature that hvdrun lacks
@@ -51,8 +51,8 @@ func addAbsentFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// foreignFlags lists flags of torchrun and mpirun that hvdrun has under another name or does not need, with
-// advice on what to use instead.
+// foreignFlags lists flags of torchrun and mpirun that hvdrun has under another name or does not need. For
+// each flag it has advice on what to use instead.
 var foreignFlags = []struct {
 	program string
 	names   []string
@@ -99,8 +99,8 @@ func foreignError(dashes, name string) error {
 	return nil
 }
 
-// fixedWorld returns an error if --min-np or --max-np is given, unless both are np. There are no elastic
-// jobs.
+// fixedWorld returns an error unless --min-np and --max-np both equal np or neither is given, because gohvd
+// has no elastic jobs.
 func (r *runner) fixedWorld(np int) error {
 	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
 		return nil

@@ -7,7 +7,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// aliases maps other names of flags, from Horovod and mpirun, to hvdrun's names.
+// aliases maps the names that flags have in Horovod and mpirun to the names that they have in hvdrun.
 var aliases = map[string]string{
 	"np":               "num-proc",
 	"min-np":           "min-num-proc",
@@ -19,12 +19,13 @@ var aliases = map[string]string{
 // singleDash lists the long names of flags that, as in Horovod, may follow a single dash.
 var singleDash = []string{"np", "cb", "prefix-timestamp", "hostfile", "hosts"}
 
-// ownCommands lists the subcommands of hvdrun. They are recognized only as the first argument. After flags or
-// -- such a word is the command to launch.
+// ownCommands lists the subcommands of hvdrun. A subcommand is recognized only as the first argument. After
+// flags or after --, the same word is the command to launch.
 var ownCommands = []string{"completion", configCommand, doctorCommand, "help", storeCommand, timelineCommand,
 	"__complete", "__completeNoDesc"}
 
-// normalize returns the canonical name of a long flag. It accepts aliases, and _ for - as torchrun does.
+// normalize returns the canonical name of a long flag. It accepts aliases. Like torchrun, it also accepts _
+// in place of -.
 func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 	name = strings.ReplaceAll(name, "_", "-")
 	if canonical, ok := aliases[name]; ok {
@@ -34,14 +35,14 @@ func normalize(_ *pflag.FlagSet, name string) pflag.NormalizedName {
 }
 
 // rewrite converts the arguments to a form that pflag can parse: -np becomes --np, and -- is inserted before
-// the command to launch, so that pflag does not take flags of the command for flags of hvdrun.
+// the command to launch. Without this --, pflag would take flags of the command for flags of hvdrun.
 func rewrite(args []string, flags *pflag.FlagSet) []string {
 	var out []string
 	if len(args) > 0 && slices.Contains(ownCommands, args[0]) {
 		if args[0] != configCommand {
 			return args
 		}
-		out, args = args[:1:1], args[1:] // the arguments of hvdrun config are those of a job
+		out, args = args[:1:1], args[1:] // what follows hvdrun config has the form of hvdrun's own arguments
 	}
 	for len(args) > 0 {
 		arg := args[0]
@@ -64,11 +65,11 @@ func rewrite(args []string, flags *pflag.FlagSet) []string {
 	return out
 }
 
-// wantsValue reports whether the next argument is the value of the flag arg. It returns false for an unknown
-// flag, which pflag rejects.
+// wantsValue reports whether the argument after the flag arg is the value of that flag. It returns false for
+// an unknown flag, which pflag will reject.
 func wantsValue(arg string, flags *pflag.FlagSet) bool {
 	if name, long := strings.CutPrefix(arg, "--"); long {
-		f := flags.Lookup(name) // nil for name=value
+		f := flags.Lookup(name) // f is nil if name has the form name=value
 		return f != nil && f.NoOptDefVal == ""
 	}
 	for i := 1; i < len(arg); i++ {

@@ -75,7 +75,7 @@ func (r *runner) command() *cobra.Command {
 		Use:     configCommand + " [flags]",
 		Short:   "Show every setting of the ranks and where its value comes from",
 		Version: root.Version,
-		Args:    cobra.ArbitraryArgs, // as for launching, with config before it
+		Args:    cobra.ArbitraryArgs, // the same arguments as to launch a job
 		RunE:    r.showSettings,
 
 		DisableFlagsInUseLine: true,
@@ -106,7 +106,7 @@ func (r *runner) command() *cobra.Command {
 	return root
 }
 
-// addFlags adds the flags of the groups to cmd. It also adds hidden flags that hvdrun only rejects or
+// addFlags adds the flags of the groups to cmd. It also adds hidden flags, which hvdrun only rejects or
 // ignores.
 func (r *runner) addFlags(cmd *cobra.Command, groups []group) {
 	f := cmd.Flags()

@@ -41,8 +41,8 @@ type doctorFlags struct {
 
 // doctor returns the command that checks this machine and other hosts for problems.
 func (r *runner) doctor() *cobra.Command {
-	// The timeout of ssh is shorter than the time limit of the checks, so that ssh can print which connection
-	// timed out.
+	// The timeout of ssh is shorter than the time limit of the checks, so that ssh itself can report that its
+	// connection timed out.
 	given := doctorFlags{where: hostFlags{sshOptions: []string{"-o", "ConnectTimeout=5"}}}
 	g := newGroup("Flags")
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",

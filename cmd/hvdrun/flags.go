@@ -26,7 +26,7 @@ func newGroup(title string) group {
 	return g
 }
 
-// jobFlags returns the group of the flags of a job that do not belong to settings.
+// jobFlags returns the group of those flags for a job that do not set a setting.
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
@@ -54,7 +54,7 @@ func (r *runner) jobFlags() group {
 	return g
 }
 
-// settingFlags returns the flags in the table of settings, as a group for each section.
+// settingFlags returns the flags in the table of settings. There is a group for each section of the table.
 func (r *runner) settingFlags() []group {
 	var groups []group
 	for _, s := range config.Settings() {
@@ -85,7 +85,7 @@ func usage(s config.Setting, i int) string {
 	}
 }
 
-// showFlags returns the group of the flags that only hvdrun config has.
+// showFlags returns the group of flags that only the subcommand config has.
 func (r *runner) showFlags() group {
 	g := newGroup("Output")
 	g.flags.BoolVar(&r.asJSON, "json", false, "print the settings as JSON")
@@ -125,7 +125,7 @@ func (f *settingFlag) Set(text string) error {
 	return nil
 }
 
-// file returns path as an absolute path, so that it stays valid for a rank that changes its working
+// file returns path as an absolute path, so that the path stays valid if a rank changes its working
 // directory. It is an error if path is empty or the flag was given before.
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }

@@ -24,11 +24,11 @@ type hostFlags struct {
 	agent        string
 	remoteHvdrun string
 
-	// sshOptions holds arguments of ssh, in addition to those that reach always adds.
+	// sshOptions holds further arguments for ssh. The method reach adds some arguments in any case.
 	sshOptions []string
 }
 
-// hostPlace stands for the name of the host in the command of --agent.
+// hostPlace is the text in the value of --agent that is replaced by the name of the host.
 const hostPlace = "{host}"
 
 func (h *hostFlags) group() group {
@@ -54,7 +54,7 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 			"without {host}, the name follows COMMAND")
 }
 
-// hosts returns the hosts that the flags name, or none if no flag names hosts.
+// hosts returns the hosts that the flags name. It returns an empty list if no flag names hosts.
 func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
@@ -94,8 +94,8 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 	return nil
 }
 
-// unusedFlags returns warnings about flags that were given but have no effect, because all hosts are this
-// host.
+// unusedFlags returns warnings about flags that were given but have no effect. If all hosts are this host,
+// flags for other hosts have no effect.
 func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warnings []string) {
 	if slices.ContainsFunc(hosts, func(host launch.Host) bool { return !launch.IsThisHost(host.Name) }) {
 		return nil
@@ -114,7 +114,8 @@ func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
 
-// reach returns the command that runs words on host.
+// reach returns the command that runs a program on host. The first of words is the program, and the rest are
+// its arguments.
 func (h *hostFlags) reach(host string, words []string) []string {
 	if h.agent != "" {
 		// The words are not quoted for a shell, because not every agent runs a shell on the other host.
@@ -125,7 +126,8 @@ func (h *hostFlags) reach(host string, words []string) []string {
 		return append(argv, words...)
 	}
 	// BatchMode: ssh must not prompt for a password. -T: ssh must not allocate a terminal, which would alter
-	// the bytes. ControlMaster: ssh must not open a connection to be shared, which would outlive the job.
+	// the bytes. ControlMaster: ssh must not open a connection for other ssh commands to share, because that
+	// connection would outlive the job.
 	argv := append([]string{"ssh", "-T", "-o", "BatchMode=yes", "-o", "ControlMaster=no"}, h.sshOptions...)
 	if h.sshPort != 0 {
 		argv = append(argv, "-p", strconv.Itoa(h.sshPort))
@@ -140,7 +142,7 @@ func (h *hostFlags) reach(host string, words []string) []string {
 	return argv
 }
 
-// shellWord quotes word for the shell with which sshd runs the command.
+// shellWord quotes word for the shell in which sshd runs the command.
 func shellWord(word string) string {
 	special := func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') &&
@@ -165,9 +167,9 @@ func (h *hostFlags) agentPath() (string, error) {
 	return path, nil
 }
 
-// storeAddresses returns the addresses, with the given port, at which other hosts may reach this host. The
-// address of the default route comes first. The route to each host may be unknown, because only ssh may
-// understand the host's name.
+// storeAddresses returns addresses with the given port at which other hosts may reach this host. The address
+// of the default route comes first. storeAddresses does not look up the routes to the hosts, because a host's
+// name may be an alias that only ssh understands.
 func storeAddresses(settings *config.Config, port uint16) ([]netip.AddrPort, error) {
 	choice, err := netif.Parse(settings.NetworkInterfaces)
 	if err != nil {

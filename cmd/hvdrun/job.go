@@ -103,7 +103,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2} {
-		if !signal.Ignored(s) { // signals may be ignored, as under nohup
+		if !signal.Ignored(s) { // a signal may be ignored, as SIGHUP under nohup
 			signal.Notify(signals, s)
 		}
 	}
@@ -145,7 +145,7 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	return np, nil
 }
 
-// settings returns the settings that the ranks will get, and prints the warnings about them.
+// settings returns the settings that the ranks will get, and prints the warnings about these settings.
 func (r *runner) settings() (config.Config, error) {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
 		Launcher: true})
@@ -158,9 +158,9 @@ func (r *runner) settings() (config.Config, error) {
 	return c, nil
 }
 
-// logger returns the logger for the servers in this process. It writes to standard error as the settings for
-// logs say. With --verbose it also logs the connections of clients. It ignores errors in settings, because
-// the method settings reports them.
+// logger returns the logger for the servers in this process. The logger writes to standard error and obeys
+// the settings for logs. With --verbose it also logs the connections of clients. The method logger ignores
+// errors in settings, because the method settings reports them.
 func (r *runner) logger() *zap.Logger {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
 		Launcher: true})
@@ -173,8 +173,9 @@ func (r *runner) logger() *zap.Logger {
 	return c.Logger(r.stderr)
 }
 
-// sidecarBinary returns the variable that tells ranks in Python the path of the hvdd beside hvdrun. It
-// returns none if there is no such hvdd, if ranks are on other hosts, or if the variable has a value already.
+// sidecarBinary returns the variable that tells ranks in Python the path of the hvdd in the folder of hvdrun.
+// It returns nil if there is no such hvdd, if ranks are on other hosts, or if the variable already has a
+// value.
 func sidecarBinary(settings *config.Config, several bool) []string {
 	path := doctor.BesideSelf(config.SidecarProgram)
 	if path == "" || several || settings.Variable(config.SidecarBinaryVariable) != "" {
@@ -183,8 +184,8 @@ func sidecarBinary(settings *config.Config, several bool) []string {
 	return []string{config.SidecarBinaryVariable + "=" + path}
 }
 
-// timelineSignal returns the variable with the timeline signal if the settings file names one. The variable
-// must be in the environment of the ranks, because package launch looks for it there.
+// timelineSignal returns the variable with the timeline signal if the settings file has that setting. Package
+// launch looks for the variable in the environment of the ranks, so hvdrun must add it there.
 func timelineSignal(settings *config.Config) []string {
 	const name = "HVD_TIMELINE_SIGNAL"
 	if settings.Origin(name).Source != config.FromFile || settings.TimelineSignal == "" {
@@ -193,8 +194,9 @@ func timelineSignal(settings *config.Config) []string {
 	return []string{name + "=" + settings.TimelineSignal}
 }
 
-// logFormat returns the variable that makes ranks log for a terminal if the format is auto and hvdrun's
-// standard error is a terminal. The ranks cannot see that, because their standard error is a pipe.
+// logFormat returns the variable that makes ranks log in the console format, if the format is auto and
+// hvdrun's standard error is a terminal. Otherwise it returns nil. The ranks themselves cannot detect the
+// terminal, because their standard error is a pipe.
 func (r *runner) logFormat(settings *config.Config) []string {
 	if settings.LogFormat == "auto" && logs.IsTerminal(r.stderr) {
 		return []string{"HVD_LOG_FORMAT=console"}

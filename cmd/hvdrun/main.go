@@ -59,7 +59,7 @@ type runner struct {
 	checkBuild  bool
 
 	flags    []config.FlagValue // settings in the order of the command line
-	extra    []string           // variables for the ranks, as NAME=value, that are not settings
+	extra    []string           // variables for the ranks that are not settings, as NAME=value
 	warnings []string
 
 	asJSON, asMarkdown bool // flags of hvdrun config

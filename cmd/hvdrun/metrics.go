@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/metrics"
 )
 
-// serveMetrics serves the metrics of all ranks until stop is called. It requests them from the ranks when it
-// is scraped.
+// serveMetrics serves the metrics of all ranks until stop is called. At each scrape it requests the metrics
+// from the ranks.
 func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
@@ -32,19 +32,19 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	})
 	server, err := metrics.Serve(r.metricsAddr, job.Handler(), r.logger())
 	if err != nil {
-		_ = job.Close() // nothing has been requested yet
+		_ = job.Close() // no error to report, because nothing has been requested yet
 		return nil, fmt.Errorf("--metrics-addr: %w", err)
 	}
 	fmt.Fprintf(r.stderr, "hvdrun: metrics at http://%s/metrics\n", server.Addr())
 	return func() {
-		// Requests to ranks are cancelled first, so that scrapes that wait for them end at once. The errors
-		// do not matter.
+		// First cancel the requests to ranks, so that scrapes that wait for them end at once. Errors do not
+		// matter at the end of a job.
 		_ = job.Close()
 		_ = server.Close()
 	}, nil
 }
 
-// hostNames returns for each rank the name of its host.
+// hostNames returns, for each rank, the name of its host.
 func hostNames(hosts []launch.Host, np int) ([]string, error) {
 	if hosts == nil {
 		name, err := os.Hostname()

@@ -17,17 +17,17 @@ import (
 )
 
 const (
-	// surveyTime is the time limit for the ranks' answers. It is short enough that a report is printed within
-	// 2 s after the signal.
+	// surveyTime is how long ranks may take to answer. It is short, so that a report is printed within 2 s
+	// after the signal.
 	surveyTime = 1500 * time.Millisecond
 	// maxReportLines caps how many lines of a report are printed.
 	maxReportLines = 120
-	// maxFailureBytes caps the total packed size of the dumps that ranks send when their job has failed.
-	// Dumps above it are dropped.
+	// maxFailureBytes caps the total packed size of the dumps that ranks send when their job has failed. A
+	// dump that would exceed it is dropped.
 	maxFailureBytes = 256 << 20
 	// maxReported caps how many reported stalls are remembered.
 	maxReported = 100_000
-	// stallCause is the beginning of the reason for a report that a stall has triggered.
+	// stallCause begins the reason of each report that a stall has triggered.
 	stallCause = "a stall: "
 )
 
@@ -36,15 +36,15 @@ type reporter struct {
 	ranks  *joblink.Launcher
 	size   int
 	dir    string        // folder for the dumps and the last report, or empty
-	period time.Duration // least time between two reports triggered by stalls
+	period time.Duration // minimum time between two reports that stalls trigger
 
 	alarms chan string
 	cancel context.CancelFunc
 
 	mu        sync.Mutex
 	failures  map[int][]byte           // the last dump of each rank whose job has failed
-	kept      int                      // total length of failures
-	reported  map[stalled]map[int]wait // reported stalls, and for each the wait of each rank
+	kept      int                      // total number of bytes in failures
+	reported  map[stalled]map[int]wait // for each reported stall, the wait of each rank
 	lastStall time.Time
 }
 
@@ -54,21 +54,22 @@ type stalled struct {
 	name string
 }
 
-// wait identifies the wait of one rank for a tensor. The name of the tensor is not enough to identify a
-// stall, because names recur in every step.
+// wait identifies one wait of one rank for a tensor. The name of the tensor does not suffice, because the
+// same name recurs in every step.
 type wait struct {
 	epoch     uint64
 	submitted time.Duration // by the rank's clock
 	seen      time.Time     // when a dump last contained the wait
 }
 
-// is reports whether w is the wait for p in d. d must be a snapshot of the same rank.
+// is reports whether w is the wait for the pending operation p in the snapshot d. d must be a snapshot of the
+// rank that w belongs to.
 func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 
-// newReporter starts a reporter. Until close it receives messages from the ranks through the store of the
-// job.
+// newReporter starts a reporter. Until close is called, the reporter receives messages from the ranks through
+// the store of the job.
 func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
 	r := &reporter{
 		size: size, dir: dir, period: period,
@@ -86,10 +87,10 @@ func newReporter(kv *store.HashStore, size int, dir string, period time.Duration
 	return r, err
 }
 
-// close stops receiving. It returns when all messages that were received are handled.
+// close stops receiving messages. It returns when all messages that were received are handled.
 func (r *reporter) close() {
 	r.cancel()
-	_ = r.ranks.Close() // the next report shows errors of r.ranks
+	_ = r.ranks.Close() // a report shows errors of r.ranks, so this one is ignored
 }
 
 func (r *reporter) inquiry() *launch.Inquiry {
@@ -97,7 +98,7 @@ func (r *reporter) inquiry() *launch.Inquiry {
 }
 
 // handleMessage handles a message that a rank sent without being asked: about a stall or about a failed job.
-// It may block, because it may have to ask the ranks, as survey does.
+// It may block, because it may have to ask all ranks for dumps.
 func (r *reporter) handleMessage(ctx context.Context, rank int, what string, body []byte) {
 	switch what {
 	case joblink.Stall:
@@ -113,7 +114,7 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		r.mu.Unlock()
 		select {
 		case r.alarms <- stallCause + s.Text:
-		default: // an alarm is pending already
+		default: // an alarm is already pending, so drop this one
 		}
 	case joblink.Failure:
 		r.mu.Lock()
@@ -125,10 +126,10 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 	}
 }
 
-// isNews reports whether the message about a stall should trigger a report. It should not if the last report
-// of a stall is less than r.period ago, or if the stall was reported before. Rank 0 repeats the message of a
-// stall in each period. If a stall of the same tensor was reported, isNews asks the ranks whether it is still
-// the same stall.
+// isNews reports whether a message about the stall s should trigger a report. It should not if the last
+// report about a stall is less than r.period ago, or if s was reported before. Rank 0 repeats its message
+// about a stall in each period. If a stall of the same tensor was reported before, isNews asks the ranks for
+// dumps to find out whether s is still that stall.
 func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	r.mu.Lock()
 	soon := !r.lastStall.IsZero() && time.Since(r.lastStall) < r.period
@@ -145,7 +146,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 		return false
 	case !known:
 		return true
-	case time.Since(seen) < r.period/2: // a dump has shown it recently, so it is the same stall
+	case time.Since(seen) < r.period/2: // a recent dump has shown it, so it is the same stall
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
@@ -155,8 +156,8 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	return r.newWait(s, dumps)
 }
 
-// newWait reports whether a rank waits for s and no current wait for s has been reported. It also records
-// which reported waits continue.
+// newWait reports whether dumps show that s is a new stall: a rank waits for s, and no wait for s in dumps
+// has been reported. newWait also records which reported waits continue.
 func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -172,8 +173,8 @@ func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 				r.reported[key][d.Rank] = w
 			}
 			if key == s {
-				// A stall has lasted for a period. A shorter wait belongs to a later step, so the stall has
-				// ended meanwhile.
+				// A wait in a stall is about as long as a period. A wait of less than half a period belongs
+				// to a later step, so the stall has ended meanwhile.
 				waits, continues = waits || d.At-p.Submitted >= r.period/2, continues || same
 			}
 		}
@@ -181,7 +182,7 @@ func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	return waits && !continues
 }
 
-// markReported records the waits in dumps as reported by the report of a stall. The caller holds mu.
+// markReported records that a report about a stall has shown the waits in dumps. The caller holds mu.
 func (r *reporter) markReported(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
@@ -207,7 +208,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	answers, _, err := r.ranks.Ask(ctx, joblink.Dump)
 	dumps, absent := r.decode(answers, known)
 	r.mu.Lock()
-	if strings.HasPrefix(why, stallCause) { // other reports do not suppress those of stalls
+	if strings.HasPrefix(why, stallCause) { // only a report about a stall suppresses later reports about it
 		r.markReported(dumps)
 	}
 	r.mu.Unlock()
@@ -216,8 +217,8 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
-// epilogue returns a report about the dumps that ranks sent when their job failed, or "" if they give no
-// information. culprits are the ranks that caused the failure, if they are known.
+// epilogue returns a report about the dumps that ranks sent when their job failed, or "" if the dumps give no
+// information. culprits holds the ranks that caused the failure, or is nil if they are not known.
 func (r *reporter) epilogue(known []string, culprits []int) string {
 	r.close()
 	r.mu.Lock()
@@ -232,8 +233,8 @@ func (r *reporter) epilogue(known []string, culprits []int) string {
 		r.size), f, dumps, r.ranks.Err())
 }
 
-// decode decodes the dumps of ranks. For each rank whose dump is missing, absent says what known says about
-// its process. If the dump of a rank cannot be decoded, absent contains the error.
+// decode decodes the dumps of ranks in bodies. For each rank whose dump is missing, the result absent has the
+// text from known about its process. If the dump of a rank cannot be decoded, absent has the error.
 func (r *reporter) decode(bodies map[int][]byte,
 	known []string) (dumps []*analysis.Snapshot, absent map[int]string) {
 	absent = make(map[int]string, len(known))
@@ -258,8 +259,8 @@ func (r *reporter) decode(bodies map[int][]byte,
 	return dumps, absent
 }
 
-// text returns the report to print, cut to maxReportLines lines. If there is a folder for dumps, it writes
-// the whole report there. err is printed as a warning.
+// text returns the report to print, cut to maxReportLines lines. If there is a folder for dumps, text also
+// writes the whole report there. If err is not nil, the report has a warning with err.
 func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
 	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()

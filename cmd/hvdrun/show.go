@@ -20,8 +20,8 @@ type shownSetting struct {
 	otherwise string // what applies if the setting has no value
 }
 
-// showSettings prints the settings that the ranks would get. It leaves out those that the launcher sets for
-// each rank.
+// showSettings prints the settings that the ranks would get. It leaves out the settings that the launcher
+// sets for each rank.
 func (r *runner) showSettings(*cobra.Command, []string) error {
 	if r.asMarkdown {
 		_, err := io.WriteString(r.stdout, config.Page())

@@ -112,7 +112,7 @@ func serveEither(s *storeFlags, hash *store.HashStore, cfg store.Config) (server
 func isLoopback(addr string) bool {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
-		return true // an attempt to listen reports the error
+		return true // the attempt to listen will report the error
 	}
 	ip := net.ParseIP(host)
 	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()

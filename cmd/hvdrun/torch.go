@@ -8,13 +8,13 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// torchStoreOff is the value of --torch-store with which no TCPStore is served.
+// torchStoreOff is the value of --torch-store that turns off the TCPStore.
 const torchStoreOff = "off"
 
-// serveTorch serves a TCPStore for the ranks' torch.distributed. It does not if --torch-store is off, or if
-// the job has several hosts and the flag was not given. The TCPStore is separate from the store of the job,
-// because its protocol has no secret. For the same reason other hosts can reach it only if the user asked for
-// that. end closes the TCPStore.
+// serveTorch serves a TCPStore, at which torch.distributed in the ranks can meet. It serves none if
+// --torch-store is off, or if the job has several hosts and the flag was not given. The TCPStore is separate
+// from the store of the job, because the protocol of the TCPStore has no secret. For the same reason other
+// hosts can reach it only if the user asked for that with the flag. The function end closes the TCPStore.
 func (r *runner) serveTorch(several, asked bool) (addr netip.AddrPort, end func(), err error) {
 	if r.torchStore == torchStoreOff || several && !asked {
 		return netip.AddrPort{}, func() {}, nil
