@@ -18,7 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// shutdownTimeout is how long the other ranks may take to end the job after hvdd has got a signal.
+// shutdownTimeout is how long hvdd waits for the shutdown of the job after it has got a signal.
 const shutdownTimeout = 10 * time.Second
 
 // daemon is the state of one execution of hvdd.
@@ -33,24 +33,25 @@ type daemon struct {
 	server   *sidecar.Server
 }
 
-// run serves clients until hvdd has to end.
+// run runs hvdd with the settings of its environment. It serves clients until hvdd has to end.
 func (d *daemon) run() error {
 	if d.fd >= 0 && d.socket != "" {
 		return usagef("got --fd and --socket, want one of them")
 	}
 	var err error
-	// With --fd, the Init of the client reports errors in settings. With a listener, settings must be valid
-	// now.
+	// With --fd, an error in the settings is not reported here, because Init of the client reports it. With a
+	// listener, the settings must be valid now.
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
-	// The log goes to standard error, where an error about the log could not be printed either.
+	// An error of Sync is ignored: the log goes to standard error, so an error about it could not be printed
+	// either.
 	defer func() { _ = d.log.Sync() }()
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
 	if d.fd < 0 {
-		// The connection is not encrypted, because the data does not leave the host and descriptors cannot be
-		// sent over TLS.
+		// The connections to clients are not encrypted, because their data does not leave the host and
+		// descriptors cannot be sent over TLS.
 		if cfg.Secret, err = d.settings.JobSecret(); err != nil {
 			return err
 		}
@@ -70,7 +71,8 @@ func (d *daemon) run() error {
 	return d.serve(clients)
 }
 
-// clients returns the source of clients that the command line chooses, or else the socket from systemd.
+// clients returns the source of clients that the command line chooses. If it chooses none, clients returns
+// the socket from systemd.
 func (d *daemon) clients() (clients, error) {
 	switch {
 	case d.fd >= 0:
@@ -94,10 +96,10 @@ func (d *daemon) serve(from clients) error {
 		signal.Ignore(unix.SIGINT)
 	}
 	served := make(chan error, 1)
-	// serve ends when no more clients can come, or with the process.
+	// from.serve ends when no more clients can come, or when the process ends.
 	go func() { served <- from.serve(d.server, d.log) }()
 	var systemd notifier
-	if d.fd < 0 { // with --fd systemd manages the client, if anything
+	if d.fd < 0 { // with --fd, systemd may manage the client, but it does not manage hvdd
 		systemd = newNotifier(&d.settings, d.log)
 	}
 	var notifying sync.WaitGroup
@@ -110,7 +112,7 @@ func (d *daemon) serve(from clients) error {
 		return fmt.Errorf("the rank has failed: %w", d.server.Death())
 	case err := <-served:
 		select {
-		case <-d.server.Dead(): // the connections ended because the rank failed
+		case <-d.server.Dead(): // from.serve has returned because the rank failed
 			return fmt.Errorf("the rank has failed: %w", d.server.Death())
 		default:
 		}
@@ -127,7 +129,7 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 	ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- d.server.Close(ctx) }() // may still be running when the process exits
+	go func() { ended <- d.server.Close(ctx) }() // this goroutine may still be running when the process exits
 	select {
 	case <-signals:
 		return errors.New("a second signal ended hvdd before the job was shut down")
@@ -139,14 +141,14 @@ func (d *daemon) end(signals <-chan os.Signal) error {
 	}
 }
 
-// clients yields the connections of the clients that a sidecar serves.
+// clients is a source of connections from clients of a sidecar.
 type clients interface {
-	// serve passes the clients to the server, which serves them. It returns when no more clients can come.
+	// serve passes each client to the server, which serves it. serve returns when no more clients can come.
 	serve(*sidecar.Server, *zap.Logger) error
 	stop()
 }
 
-// singleClient is the source of only one client, at the other end of an inherited connection.
+// singleClient is a source of only one client. That client is at the other end of an inherited connection.
 type singleClient struct{ conn *net.UnixConn }
 
 func inherited(fd int) (clients, error) {

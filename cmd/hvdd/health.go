@@ -14,10 +14,10 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// healthTimeout is the time limit for a request, and for its response.
+// healthTimeout is the time limit for reading a request, and for writing its response.
 const healthTimeout = 5 * time.Second
 
-// health is the response of /healthz. It has the fields of StatusReport in the sidecar's protocol.
+// health is the response of /healthz. It has the same fields as StatusReport in the sidecar's protocol.
 type health struct {
 	Version    string `json:"version"`
 	PID        uint32 `json:"pid"`
@@ -27,8 +27,8 @@ type health struct {
 	InFlight   uint64 `json:"in_flight"`
 }
 
-// serveHealth serves /healthz at addr until stop is called. addr is PORT or HOST:PORT. The default host is
-// 127.0.0.1.
+// serveHealth serves /healthz at addr until stop is called. addr has the form PORT or HOST:PORT. The default
+// host is 127.0.0.1.
 func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), err error) {
 	if !strings.Contains(addr, ":") {
 		addr = ":" + addr
@@ -67,7 +67,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		}
 	}()
 	return func() {
-		_ = server.Close() // errors of connections do not matter now
+		_ = server.Close() // errors of connections do not matter at the end
 		<-done
 	}, nil
 }

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// listener is a source of clients that connect to the path of a socket.
+// listener is a source of clients that connect to a Unix socket at a path.
 type listener struct {
 	*net.UnixListener
 	ctx    context.Context
@@ -38,8 +38,8 @@ func newListener(l *net.UnixListener) *listener {
 	return &listener{UnixListener: l, ctx: ctx, cancel: cancel}
 }
 
-// listen listens at path. If there is a socket at path on which no process listens, listen removes it. Any
-// other file at path is an error.
+// listen makes a socket at path and listens on it. If path already has a socket on which no process listens,
+// listen replaces it. Any other file at path is an error.
 func listen(path string) (clients, error) {
 	unlock, err := lock(filepath.Dir(path))
 	if err != nil {
@@ -53,7 +53,7 @@ func listen(path string) (clients, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--socket: %w", err)
 	}
-	// A client that connects before the chmod has to authenticate like any other.
+	// A client that connects before the chmod has to authenticate as all clients do.
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, errors.Join(fmt.Errorf("--socket: %w", err), l.Close())
 	}
@@ -148,7 +148,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 			})
 		case l.ctx.Err() != nil:
 			return nil
-		default: // usually no descriptor is free until a connection ends
+		default: // usually because no file descriptor is free until a connection ends
 			log.Error("cannot accept clients", zap.Error(err))
 			dial.Pause(l.ctx, wait.Next(), nil)
 		}
@@ -157,5 +157,5 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 
 func (l *listener) stop() {
 	l.cancel()
-	_ = l.Close() // an error has no consequences
+	_ = l.Close() // ignored, because nothing depends on the success of Close
 }

@@ -29,12 +29,12 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	pid := settings.Variable("WATCHDOG_PID")
 	if usec, err := strconv.ParseInt(settings.Variable("WATCHDOG_USEC"), 10, 64); err == nil && usec > 0 &&
 		(pid == "" || pid == strconv.Itoa(os.Getpid())) {
-		n.every = time.Duration(usec) * time.Microsecond / 2 // as sd_watchdog_enabled advises
+		n.every = time.Duration(usec) * time.Microsecond / 2 // half, as sd_watchdog_enabled(3) advises
 	}
 	return n
 }
 
-// send sends lines of the form NAME=value. It only logs errors, because hvdd works without systemd too.
+// send sends lines of the form NAME=value. It only logs errors, because hvdd also works without systemd.
 func (n notifier) send(lines string) {
 	if n.path == "" {
 		return
@@ -67,7 +67,8 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 	for {
 		select {
 		case <-tick.C:
-			// status waits for the Server's lock, so a Server that hangs is not reported as alive.
+			// status waits for the lock of the Server, so hvdd does not report that it is alive if the Server
+			// hangs.
 			n.send("WATCHDOG=1\n" + status(s))
 		case <-done:
 			return
