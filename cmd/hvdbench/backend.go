@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// rawBackend is a backend between all ranks of the job that is used without names and negotiation. It owns
-// the mesh and the session that the backend uses.
+// rawBackend is a backend of all ranks of the job that runs operations without names and without negotiation.
+// It owns the mesh and the session that the backend uses.
 type rawBackend struct {
 	ops.Backend
 	ops.Registration
@@ -41,8 +41,9 @@ func (b *rawBackend) close() error {
 	return errors.Join(append(errs, b.at.Close())...)
 }
 
-// openRaw meets the other ranks under another job name, so that this process can also have an engine in the
-// job. It opens the backend that an engine would choose: shared memory if the ranks have it, otherwise TCP.
+// openRaw meets the other ranks and opens a backend with them. It uses a job name of its own, so that this
+// process can also have an engine in the job. It opens the backend that an engine would choose: shared memory
+// if the ranks have it, otherwise TCP.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {

@@ -30,11 +30,11 @@ const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
 // command holds the values of the flags on a command line.
 type command struct {
 	options
-	in, out  bool // which placements to measure
+	in, out  bool // whether to measure in place and out of place
 	blocking int
 }
 
-// value is the value of a flag whose text is parsed by a function from options.go.
+// value is the pflag.Value of a flag whose text is parsed by a function from options.go.
 type value[T any] struct {
 	to    *T
 	parse func(text string) (T, error)
@@ -54,8 +54,8 @@ func (v *value[T]) Set(text string) error {
 	return nil
 }
 
-// add adds a flag whose text is parsed by parse. It panics if the default value cannot be parsed. Every test
-// would show that.
+// add adds a flag whose text is parsed by the function parse. It panics if the default value cannot be
+// parsed, which every test would detect.
 func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, parse func(string) (T, error),
 	usage string) {
 	v := &value[T]{to: to, parse: parse, kind: kind}
@@ -67,7 +67,8 @@ func add[T any](f *pflag.FlagSet, to *T, name, short, kind, fallback string, par
 	f.VarP(v, name, short, usage)
 }
 
-// newCommand returns the command line. It calls measure with the options.
+// newCommand returns the command for hvdbench. When it runs, it calls measure with the options from the
+// command line.
 func newCommand(measure func(ctx context.Context, o options) error) *cobra.Command {
 	c := &command{}
 	root := &cobra.Command{
@@ -97,7 +98,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f := root.Flags()
 	f.SortFlags = false
 	f.SetNormalizeFunc(func(_ *pflag.FlagSet, name string) pflag.NormalizedName {
-		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // nccl-tests writes --warmup_iters
+		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // as in --warmup_iters
 	})
 	o := &c.options
 	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+
@@ -142,7 +143,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		"collective": root.ValidArgs} {
 		if err := root.RegisterFlagCompletionFunc(name,
 			cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
-			panic(err) // a name above is not a flag
+			panic(err) // only if a name above is not a flag
 		}
 	}
 	return root
@@ -158,7 +159,8 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 			return err
 		}
 	}
-	// If the given end of the range is beyond the default of the other end, move the other end to it.
+	// If the user gives only one end of the range, and it lies beyond the default of the other end, move the
+	// other end to it. If the user gives only the minimum and no step, measure only this size.
 	if !f.Changed("maxbytes") {
 		c.maxBytes = max(c.maxBytes, c.minBytes)
 		if f.Changed("minbytes") && !f.Changed("stepfactor") && !f.Changed("stepbytes") {

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// line holds the results for one size, out of place and in place. One of them may be nil.
+// line holds the results for one size, out of place and in place. One of the two may be nil.
 type line struct{ out, in *result }
 
 func (l line) results() []*result {
@@ -21,12 +21,12 @@ func (l line) results() []*result {
 	return all
 }
 
-// formats holds the values of --format. nccl is the table of nccl-tests, with the median and the 99th
-// percentile added. csv is read by bench/plot.py and bench/report.py.
+// formats holds the values of --format. nccl prints the table of nccl-tests with two more columns, the median
+// and the 99th percentile. csv prints what bench/plot.py and bench/report.py read.
 var formats = []string{"nccl", "csv"}
 
-// printer prints results as they arrive. After an error of the writer it prints nothing more. It keeps the
-// error.
+// printer prints results as they arrive. If the writer returns an error, the printer keeps the error and
+// prints nothing more.
 type printer struct {
 	w   io.Writer
 	csv bool
@@ -64,7 +64,7 @@ func (p *printer) line(l line) {
 	if p.csv {
 		for _, r := range l.results() {
 			var record strings.Builder
-			w := csv.NewWriter(&record) // quotes names of workload files
+			w := csv.NewWriter(&record) // a csv.Writer, because the name of a workload file may need quotes
 			_ = w.Write(r.fields())     // a strings.Builder returns no error
 			w.Flush()
 			p.printf("%s", record.String())
@@ -119,7 +119,7 @@ func (p *printer) end(wrong int64) {
 	}
 }
 
-// micros formats a time in microseconds. Longer times have fewer decimals.
+// micros formats a time in microseconds. The longer the time, the fewer decimals it has.
 func micros(us float64) string {
 	switch {
 	case us < 100:
@@ -137,7 +137,7 @@ var csvColumns = []string{
 	"busbw_GBps", "wrong",
 }
 
-// fields returns the values of r for csvColumns.
+// fields returns the fields of r for the columns in csvColumns.
 func (r *result) fields() []string {
 	dt := "none"
 	if r.dt.Valid() {

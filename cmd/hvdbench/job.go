@@ -11,13 +11,13 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// jobPlace says how this rank finds its job. With the zero value, the environment says it.
+// jobPlace says how this rank finds its job. For the zero value, the environment says so.
 type jobPlace struct {
-	settings map[string]string // values by name, which override the environment
-	store    store.Store       // where the ranks meet, if not in the launcher's store
+	settings map[string]string // values of settings by name; they override the environment
+	store    store.Store       // where the ranks meet; nil for the launcher's store
 }
 
-// leaveTimeout is the time limit for the shutdown after an interruption.
+// leaveTimeout is the time limit for the shutdown of a rank that was interrupted.
 const leaveTimeout = 5 * time.Second
 
 // job is a job that this rank has joined.
@@ -39,7 +39,7 @@ func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	return j, nil
 }
 
-// open opens the engine or the backend, and makes the team.
+// open opens either the backend or an engine, and makes a team that uses it.
 func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 	if !raw {
 		var opts []hvd.InitOption

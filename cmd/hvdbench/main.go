@@ -38,7 +38,7 @@ type interruptError struct{ signal unix.Signal }
 func (e *interruptError) Error() string { return e.signal.String() }
 
 // interruptible returns a context that the first SIGINT or SIGTERM cancels. A second signal kills the
-// process. The returned function stops the handling of signals.
+// process. The returned function ends the handling of signals.
 func interruptible(ctx context.Context) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	signals := make(chan os.Signal, 1)

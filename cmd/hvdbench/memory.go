@@ -11,13 +11,12 @@ import (
 
 // memory allocates the benchmark's tensors and counts their bytes.
 type memory struct {
-	live int64 // bytes of all tensors that are not freed
+	live int64 // total bytes of the tensors that are not freed
 }
 
-// alloc allocates a tensor of zeros, in the arena or as an ordinary slice. All pages of the tensor are
-// resident.
+// alloc allocates a tensor of zeros, in the arena or as an ordinary slice, and makes all its pages resident.
 func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
-	// If the memory did not suffice, the Go runtime would end the process without an explanation.
+	// Check first that the host has enough memory. Otherwise the process would end without an explanation.
 	var host unix.Sysinfo_t
 	if err := unix.Sysinfo(&host); err != nil {
 		return nil, fmt.Errorf("read the memory size of this host: %w", err)
@@ -53,8 +52,8 @@ func touchPages(b []byte) {
 	}
 }
 
-// touch writes every byte of b, as a training step does before its gradients are reduced. As elements of any
-// type, the bytes of pattern are finite, true or small.
+// touch writes every byte of b, as a training step does before its gradients are reduced. The bytes of
+// pattern must be valid elements of every type: finite floats, small integers, or true.
 func touch(b []byte, pattern uint64) {
 	words := tensor.View[int64](b)
 	for i := range words {
@@ -66,7 +65,7 @@ func touch(b []byte, pattern uint64) {
 }
 
 const (
-	// The patterns for touch.
+	// Patterns for the function touch.
 	touchNumbers = 0x3c003c003c003c00 // 1 in float16, 0.0078 in bfloat16 and float32
 	touchBools   = 0x0101010101010101
 )

@@ -36,7 +36,7 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
 	return t.step(p.Engine, mode, tensors, flats)
 }
 
-// ofType holds functions that prepare operations of package hvd on elements of one type.
+// ofType holds the functions that prepare operations and steps of package hvd for one element type.
 type ofType struct {
 	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
 	step    func(e *hvd.Engine, mode stepMode, tensors,
@@ -98,7 +98,7 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 	return a, nil
 }
 
-// stepTyped prepares a step that reduces tensors with elements of type T.
+// stepTyped prepares a step, in any mode, that reduces tensors with elements of type T.
 func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))

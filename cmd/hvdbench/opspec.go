@@ -11,8 +11,8 @@ import (
 // opSpec describes an operation to measure.
 type opSpec struct {
 	kind message.Kind
-	dt   tensor.DType    // Invalid for a barrier
-	op   tensor.ReduceOp // NoReduce unless kind reduces
+	dt   tensor.DType    // element type; Invalid for a barrier
+	op   tensor.ReduceOp // NoReduce if operations of this kind do not reduce
 	root int             // the root of a broadcast
 	// count is the number of elements as nccl-tests prints it. For allreduce and broadcast it is the size of
 	// the tensor, for allgather the input of each rank, for reducescatter the output of each rank, and for
@@ -27,7 +27,7 @@ var kinds = []message.Kind{
 	message.Barrier,
 }
 
-// parts returns how many times as many elements as opSpec.count the whole tensor of n ranks has.
+// parts returns the ratio of the elements in the whole tensor of all n ranks to opSpec.count.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -38,8 +38,8 @@ func parts(kind message.Kind, n int) int64 {
 	return 1
 }
 
-// numBytes returns the number of bytes from which bandwidth is computed. That is the size of the whole tensor
-// or, if each rank has a part, of all parts together.
+// numBytes returns the number of bytes from which bandwidth is computed: the size of the whole tensor of all
+// n ranks. If each rank has only a part of the tensor, all parts count.
 func (s opSpec) numBytes(n int) int64 { return s.count * int64(s.dt.Size()) * parts(s.kind, n) }
 
 // bufferBytes returns the size of the buffer that the operation needs at each of n ranks.
@@ -50,7 +50,8 @@ func (s opSpec) bufferBytes(n int) int64 {
 	return s.numBytes(n)
 }
 
-// busFactor returns the ratio of busbw to algbw, as nccl-tests defines it (doc/PERFORMANCE.md there).
+// busFactor returns the ratio of the bus bandwidth (busbw) to the algorithm bandwidth (algbw). nccl-tests
+// defines both in its doc/PERFORMANCE.md.
 func busFactor(kind message.Kind, n int) float64 {
 	switch kind {
 	case message.Allreduce:
@@ -63,7 +64,7 @@ func busFactor(kind message.Kind, n int) float64 {
 	return 1
 }
 
-// action is a prepared operation. Running it does nothing but the operation itself.
+// action is a prepared operation. run does only the operation itself, so that nothing else is timed.
 type action struct {
 	run    func(ctx context.Context) error
 	result func() []byte // returns the result of the last run
@@ -75,10 +76,10 @@ type path interface {
 	Size() int
 	// String returns "negotiated" or "raw".
 	String() string
-	// prepare prepares the operation s on buf. If this path does not have the operation, the error is
+	// prepare prepares the operation s on buf. If this path does not support the operation, the error is an
 	// errUnsupported.
 	prepare(s opSpec, name string, buf []byte) (*action, error)
-	// step prepares a step that sums tensors in place. If mode is bucketed, flats are the buckets.
+	// step prepares a step that sums tensors in place. If mode is bucketed, flats holds the buckets.
 	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
 }
 
@@ -88,12 +89,13 @@ type named struct {
 	buf  []byte
 }
 
-// errUnsupported is the error of a path that does not have an operation. The text says why.
+// errUnsupported is the error of a path that does not support an operation. text says why.
 type errUnsupported struct{ text string }
 
 func (e errUnsupported) Error() string { return e.text }
 
-// team is what the ranks of a path use to run a benchmark together. None of it is timed.
+// team has the operations with which the ranks coordinate a benchmark, such as barriers between measurements.
+// They are not timed.
 type team struct {
 	path
 	meet *action

@@ -13,13 +13,13 @@ import (
 // options says what is measured and how it is printed. Every rank must have the same options.
 type options struct {
 	kind message.Kind
-	// Sizes from minBytes to maxBytes are measured. If stepFactor is greater than 1, the next size is
-	// stepFactor times the size before, otherwise it is greater by stepBytes.
+	// Sizes from minBytes to maxBytes are measured. If stepFactor is greater than 1, each size is stepFactor
+	// times the size before. Otherwise each size is stepBytes larger than the size before.
 	minBytes, maxBytes, stepBytes int64
 	stepFactor                    int
 	iters, warmup                 int
-	// If seconds is not 0, the number of calls follows from seconds and maxSeconds (see calls). Otherwise it
-	// is iters.
+	// If seconds is not 0, the number of calls is computed from seconds and maxSeconds (see the method
+	// calls). Otherwise it is iters.
 	seconds, maxSeconds float64
 	checks              int // how often each case is verified; 0 means never
 	types               []tensor.DType
@@ -30,11 +30,11 @@ type options struct {
 
 	raw   bool // use only the backend, without negotiation
 	arena bool // allocate tensors in the shared arena
-	touch bool // each rank writes its buffer before every call
+	touch bool // each rank writes to its whole buffer before every call
 
 	// workload is the name of a built-in list of gradients, or of a file with such a list. many describes
-	// tensors of equal size. If either is given, hvdbench measures no collective, but steps over these
-	// tensors in each of modes.
+	// tensors of equal size. If either is given, hvdbench does not measure a collective. It measures steps
+	// that reduce these tensors, in each mode in modes.
 	workload string
 	many     many
 	modes    []stepMode
@@ -77,8 +77,8 @@ func formatSize(n int64) string {
 	return strconv.FormatInt(n, 10)
 }
 
-// parseList parses words that are separated by commas, each with parse. The text "all" stands for the list
-// all.
+// parseList splits text at commas and parses each word with the function parse. If text is "all", it returns
+// the parameter all.
 func parseList[T comparable](text string, all []T, parse func(word string) (T, error)) ([]T, error) {
 	if text == "all" {
 		return all, nil
@@ -94,7 +94,8 @@ func parseList[T comparable](text string, all []T, parse func(word string) (T, e
 	return list, nil
 }
 
-// parseOne returns the value that has the name word. An error lists the first name of each value.
+// parseOne returns the element of values that has word as one of its names. An error lists the first name of
+// each element.
 func parseOne[T any](word string, values []T, names func(T) []string) (T, error) {
 	var known []string
 	for _, v := range values {
@@ -198,8 +199,8 @@ func parseModes(text string) ([]stepMode, error) {
 // maxLines is the maximum number of sizes.
 const maxLines = 100000
 
-// sizes returns the sizes to measure. It stops after maxLines+1 sizes, because check rejects more than
-// maxLines.
+// sizes returns the sizes to measure, but at most maxLines+1 of them. That is enough, because check rejects
+// more than maxLines sizes.
 func (o *options) sizes() []int64 {
 	var all []int64
 	for n := o.minBytes; n <= o.maxBytes && len(all) <= maxLines; {

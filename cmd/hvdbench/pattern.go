@@ -14,15 +14,15 @@ import (
 type pattern struct {
 	dt     tensor.DType
 	period []byte // the elements of one period
-	ulps   int    // tolerance for floats, in units in the last place
+	ulps   int    // tolerance for floats, in units in the last place (ulps)
 }
 
-// movedModulus is the period of values that are moved and not reduced, for any number of ranks. Each value
-// below it is exact in every type.
+// movedModulus is the period of values that are moved and not reduced. It does not depend on the number of
+// ranks. Every integer below it is exact in every type.
 const movedModulus = 101
 
-// modulus returns the period m of values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as in
-// the harness of bench/peers. It is less if a sum of n such values would not be exact in the type.
+// modulus returns the period m of the values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as
+// in the harness of bench/peers. If a sum of n such values would not be exact in type dt, m is smaller.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
 	switch dt {
@@ -36,20 +36,20 @@ func modulus(dt tensor.DType, n int) int {
 		exact = 127
 	}
 	m := min(101, max(2, exact/n))
-	for m%7 == 0 || m%13 == 0 { // or the values would not depend on i or on r
+	for m%7 == 0 || m%13 == 0 { // with such an m the values would not depend on i or not on r
 		m--
 	}
 	return m
 }
 
-// inputs describes input values whose result is known if n ranks reduce them with op.
+// inputs describes input values whose result is known for n ranks and the reduction op.
 type inputs struct {
 	dt tensor.DType
 	op tensor.ReduceOp // NoReduce if values are moved and not reduced
 	n  int
 }
 
-// period returns after how many elements the values repeat.
+// period returns the number of elements after which the values repeat.
 func (in inputs) period() int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -61,7 +61,7 @@ func (in inputs) period() int {
 }
 
 // value returns element i of rank r. For a product, one rank has a 2 and the others have ones. So the product
-// is small, and it is wrong if a rank is missing.
+// is small, and a missing rank makes it wrong.
 func (in inputs) value(i, r int) int {
 	switch in.op {
 	case tensor.NoReduce:
@@ -76,9 +76,9 @@ func (in inputs) value(i, r int) int {
 }
 
 // moved returns element i of block r. All blocks must differ, and an alltoall has n*n of them. The first 101
-// blocks are as in the harness and differ from each other in every element. Later blocks have other slopes:
-// two straight lines modulo a prime meet once in a period, so any two of the first 101*100 blocks agree in at
-// most one of 101 elements.
+// blocks are as in the harness of bench/peers and differ from each other in every element. A block is a
+// straight line modulo the prime 101, and later blocks have other slopes. Two such lines meet once in a
+// period. So any two of the first 101*100 blocks agree in at most one of 101 elements.
 func (in inputs) moved(i, r int) int {
 	const m = movedModulus
 	if in.dt == tensor.Bool {
@@ -96,12 +96,13 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// of returns the input of rank r. If values are moved, r may be any number that identifies a block.
+// of returns the pattern of the input of rank r. If values are moved and not reduced, r may be any number
+// that identifies a block.
 func (in inputs) of(r int) pattern {
 	return in.build(func(i int) float64 { return float64(in.value(i, r)) })
 }
 
-// reduced returns the result of the reduction over all ranks.
+// reduced returns the pattern of the result of the reduction over all ranks.
 func (in inputs) reduced() pattern {
 	p := in.build(func(i int) float64 {
 		acc := float64(in.value(i, 0))
@@ -124,12 +125,12 @@ func (in inputs) reduced() pattern {
 		return acc
 	})
 	if in.op.IsAverage() && in.dt.IsFloat() {
-		p.ulps = 2 // 1/n is rounded, and then the product
+		p.ulps = 2 // 1/n is rounded, and then the product with it is rounded
 	}
 	return p
 }
 
-// build returns the pattern of which one period has the given values.
+// build returns the pattern whose element i is value(i), for one period.
 func (in inputs) build(value func(i int) float64) pattern {
 	p := pattern{dt: in.dt, period: make([]byte, in.period()*in.dt.Size())}
 	for i := range in.period() {
@@ -194,21 +195,22 @@ func get(b []byte, dt tensor.DType) float64 {
 	return float64(b[0])
 }
 
-// from returns the pattern p without its first i elements.
+// from returns the pattern that begins at element i of p.
 func (p pattern) from(i int64) pattern {
 	at := int(i%int64(len(p.period)/p.dt.Size())) * p.dt.Size()
 	p.period = append(bytes.Clone(p.period[at:]), p.period[:at]...)
 	return p
 }
 
-// fill fills buf with p, from the beginning of a period on.
+// fill fills buf with the pattern p, which begins at the start of buf.
 func (p pattern) fill(buf []byte) {
 	for n := copy(buf, p.period); n < len(buf); {
 		n += copy(buf[n:], buf[:n]) // all copies except the last are whole periods
 	}
 }
 
-// wrong returns how many elements of buf differ from the pattern, and a description of the first of them.
+// wrong returns how many elements of buf differ from the pattern, and a description of the first wrong
+// element.
 func (p pattern) wrong(buf []byte) (count int64, first string) {
 	size := p.dt.Size()
 	for at := 0; at < len(buf); at += len(p.period) {
@@ -239,7 +241,8 @@ func (p pattern) accepts(got, want []byte) bool {
 		return false
 	}
 	w := get(want, p.dt)
-	// The unit in the last place of w is at most |w| times the distance from 1 to the next number.
+	// The unit in the last place of w is at most |w| times the distance from 1 to the next greater number,
+	// unit(p.dt).
 	return math.Abs(get(got, p.dt)-w) <= float64(p.ulps)*math.Abs(w)*unit(p.dt)
 }
 
@@ -256,8 +259,8 @@ func unit(dt tensor.DType) float64 {
 	return 0x1p-52
 }
 
-// prepareInput fills buf with the input of rank r of n for s. It returns the expected result as a pattern for
-// each block.
+// prepareInput fills buf with the input of rank r, one of n ranks, for the operation s. It returns the
+// expected result: a pattern for each block.
 func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 	in := inputs{s.dt, s.op, n}
 	count := int(s.count) * s.dt.Size()
@@ -291,7 +294,7 @@ func prepareInput(s opSpec, r, n int, buf []byte) (want []pattern) {
 }
 
 // wrongBlocks divides buf into equal blocks and compares each with its pattern in want. It returns how many
-// elements are wrong, and a description of the first of them.
+// elements are wrong, and a description of the first wrong element.
 func wrongBlocks(buf []byte, want []pattern) (count int64, first string) {
 	if len(want) == 0 {
 		return 0, ""

@@ -80,15 +80,16 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	}, nil
 }
 
-// barrier prepares an allreduce of one byte in place of a barrier. A backend has no barrier, because in the
-// engine a barrier is only a negotiation.
+// barrier prepares an allreduce of one byte, which serves as a barrier. A backend has no barrier of its own,
+// because the engine implements a barrier by negotiation only.
 func (p *rawPath) barrier() (*action, error) {
 	return p.prepare(opSpec{kind: message.Allreduce, dt: tensor.Uint8, op: tensor.Max, count: 1,
 		inPlace: true}, "", make([]byte, 1))
 }
 
-// step prepares a step that reduces the tensors as the engine would if a negotiation had found all of them
-// ready, in their order. Unless mode is perTensor, it fuses them if the backend can.
+// step prepares a step that reduces the tensors in their order. It fuses them as the engine would if all of
+// them were ready at the same time. If mode is perTensor, or if the backend cannot reduce fused tensors, step
+// does not fuse them.
 func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 	_ []named) (func(ctx context.Context) error, error) {
 	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
@@ -124,7 +125,8 @@ func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 	}, nil
 }
 
-// fuse groups consecutive tensors, at most most bytes in each group. A larger tensor is a group by itself.
+// fuse groups consecutive tensors. A group has at most as many bytes as the parameter most says. A larger
+// tensor is a group by itself.
 func fuse(tensors []named, most int64) [][]ops.Tensor {
 	var groups [][]ops.Tensor
 	have := int64(0)

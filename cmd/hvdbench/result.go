@@ -14,7 +14,7 @@ const unchecked = -1
 // result is the result of one case. Times are per call, in microseconds. Bandwidths are in 10^9 bytes per
 // second and are computed from the mean time.
 type result struct {
-	collective string // or name of the workload and mode
+	collective string // name of the collective, or of the workload and the mode
 	path       string // "negotiated" or "raw"
 	memory     string // "slices" or "arena"
 	touch      bool
@@ -22,21 +22,22 @@ type result struct {
 	bytes      int64
 	count      int64
 	dt         tensor.DType    // Invalid for a barrier
-	op         tensor.ReduceOp // NoReduce unless the collective reduces
-	root       int             // -1 unless it is a broadcast
+	op         tensor.ReduceOp // NoReduce if the collective does not reduce
+	root       int             // root of a broadcast; otherwise -1
 	placement  string
 	iters      int
 	mean, p50  float64
 	p99        float64
 	min, max   float64
-	// leastMean is the least mean time of any rank, and greatestMean the greatest.
+	// Each rank has a mean time of its calls. leastMean is the least of these mean times, and greatestMean is
+	// the greatest.
 	leastMean, greatestMean float64
 	algBW, busBW            float64
 	wrong                   int64 // number of wrong elements at all ranks, or unchecked
 }
 
-// setTimes sets the times and bandwidths from the times that each rank measured for its calls. factor is the
-// ratio of busbw to algbw.
+// setTimes computes the times and bandwidths of r from the times that each rank has measured for its calls.
+// factor is the ratio of busbw to algbw.
 func (r *result) setTimes(byRank [][]float64, how average, factor float64) {
 	r.leastMean = math.Inf(1)
 	for _, times := range byRank {
@@ -72,14 +73,15 @@ func combine(byRank [][]float64, how average) []float64 {
 	return times
 }
 
-// average says how the ranks' times for one call are combined. Its values have the numbers of nccl-tests.
+// average says how the ranks' times for one call are combined. Its values have the same numbers as in
+// nccl-tests.
 type average int
 
 // Ways to combine the ranks' times.
 const (
-	// byKind stands for the mean, with two exceptions. For a broadcast it stands for the longest time,
-	// because the root returns first. If buffers are touched it stands for the shortest time, because only
-	// the last rank to arrive has not waited for another.
+	// byKind stands for the mean of the ranks' times, with two exceptions. For a broadcast it stands for the
+	// longest time, because the root returns first. If buffers are touched, it stands for the shortest time,
+	// because only the rank that arrives last does not wait for another rank.
 	byKind average = iota - 1
 	ofRank0
 	ofMean

@@ -58,8 +58,8 @@ type benchmark struct {
 	wrong      int64
 }
 
-// agree returns an error if ranks have different options. Such ranks would wait for each other's operations
-// for ever.
+// agree returns an error if ranks have different options, because such ranks would wait for each other for
+// ever.
 func (b *benchmark) agree(ctx context.Context) error {
 	h := fnv.New32a()
 	fmt.Fprintf(h, "%+v", b.options)
@@ -139,13 +139,13 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	if !b.kind.Reduces() {
 		ops = []tensor.ReduceOp{tensor.NoReduce}
 	}
-	var none error // error of the last combination that does not exist
+	var none error // error for the last combination that is not supported
 	for _, dt := range types {
 		for _, op := range ops {
 			if b.kind.Reduces() {
 				if err := tensor.CheckReduce(op, dt); err != nil {
 					none = err
-					continue // "all" stands only for combinations that exist
+					continue // "all" stands for all supported combinations
 				}
 			}
 			err := b.lines(ctx, opSpec{kind: b.kind, dt: dt, op: op}, roots, sizes)
@@ -165,8 +165,8 @@ func (b *benchmark) sweep(ctx context.Context) error {
 	return nil
 }
 
-// lines measures s for each root and size, in each placement. If s exists in no placement, the error is
-// errUnsupported.
+// lines measures s for each root and each size, in place and out of place as the options say. If s is
+// supported in neither placement, the error is an errUnsupported.
 func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []int64) error {
 	placements := b.placements
 	if s.kind == message.Barrier {
@@ -212,7 +212,7 @@ func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.Redu
 	}
 }
 
-// shoot measures the operation s and returns its result.
+// shoot verifies and measures the operation s and returns the result.
 func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	n := b.team.Size()
 	buf, err := b.job.memory.alloc(s.bufferBytes(n), b.arena)
@@ -238,12 +238,13 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 		}
 	}
 	if err := b.measure(ctx, w, r); err != nil {
-		return nil, err // without freeing, as an operation may still use buf
+		return nil, err // buf is not freed, because an operation may still use it
 	}
 	return r, b.job.memory.free(buf, b.arena)
 }
 
-// count prints how many elements are wrong at this rank, and adds the wrong elements of all ranks to r.
+// count is called at all ranks after a verification. It prints how many elements are wrong at this rank, and
+// adds the number of wrong elements at all ranks to r.
 func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
 	if wrong > 0 {
 		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(),
@@ -259,7 +260,7 @@ func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first str
 
 // work is an operation to time.
 type work struct {
-	kind    message.Kind // determines how times are averaged and what busbw is
+	kind    message.Kind // determines how times are combined and how busbw is computed
 	run     func(ctx context.Context) error
 	buffers [][]byte     // buffers to touch
 	check   func() error // runs the operation once and verifies it; may be nil
@@ -288,8 +289,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 				return err
 			}
 		}
-		// Buffers are touched last, so that nothing drives their bytes out of the caches before the
-		// operation.
+		// Buffers are touched last, so that their bytes are still in the caches when the operation begins.
 		if b.touch {
 			for _, buf := range w.buffers {
 				touch(buf, pattern)
@@ -304,7 +304,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	if err := b.warmUp(ctx, r, how, before, w.run); err != nil {
 		return err
 	}
-	runtime.GC() // collects garbage that the checks have left
+	runtime.GC() // so that garbage from the checks is not collected during the timed calls
 	times := make([]float64, r.iters)
 	if err := t.barrier(ctx); err != nil {
 		return err
@@ -323,8 +323,8 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	return nil
 }
 
-// warmUp makes the untimed calls and sets r.iters. r.iters is the value of --iters or, if --seconds is given,
-// the number of calls that takes that long.
+// warmUp makes the untimed calls and sets r.iters, the number of timed calls. That is the value of --iters
+// or, if --seconds is given, the number of calls that take so long.
 func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error,
 	run func(ctx context.Context) error) error {
 	n := b.warmup
@@ -346,7 +346,8 @@ func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before f
 	return nil
 }
 
-// warmUps returns how many calls are made to estimate the number of calls for --seconds.
+// warmUps returns how many calls of this size are made before the timed calls, to estimate how long a call
+// takes.
 func warmUps(numBytes int64) int {
 	switch {
 	case numBytes <= 64<<10:
@@ -359,9 +360,10 @@ func warmUps(numBytes int64) int {
 	return 1
 }
 
-// calls returns the number of timed calls if one call takes the given microseconds. The calls fill o.seconds,
-// but there are at least 20 and at most 20000. If 20 calls would take longer than o.maxSeconds, there are
-// only as many as fit, but at least 5, or 3 above 64 MiB. bench/peers/bench.h has the same rule.
+// calls returns the number of timed calls. micros is how long one call takes, in microseconds. The calls fill
+// o.seconds, but there are at least 20 and at most 20000. If 20 calls would take longer than o.maxSeconds,
+// there are only as many calls as fit, but at least 5, or at least 3 if numBytes is more than 64 MiB.
+// bench/peers/bench.h has the same rule.
 func (o *options) calls(numBytes int64, micros float64) int {
 	n := min(max(o.seconds*1e6/micros, 20), 20000)
 	if limit := o.maxSeconds * 1e6; n*micros > limit {
@@ -374,7 +376,8 @@ func (o *options) calls(numBytes int64, micros float64) int {
 	return int(n)
 }
 
-// loop calls before and then run for each element of times. It stores how long run took, in microseconds.
+// loop calls the function before and then the function run, once for each element of times. It stores in the
+// element how long run took, in microseconds.
 func loop(ctx context.Context, times []float64, before func() error,
 	run func(ctx context.Context) error) error {
 	for i := range times {

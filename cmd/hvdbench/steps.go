@@ -42,7 +42,7 @@ func (g *gradients) free() error {
 
 func (g *gradients) numBytes() int64 { return g.numElems() * int64(g.dt.Size()) }
 
-// buckets allocates buckets for the tensors of g.
+// buckets allocates the buckets into which a bucketed step copies the tensors of g.
 func (g *gradients) buckets() (*gradients, error) {
 	first := buckets(g.tensors)
 	w := workload{name: g.name + ".buckets"}
@@ -56,7 +56,8 @@ func (g *gradients) buckets() (*gradients, error) {
 	return g.memory.allocate(w, g.dt, g.arena)
 }
 
-// step prepares a step. The returned free frees the memory that run uses.
+// step prepares a step over g in the given mode. The result run runs the step, and the result free frees the
+// memory that run uses.
 func (g *gradients) step(p path,
 	mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
 	free = func() error { return nil }
@@ -75,8 +76,8 @@ func (g *gradients) step(p path,
 	return run, free, nil
 }
 
-// fill fills each tensor with the input of rank r of n, and returns the result that each must have after a
-// step.
+// fill fills each tensor with the input of rank r, one of n ranks. It returns the pattern that each tensor
+// must have after a step.
 func (g *gradients) fill(r, n int) (want pattern) {
 	in := inputs{g.dt, tensor.Sum, n}
 	for _, t := range g.tensors {
@@ -85,7 +86,7 @@ func (g *gradients) fill(r, n int) (want pattern) {
 	return in.reduced()
 }
 
-// wrong returns how many elements differ from want, and a description of the first of them.
+// wrong returns how many elements differ from the pattern want, and a description of the first wrong element.
 func (g *gradients) wrong(want pattern) (count int64, first string) {
 	for _, t := range g.tensors {
 		n, text := want.wrong(t.buf)

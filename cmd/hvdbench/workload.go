@@ -20,9 +20,9 @@ import (
 type stepMode uint8
 
 const (
-	// perTensor reduces one tensor after the other, and waits for each before it starts the next.
+	// perTensor reduces one tensor after another. It waits for each reduction before it starts the next.
 	perTensor stepMode = iota
-	// asynchronous starts the reductions of all tensors and then waits for all.
+	// asynchronous starts the reductions of all tensors, and then waits for all of them.
 	asynchronous
 	// grouped submits all tensors as one group.
 	grouped
@@ -34,8 +34,8 @@ var modeNames = [...]string{"pertensor", "async", "grouped", "bucket25"}
 
 func (m stepMode) String() string { return modeNames[m] }
 
-// shapes holds the parameters of ResNet-50 and of GPT-2 small, in the order in which the model registers
-// them.
+// shapes holds files that list the parameters of ResNet-50 and of GPT-2 small, in the order in which the
+// model registers them.
 //
 //go:embed shapes/*.txt
 var shapes embed.FS
