@@ -18,14 +18,15 @@ const (
 	classes = 10
 )
 
-// image is a picture of a digit. It holds the pixels, scaled to 0..1, and the digit.
+// image is a picture of a handwritten digit. It holds the pixels, scaled to the range from 0 to 1, and the
+// digit.
 type image struct {
 	pixels [pixels]float32
 	digit  int
 }
 
-// loadImages returns four fifths of the images for training and the rest for testing. The split and the order
-// depend on seed, and are the same at every rank.
+// loadImages returns four fifths of the images for training and the rest for testing. The seed determines the
+// split and the order, so they are the same at every rank.
 func loadImages(seed uint64) (train, test []image, err error) {
 	z, err := gzip.NewReader(bytes.NewReader(optdigits))
 	if err != nil {

@@ -51,8 +51,8 @@ func run(ctx context.Context, o options) error {
 	} else if errors.Is(err, context.Canceled) {
 		err = fmt.Errorf("digits: interrupted: %w", err)
 	}
-	// The timeout matters after an interrupt: the other ranks are interrupted too, and may not take part in
-	// the shutdown.
+	// After an interrupt the other ranks are interrupted too and may never shut down. So the shutdown needs a
+	// timeout.
 	end, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	return errors.Join(err, on.Shutdown(end))

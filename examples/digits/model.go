@@ -32,8 +32,8 @@ func newModel() *model {
 	}
 }
 
-// parameters returns the parts of m, last layer first. That is the order in which backpropagation finishes
-// their gradients.
+// parameters returns the parts of m, beginning with the last layer. That is the order in which
+// backpropagation finishes their gradients.
 func (m *model) parameters() []parameter {
 	return []parameter{{"fc2.bias", m.b2}, {"fc2.weight", m.w2}, {"fc1.bias", m.b1}, {"fc1.weight", m.w1}}
 }
@@ -53,7 +53,8 @@ func (m *model) initialize(seed uint64) {
 	clear(m.b2)
 }
 
-// forward computes the hidden layer h and the probabilities p of the classes from the pixels x.
+// forward computes the values of the hidden layer and the probabilities of the classes from the pixels x. It
+// stores them in *h and *p.
 func (m *model) forward(x *[pixels]float32, h *[hidden]float32, p *[classes]float32) {
 	for i := range h {
 		sum := m.b1[i]
@@ -83,8 +84,8 @@ func (m *model) forward(x *[pixels]float32, h *[hidden]float32, p *[classes]floa
 	}
 }
 
-// gradient computes the cross entropy of m on img and returns it. It adds the gradient of the cross entropy,
-// times weight, to g.
+// gradient returns the cross entropy of m on img. It also adds the gradient of the cross entropy, multiplied
+// by weight, to g.
 func (m *model) gradient(img *image, weight float32, g *model) float64 {
 	var h, dh [hidden]float32
 	var p [classes]float32

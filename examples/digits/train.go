@@ -14,10 +14,11 @@ import (
 // options holds the settings of a training.
 type options struct {
 	epochs int
-	batch  int // images in a step, of all ranks together
+	batch  int // number of images in a step, over all ranks
 	rate   float64
 	seed   uint64
-	// slowRank is a rank that takes longer for each step, by the time slow. -1 means no rank.
+	// slowRank is a rank whose steps each take longer, by the duration slow. It is -1 if there is no such
+	// rank.
 	slowRank int
 	slow     time.Duration
 }
@@ -30,7 +31,7 @@ func defaults() options {
 const momentum = 0.9
 
 // train trains a model together with the other ranks of the job. It returns the model and its accuracy on the
-// test images. Rank 0 writes the progress to progress.
+// test images. Rank 0 writes lines about its progress to progress.
 func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
 	trainSet, testSet, err := loadImages(o.seed)
 	if err != nil {
@@ -38,8 +39,8 @@ func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (
 	}
 	rank, size := on.Rank(), on.Size()
 	m, g, velocity := newModel(), newModel(), newModel()
-	// Each rank draws different weights. Then all ranks take the weights of rank 0, as in a program that
-	// starts from a checkpoint that only one rank can read.
+	// Each rank draws different weights. Then all ranks replace their weights by the weights of rank 0. A
+	// program does the same if it starts from a checkpoint that only one rank can read.
 	m.initialize(o.seed + uint64(rank))
 	for _, p := range m.parameters() {
 		if _, err := hvd.Broadcast(ctx, p.values, 0, hvd.InPlace(), hvd.Name("weight/"+p.name),
@@ -96,8 +97,8 @@ func delay(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// sum replaces g by the sum of the gradients of all ranks. All parts are in flight at the same time, and
-// parts that are ready together are fused.
+// sum replaces g by the sum of the gradients of all ranks. All parts of the gradient are in flight at the
+// same time, so that gohvd can fuse them.
 func sum(ctx context.Context, on *hvd.Engine, g *model) error {
 	parts := g.parameters()
 	handles := make([]*hvd.Handle[float32], len(parts))
@@ -129,7 +130,7 @@ func step(m, g, velocity *model, rate float32) {
 	}
 }
 
-// test returns the share of the images that m recognises. Each rank evaluates a part of the images.
+// test returns the fraction of the images that m recognises. Each rank evaluates only a part of the images.
 func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
 	var right int64
 	for i := on.Rank(); i < len(images); i += on.Size() {

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// trainOn trains on n ranks in this process. It returns the model and the accuracy at each rank.
+// trainOn trains on n ranks, all in this process. It returns the model and the accuracy of each rank.
 func trainOn(t *testing.T, n int, o options) ([]*model, []float64) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
@@ -108,7 +108,8 @@ func TestGradient(t *testing.T) {
 	}
 }
 
-// TestData checks the number of images, their values, and that the seed determines their order.
+// TestData checks the number of images and the range of their values, and that the seed determines their
+// order.
 func TestData(t *testing.T) {
 	train, test, err := loadImages(1)
 	if err != nil {
