@@ -13,8 +13,8 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 )
 
-// agentScript creates an agent that writes its arguments to the file notes and does not run the command. It
-// fails for a host named bad and succeeds for all others.
+// agentScript creates an agent that writes its arguments to the file notes and does not run the command. The
+// agent fails for a host named bad and succeeds for all other hosts.
 func agentScript(t *testing.T) (agent, notes string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -27,8 +27,8 @@ func agentScript(t *testing.T) (agent, notes string) {
 	return agent, notes
 }
 
-// examined runs hvdrun doctor --json. It returns its lines by name, the number of failures and the exit
-// status. The number of failures depends on the machine, so tests must not expect a certain number.
+// examined runs hvdrun doctor --json. It returns the lines of the output by name, the number of failures and
+// the exit status. The number of failures depends on the machine, so tests must not expect a certain number.
 func examined(t *testing.T, args ...string) (lines map[string]doctor.Line, failed int, status int) {
 	t.Helper()
 	stdout, stderr, status := output(t, append([]string{"doctor", "--json"}, args...)...)
@@ -187,7 +187,7 @@ func TestDoctorWrongUsage(t *testing.T) {
 	}
 }
 
-// TestDoctorInterrupted checks that Ctrl-C ends the doctor and its agents.
+// TestDoctorInterrupted checks that SIGINT, as from Ctrl-C, ends hvdrun doctor and its agents.
 func TestDoctorInterrupted(t *testing.T) {
 	agent := filepath.Join(t.TempDir(), "agent")
 	if err := os.WriteFile(agent, []byte("#!/bin/sh\necho $$ >&2; kill -INT $PPID; exec sleep 100\n"),
@@ -218,7 +218,7 @@ func TestDoctorHelp(t *testing.T) {
 		!strings.Contains(stdout, "--hosts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
-	// After flags, doctor is a command to launch.
+	// After flags, the word doctor is a command to launch, and there is no such command.
 	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 ||
 		!strings.Contains(stderr, "doctor") {
 		t.Errorf("got exit status %d and %q, want 127", status, stderr)

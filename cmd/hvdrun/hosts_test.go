@@ -15,7 +15,7 @@ import (
 )
 
 // fakeSSH creates a directory with a program named ssh. The program writes its arguments to the file notes,
-// one per line. Then it runs its last numWords arguments in a shell, as sshd would, but on this host.
+// one per line. Then it runs its last numWords arguments in a shell as sshd does, but on this host.
 func fakeSSH(t *testing.T, numWords int) (dir, notes string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -31,8 +31,8 @@ exec sh -c "$*"
 	return dir, notes
 }
 
-// TestHostsBySSH checks that hvdrun starts its agent on each host by ssh, with the arguments that the flags
-// ask for, and that variables arrive at the ranks.
+// TestHostsBySSH checks that hvdrun starts its agent on each host by ssh, with the ssh arguments that the
+// flags select. The ranks must get the variables that hvdrun sends.
 func TestHostsBySSH(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -76,8 +76,8 @@ func TestHostsBySSH(t *testing.T) {
 	}
 }
 
-// TestHostsByAgent checks that the host replaces {host} in the command of --agent, or follows the command if
-// there is no {host}.
+// TestHostsByAgent checks the command that --agent gives. hvdrun must replace {host} in it by the name of the
+// host. Without {host}, it must add the name at the end.
 func TestHostsByAgent(t *testing.T) {
 	dir := t.TempDir()
 	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
@@ -120,8 +120,8 @@ func TestThisHostInTheList(t *testing.T) {
 	}
 }
 
-// TestFlagsForOtherHostsAlone checks that hvdrun warns about a flag that applies only to other hosts if all
-// ranks run on this host.
+// TestFlagsForOtherHostsAlone runs all ranks on this host and gives a flag for other hosts. hvdrun must warn
+// that the flag has no effect.
 func TestFlagsForOtherHostsAlone(t *testing.T) {
 	for _, c := range []struct{ args, unused []string }{
 		{[]string{"--agent", "y"}, []string{"--agent"}},
@@ -169,8 +169,8 @@ func TestHostThatCannotBeUsed(t *testing.T) {
 	}
 }
 
-// TestStoreAddresses checks that the address of the default route is the first address of the store. It is
-// the address that other hosts most likely use to reach this host.
+// TestStoreAddresses checks that the address of the default route is the first address of the store, because
+// other hosts most likely reach this host there.
 func TestStoreAddresses(t *testing.T) {
 	for _, list := range [][]string{nil, {"lo"}} {
 		settings := config.Config{NetworkInterfaces: list}

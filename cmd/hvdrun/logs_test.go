@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// TestLogFormat checks that ranks log in the console format if the format is auto and hvdrun's standard error
-// is a terminal.
+// TestLogFormat checks which log format hvdrun gives to the ranks: the console format, if the format is auto
+// and hvdrun's standard error is a terminal.
 func TestLogFormat(t *testing.T) {
 	_, slave := testnet.Terminal(t)
 	for _, test := range []struct {
@@ -44,15 +44,15 @@ func TestLogFormatReachesTheRanks(t *testing.T) {
 	if err := slave.Close(); err != nil {
 		t.Fatal(err)
 	}
-	_, _ = io.Copy(io.Discard, master) // ends with EIO when no process has the slave open
+	_, _ = io.Copy(io.Discard, master) // ends with EIO when no process has the other end of the terminal open
 	stdout, _, _ := output(t, "-np", "1", "sh", "-c", "echo format=$HVD_LOG_FORMAT")
 	if !strings.Contains(stdout, "format=\n") {
 		t.Errorf("in a pipe: got %q", stdout)
 	}
 }
 
-// TestLogger checks that hvdrun's own log follows the settings for logs, and that --verbose lowers its level
-// to info.
+// TestLogger checks that hvdrun's own log obeys the settings for logs, and that with --verbose it includes
+// messages of level info.
 func TestLogger(t *testing.T) {
 	for _, test := range []struct {
 		env     []string

@@ -28,8 +28,8 @@ import (
 
 const deadline = time.Minute
 
-// TestMain runs the tests. If the first argument of the test binary says so, it runs as hvdrun, as its helper
-// or agent, or as a rank instead.
+// TestMain runs the tests. If the first argument of the test binary selects another role, it runs hvdrun, a
+// helper, an agent or a rank instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -58,14 +58,15 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	// A shell may have started the tests in the background with SIGINT ignored. hvdrun would inherit that.
+	// A shell may have started the tests in the background with SIGINT ignored. hvdrun would then ignore
+	// SIGINT too.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
 	}
 	os.Exit(m.Run())
 }
 
-// accuse runs a rank that reports rank 1 as failed, as an engine does.
+// accuse runs a rank that sends a verdict which names rank 1, as an engine does.
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -99,7 +100,7 @@ func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs hvdrun and returns its outputs and its exit status.
+// output runs hvdrun and returns its standard output, its standard error and its exit status.
 func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
 	t.Helper()
 	cmd := hvdrun(t, args...)
@@ -112,8 +113,8 @@ func output(t *testing.T, args ...string) (stdout, stderr string, status int) {
 	return out.String(), err.String(), cmd.ProcessState.ExitCode()
 }
 
-// TestWrongUsage checks that wrong command lines end with exit status 2 and one line of explanation, and
-// start nothing.
+// TestWrongUsage runs hvdrun with wrong command lines. Each must end with exit status 2 and one line of
+// explanation, and must start nothing.
 func TestWrongUsage(t *testing.T) {
 	started := filepath.Join(t.TempDir(), "started")
 	touch := []string{"touch", started}
@@ -222,13 +223,13 @@ func TestWrongUsage(t *testing.T) {
 	}
 }
 
-// TestFormsOfTheCommandLine checks that the different ways to write flags have the same effect, and that the
-// flags of the command are not taken for flags of hvdrun.
+// TestFormsOfTheCommandLine checks that all ways to write a flag have the same effect, and that flags after
+// the command belong to the command and not to hvdrun.
 func TestFormsOfTheCommandLine(t *testing.T) {
 	echo := []string{"sh", "-c", `echo "$A $*"`, "-np", "7", "--num_proc=8", "-v", "--", "x"}
 	for _, c := range []struct {
 		flags []string
-		want  string // value of A at the ranks
+		want  string // value of the variable A at the ranks
 	}{
 		{[]string{"-np", "2"}, ""},
 		{[]string{"-np=2"}, ""},
@@ -250,7 +251,7 @@ func TestFormsOfTheCommandLine(t *testing.T) {
 			stdout, stderr, status := output(t, append(slices.Clone(c.flags), echo...)...)
 			lines := strings.Split(stdout, "\n")
 			slices.Sort(lines)
-			args := " 7 --num_proc=8 -v -- x" // the shell takes -np as its $0
+			args := " 7 --num_proc=8 -v -- x" // without -np, which is $0 of the shell
 			want := []string{"", "[0]<stdout>:" + c.want + args, "[1]<stdout>:" + c.want + args}
 			if status != 0 || !slices.Equal(lines, want) {
 				t.Errorf("got exit status %d, %q and %q, want 0 and %q", status, stdout, stderr, want)
@@ -309,7 +310,7 @@ func TestHelp(t *testing.T) {
 	if n := strings.Count(stdout, "\n  hvdrun -np "); n != 3 {
 		t.Errorf("got %d lines that show hvdrun -np, want the usage and two examples", n)
 	}
-	text := strings.Join(strings.Fields(stdout), " ") // without line breaks
+	text := strings.Join(strings.Fields(stdout), " ") // with each line break replaced by a blank
 	for _, s := range config.Settings() {
 		if !strings.Contains(text, s.Name) || !strings.Contains(text, s.Doc) ||
 			!strings.Contains(text, s.Fallback()) {
@@ -426,7 +427,7 @@ func TestIgnoredSignalsStayIgnored(t *testing.T) {
 	}
 }
 
-// TestJobInAJob checks that an hvdrun that a rank starts runs a job of its own.
+// TestJobInAJob runs hvdrun in a rank of another hvdrun. The inner hvdrun must run a job of its own.
 func TestJobInAJob(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -440,7 +441,7 @@ func TestJobInAJob(t *testing.T) {
 	}
 }
 
-// TestRewrite checks how the command line is converted for pflag.
+// TestRewrite checks that rewrite converts command lines to the form that pflag can parse.
 func TestRewrite(t *testing.T) {
 	flags := new(runner).command().Flags()
 	for _, c := range []struct{ in, want string }{
@@ -472,8 +473,8 @@ func TestRewrite(t *testing.T) {
 	}
 }
 
-// TestForeignFlags checks that each flag in foreignFlags gets its advice. None may be a flag of hvdrun too,
-// because its advice would never be given.
+// TestForeignFlags checks that hvdrun rejects each flag in foreignFlags with its advice. None of these flags
+// may also be a flag of hvdrun, because then hvdrun would never print the advice.
 func TestForeignFlags(t *testing.T) {
 	flags := new(runner).command().Flags()
 	for _, f := range foreignFlags {

@@ -33,12 +33,11 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ranksOfMetrics is an environment variable that says, for each rank of a test, how the rank answers
-// requests.
+// ranksOfMetrics is an environment variable that tells each rank of a test how to answer requests.
 const ranksOfMetrics = "RANKS_OF_METRICS"
 
-// TestMetricsRank runs a rank that answers requests for metrics. It is a test so that other tests can run it
-// in the test binary. Otherwise it is skipped.
+// TestMetricsRank runs a rank that answers requests for metrics. Other tests run it as a rank, with this test
+// binary as the program. When all tests run, it is skipped.
 func TestMetricsRank(t *testing.T) {
 	kinds := strings.Split(os.Getenv(ranksOfMetrics), ",")
 	rank, err := strconv.Atoi(os.Getenv("HOROVOD_RANK"))
@@ -78,7 +77,7 @@ func TestMetricsRank(t *testing.T) {
 			return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n")
 		}
 	case "silent":
-		select {} // killed at the end of the job
+		select {} // waits until it is killed at the end of the job
 	}
 	if err := joblink.New(kv, rank).Answer(t.Context(), answer); err != nil {
 		t.Log(err) // the job has ended
@@ -105,7 +104,7 @@ func statsOf(rank int) trace.Stats {
 	return s
 }
 
-// metricsJob is a job that runs, with its metrics address and its log.
+// metricsJob is a running job, with its metrics address and its log.
 type metricsJob struct {
 	*exec.Cmd
 	addr string
@@ -123,8 +122,8 @@ func (j *metricsJob) said() string {
 
 var metricsLine = regexp.MustCompile(`^hvdrun: metrics at http://(.*)/metrics$`)
 
-// startMetricsJob starts a job with a rank for each of kinds, which say how the ranks answer. It waits until
-// the job serves metrics.
+// startMetricsJob starts a job with a rank for each element of kinds, which says how that rank answers. It
+// waits until the job serves metrics.
 func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	t.Helper()
 	self, err := os.Executable()
@@ -133,7 +132,8 @@ func startMetricsJob(t *testing.T, kinds ...string) *metricsJob {
 	}
 	short := hvdrun(t, "-np", strconv.Itoa(len(kinds)), "--metrics-addr", ":0", self,
 		"-test.run=^TestMetricsRank$")
-	// The job has a context of its own, because Prometheus may take longer than the time limit of hvdrun.
+	// The job has a context of its own, because a test with Prometheus may take longer than the time limit
+	// for hvdrun in other tests.
 	j := &metricsJob{Cmd: exec.CommandContext(testnet.Context(t), short.Path, short.Args[1:]...)}
 	j.Env = append(short.Env, ranksOfMetrics+"="+strings.Join(kinds, ","))
 	pipe, err := j.StderrPipe()
@@ -196,9 +196,9 @@ func scrape(ctx context.Context, addr string) (string, error) {
 	return string(text), err
 }
 
-// TestPrometheusScrapesTheJob runs a real Prometheus with the configuration and the rules in deploy/. It
-// scrapes a job in which some ranks give wrong answers or none. The metrics of the other ranks must arrive,
-// and the queries of the dashboard must have results.
+// TestPrometheusScrapesTheJob runs a real Prometheus with the configuration and the rules in deploy/.
+// Prometheus scrapes a job in which some ranks give wrong answers or no answers. The metrics of the other
+// ranks must arrive, and the queries of the dashboard must have results.
 func TestPrometheusScrapesTheJob(t *testing.T) {
 	deploy := filepath.Join("..", "..", "deploy")
 	read := func(name string) string {
@@ -234,7 +234,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 	same := func(a, b map[string]float64) bool { return fmt.Sprint(a) == fmt.Sprint(b) }
 	up := map[string]float64{"0": 1, "1": 1, "2": 0, "3": 0, "4": 0}
-	// The first scrape may precede the time when the ranks are ready.
+	// The ranks may not be ready at the first scrape.
 	testnet.Eventually(t, "Prometheus has the ranks", func() bool {
 		if got := len(values("hvd_up", "rank")); got != 0 && got != len(up) {
 			t.Fatalf("got %d ranks, want %d", got, len(up))
@@ -283,8 +283,8 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	}
 }
 
-// TestScrapesWhileTheJobEnds checks that scrapes during the end of a job get metrics or an error in bounded
-// time, and that hvdrun ends normally.
+// TestScrapesWhileTheJobEnds scrapes a job while it ends. Each scrape must get metrics or an error in bounded
+// time, and hvdrun must end normally.
 func TestScrapesWhileTheJobEnds(t *testing.T) {
 	job := startMetricsJob(t, "good", "impostor", "silent")
 	ctx := testnet.Context(t)
@@ -319,8 +319,8 @@ func TestScrapesWhileTheJobEnds(t *testing.T) {
 	}
 }
 
-// TestMetricsAddr checks the errors for an address that is in use or malformed, and that hvdrun prints
-// nothing about metrics without the flag.
+// TestMetricsAddr checks that hvdrun fails with an error if the address for metrics is in use or malformed.
+// Without the flag it must print nothing about metrics.
 func TestMetricsAddr(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -32,14 +32,14 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// dumpOf returns the dump of a rank that has run the allreduces grad/0 to grad/9. The dump is made at 20 s.
-// The rank has waited 5 s by then for each allreduce in waits.
+// dumpOf returns the dump of a rank that has run the allreduces grad/0 to grad/9. The time of the dump is 20
+// s. At this time the rank has waited 5 s for each allreduce in waits.
 func dumpOf(rank, size int, why string, waits ...string) []byte {
 	return dumpAt(20*time.Second, 15*time.Second, rank, size, why, waits...)
 }
 
-// dumpAt is like dumpOf, but the dump is made at time at, and the rank has submitted the allreduces that it
-// waits for at time submitted.
+// dumpAt is like dumpOf, but the parameter at is the time of the dump, and submitted is the time at which the
+// rank submitted the allreduces that it waits for.
 func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...string) []byte {
 	r := recorder.New(100)
 	for i := range 10 {
@@ -124,7 +124,7 @@ func pretend(do string) error {
 		fmt.Println("ready")
 		fmt.Println("got", <-signals)
 	case "stall":
-		for r := range size { // hvdrun does not wait for ranks that start later
+		for r := range size { // wait for all ranks, because hvdrun does not ask ranks that start later
 			if err := kv.Wait(ctx, "answers/"+strconv.Itoa(r)); err != nil {
 				return err
 			}
@@ -156,7 +156,7 @@ func pretend(do string) error {
 	return nil
 }
 
-// watched is an hvdrun whose ranks run pretend, with the lines that it prints.
+// watched is a running hvdrun whose ranks run pretend, with the lines that hvdrun prints.
 type watched struct {
 	t     *testing.T
 	lines chan string
@@ -200,8 +200,8 @@ func watchCommand(t *testing.T, args ...string) *watched {
 	return w
 }
 
-// until returns the output up to the n-th line that contains text. It fails the test if the output ends
-// before that.
+// until reads the output up to the n-th line that contains text, and returns it. It fails the test if the
+// output ends before that line.
 func (w *watched) until(text string, n int) string {
 	w.t.Helper()
 	var b strings.Builder
@@ -237,8 +237,8 @@ func quit(t *testing.T, np int, args ...string) (w *watched, report string) {
 	return w, report
 }
 
-// TestSurveyTime checks that hvdrun waits exactly surveyTime for ranks that do not answer, and that this is
-// short enough to report within 2 s.
+// TestSurveyTime checks that hvdrun waits exactly surveyTime for ranks that do not answer, and that
+// surveyTime is short enough for a report within 2 s.
 func TestSurveyTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -256,8 +256,8 @@ func TestSurveyTime(t *testing.T) {
 	})
 }
 
-// TestQuitPrintsReport checks that SIGQUIT makes hvdrun print and write a report, even if some ranks do not
-// answer. hvdrun must forward a second SIGQUIT within 5 s to the ranks.
+// TestQuitPrintsReport checks that SIGQUIT makes hvdrun print a report and write it to files, even if some
+// ranks do not answer. hvdrun must forward a second SIGQUIT within 5 s to the ranks.
 func TestQuitPrintsReport(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "dumps")
 	w, report := quit(t, 4, "-np", "4", "--dump-dir", dir)
@@ -271,7 +271,7 @@ func TestQuitPrintsReport(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	// A process that waits for a signal may be running for a moment.
+	// A process that waits for a signal is usually sleeping, but may be running for a moment.
 	if !regexp.MustCompile(
 		`\nRank 2 did not answer: process \d+ is (sleeping|running)\.\nRank 3 did not answer: process \d+ is (sleeping|running)\.\n`).MatchString(report) {
 		t.Errorf("got %s, want the states of the processes of ranks 2 and 3", report)
@@ -325,8 +325,8 @@ func TestStallPrintsReport(t *testing.T) {
 	}
 }
 
-// TestFailurePrintsReport checks that hvdrun prints the root cause of a failure and then a report on what the
-// ranks waited for.
+// TestFailurePrintsReport checks that, after a failure, hvdrun first prints the root cause and then a report
+// on what the ranks waited for.
 func TestFailurePrintsReport(t *testing.T) {
 	w := watch(t, "fail", "-np", "3")
 	text := w.until(rule, 4)
@@ -383,7 +383,7 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 			t.Errorf("got %s, want %q", report, want)
 		}
 	}
-	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second one kills the stopped process
+	for _, s := range []os.Signal{unix.SIGTERM, unix.SIGINT} { // the second signal kills the stopped process
 		if err := w.kill(s); err != nil {
 			t.Fatal(err)
 		}
@@ -391,8 +391,8 @@ func TestReportsOfOtherPrograms(t *testing.T) {
 	w.wait()
 }
 
-// TestQuitOnSeveralHosts checks that hvdrun also asks ranks on other hosts, and says of a process there only
-// that it has not ended.
+// TestQuitOnSeveralHosts checks that hvdrun also asks ranks on other hosts. About the process of such a rank,
+// the report must say only that it has not ended.
 func TestQuitOnSeveralHosts(t *testing.T) {
 	w, report := quit(t, 4, "-H", "h1:2,h2:2", "--agent", "env AT={host}")
 	for _, want := range []string{"hvdrun: SIGQUIT: 2 of 4 ranks answered",
@@ -410,8 +410,8 @@ func TestQuitOnSeveralHosts(t *testing.T) {
 	}
 }
 
-// TestJobEndsWhileRanksAreAsked checks that a job that ends while hvdrun asks its ranks does not wait for
-// their answers.
+// TestJobEndsWhileRanksAreAsked ends a job while hvdrun asks its ranks. hvdrun must not wait for their
+// answers.
 func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	w := watch(t, "hang", "-np", "3")
 	w.until("<stdout>:ready", 3)
@@ -423,7 +423,7 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 	if status := w.wait(); status != 143 {
 		t.Errorf("got exit status %d, want 143", status)
 	}
-	w.until(rule, 2) // the report says what was known by then
+	w.until(rule, 2) // the report has what was known when the job ended
 }
 
 func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
@@ -463,7 +463,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 			}
 		}
 	}
-	advancePeriod := func() { // makes the last report two periods old
+	advancePeriod := func() { // moves the time of the last report two periods back
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.lastStall = r.lastStall.Add(-2 * time.Hour)
@@ -496,7 +496,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	r.handleMessage(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.handleMessage(t.Context(), 0, "what", nil)
 	expectAlarm("")
-	// The alarm for e is still pending. The message about f does not wait for it and is dropped.
+	// The alarm for e is still pending. So the message about f is dropped, and handling it must not block.
 	sendStall("e")
 	advancePeriod()
 	sendStall("f")
@@ -504,9 +504,9 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	expectAlarm("")
 }
 
-// TestEachStallIsReported checks that a stall is reported even if an earlier stall had the same name, because
-// names of tensors recur in each step, or if a report after SIGQUIT has shown it. It must not be reported
-// again while it lasts.
+// TestEachStallIsReported checks that a new stall is reported in two cases. In the first, an earlier stall
+// was about a tensor of the same name, because names recur in each step. In the second, a report after
+// SIGQUIT has already shown the stall. No stall must be reported again while it lasts.
 func TestEachStallIsReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const (
@@ -551,8 +551,8 @@ func TestEachStallIsReported(t *testing.T) {
 		}
 		begins := func() { set(func() { since = time.Since(begun) }) }
 		ends := func() { set(func() { since = 0 }) }
-		// expectReports sends the messages about both stalls, as rank 0 would, and checks how many reports
-		// follow.
+		// expectReports sends the messages about both stalls as rank 0 would. It checks that they trigger
+		// exactly want reports.
 		expectReports := func(want int) {
 			t.Helper()
 			got := 0
@@ -577,7 +577,7 @@ func TestEachStallIsReported(t *testing.T) {
 				t.Errorf("%v: got %d reports, want %d", time.Since(begun), got, want)
 			}
 		}
-		synctest.Wait() // until the reporter listens
+		synctest.Wait() // until the reporter is ready for messages
 
 		begins()
 		r.survey(ctx, "SIGQUIT", nil)
@@ -605,13 +605,13 @@ func TestEachStallIsReported(t *testing.T) {
 		expectReports(0) // the stall has ended
 		time.Sleep(period)
 		begins()
-		expectReports(0) // a later step has waited only for a moment
+		expectReports(0) // the waits belong to a later step and have just begun
 		set(func() { mute = []int{2} })
 		time.Sleep(period)
 		expectReports(1)
 		time.Sleep(period)
 		expectReports(0)
-		// It is still the same stall if other waiting ranks answer than before.
+		// It is still the same stall if now other ones of the waiting ranks answer.
 		ends()
 		time.Sleep(period)
 		begins()
@@ -655,8 +655,8 @@ func TestStallOfSilentRanks(t *testing.T) {
 	})
 }
 
-// TestDumpsOfFailures checks that the dumps that ranks send after a failure are bounded in size, and that the
-// report says so if a dump is malformed or comes from another rank.
+// TestDumpsOfFailures checks that the reporter keeps a bounded amount of dumps that ranks send after a
+// failure. If a dump is malformed or comes from another rank than it says, the report must say so.
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -689,7 +689,8 @@ func TestDumpsOfFailures(t *testing.T) {
 			t.Errorf("got %s, want %q", got, want)
 		}
 	}
-	// Dumps that have arrived when the job ends count even if the reporter has not handled them yet.
+	// Dumps that have arrived before the job ends must be in the report even if the reporter has not handled
+	// them yet.
 	late := reporterOf(t, kv, 4, "", time.Hour)
 	ctx := testnet.Context(t)
 	testnet.Eventually(t, "the launcher listens", func() bool { return kv.Waits() == 2 })
@@ -711,8 +712,8 @@ func TestDumpsOfFailures(t *testing.T) {
 	}
 }
 
-// TestReportsInTrouble checks that the report has a warning if the folder cannot be written, and one if the
-// store is gone.
+// TestReportsInTrouble checks that the report has a warning if the folder for dumps is not writable, and
+// another warning if the store is gone.
 func TestReportsInTrouble(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	file := filepath.Join(t.TempDir(), "file")
@@ -732,7 +733,8 @@ func TestReportsInTrouble(t *testing.T) {
 	r.close()
 }
 
-// TestLongReportsAreCut checks that a long report is cut on the terminal but complete in the files.
+// TestLongReportsAreCut checks that hvdrun prints only the first part of a long report but writes the
+// complete report to files.
 func TestLongReportsAreCut(t *testing.T) {
 	dir := t.TempDir()
 	r := &reporter{size: 1, dir: dir}

@@ -77,8 +77,8 @@ func TestSettingFlagsReachTheRanks(t *testing.T) {
 	}
 }
 
-// TestOrderOfFileAndFlags checks that the settings file overrides the flags before --config-file but not
-// those after it.
+// TestOrderOfFileAndFlags checks that the settings file overrides flags before --config-file, and that flags
+// after --config-file override the file.
 func TestOrderOfFileAndFlags(t *testing.T) {
 	file := writeFile(t, "params:\n  cycle_time_ms: 1\n  cache_capacity: 1\n")
 	cmd := hvdrun(t, "-np", "1", "--tag-output=false",
@@ -93,8 +93,8 @@ func TestOrderOfFileAndFlags(t *testing.T) {
 	}
 }
 
-// TestWarnings checks the warnings about wrong variables and flags, and that the ranks get the names that
-// were warned about.
+// TestWarnings checks the warnings about wrong variables and flags. The ranks must get the names for which
+// hvdrun has printed warnings.
 func TestWarnings(t *testing.T) {
 	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x",
 		"HVD_TYPO=1",
@@ -196,8 +196,8 @@ func TestCheckBuild(t *testing.T) {
 	}
 }
 
-// TestCheckBuildFindsSidecar checks that --check-build lists PyTorch if there is an hvdd, or else says why
-// not, and that the doctor says the same.
+// TestCheckBuildFindsSidecar checks that --check-build lists PyTorch if hvdrun finds an hvdd. If it finds
+// none, --check-build must say why. hvdrun doctor must report the same.
 func TestCheckBuildFindsSidecar(t *testing.T) {
 	dir, none := t.TempDir(), t.TempDir()
 	program, plain := filepath.Join(dir, "hvdd"), filepath.Join(none, "plain")
@@ -225,7 +225,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 			t.Errorf("%+v: got %+v", c, lines["frameworks"])
 		}
 	}
-	// An hvdd beside hvdrun, where it is installed, is found too.
+	// An hvdd in the folder of hvdrun, where installations have it, must be found too.
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -248,8 +248,8 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	}
 }
 
-// TestFlagsForWhatHolds checks that a flag of horovodrun that turns off a missing feature is accepted and has
-// no effect. A flag that turns on the feature must be refused.
+// TestFlagsForWhatHolds gives hvdrun flags of horovodrun for features that hvdrun lacks. A flag that turns
+// such a feature off must be accepted without effect. A flag that turns it on must be refused.
 func TestFlagsForWhatHolds(t *testing.T) {
 	flags := []string{
 		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather",
@@ -269,7 +269,7 @@ func TestFlagsForWhatHolds(t *testing.T) {
 }
 
 // TestTimelineSignal checks that ranks start with the timeline signal ignored, so that it does not kill a
-// program that does not handle it. The signal may be set by the settings file or by -x.
+// program that does not handle it. The setting may come from the settings file or from -x.
 func TestTimelineSignal(t *testing.T) {
 	file := writeFile(t, "timeline:\n  signal: sigusr2\n")
 	for _, flags := range [][]string{{"--config-file", file}, {"-x", "HVD_TIMELINE_SIGNAL=SIGUSR2"}} {

@@ -81,7 +81,8 @@ func TestStoreAlone(t *testing.T) {
 	}
 }
 
-// TestStoreAloneRefuses checks the errors for flags of hvdrun store that are wrong or contradict each other.
+// TestStoreAloneRefuses checks that hvdrun store fails with an error if its flags are wrong or contradict
+// each other.
 func TestStoreAloneRefuses(t *testing.T) {
 	short := filepath.Join(t.TempDir(), "short")
 	if err := os.WriteFile(short, []byte("short"), 0o600); err != nil {

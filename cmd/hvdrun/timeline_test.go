@@ -75,7 +75,8 @@ func TestTimelineOfStandardInput(t *testing.T) {
 	}
 }
 
-// TestTimelineOfWhatIsNone checks the errors for files that are not timelines and for wrong flags.
+// TestTimelineOfWhatIsNone checks that hvdrun timeline fails with an error for files that are not timelines
+// and for wrong flags.
 func TestTimelineOfWhatIsNone(t *testing.T) {
 	dir := putTimelines(t)
 	bad := filepath.Join(dir, "bad")
