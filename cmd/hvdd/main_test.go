@@ -31,14 +31,14 @@ func TestMain(m *testing.M) {
 	switch os.Getenv(asDaemon) {
 	case "":
 		os.Exit(m.Run())
-	case "activated": // as systemd does for the process that gets the descriptors
+	case "activated": // as systemd does for the process that it starts
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))
 	}
 	main()
 }
 
-// process is an hvdd that runs.
+// process is a running hvdd.
 type process struct {
 	*exec.Cmd
 	t      *testing.T
@@ -65,7 +65,7 @@ func start(t *testing.T, how string, files []*os.File, env []string, args ...str
 	}
 	go func() {
 		defer close(p.ended)
-		p.Wait() // status checks the exit status
+		p.Wait() // the error is ignored, because status checks the exit status
 	}()
 	t.Cleanup(func() { p.Process.Kill(); <-p.ended })
 	return p
@@ -83,7 +83,7 @@ func (p *process) status() int {
 	}
 }
 
-// wants checks that p ends with the given exit status and has printed the text says.
+// wants checks that p ends with the given exit status and that its output contains the text says.
 func (p *process) wants(status int, says string) {
 	p.t.Helper()
 	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {
@@ -122,7 +122,7 @@ func at(t *testing.T, path string) *sidecartest.Client {
 	}
 }
 
-// TestCommandLine checks exit status and output of hvdd for different command lines.
+// TestCommandLine checks the exit status and the output of hvdd for different command lines.
 func TestCommandLine(t *testing.T) {
 	for _, c := range []struct {
 		args   []string
@@ -155,8 +155,9 @@ func TestCommandLine(t *testing.T) {
 	}
 }
 
-// TestOnlyClient checks that a sidecar with only one client ends when the client does. Its exit status must
-// be 0 after Bye, or if there was no job. It must be 1 if the client left a job without Bye or sent garbage.
+// TestOnlyClient checks that a sidecar with only one client ends when the connection of the client ends. The
+// exit status must be 0 if the client has sent Bye, or if there was no job. It must be 1 if the client left a
+// job without Bye, or sent garbage.
 func TestOnlyClient(t *testing.T) {
 	p, c := pair(t)
 	c.Hello()
@@ -210,7 +211,7 @@ func TestSignals(t *testing.T) {
 	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
 	}
 	signal(p, syscall.SIGTERM)
-	p.wants(0, "") // the sidecar gives up Init
+	p.wants(0, "") // the sidecar has given up Init
 }
 
 // readToEnd reads until the sidecar closes the connection and then returns nil. It returns other errors.
@@ -390,7 +391,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	go s.ServeConn(conn, false) // s.Dead reports its end
+	go s.ServeConn(conn, false) // the result is ignored, because s.Dead reports the failure
 	c := sidecartest.New(t, fds[1])
 	c.Hello()
 	c.Init()
@@ -433,9 +434,9 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(ns)
 	}
-	<-time.After(500 * time.Millisecond) // starting uses processor time too
+	<-time.After(500 * time.Millisecond) // the start of the sidecar uses processor time too
 	const watched = time.Second
-	for tries := 1; ; tries++ { // on a busy machine one interval may show more
+	for tries := 1; ; tries++ { // several tries, because on a busy machine one interval may show more
 		before := used()
 		<-time.After(watched)
 		took := used() - before
