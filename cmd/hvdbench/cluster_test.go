@@ -18,7 +18,8 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write the goldens again")
 
-// golden compares got with a file in testdata. If -rewrite is set, it writes got to the file first.
+// golden checks that got equals a file in testdata. If the flag -rewrite is set, it first writes got to the
+// file.
 func golden(t *testing.T, name, got string) {
 	t.Helper()
 	file := filepath.Join("testdata", name)
@@ -46,7 +47,7 @@ func sample() options {
 	}
 }
 
-// cluster calls f concurrently for each of the n ranks of a job. It returns the errors of all calls, joined.
+// cluster calls f concurrently for each of the n ranks of a job. It returns the joined errors of all calls.
 func cluster(t *testing.T, n int, settings map[string]string,
 	f func(ctx context.Context, at jobPlace, rank int) error) error {
 	t.Helper()
@@ -69,8 +70,8 @@ func cluster(t *testing.T, n int, settings map[string]string,
 	return errors.Join(errs...)
 }
 
-// runs calls measure at n ranks, each with the options that sample returns after change. It returns what rank
-// 0 prints, and fails the test if another rank prints a result.
+// runs calls measure at n ranks. Each rank has the options that sample returns, changed by the function
+// change. It returns what rank 0 prints, and fails the test if another rank prints a result.
 func runs(t *testing.T, n int, settings map[string]string,
 	change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()

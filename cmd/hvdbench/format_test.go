@@ -50,8 +50,8 @@ func TestFormats(t *testing.T) {
 	}
 }
 
-// TestColumnsOfNCCL checks that the nccl format has the columns of nccl-tests' table, so that scripts that
-// read that table by columns can read the output of hvdbench too.
+// TestColumnsOfNCCL checks that the nccl format has the same columns as the table of nccl-tests. So scripts
+// that read the columns of that table can also read the output of hvdbench.
 func TestColumnsOfNCCL(t *testing.T) {
 	for l := range strings.Lines(show("nccl")) {
 		if strings.HasPrefix(l, "#") {

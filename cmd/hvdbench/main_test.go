@@ -25,8 +25,8 @@ const deadline = time.Minute
 
 var hvdrunPath string
 
-// TestMain runs the tests, for which it builds hvdrun. If the first argument of the test binary says so, it
-// runs as hvdbench instead.
+// TestMain builds hvdrun and runs the tests. If the first argument of the test binary says so, it runs
+// hvdbench instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "hvdbench" {
 		status := run(os.Args[2:], os.Stdout, os.Stderr)
@@ -66,7 +66,8 @@ type writerFunc func(p []byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
-// prepare returns a command that runs hvdbench. If np is not 0, it runs hvdbench under hvdrun.
+// prepare returns a command that runs hvdbench. If np is not 0, the command runs hvdbench under hvdrun with
+// np ranks.
 func prepare(t *testing.T, np int, env []string,
 	args ...string) (cmd *exec.Cmd, stdout, stderr *bytes.Buffer) {
 	t.Helper()
@@ -112,7 +113,7 @@ func status(t *testing.T, cmd *exec.Cmd) int {
 	return cmd.ProcessState.ExitCode()
 }
 
-// parse returns the options that a command line gives.
+// parse returns the options for a command line.
 func parse(args ...string) (got options, err error) {
 	cmd := newCommand(func(_ context.Context, o options) error {
 		got = o
@@ -230,7 +231,7 @@ func TestTwoProcesses(t *testing.T) {
 }
 
 // script runs a script in bench, which needs only Python's standard library, and returns its standard output.
-// If there is no python3, it skips the test, or fails it in CI.
+// If there is no python3, script skips the test. In CI it fails the test instead.
 func script(t *testing.T, env []string, args ...string) (stdout string, err error) {
 	t.Helper()
 	if _, err := exec.LookPath("python3"); err != nil {
@@ -314,8 +315,8 @@ func TestTheMatrixOfTheOtherLibraries(t *testing.T) {
 	}
 }
 
-// TestSignals checks that SIGINT and SIGTERM end a benchmark that would run for hours, and that it prints the
-// end of its table before.
+// TestSignals checks that SIGINT and SIGTERM end a benchmark that would run for hours, and that the benchmark
+// prints the end of its table before it ends.
 func TestSignals(t *testing.T) {
 	for _, np := range []int{0, 2} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {

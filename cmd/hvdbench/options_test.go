@@ -110,8 +110,8 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestSizesAreCountedBeforeTheyFillMemory checks that check refuses a list of sizes that is too long before
-// it is built. The whole list in this test would take 8 TiB.
+// TestSizesAreCountedBeforeTheyFillMemory checks that the method check refuses options with too many sizes
+// without making the whole list. In this test the list would take 8 TiB.
 func TestSizesAreCountedBeforeTheyFillMemory(t *testing.T) {
 	o := sample()
 	o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 1, 1<<40, 0, 1

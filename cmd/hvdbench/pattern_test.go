@@ -56,8 +56,8 @@ func TestReducedIsWhatTheKernelsGive(t *testing.T) {
 				if wrong, first := in.reduced().wrong(acc); wrong != 0 {
 					t.Errorf("%v %v of %d: %d wrong: %s", o, dt, n, wrong, first)
 				}
-				// The check must notice if a rank is counted twice. For a minimum or maximum the result may
-				// be right anyway.
+				// The verification must notice if a rank is counted twice. A minimum or maximum may be right
+				// nevertheless.
 				if n == 1 || o == tensor.Min || o == tensor.Max {
 					continue
 				}
@@ -92,10 +92,11 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 	}
 }
 
-// misroute checks that wrongBlocks accepts the right result of s at n ranks, and that it notices several
-// wrong routes of blocks.
+// misroute checks that wrongBlocks accepts the right result of s at n ranks. It also checks that wrongBlocks
+// notices blocks that come from or go to a wrong place.
 func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
-	// arg returns block b in the argument of a rank. Blocks that are only room for data of other ranks are 0.
+	// arg returns block b of the argument of a rank. A block is zeros if it is only room for data of another
+	// rank.
 	arg := func(rank, b int) []byte {
 		switch {
 		case s.kind == message.Alltoall:

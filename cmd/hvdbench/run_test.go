@@ -45,7 +45,7 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 						message.Barrier: 1,
 					}[kind]
 					if kind != message.Barrier && !strings.Contains(path, "raw") {
-						want *= 2 // a raw backend has one placement or both
+						want *= 2 // a raw backend supports one placement or both
 					}
 					if len(rows) != want && !(strings.Contains(path, "raw") && len(rows) == 2*want) {
 						t.Errorf("%d rows, want %d:\n%s", len(rows), want, out)
@@ -129,8 +129,8 @@ func TestSecondsChooseTheNumberOfCalls(t *testing.T) {
 	}
 }
 
-// TestMoreThanTheMemory checks that tensors that do not fit in the memory cause an error and do not kill the
-// process.
+// TestMoreThanTheMemory measures tensors that do not fit in the memory of the host. The benchmark must return
+// an error, and the process must not be killed.
 func TestMoreThanTheMemory(t *testing.T) {
 	for _, arena := range []bool{false, true} {
 		_, _, err := runs(t, 1, nil, func(o *options, _ int) {
@@ -156,8 +156,8 @@ func TestRanksMustMeasureTheSame(t *testing.T) {
 	}
 }
 
-// TestWhatABackendHasNot checks that --raw fails for a reduction that backends do not have, or leaves it out
-// if other reductions are given too.
+// TestWhatABackendHasNot checks --raw with a reduction that backends do not support. It must fail if no other
+// reduction is given, and otherwise leave out this reduction.
 func TestWhatABackendHasNot(t *testing.T) {
 	_, _, err := runs(t, 2, nil, func(o *options, _ int) {
 		o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average}, []bool{true}
@@ -198,7 +198,7 @@ func TestWhatABackendHasNot(t *testing.T) {
 	}
 }
 
-// corrupted is a path that makes one byte of the results at one rank wrong.
+// corrupted is a path that changes one byte of the results at one rank to a wrong value.
 type corrupted struct {
 	path
 	after *int // number of correct operations before the first wrong one
@@ -232,12 +232,12 @@ func (p corrupted) spoil(b []byte) {
 	}
 }
 
-// TestAWrongByteIsSeen checks that one wrong element is noticed, even at a rank that does not print the
-// result. It may be wrong from the first call on, or only in later calls.
+// TestAWrongByteIsSeen checks that the verification notices one wrong element, even at a rank that does not
+// print the result. The element is wrong either from the first call on or only in later calls.
 func TestAWrongByteIsSeen(t *testing.T) {
 	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast,
 		message.Reducescatter, message.Alltoall, message.Join} {
-		for _, after := range []int{0, 4} { // with 4, the verification before the timed calls passes
+		for _, after := range []int{0, 4} { // 4 is enough for the verification before the timed calls to pass
 			var out strings.Builder
 			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 				o := sample()
@@ -289,8 +289,8 @@ func TestTheLoopAllocatesNothing(t *testing.T) {
 	}
 }
 
-// TestTheLoopDoesNotTimeWhatComesBefore checks that the times that loop measures do not include the function
-// before.
+// TestTheLoopDoesNotTimeWhatComesBefore checks that the times that loop measures do not include the time of
+// the function before.
 func TestTheLoopDoesNotTimeWhatComesBefore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		times := make([]float64, 5)
@@ -314,7 +314,7 @@ func TestInterrupted(t *testing.T) {
 		s := streams{io.Discard, io.Discard}
 		if rank == 0 {
 			s.out = writerFunc(func(p []byte) (int, error) {
-				// At this time the row of 2000 bytes has not been printed.
+				// When this row is printed, the row of 2000 bytes has not been printed yet.
 				if strings.Contains(string(p), ",1000,250,") {
 					cancel()
 				}

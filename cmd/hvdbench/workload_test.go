@@ -59,8 +59,8 @@ func TestWorkloadFiles(t *testing.T) {
 	}
 }
 
-// TestBuckets checks where buckets begin, with tensors that fit together in a bucket and a tensor that is
-// larger than a bucket.
+// TestBuckets checks at which tensors the buckets begin. Some tensors fit together in a bucket, and one
+// tensor is larger than a bucket.
 func TestBuckets(t *testing.T) {
 	var tensors []named
 	for _, mib := range []int{10, 10, 6, 30, 1, 24, 1} {
@@ -71,7 +71,8 @@ func TestBuckets(t *testing.T) {
 	}
 }
 
-// FuzzReadWorkload checks that any list is refused or gives at least one tensor and no negative size.
+// FuzzReadWorkload passes arbitrary lists to readWorkload. Each must be refused, or give at least one tensor
+// and no tensor of negative size.
 func FuzzReadWorkload(f *testing.F) {
 	f.Add("a 12 3x4 # comment\nb 5\n")
 	f.Add("a -1\na 99999999999999999999 1x1\n")
