@@ -17,23 +17,25 @@
 // the unnamed calls of that operation on that process set. So all ranks must make their unnamed calls in the
 // same order. A join restarts the count. If a name is used again with the same shape and type, a rank
 // requests the tensor with one bit instead of a message. If ranks use one name for different operations at
-// the same time, the operations fail with a mismatch. If they do so one after the other, the ranks have to
-// negotiate the tensor in full again. So give each tensor a name of its own.
+// the same time, the operations fail with a *MismatchError. If all ranks use the name first for one operation
+// and later for another, the ranks have to negotiate the tensor in full again. So give each tensor a name of
+// its own.
 //
 // A name that the program gives stays in use until the program has observed that the operation is done: until
 // a synchronous call or Wait returns without a *PendingError, Poll returns true, or the channel that Done
 // returned is closed. A second call with a name in use fails with a *UsageError that wraps a
-// *DuplicateNameError. The second call fails at every rank, even at a rank where the first operation has long
-// been done. If nothing observes the operation, the name stays in use until Shutdown, even if the handle is
-// garbage collected. So if the program starts an operation and never waits for it, give the operation no
-// name, or call Done on its handle. Generated names are free as soon as the operation is done.
+// *DuplicateNameError. The second call fails at every rank, even if the first operation is already done
+// there. If the program never observes that the operation is done, the name stays in use until Shutdown, even
+// if the handle is garbage collected. So if the program starts an operation and never waits for it, give the
+// operation no name, or call Done on its handle. Generated names are free as soon as the operation is done.
 //
 // # Buffers
 //
 // From the call until the operation is done the engine owns the slices that were passed. Until then the
-// program must not write them and must not read results. If the context of a Wait or of a synchronous call
-// ends, the request is not withdrawn: the slices remain in use until the operation is done at this rank. The
-// error is a *PendingError. It holds the handle with which the program can wait for the operation.
+// program must not write to these slices and must not read the result. If the context of a Wait or of a
+// synchronous call ends, the request is not withdrawn: the slices remain in use until the operation is done
+// at this rank. The error is a *PendingError. It holds the handle with which the program can wait for the
+// operation.
 //
 // # Errors
 //
@@ -112,8 +114,8 @@ func end(e *Engine) {
 //
 // Init returns an error if the ranks contradict each other, if one of them fails, or if not all have joined
 // within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends. The error names the ranks that are
-// missing. If the process has joined already, Init does nothing. After Shutdown it joins a new epoch of the
-// job.
+// missing. If the process has already joined, Init does nothing. After Shutdown, Init joins a new epoch of
+// the job.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
 	if nothing || err != nil {

@@ -29,7 +29,7 @@ import (
 )
 
 // events returns how often each event name occurs in a timeline. Under "tensor NAME" it returns how many
-// events name that tensor. It fails the test if the file is not a valid timeline.
+// events name that tensor. If the file is not a valid timeline, the test fails.
 func events(t *testing.T, file string) (names map[string]int) {
 	t.Helper()
 	text, err := os.ReadFile(file)

@@ -12,15 +12,16 @@ import (
 type Pending interface {
 	// Name returns the name of the tensor or group.
 	Name() string
-	// Poll reports whether the operation is done. If it is, its name is free from then on.
+	// Poll reports whether the operation is done. If the operation is done, its name is free from then on.
 	Poll() bool
-	// Done returns a channel that is closed when the operation is done. Its name is free from then on.
+	// Done returns a channel that is closed when the operation is done. The operation's name is free from
+	// then on.
 	Done() <-chan struct{}
 }
 
 // PendingError is the error of a wait whose context ended before the operation was done. The request is not
-// withdrawn and the operation goes on. Its slices stay in use until it is done. Its name stays in use until
-// the program has observed through Handle that it is done.
+// withdrawn and the operation goes on. The slices stay in use until the operation is done. The name stays in
+// use until the program has observed through Handle that the operation is done.
 //
 //	sum, err := hvd.Allreduce(ctx, x, hvd.Name("gradient"))
 //	var late *hvd.PendingError
@@ -44,8 +45,9 @@ func (e *PendingError) Error() string {
 
 func (e *PendingError) Unwrap() error { return e.Err }
 
-// abandonedWaits holds the waits of a rank whose contexts ended before their operations were done. They may
-// be the reason why the job ends, because other ranks wait for a rank that has given up.
+// abandonedWaits holds the waits of a rank whose contexts ended before their operations were done. Such a
+// wait may be the reason why the job ends later, because other ranks still wait for a rank that has given up
+// and left.
 type abandonedWaits struct {
 	mu   sync.Mutex
 	ops  []*operation
@@ -74,8 +76,8 @@ func (a *abandonedWaits) remove(o *operation) {
 	}
 }
 
-// explain returns err. If err says that the job is over, explain adds what this rank had given up waiting
-// for.
+// explain returns err. If err says that the job is over, explain adds to its text which operations this rank
+// had given up waiting for.
 func (a *abandonedWaits) explain(err error) error {
 	if !jobOver(err) {
 		return err
@@ -87,8 +89,8 @@ func (a *abandonedWaits) explain(err error) error {
 	return &afterTimeoutError{fmt.Sprintf("%v; before that, this rank %s", err, what), err}
 }
 
-// describe returns what this rank has given up waiting for, as a clause without a subject such as "gave up
-// waiting for allreduce ...". It returns "" if this rank has not given up a wait.
+// describe returns a clause such as "gave up waiting for allreduce ...", of which this rank is the subject.
+// It returns "" if this rank has not given up a wait.
 func (a *abandonedWaits) describe() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -103,7 +105,7 @@ func (a *abandonedWaits) describe() string {
 	return text
 }
 
-// jobOver reports whether err means that the job has ended for this rank.
+// jobOver reports whether err says that the job has ended for this rank.
 func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
