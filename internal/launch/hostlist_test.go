@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// TestParseHosts checks the hosts and slots that valid lists give.
+// TestParseHosts checks that ParseHosts returns the right hosts and slots for valid lists.
 func TestParseHosts(t *testing.T) {
 	for _, c := range []struct {
 		list string
@@ -184,7 +184,8 @@ func ExampleAssign() {
 	// b 2 local 0 of 1 cross 1 of 2
 }
 
-// FuzzParseHosts checks that the hosts of any valid list, written with brackets, parse to the same hosts.
+// FuzzParseHosts parses arbitrary lists. If a list is valid, the test writes its hosts as a list with
+// brackets, which must parse to the same hosts.
 func FuzzParseHosts(f *testing.F) {
 	f.Add("h1:2,[fe80::1]:2,10.0.0.1:4,h3")
 	f.Add("[]:1,a@b:3")

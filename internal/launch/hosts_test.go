@@ -250,8 +250,8 @@ func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 }
 
-// agentOf returns the process ID of the agent of a host. If other processes run the command of the agent too,
-// it returns the last of them.
+// agentOf returns the process ID of the agent of a host. If several processes have the agent's command line,
+// it returns the ID of the process that is listed last.
 func (r *run) agentOf(host string) (pid int) {
 	r.t.Helper()
 	r.await("agent of "+host, func() bool {
@@ -399,8 +399,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	}
 }
 
-// TestAgentThatObeysNothing runs an agent that stays alive but carries out no order. Whether a signal or a
-// failure ends the job, the launcher must kill that agent and name its ranks.
+// TestAgentThatObeysNothing runs an agent that stays alive but carries out no order. A signal or the failure
+// of a rank ends the job. In both cases the launcher must kill that agent and name its ranks.
 func TestAgentThatObeysNothing(t *testing.T) {
 	for name, c := range map[string]struct {
 		command []string
@@ -442,7 +442,7 @@ func TestAgentThatEndsEarly(t *testing.T) {
 		name    string
 		notices []string
 		status  int
-		want    string // follows "the last output was lost: "
+		want    string // text that must follow "the last output was lost: "
 	}{
 		{"before it says gone", []string{ready, started, ended}, 1, "env: exit status 7: bad line"},
 		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
@@ -501,8 +501,8 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 	}
 }
 
-// TestHelperIsStoppedOverHosts stops a helper, so that it carries out no order. The agent must kill the
-// helper, and the launcher must not kill the agent.
+// TestHelperIsStoppedOverHosts stops a helper, so that the helper carries out no order. The agent must kill
+// the helper, and the launcher must not kill the agent.
 func TestHelperIsStoppedOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1:2", GraceMS: 50, KillMS: 2000,
@@ -690,8 +690,8 @@ func TestOutputOverHosts(t *testing.T) {
 	}
 }
 
-// TestOutputHeldFromOutsideOverHosts checks that the job ends even if a process outside the job keeps the
-// output of a rank open.
+// TestOutputHeldFromOutsideOverHosts lets a process outside the job inherit the output of a rank and keep it
+// open. The job must end nevertheless.
 func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")

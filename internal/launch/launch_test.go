@@ -352,7 +352,7 @@ func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stdout, "got SIGINT", 2)
-	r.signal(unix.SIGTERM) // differs from the first signal, so it counts as a second one at once
+	r.signal(unix.SIGTERM) // counts as a second signal at once, because it differs from the first
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
 	}
@@ -377,8 +377,9 @@ func TestContextEndsTheJob(t *testing.T) {
 	}
 }
 
-// TestGraceIsForTheWholeGroup checks that after SIGTERM the processes in a rank's group may clean up, even if
-// the shell that started them dies at once. Processes that have left the group got no signal and are killed.
+// TestGraceIsForTheWholeGroup checks that after SIGTERM the processes in a rank's process group get time to
+// clean up, even if the shell that started them dies at once. Processes that have left the group do not get
+// the signal, so they must be killed.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() +
 		`" rank tidy; true`)})
@@ -466,7 +467,7 @@ func TestNothingOutlivesTheLauncher(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		script  string
-		perRank int // processes of each rank besides the helper
+		perRank int // number of processes of each rank besides the helper
 	}{
 		{"background", "sleep 1000 & sleep 1000; true", 3},
 		{"own session", "setsid sleep 1000 & sleep 1000; true", 3},
@@ -519,7 +520,8 @@ func TestGoRunShowsItsOwnLines(t *testing.T) {
 	}
 }
 
-// TestHelperIsKilled kills a helper. Its rank must be the root cause, and all processes of the job must end.
+// TestHelperIsKilled kills a helper. The rank of that helper must be the root cause, and all processes of the
+// job must end.
 func TestHelperIsKilled(t *testing.T) {
 	r := start(t, spec{NP: 2, NoticeMS: 50,
 		Command: sh("setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); sleep 1000; true")})
@@ -564,7 +566,8 @@ func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	}
 }
 
-// TestHelperIsStopped stops a helper, so that it carries out no order. The launcher must kill it.
+// TestHelperIsStopped stops a helper, so that the helper carries out no order. The launcher must kill the
+// helper.
 func TestHelperIsStopped(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
 	r.await("all processes", func() bool { return len(r.processes()) == 2*4 })
@@ -594,8 +597,8 @@ func TestWhatACommandLeavesBehindIsKilled(t *testing.T) {
 	}
 }
 
-// TestOutputHeldFromOutside checks that the job ends even if a process outside the job keeps the output of a
-// rank open.
+// TestOutputHeldFromOutside lets a process outside the job inherit the output of a rank and keep it open. The
+// job must end nevertheless.
 func TestOutputHeldFromOutside(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "later")
 	r := start(t, spec{NP: 1, Command: sh("echo ready; " + laterScript(file) + "echo done")})

@@ -45,8 +45,8 @@ func TestMain(m *testing.M) {
 			os.Exit(rankProgram(os.Args[2]))
 		}
 	}
-	// A shell may have started the tests in the background with SIGINT ignored. The launcher would inherit
-	// that.
+	// A shell may have started the tests in the background with SIGINT ignored. The launcher would then
+	// ignore SIGINT too.
 	if signal.Ignored(syscall.SIGINT) {
 		signal.Notify(make(chan os.Signal, 1), syscall.SIGINT)
 	}
@@ -70,11 +70,11 @@ type spec struct {
 	Hosts               string
 	Reach               []string
 	TorchStore          string
-	StoreAddrs          []string // addresses of the store; STORE stands for the real one
+	StoreAddrs          []string // addresses of the store; the word STORE stands for the real address
 	StartMS, LivenessMS int
-	wrap                []string // a command that runs the launcher
+	wrap                []string // a command before the launcher's command line, which runs it
 	dir                 string   // working directory of the launcher
-	stdout              *os.File // instead of a buffer
+	stdout              *os.File // standard output of the launcher; nil means the buffer run.stdout
 }
 
 const lostByLauncher = 99 // exit status if the launcher has leaked a goroutine
@@ -179,7 +179,7 @@ func launcher(text string) int {
 // fake describes an agent that sends hello, accepts the launcher's streams, sends the given notices, and ends
 // with status 7.
 type fake struct {
-	Notices []string // as JSON
+	Notices []string // each notice is JSON
 	Print   string   // output of rank 0
 	Lives   bool     // the agent stays alive, answers pings and carries out no order
 }
@@ -221,7 +221,7 @@ func rankProgram(do string) int {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals)
 	switch do {
-	case "obey": // ends at the first signal that is not for the Go runtime
+	case "obey": // ends at the first signal that is not one of the Go runtime's own
 		fmt.Println("ready")
 		for s := range signals {
 			if s != unix.SIGURG && s != unix.SIGCHLD {
@@ -282,7 +282,7 @@ func must[T any](v T, err error) T {
 
 func self() string { return must(os.Executable()) }
 
-// deadline is the time limit for each wait in the tests.
+// deadline is how long each wait in the tests may take.
 const deadline = time.Minute
 
 // buffer collects the output of a process. The test may read it while package exec writes to it.
@@ -359,7 +359,7 @@ func start(t *testing.T, s spec) *run {
 // alive then.
 func (r *run) wait() int {
 	r.t.Helper()
-	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // prints the stacks
+	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // prints stacks
 	defer late.Stop()
 	r.cmd.Wait()
 	if left := r.processes(); len(left) > 0 {

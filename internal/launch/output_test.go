@@ -105,7 +105,7 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// text is a writer that keeps everything that is written, in the order of the writes.
+// text is a writer that keeps all writes in their order.
 type text struct{ bytes.Buffer }
 
 // TestConsoleEndsOpenLines checks that the console ends a line that one stream has left at \r before it
@@ -119,8 +119,8 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 		{from: a, text: []byte("a2\r")},
 		{from: b, text: []byte("b1\n")},
 		{from: a},                       // no effect, because the line of a has been ended already
-		{from: a, text: []byte("a3\r")}, // leaves another line open
-		{from: a},                       // ends that line
+		{from: a, text: []byte("a3\r")}, // leaves another line of a open
+		{from: a},                       // ends that other line
 		{text: []byte("hvdrun\n")},
 		{from: b, text: []byte("b2\r")},
 	} {
