@@ -70,8 +70,9 @@ type Config struct {
 	// the verdict on a host that has vanished. The death of a process is detected at once, even with a high
 	// value.
 	LivenessTimeout time.Duration
-	// FusionThresholdBytes is the maximum size of a fused response. 0 turns fusion off. A grouped allreduce
-	// is one response even if it is larger. Raising the value saves round trips and costs cache misses.
+	// FusionThresholdBytes is the maximum size of a fused response. With 0 there is no fusion. A grouped
+	// allreduce is one response even if it is larger. Raising the value saves round trips and costs cache
+	// misses.
 	FusionThresholdBytes int64
 	// CycleTime is the least time between two cycles of the coordinator. Raising it makes more tensors fuse
 	// and delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's
@@ -95,19 +96,19 @@ type Config struct {
 	// Deterministic makes results bitwise equal from run to run, even if data arrives in another order. It
 	// makes operations slower.
 	Deterministic bool
-	// OperationTimeout is the time limit of every operation except Join, from submission to completion. 0
-	// means no limit.
+	// OperationTimeout is the time limit of every operation except Join, from submission to completion. With
+	// 0 there is no limit.
 	OperationTimeout time.Duration
-	// Timeline is the file to which rank 0 writes its timeline. The other ranks write to files beside it.
-	// With TimelineDynamic, or if Timeline is empty, no timeline is started. Only Horovod's Python API
-	// distinguishes the two values.
+	// Timeline is the file to which rank 0 writes its timeline. The other ranks write to files in the same
+	// folder. With TimelineDynamic, or if Timeline is empty, no timeline is started. Only Horovod's Python
+	// API distinguishes the two values.
 	Timeline string
 	// TimelineMarkCycles marks in the timeline when cycles begin.
 	TimelineMarkCycles bool
 	// TimelineMaxMiB is the maximum disk space, in MiB, for the timeline of a rank.
 	TimelineMaxMiB int
 	// TimelineLast is how much of the timeline is kept, counted back from its end. The events are kept in
-	// memory and written when the timeline is stopped. With 0 events are written as they occur.
+	// memory and written when the timeline is stopped. With 0, events are written to the file as they occur.
 	TimelineLast time.Duration
 	// TimelineSignal is the name of the signal that starts and stops the timeline, or empty for none.
 	TimelineSignal string
@@ -137,8 +138,8 @@ type Config struct {
 	warned             []string         // names about which the user has been or will be warned
 }
 
-// Sources holds the places from which values come. An empty value in the environment or from the program
-// counts as no value.
+// Sources holds the places from which values come. If a value in the environment or from the program is
+// empty, it counts as not set.
 type Sources struct {
 	// Environ is the environment in the form NAME=value, as os.Environ returns it.
 	Environ []string
@@ -148,8 +149,8 @@ type Sources struct {
 	Flags []FlagValue
 	// API holds the values that the program sets, by the name of the setting.
 	API map[string]string
-	// Launcher is set if this process is the launcher. Then the variables that tell a rank its place in a job
-	// are ignored.
+	// Launcher is set if this process is the launcher. Then variables that a launcher sets for each rank,
+	// such as HOROVOD_RANK, are ignored.
 	Launcher bool
 	// HaveStore is set if the program passes a rendezvous store. Then the settings need not contain the
 	// address of a store.
@@ -199,8 +200,9 @@ func Defaults() Config {
 }
 
 // FromEnvironment loads the settings of a process that runs an engine. Values come from the environment of
-// the process and from overrides, which holds the values set by the program, by name. haveStore is as in
-// Sources. It is an error if HVD_SIDECAR is set, because then another process runs the engine of this rank.
+// the process and from the map overrides, which holds the values that the program sets, by name. haveStore
+// has the meaning of Sources.HaveStore. It is an error if HVD_SIDECAR is set, because then another process
+// runs the engine of this rank.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
 	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {

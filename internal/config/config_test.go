@@ -187,8 +187,8 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 	}
 }
 
-// TestBooleans checks that a number is true if it is greater than 0. That is Horovod's rule: strtol(value) >
-// 0.
+// TestBooleans checks that a number is true if it is greater than 0. Horovod has the same rule: strtol(value)
+// > 0.
 func TestBooleans(t *testing.T) {
 	for text, want := range map[string]bool{
 		"1": true, "2": true, "true": true, "True": true, "YES": true,
@@ -491,7 +491,8 @@ func TestForRanks(t *testing.T) {
 		}
 	}
 
-	// A script between hvdrun and the rank sets a misspelled variable, which hvdrun has not warned about.
+	// A script between hvdrun and the rank sets a misspelled variable. hvdrun cannot have warned about it, so
+	// the rank must warn.
 	between, err := config.Load(config.Sources{Environ: append(env, "HVD_TYPOS=1")})
 	if err != nil || len(between.Warnings) != 1 {
 		t.Errorf("got %q and error %v, want one warning", between.Warnings, err)

@@ -128,8 +128,8 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	return nil
 }
 
-// scalar returns the text of a value. The items of a list are separated by commas, as in the environment. ok
-// is false for a mapping.
+// scalar returns the text of a value. The items of a list are separated by commas, as in the environment. The
+// result ok is false if the value is a mapping.
 func scalar(node *yaml.Node) (string, bool) {
 	if node.Kind == yaml.ScalarNode {
 		return node.Value, true
