@@ -65,7 +65,7 @@ type Late struct {
 	// kept is the total number of records and arrivals in the slots of pending.
 	kept    int
 	tensors map[string]*tensor
-	asked   []*Member // by rank; only ranks that have no records but known arrivals
+	asked   []*Member // indexed by rank; entries stand for ranks without records
 
 	// held measures how long each rank held up all others. waits has the waits that are not in held yet,
 	// because they must be added in the order in which they ended. startup has the values of held at

@@ -24,7 +24,7 @@ import (
 type spread struct {
 	*job
 	ranks   []*exec.Cmd
-	ended   []time.Time // the time at which each rank ended, by rank
+	ended   []time.Time // the time at which each rank ended, indexed by rank
 	running sync.WaitGroup
 }
 

@@ -1,9 +1,9 @@
 // Package metrics exports the counters of the ranks of a job to Prometheus and other programs that read its
 // formats. docs/metrics.md lists the metrics.
 //
-// [Handler] serves the metrics of one rank, [Job] those of all ranks of a job at one address, and [Serve]
-// listens on a port for either. Names of tensors are not used as labels, because their number is unbounded
-// and because an open port should not reveal the structure of a model.
+// [Handler] serves the metrics of one rank, and [Job] serves the metrics of all ranks of a job at one
+// address. [Serve] listens on a port for either of them. Tensor names are not used as labels, because their
+// number is unbounded and because an open port should not reveal the structure of a model.
 //
 // Invariants:
 //

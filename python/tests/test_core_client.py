@@ -47,8 +47,8 @@ class InTheJob(Bounded):
     """Tests that all ranks of the job run together."""
 
     def test_again_and_again(self) -> None:
-        """A process joins a job, runs operations and leaves the job 120 times. It starts only one sidecar, and its
-        numbers of descriptors and memory maps do not grow.
+        """A process joins a job, runs operations and leaves the job 120 times. It starts only one sidecar, its
+        number of descriptors does not grow, and no request stays pending.
         """
         hvd.init()
         client = hvd._engine.engine.client()

@@ -109,8 +109,8 @@ class Numpy(unittest.TestCase):
         self.equal(out, np.full((3, 4), float(self.size)))
 
     def test_repeated_names(self) -> None:
-        """An operation with the same name runs repeatedly: with other values, with arrays at other addresses and, at times,
-        with another shape. Each result is right.
+        """An operation with the same name runs repeatedly: with other values, with arrays at other addresses and,
+        sometimes, with another shape. Each result is right.
         """
         a, b = np.zeros(5), np.zeros(5)
         for i in range(30):
