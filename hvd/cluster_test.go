@@ -116,7 +116,7 @@ func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	return opts
 }
 
-// modes runs a test in both modes of negotiation. mode is the setting that selects the mode.
+// modes runs f in both modes of negotiation. The argument mode of f is the setting that selects the mode.
 func modes(t *testing.T, f func(t *testing.T, mode []string)) {
 	for _, m := range []string{"event", "lockstep"} {
 		t.Run(m, func(t *testing.T) { f(t, []string{"HVD_NEGOTIATION", m}) })

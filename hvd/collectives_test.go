@@ -12,7 +12,7 @@ import (
 
 // kind says how a test makes elements of type T and with which reduction it combines them.
 type kind[T hvd.Element] struct {
-	of      func(v int) T // converts v, exactly if v is small
+	of      func(v int) T // converts v to T; the conversion is exact if v is small
 	op      hvd.ReduceOp
 	combine func(a, b int) int
 }
@@ -94,7 +94,7 @@ func checkAll[T hvd.Element](ctx context.Context, t *testing.T, set *hvd.Process
 		check("broadcast in place", x, err, k.fill(count, root))
 	}
 
-	// Row j of the tensor of each rank goes to member j.
+	// The tensor of each rank has one row for each member: row j goes to member j.
 	x, all = k.fill(2*n, self), nil
 	for _, r := range ranks {
 		all = append(all, k.fill(2*n, r)[2*me:2*me+2]...)

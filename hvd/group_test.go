@@ -63,7 +63,8 @@ func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp,
 	}
 }
 
-// whole returns the bytes of tensor i of a rank: n small whole numbers, which are proportional to rank+1.
+// whole returns the bytes of tensor i of a rank. The tensor has n elements, which are small integers
+// proportional to rank+1.
 func whole(dt tensor.DType, n, rank, i int) []byte {
 	b := make([]byte, 0, n*dt.Size())
 	for k := range n {
@@ -164,8 +165,9 @@ func TestAverageOfSeveralTypes(t *testing.T) {
 	}
 }
 
-// TestGroupOfSeveralTypesRefused checks that the call fails if one type in a group does not support the
-// reduction, and that an unnamed call after it still matches the unnamed call of the other rank.
+// TestGroupOfSeveralTypesRefused submits at one rank a group in which one type does not support the
+// reduction. The call must fail. An unnamed call after it must still match the unnamed call of the other
+// rank.
 func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		if e.Rank() == 0 {
@@ -304,7 +306,7 @@ func TestLargeGroup(t *testing.T) {
 				for i := range xs {
 					want[i] = slices.Clone(xs[i])
 				}
-				const third = 1.0 / 1024 / 3 // a third of the distance from 1 to the next float16
+				const third = 1.0 / 1024 / 3 // a third of the distance from 1 to the next greater float16
 				for step := range 2 {
 					if c.title == "fed back" {
 						xs[0][0], want[0][0] = 1+third, 1+float32(step)/1024

@@ -41,11 +41,20 @@
 //
 // Every error names the operation and the tensor. Use errors.Is and errors.As to distinguish five kinds:
 //
-//   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized), or the arguments do not fit. Nothing was submitted.
-//   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of one rank, only that rank gets the error.
-//   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks were ready.
-//   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may call Init again, which waits until all ranks of the job are present.
-//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation is done, later errors at this rank also say that this rank had given up waiting.
+//   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set
+//     was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized),
+//     or the arguments do not fit. Nothing was submitted.
+//   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job
+//     goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of
+//     one rank, only that rank gets the error.
+//   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err
+//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks
+//     were ready.
+//   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
+//     ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may
+//     call Init again, which waits until all ranks of the job are present.
+//   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation
+//     is done, later errors at this rank also say that this rank had given up waiting.
 package hvd
 
 import (

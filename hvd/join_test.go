@@ -31,8 +31,8 @@ func join(ctx context.Context, t *testing.T, e *hvd.Engine, want int, opts ...hv
 	}
 }
 
-// checkReductionsBesideAJoin checks the results of allreduces at ranks 0 and 1 while rank 2 has joined. The
-// contributions are 3 and 5.
+// checkReductionsBesideAJoin checks the results of allreduces at ranks 0 and 1 while rank 2 has joined. Rank
+// 0 contributes 3 and rank 1 contributes 5.
 func checkReductionsBesideAJoin[T number](ctx context.Context, t *testing.T, e *hvd.Engine, tag string) {
 	t.Helper()
 	mine, other := T(3+2*e.Rank()), T(5-2*e.Rank()) // 3 and 5
@@ -144,8 +144,8 @@ func checkHalvesBesideAJoin(ctx context.Context, t *testing.T, e *hvd.Engine) {
 	}
 }
 
-// TestJoinEmpty checks that a rank that has joined with Empty contributes no rows to operations and receives
-// none.
+// TestJoinEmpty runs operations with the option Empty while a rank has joined. The joined rank must
+// contribute no rows and receive none.
 func TestJoinEmpty(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 2 {
@@ -171,7 +171,7 @@ func TestJoinEmpty(t *testing.T) {
 				!slices.Equal(got, []int32{2, 12, 22}) {
 				t.Errorf("rank %d: broadcast: got %v and error %v", me, got, err)
 			}
-			// Rows for the joined rank are discarded.
+			// Rows that are sent to the joined rank are discarded.
 			want := map[int][]int32{0: {0, 2}, 2: {20, 22}}[me]
 			if got, received, err := hvd.Alltoall(ctx, x, nil, on("alltoall")...); err != nil ||
 				!slices.Equal(got, want) || !slices.Equal(received, []int{1, 0, 1}) {
@@ -184,7 +184,7 @@ func TestJoinEmpty(t *testing.T) {
 				t.Errorf("rank %d: alltoall of empty rows: got %v, %v rows and error %v", me, wide, received,
 					err)
 			}
-			// The part of the joined rank is discarded.
+			// The rows of the result that belong to the joined rank are discarded.
 			if got, err := hvd.Reducescatter(ctx, x, on("reducescatter", hvd.Op(hvd.Sum))...); err != nil ||
 				len(got) != 1 || got[0] != int32(2+20*me) {
 				t.Errorf("rank %d: reducescatter: got %v and error %v", me, got, err)
@@ -242,7 +242,8 @@ func TestUnevenInputs(t *testing.T) {
 	}
 }
 
-// trainBatch sums tensors of ones, several of them in flight, and checks that each sum is want.
+// trainBatch sums several tensors of ones, which are in flight at the same time, and checks that each sum is
+// want.
 func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand, want int32) {
 	const tensors = 6
 	handles := make([]*hvd.Handle[int32], tensors)
@@ -399,8 +400,8 @@ func TestJoinOnAProcessSet(t *testing.T) {
 	})
 }
 
-// TestUnnamedAfterAJoin checks that unnamed calls match after a join. Before the join, ranks make different
-// numbers of unnamed calls.
+// TestUnnamedAfterAJoin makes a different number of unnamed calls at each rank before a join. Unnamed calls
+// after the join must match.
 func TestUnnamedAfterAJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 * e.Rank() {

@@ -57,8 +57,8 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// TestRankZeroDoesNotWait ends the context of rank 0's Shutdown at once, while the other ranks still run.
-// They must get a PeerError which names rank 0 and says that its Shutdown did not wait.
+// TestRankZeroDoesNotWait ends the context of rank 0's Shutdown at once, while the other ranks still run. The
+// other ranks must get a PeerError that names rank 0 and says that its Shutdown did not wait.
 func TestRankZeroDoesNotWait(t *testing.T) {
 	var idle sync.WaitGroup
 	idle.Add(3)

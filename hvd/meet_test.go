@@ -101,8 +101,8 @@ func TestInitWithID(t *testing.T) {
 	}
 }
 
-// TestDeviceOfTwo checks that Init fails at all ranks of a host if they name the same device, and succeeds if
-// all of them share it.
+// TestDeviceOfTwo checks that Init fails at all ranks of a host if they name the same device. If all of them
+// pass true for share, Init must succeed.
 func TestDeviceOfTwo(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()

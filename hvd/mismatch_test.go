@@ -212,7 +212,7 @@ var contradictions = []contradiction{
 	{"roots", func(p *part) error { return p.broadcast(1, pick(p, 0, 1)) },
 		`hvd: broadcast %q: mismatched root ranks: MOST named root 0, ODD named root 1`},
 
-	// The compressions differ. Horovod does not check that.
+	// The compressions differ. Horovod has no check for that.
 	{"compressions", func(p *part) error {
 		if p.odd {
 			return p.allreduce(1, hvd.CompressFP16())
@@ -227,7 +227,7 @@ var contradictions = []contradiction{
 		return p.allreduce(pick(p, 1, 2))
 	}, ``},
 
-	// Checks 6, 9 and 11: operations that fail because the last rank has joined.
+	// Checks 6, 9 and 11: the operation fails because the last rank has joined.
 	{"allgather under a join", func(p *part) error {
 		return p.joined(func() error { return p.allgather(1) })
 	},
@@ -247,7 +247,8 @@ var contradictions = []contradiction{
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
 }
 
-// errJoined stands for the result of the odd rank if it has joined: it submits nothing and gets no error.
+// errJoined stands for the result of the odd rank in calls where that rank has joined. It then submits
+// nothing and gets no error.
 var errJoined = errors.New("this rank has joined")
 
 // joined calls do at all ranks except the odd rank, which does not call do. Then all ranks join.
@@ -382,8 +383,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 	})
 }
 
-// TestMismatchInAGroup checks that all tensors of a group fail if the ranks disagree about one of the
-// tensors.
+// TestMismatchInAGroup submits groups in which one tensor differs between the ranks. All tensors of the group
+// must fail.
 func TestMismatchInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		p := &part{e: e, odd: e.Rank() == e.Size()-1}
@@ -530,7 +531,8 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 }
 
 // TestMismatchedListOfManyProcessSets checks that Init compares long lists of process sets by a hash: ten
-// ranks give about a thousand sets, and the last rank gives one set less. All ranks must get an error.
+// ranks give about a thousand sets, and the last of these ranks gives one set less. All ranks must get an
+// error.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

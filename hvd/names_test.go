@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// startedOp is an operation that was started, and a function that waits for it.
+// startedOp is an operation in flight, with a function that waits for it.
 type startedOp struct {
 	hvd.Pending
 	wait func(ctx context.Context) error
@@ -93,7 +93,7 @@ func TestNameIsInUseUntilSeen(t *testing.T) {
 					t.Errorf("%s: again after %s: %v", sort, way, err)
 					return
 				}
-				if err := first.wait(ctx); err != nil || !first.Poll() { // must not free the name again
+				if err := first.wait(ctx); err != nil || !first.Poll() { // Poll must not free the name again
 					t.Error(err)
 				}
 				if _, err := start(opts...); !errors.As(err, &dup) {

@@ -80,7 +80,7 @@ func TestTimeline(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		must(e.StopTimeline()) // nothing to stop
+		must(e.StopTimeline()) // there is no timeline yet, so this does nothing
 		do("before")
 		must(e.StartTimeline(path("a", 0), true))
 		do("in a")
@@ -259,7 +259,7 @@ func TestTensorsAreNotKept(t *testing.T) {
 	const numBytes, times = 1 << 20, 200
 	for _, last := range []string{"0", "600"} {
 		run(t, 1, func(ctx context.Context, e *hvd.Engine) {
-			before := heap() // includes memory of other tests, which may be freed meanwhile
+			before := heap() // may include memory of other tests, which may be freed during this test
 			for i := range times {
 				x := make([]byte, numBytes)
 				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),
