@@ -17,10 +17,10 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// Status says how severe the finding of a Line is.
+// Status is the severity of a Line.
 type Status string
 
-// The severities. If one Line is Fail, hvdrun doctor ends with exit status 1.
+// The severities. If any Line has the status Fail, hvdrun doctor ends with exit status 1.
 const (
 	OK   Status = "ok"
 	Warn Status = "warn"

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// getrlimitFix is the fix if getrlimit fails. It fails only in a sandbox.
+// getrlimitFix is the fix if getrlimit fails. getrlimit fails only in a sandbox.
 const getrlimitFix = "run in a sandbox that permits getrlimit"
 
 // fileSize checks the limit for the size of files, because the limit also applies to memfds.

@@ -85,7 +85,7 @@ func (s *System) memoryOf(g cgroup) (left, limit uint64, file string, limited bo
 	return limit - min(limit, used), limit, file, true
 }
 
-// field returns the number that follows name at the beginning of a line of text.
+// field looks in text for the line that begins with name, and returns the number after the name.
 func field(text, name string) (uint64, bool) {
 	for line := range strings.Lines(text) {
 		if words := strings.Fields(line); len(words) > 1 && words[0] == name {

@@ -16,7 +16,7 @@ import (
 const maxIdle = 8
 
 // interfaces lists the network interfaces. It reports a failure if there is no usable loopback, because ranks
-// on one host meet over it.
+// on one host meet over loopback.
 func interfaces(_ context.Context, s *System) []Line {
 	all, err := s.Interfaces()
 	if err != nil {
@@ -107,7 +107,8 @@ func hostName(ctx context.Context, s *System) []Line {
 	}
 }
 
-// maxClockError is the largest clock error with which the logs of several hosts can still be put in order.
+// maxClockError is the largest acceptable clock error. With a larger error it is hard to put the logs of
+// several hosts in order.
 const maxClockError = time.Second
 
 // clock reports whether the clock is synchronized. Comparing logs and checking certificates need a

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// System is the machine as the checks see it. The checks use it concurrently and do not change it.
+// System describes a machine to the checks. The checks use a System concurrently and do not change it.
 type System struct {
 	// Root is the root of the file system. The checks read proc, sys, dev, etc and the loader's folders.
 	Root fs.FS
@@ -81,8 +81,8 @@ type Interface struct {
 	// Addrs holds the addresses of the interface, with their prefix lengths.
 	Addrs []string
 	MTU   int
-	// Up is set if the interface was turned on, and Running if it is operational, that is if it has a
-	// carrier.
+	// Up is set if the interface was turned on. Running is set if the interface is operational, which means
+	// that it has a carrier.
 	Up, Running, Loopback bool
 }
 
@@ -126,8 +126,8 @@ func Here(environ []string) *System {
 	return s
 }
 
-// BesideSelf returns the path of the program name in the folder of this program. It returns "" if there is no
-// such program or it is not executable.
+// BesideSelf returns the path of the program with this name in the folder of the running program. If there is
+// no such program, or if it is not executable, BesideSelf returns "".
 func BesideSelf(name string) string {
 	self, err := os.Executable()
 	if err != nil {
