@@ -243,7 +243,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
-			return // this frame crossed the stop, so the sender ends the requests in it
+			return // sent before the sender received the stop; the sender itself fails the requests in it
 		}
 		if err := c.news(from, up); err != nil {
 			c.failSender(from, err)
@@ -259,7 +259,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 			continue
 		}
 		if s == nil {
-			return fmt.Errorf("got requests for process set %d, but rank %d is not a member of it", u.Set, from)
+			return fmt.Errorf("got requests for process set %d, but rank %d is not a member of it", u.Set,
+				from)
 		}
 		for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
 			if err := s.vote(member, bit, up.Seen); err != nil {

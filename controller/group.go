@@ -96,9 +96,10 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// failGroup fails a group because the first member names another group, or none, for one of the group's
-// tensors. That tensor is answered with an error outside the group. failGroup returns the held tensors of the
-// group as errors.
+// failGroup fails the group of key because the members disagree about one of its tensors: a member put the
+// tensor into this group, but the first member of the process set put it into another group or into none. The
+// caller answers that tensor with an error, as the first member has it. failGroup returns the tensors that
+// this group holds, each as an error.
 func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {

@@ -109,7 +109,8 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	return err
 }
 
-// change calls ask to request a change of the process sets, and waits until the change is done.
+// change requests a change of the process sets by calling the function ask, and waits until the change is
+// done.
 func (c *call) change(ctx context.Context,
 	ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c.Hold = true

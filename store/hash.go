@@ -389,8 +389,8 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum returns the sum that Add stores. If the key has a value, which is said by the parameter there, the sum
-// is value plus delta, else it is delta. Sum returns an error if value is not a decimal number or the sum
+// Sum returns the sum that Add stores. If there is true, the key has value, and the sum is value plus
+// delta. Otherwise the sum is delta. Sum returns an error if value is not a decimal number or the sum
 // overflows.
 func Sum(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
@@ -562,8 +562,9 @@ func (s *HashStore) room(keys int, bytes int64) error {
 			len(s.values)+len(s.queues), s.limits.Keys)}
 	}
 	if bytes > 0 && s.bytes+bytes > s.limits.Bytes {
-		return &refusal{ErrLimit, fmt.Sprintf("the store has %d of at most %d bytes, and this call needs %d more",
-			s.bytes, s.limits.Bytes, bytes)}
+		return &refusal{ErrLimit,
+			fmt.Sprintf("the store has %d of at most %d bytes, and this call needs %d more",
+				s.bytes, s.limits.Bytes, bytes)}
 	}
 	return nil
 }

@@ -89,6 +89,6 @@ func (g *gzipped) tail(dst []byte) []byte {
 	return binary.LittleEndian.AppendUint32(dst, g.size+uint32(n))
 }
 
-// most adds 5 bytes for each block, because compress/flate stores incompressible text in blocks of at least
-// 16 KiB. It adds 80 bytes for header, flush and tail.
+// most implements encoder. The bound is n, plus 5 bytes for each block, because compress/flate stores
+// incompressible text in blocks of at least 16 KiB, plus 80 bytes for header, flush and tail.
 func (*gzipped) most(n int) int64 { return int64(n) + int64(n)/(16<<10)*5 + 80 }

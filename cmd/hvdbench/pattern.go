@@ -17,8 +17,8 @@ type pattern struct {
 	ulps   int    // tolerance for floats, in units in the last place (ulps)
 }
 
-// movedModulus is the period of values that are moved and not reduced. It does not depend on the number of
-// ranks. Every integer below it is exact in every type.
+// movedModulus is the period of the values in operations that only move data, such as a broadcast. It does
+// not depend on the number of ranks. Every element type represents the integers below it exactly.
 const movedModulus = 101
 
 // modulus returns the period m of the values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as

@@ -164,10 +164,10 @@ type ending struct {
 	last             *tensor
 }
 
-// wait is the wait of the other ranks for the last rank that submitted an operation. first is the time of the
-// first rank's submission, others the time by which all but the last rank had submitted, and asked the time
-// of the last rank's submission. last is the tensor of the operation. If last is nil, the ranks certainly
-// waited for the operation before they went on.
+// wait says that the other ranks waited for the field rank, which was the last to submit an operation. first
+// is the time of the first submission, others the time of the last but one, and asked the time of the last
+// one. The field last is the tensor of the operation; it tells whether ranks went on without waiting for the
+// operation (see overtaken). It is nil if they certainly waited.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration

@@ -11,8 +11,8 @@ import (
 )
 
 const (
-	// maxRankLines is the number of ranks of which a report shows a line each. It does not show further
-	// ranks.
+	// maxRankLines is the maximum number of ranks in a report, which has one line for each rank. Further
+	// ranks are left out.
 	maxRankLines = 64
 	// maxLineBytes limits the bytes that a report shows of a text from a rank.
 	maxLineBytes = 500

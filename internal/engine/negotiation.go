@@ -134,8 +134,8 @@ func (e *Engine) suspect(r topo.Rank, err error) {
 	e.sched.notify()
 }
 
-// sendUp sends a frame to rank 0. It returns only errors for which this rank is responsible. If the backlog
-// is full, sendUp fails rank 0 and returns nil.
+// sendUp sends a frame to rank 0. It returns an error only if this rank is at fault. If the backlog is full,
+// sendUp declares that rank 0 has failed and returns nil.
 func (e *Engine) sendUp(frame []byte) error {
 	err := e.send(e.links[0], frame)
 	switch {

@@ -394,8 +394,9 @@ func (j *job) verbosef(format string, args ...any) {
 	}
 }
 
-// conclude determines the result, waits until the output is written, and reports a failure. Another signal
-// that ends jobs ends the wait. If a signal or ctx has ended the job, the wait also has a timeout.
+// conclude determines the result, waits until the output is written, and reports a failure. If a
+// further terminating signal arrives, it no longer waits for the output. If a signal or ctx has ended the
+// job, the wait also has a timeout.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {

@@ -205,9 +205,9 @@ type session struct {
 	silent   atomic.Bool // nothing arrived for liveness
 }
 
-// newSession opens a session with open, which is yamux.Client or yamux.Server. The session ends if the peer
-// is silent for liveness. If liveness is 0, there is no such limit. That is so if both ends are in one
-// process.
+// newSession opens a session with open, which is yamux.Client or yamux.Server. The session ends if nothing
+// arrives from the peer for the duration liveness. A liveness of 0 means no limit; it is used if both ends
+// are in one process.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link,
 	liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()

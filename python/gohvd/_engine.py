@@ -41,7 +41,8 @@ _MAX_IDLE_BYTES = 512 << 20
 _KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
 _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
 
-# The name of blocking operations without a name. The sidecar numbers other unnamed operations, starting with 1.
+# The name that a blocking operation gets if the program gives it none. The sidecar names all other unnamed operations
+# noname.1, noname.2 and so on.
 _SYNC_NAME = "noname.0"
 
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)

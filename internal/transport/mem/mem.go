@@ -62,9 +62,9 @@ func New(size int) *Cluster { return NewWithLatency(size, 0) }
 // direction is a separate link. If a rank has closed its mesh, died or released a lane, its peers learn that
 // with the same latency. Until then, their Read, Flush and Send work as before.
 //
-// A byte leaves the sender's buffer when the receiver reads it, and Sent of the sender shows that at once.
-// Conn takes no time. Abort, Release and Close take effect at once on the rank that calls them. If latency is
-// 0 or less, there is no latency.
+// A byte leaves the sender's buffer when the receiver reads it, and the sender's Conn.Sent counts it at
+// once, without the latency. A call of Mesh.Conn is not delayed either. Abort, Release and Close take effect
+// at once on the rank that calls them. If latency is 0 or less, there is no latency.
 //
 // In a bubble, no loop may wait by polling Sent. The clock of a bubble does not advance while a goroutine
 // polls, so bytes in flight would never arrive.

@@ -54,10 +54,9 @@ func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : 
 // conn is the Control channel to a peer of the group. It consists of two rings and of words that each rank
 // writes. Each ring is in the segment of the rank that writes to it.
 //
-// The words are accessed only with sync/atomic, whose operations have one order on all processors. A rank
-// that parks stores that it is parked and then loads the head. A rank that sends stores the head and then
-// loads whether the peer is parked. So at least one of the two sees the store of the other (Dekker's
-// algorithm).
+// The words are accessed only with sync/atomic, whose operations are sequentially consistent. Before a
+// rank parks, it sets its parked word and then loads the head. A sender stores the head and then loads the
+// peer's parked word. So at least one of the two sees the store of the other (Dekker's algorithm).
 type conn struct {
 	peer      topo.Rank
 	waker     *waker     // of this rank
