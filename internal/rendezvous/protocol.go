@@ -137,7 +137,7 @@ func cut(text string, most int) string {
 // errStale stands for the answer STALE, with which a root refuses this rank. The other answers of refusal are
 // *completeError and *RefusedError.
 var errStale = errors.New(
-	"the root of rank 0 at this address is not the one in the store (it may belong to an earlier attempt), "+
+	"the root of rank 0 at this address is not the one in the store (it may belong to an earlier attempt), " +
 		"or it has already answered this process")
 
 type completeError struct{ epoch uint64 }
